@@ -1,0 +1,181 @@
+"""Residual-mass accounting: exact terms, residual terms, subtraction, one normalisation.
+
+Everything is kept unnormalised as (numerator, denominator, shift) until `merge` divides once: a subtractive estimate cannot pass
+through interfaces that merge normalised states.
+
+Shape letters: R = query rows sharing keys, L = keys, D = value dimension, M = features. Leading `...` are free.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CLAMP_RELATIVE = 1e-6
+"""The residual is dropped when its mass falls below this share of the mid-region's: what is left is rounding of the subtraction."""
+
+
+class Terms(NamedTuple):
+    """Unnormalised softmax terms in units of exp(shift): true nu = numerator * e^shift, true Z = denominator * e^shift."""
+
+    numerator: Tensor
+    """[..., R, D]."""
+    denominator: Tensor
+    """[..., R]."""
+    shift: Tensor
+    """[..., R], finite; of an empty set any finite value."""
+
+    def log_mass(self) -> Tensor:
+        """log Z [..., R]; -inf for an empty set."""
+        return self.denominator.log() + self.shift
+
+
+class SummaryState(NamedTuple):
+    """Fixed-size summary of the mid-region (the paper's eq. for S_M, u_M), in units of a per-feature shift.
+
+    S[:, m] = numerator[m] * e^log_shift[m] and u[m] = mass[m] * e^log_shift[m].
+    """
+
+    numerator: Tensor
+    """[..., M, D]."""
+    mass: Tensor
+    """[..., M]."""
+    log_shift: Tensor
+    """[..., M]."""
+
+
+def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """s = scale * q . k: [..., R, D] and [..., L, D] -> [..., R, L]."""
+    return queries @ keys.transpose(-1, -2) * scale
+
+
+def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
+    """nu_E and Z_E of the tokens in `support` (the paper's eq. 3).
+
+    Args:
+        scores: [..., R, L].
+        values: [..., L, D].
+        support: [..., 1 or R, L] bool; an empty row gives zero terms.
+    """
+    shift = _finite_max(scores, support)
+    weights = torch.where(support, (scores - shift.unsqueeze(-1)).exp(), 0)
+    return Terms(weights @ values, weights.sum(-1), shift)
+
+
+def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
+    """Key features of the mid-region in a gauge that cannot overflow.
+
+    Args:
+        log_features: [..., L, M] log phi_k(k).
+        mid: [..., L] bool.
+
+    Returns:
+        features [..., L, M] = exp(log_features - log_shift), in [0, 1] and zero outside `mid`; log_shift [..., M].
+    """
+    inside = mid.unsqueeze(-1)
+    log_shift = _finite_max(log_features.transpose(-1, -2), inside.transpose(-1, -2))
+    features = torch.where(inside, (log_features - log_shift.unsqueeze(-2)).exp(), 0)
+    return features, log_shift
+
+
+def summarise(features: Tensor, log_shift: Tensor, values: Tensor) -> SummaryState:
+    """S_M and u_M from exactly the features that are cached, so that subtracting all of them leaves rounding alone.
+
+    Args:
+        features: [..., L, M], zero outside the mid-region; log_shift: [..., M]; values: [..., L, D].
+    """
+    return SummaryState(features.transpose(-1, -2) @ values, features.sum(-2), log_shift)
+
+
+def residual_terms(
+    state: SummaryState,
+    log_query: Tensor,
+    features: Tensor | None = None,
+    values: Tensor | None = None,
+    retrieved: Tensor | None = None,
+) -> Terms:
+    """nu_R hat and Z_R hat as the paper writes them: S_R and u_R are formed for every row, then multiplied by phi_q.
+
+    Without `retrieved` nothing is subtracted (NoSub). When the subtraction leaves less than CLAMP_RELATIVE of the mid-region's
+    mass, numerator and denominator are both zero.
+
+    Args:
+        log_query: [..., R, M] log phi_q(q).
+        features: [..., L, M] the cached key features; values: [..., L, D]; retrieved: [..., R, L] bool, the set K(q).
+    """
+    log_weights = log_query + state.log_shift.unsqueeze(-2)
+    shift = log_weights.amax(-1)
+    weights = (log_weights - shift.unsqueeze(-1)).exp()
+    whole_mass = (weights * state.mass.unsqueeze(-2)).sum(-1)
+    if retrieved is None:
+        return Terms(weights @ state.numerator, whole_mass, shift)
+    assert features is not None and values is not None
+    taken = retrieved.to(features.dtype).unsqueeze(-1) * features.unsqueeze(-3)  # [..., R, L, M]
+    residual_numerator = state.numerator.unsqueeze(-3) - taken.transpose(-1, -2) @ values.unsqueeze(-3)
+    residual_mass = state.mass.unsqueeze(-2) - taken.sum(-2)
+    numerator = (weights.unsqueeze(-2) @ residual_numerator).squeeze(-2)
+    denominator = (weights * residual_mass).sum(-1)
+    kept = denominator > CLAMP_RELATIVE * whole_mass
+    return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
+
+
+def one_gather_terms(
+    scores: Tensor,
+    values: Tensor,
+    support: Tensor,
+    retrieved: Tensor,
+    state: SummaryState,
+    log_query: Tensor,
+    features: Tensor,
+    adds_residual: Tensor,
+    subtracts: Tensor,
+) -> Terms:
+    """Exact and residual terms of every arm from one pass over the values.
+
+    By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed:
+    token i of K enters the numerator with weight e^{s_i} - z_i. z = 0 gives NoSub; leaving S, u out as well gives TopK.
+
+    Args:
+        scores: [..., R, L]; values: [..., L, D]; support: [..., R, L] bool, the set E; retrieved: [..., R, L] bool, K(q).
+        state, log_query [..., R, M], features [..., L, M]: as in `residual_terms`.
+        adds_residual, subtracts: [R] bool, which rows add the residual estimate and which subtract the retrieved share.
+    """
+    log_weights = log_query + state.log_shift.unsqueeze(-2)
+    residual_shift = log_weights.amax(-1)
+    weights = (log_weights - residual_shift.unsqueeze(-1)).exp()
+    whole_mass = (weights * state.mass.unsqueeze(-2)).sum(-1)
+    z = torch.where(retrieved & subtracts.unsqueeze(-1), weights @ features.transpose(-1, -2), 0)
+    left_mass = whole_mass - z.sum(-1)
+    kept = adds_residual & (left_mass > CLAMP_RELATIVE * whole_mass)
+    # The common unit is chosen after the clamp: a dropped residual, however large phi made it, must not push e^s below the floats.
+    exact_shift = _finite_max(scores, support)
+    shift = torch.where(kept, torch.maximum(exact_shift, residual_shift), exact_shift)
+    unit = torch.where(kept, (residual_shift - shift).exp(), 0).unsqueeze(-1)
+    exact = torch.where(support, (scores - shift.unsqueeze(-1)).exp(), 0)
+    numerator = (exact - unit * z) @ values + (unit * weights) @ state.numerator
+    denominator = exact.sum(-1) + unit.squeeze(-1) * left_mass
+    return Terms(numerator, denominator, shift)
+
+
+def merge(*terms: Terms) -> Tensor:
+    """One normalisation over all branches (the paper's eqs. for y_TopK+phi and y_impl): [..., R, D].
+
+    Terms may carry different shifts; empty branches (denominator 0) do not count. At least one must be non-empty in every row.
+    """
+    lowest = torch.finfo(terms[0].shift.dtype).min
+    shifts = [torch.where(t.denominator > 0, t.shift, lowest) for t in terms]
+    common = torch.stack(torch.broadcast_tensors(*shifts)).amax(0)
+    scales = [torch.where(t.denominator > 0, (t.shift - common).exp(), 0) for t in terms]
+    numerator = sum(t.numerator * scale.unsqueeze(-1) for t, scale in zip(terms, scales, strict=True))
+    denominator = sum(t.denominator * scale for t, scale in zip(terms, scales, strict=True))
+    return numerator / denominator.unsqueeze(-1)
+
+
+def _finite_max(scores: Tensor, mask: Tensor) -> Tensor:
+    """Largest score in the mask along the last dimension, 0 where the mask is empty or there are no columns."""
+    if scores.shape[-1] == 0:
+        return scores.new_zeros(scores.shape[:-1])
+    highest = scores.masked_fill(~mask, -torch.inf).amax(-1)
+    return torch.where(highest > -torch.inf, highest, 0)

@@ -1,0 +1,123 @@
+"""Positive feature maps phi = exp(log phi), one per head, stacked over the heads of a layer.
+
+Shape letters: H = heads, N = vectors, D = head dimension, M = features, I = inner width (d_emb).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FoldedMap:
+    """log phi(x) = A x + B gelu(C x + c) + e: a ReZero map with its linear chains multiplied out."""
+
+    def __init__(self, a: Tensor, b: Tensor, c: Tensor, c_bias: Tensor, e_bias: Tensor) -> None:
+        """A: [H, D, M], B: [H, I, M], C: [H, D, I], c_bias: [H, 1, I], e_bias: [H, 1, M] (applied from the right)."""
+        self.a, self.b, self.c, self.c_bias, self.e_bias = a, b, c, c_bias, e_bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[H, N, D] -> log phi [H, N, M]."""
+        inner = F.gelu(torch.baddbmm(self.c_bias, x, self.c))
+        return torch.baddbmm(torch.baddbmm(self.e_bias, x, self.a), inner, self.b)
+
+
+class ReZeroMap(nn.Module):
+    """The paper's one-block ReZero MLP, one per head (its appendix on the phi architecture).
+
+    g0 = W_s x + b_s;  g1 = g0 + alpha (W_2 gelu(W_1 g0 + b_1) + b_2);  phi = exp(W_o g1 + b_o).
+    """
+
+    def __init__(self, heads: int, d_in: int, d_emb: int, d_phi: int) -> None:
+        super().__init__()
+        self.stem, self.stem_bias = _linear(heads, d_in, d_emb)
+        self.up, self.up_bias = _linear(heads, d_emb, d_emb)
+        self.down, self.down_bias = _linear(heads, d_emb, d_emb)
+        self.out, self.out_bias = _linear(heads, d_emb, d_phi)
+        self.alpha = nn.Parameter(torch.zeros(heads, 1, 1))  # ReZero: the block starts as the identity
+
+    def unfolded(self, x: Tensor) -> Tensor:
+        """log phi as the paper writes it: [H, N, D] -> [H, N, M]."""
+        stem = torch.baddbmm(self.stem_bias, x, self.stem)
+        inner = F.gelu(torch.baddbmm(self.up_bias, stem, self.up))
+        mixed = stem + self.alpha * torch.baddbmm(self.down_bias, inner, self.down)
+        return torch.baddbmm(self.out_bias, mixed, self.out)
+
+    def fold(self) -> FoldedMap:
+        """The same function with 8 times fewer multiplications; differentiable in the original parameters."""
+        a = self.stem @ self.out
+        b = self.alpha * (self.down @ self.out)
+        c = self.stem @ self.up
+        c_bias = torch.baddbmm(self.up_bias, self.stem_bias, self.up)
+        e_bias = torch.baddbmm(self.out_bias, self.stem_bias + self.alpha * self.down_bias, self.out)
+        return FoldedMap(a, b, c, c_bias, e_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """log phi through the fold: [H, N, D] -> [H, N, M]."""
+        return self.fold()(x)
+
+    @torch.no_grad()
+    def set_log_linear(self, directions: Tensor, bias: Tensor) -> None:
+        """Makes log phi(x) = directions x + bias exactly: directions [H, M, D], bias [H, M]. Needs d_emb >= D."""
+        heads, _, d_in = directions.shape
+        d_emb = self.stem.shape[-1]
+        if d_emb < d_in:
+            raise ValueError(f"map.init positive_random_features needs d_emb >= head dimension ({d_emb} < {d_in})")
+        self.stem.copy_(torch.eye(d_in, d_emb).expand(heads, -1, -1))
+        self.stem_bias.zero_()
+        self.out[:, :d_in].copy_(directions.transpose(-1, -2))
+        self.out[:, d_in:].zero_()
+        self.out_bias.copy_(bias.unsqueeze(1))
+        self.alpha.zero_()
+
+
+class HedgehogMap(nn.Module):
+    """The ablation's map phi = [exp z, exp -z] with z = x W + b, so d_phi features from d_phi / 2 projections."""
+
+    def __init__(self, heads: int, d_in: int, d_phi: int) -> None:
+        super().__init__()
+        if d_phi % 2:
+            raise ValueError(f"map.d_phi must be even for the hedgehog map, got {d_phi}")
+        self.weight, self.bias = _linear(heads, d_in, d_phi // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """log phi: [H, N, D] -> [H, N, M]."""
+        z = torch.baddbmm(self.bias, x, self.weight)
+        return torch.cat((z, -z), dim=-1)
+
+    def fold(self) -> HedgehogMap:
+        """Nothing to fold: the map is linear before the exponential."""
+        return self
+
+
+def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Generator) -> Tensor:
+    """[H, M, D]: Gaussian-length rows, orthogonal in blocks of D (orthogonal positive random features)."""
+    blocks = []
+    for _ in range(math.ceil(d_phi / d_in)):
+        q, r = torch.linalg.qr(torch.randn(heads, d_in, d_in, generator=generator))
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # without the signs QR's Q is not uniform over rotations
+        lengths = torch.randn(heads, d_in, d_in, generator=generator).norm(dim=-1, keepdim=True)
+        blocks.append(q * lengths)
+    return torch.cat(blocks, dim=1)[:, :d_phi]
+
+
+def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
+    """log z = log <phi_q, phi_k>: [..., R, M] and [..., L, M] -> [..., R, L].
+
+    Row maxima are taken out first; what remains below 1e-30 of them is a floor, so that 1/z stays finite in the gradient.
+    """
+    query_shift = log_query.amax(-1, keepdim=True).detach()
+    key_shift = log_key.amax(-1, keepdim=True).detach()
+    z = (log_query - query_shift).exp() @ (log_key - key_shift).exp().transpose(-1, -2)
+    return z.clamp_min(1e-30).log() + query_shift + key_shift.transpose(-1, -2)
+
+
+def _linear(heads: int, d_in: int, d_out: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight [H, in, out] and bias [H, 1, out] with torch.nn.Linear's default initialisation."""
+    bound = 1 / math.sqrt(d_in)
+    weight = torch.empty(heads, d_in, d_out).uniform_(-bound, bound)
+    bias = torch.empty(heads, 1, d_out).uniform_(-bound, bound)
+    return nn.Parameter(weight), nn.Parameter(bias)

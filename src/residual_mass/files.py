@@ -1,0 +1,103 @@
+"""Files that are never half-written: atomic replacement, hashes, JSON lines, provenance sidecars."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary name in `path`'s folder; on success it replaces `path` in one step, on an exception it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; results are for sharing
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError naming the file when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); delete it and rerun the rule that makes it") from None
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def jsonl(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All rows of `path`.
+
+    Raises:
+        ValueError: the file is missing or a line is not a JSON object; names file and line.
+    """
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: prompts hold U+2028 and the like
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); delete it and rerun the rule that makes it") from None
+    if lines[-1] == "":
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: not a JSON object; delete the file and rerun the rule that makes it")
+        rows.append(row)
+    return rows
+
+
+def write_meta(output: Path, **facts: Any) -> None:
+    """Writes `<output>.meta.json`: what ran on what. Never an input of a rule, so it may hold times and hosts."""
+    packages = {}
+    for name in ("residual-mass", "torch", "transformers", "lm_eval", "datasets", "snakemake", "numpy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    machine = {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()}
+    write_json(output.with_name(output.name + ".meta.json"), {**facts, "packages": packages, "machine": machine})

@@ -1,0 +1,271 @@
+"""What a stage may be told: frozen dataclasses, parsed strictly from one JSON object.
+
+Snakemake hands every stage its hyper-parameters as `--spec` (sorted JSON, so that a changed value, and only that, reruns a job).
+An unknown, missing or ill-typed key is refused in one line that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
+MethodName = Literal["full", "topk", "topk_phi", "topk_phi_nosub"]
+Spec = TypeVar("Spec")
+
+
+def tokens_of(label: str) -> int:
+    """`"4k"` is 4096 tokens; `"512"` is itself."""
+    match = re.fullmatch(r"([1-9]\d*)(k?)", label)
+    if match is None:
+        raise ValueError(f"length {label!r} is not a length label: write 512, 1k, 64k, ...")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+@dataclass(frozen=True)
+class BackboneSpec:
+    """A frozen language model: where it comes from and how it is run."""
+
+    name: str
+    study: str
+    model_id: str
+    revision: str
+    source: Literal["assets", "hub", "random"]
+    dtype: Literal["float32", "bfloat16"]
+    tokenizer: str
+    """Label of the tokenizer; backbones that share it share frozen prompts."""
+    context: int
+    """Longest sequence the backbone was made for, in tokens."""
+
+    @property
+    def weights(self) -> str:
+        return "random" if self.source == "random" else "pretrained"
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """One evaluated method at one exact-support budget (percent of the prefix, anchors included)."""
+
+    method: MethodName
+    budget_percent: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.method == "full") != (self.budget_percent is None):
+            raise ValueError(f"arm {self.method!r}: full takes no budget_percent, every other method needs one")
+        if self.budget_percent is not None and not 0 < self.budget_percent <= 100:
+            raise ValueError(f"budget_percent {self.budget_percent:g} is outside (0, 100]")
+
+    @property
+    def uses_phi(self) -> bool:
+        return self.method.startswith("topk_phi")
+
+
+@dataclass(frozen=True)
+class AnchorSpec:
+    sink: int = 4
+    tail: int = 16
+
+
+@dataclass(frozen=True)
+class MapsSpec:
+    """The phi maps an evaluation uses: their label and the longest context they were trained on (tokens)."""
+
+    label: str
+    length: int
+
+
+@dataclass(frozen=True)
+class PromptsSpec:
+    benchmark: str
+    length: str
+    tokenizer: str
+    model_id: str
+    revision: str
+    tokenizer_source: Literal["assets", "hub"]
+    data_source: Literal["assets", "hub"]
+    """Where haystack and QA sets come from: the pinned assets, or the harness's own downloads."""
+    examples: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
+class GenerateSpec:
+    study: str
+    backbone: BackboneSpec
+    benchmark: str
+    length: str
+    tasks: tuple[str, ...]
+    examples: int
+    arms: tuple[ArmSpec, ...]
+    anchors: AnchorSpec
+    budget_length: Literal["nominal", "real"]
+    """Whether L in K = max(0, ceil(rL) - |A|) is the nominal length or the prompt's own."""
+    maps: MapsSpec
+    max_generation_tokens: int | None
+    """Cap on every task's own limit; null keeps the harness's."""
+    batch_examples: int
+    allow_extrapolation: bool
+    """Permit prompts longer than the maps were trained on (the paper's collapse)."""
+    recipe: int
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    study: str
+    backbone: BackboneSpec
+    benchmark: str
+    length: str
+    bootstrap_resamples: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """Weights of the training objective (the paper's equations in its appendix on training)."""
+
+    name: Literal["ours", "kl", "aux", "lolcats"] = "ours"
+    tau: float = 10.0
+    lambda_kl: float = 0.99
+    lambda_top: float = 1.0
+    lambda_fp: float = 2.0
+    lambda_z: float = 4.0
+    band: float = 12.0
+    """Delta: keys within this many nats of the row maximum form the top band."""
+    huber_delta: float = 1.0
+
+
+@dataclass(frozen=True)
+class MapSpec:
+    """Shape of the feature maps."""
+
+    kind: Literal["rezero", "hedgehog"] = "rezero"
+    d_emb: int = 512
+    d_phi: int = 64
+    init: Literal["default", "positive_random_features"] = "default"
+
+
+@dataclass(frozen=True)
+class ReplaySpec:
+    """How often one teacher pass is used: `pool` passes are kept, a new one is made every `reuse` steps. 1 and 1 is the paper."""
+
+    pool: int = 1
+    reuse: int = 1
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    backbone: BackboneSpec
+    length: str
+    corpora: tuple[str, ...]
+    steps: int
+    learning_rate: float
+    weight_decay: float
+    schedule: Literal["constant", "cosine"]
+    warmup_steps: int
+    queries_per_step: int
+    query_window: float
+    """Query positions are drawn from this final share of the sequence (the paper: 33,000 of 65,536)."""
+    map: MapSpec
+    objective: ObjectiveSpec
+    replay: ReplaySpec
+    anchors: AnchorSpec
+    eval_budgets: tuple[float, ...]
+    eval_every: int
+    checkpoint_every: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    study: str
+    backbone: BackboneSpec
+    corpus: str
+    length: str
+    budgets: tuple[float, ...]
+    anchors: AnchorSpec
+    maps: MapsSpec
+    packs: int
+    queries: int
+    """Teacher-forced decode queries right after the prefill, per pack."""
+    seed: int
+    recipe: int
+    allow_extrapolation: bool = False
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    study: str
+    label: str
+    backbones: tuple[str, ...]
+    lengths: tuple[str, ...]
+    budgets: tuple[float, ...]
+    benchmarks: tuple[str, ...]
+    """Benchmarks whose result files exist in this study; cells of the others print `--`."""
+    backbone_titles: dict[str, str] = field(default_factory=dict)
+
+
+def parse_spec(cls: type[Spec], text: str) -> Spec:
+    """Parses the JSON object `text` into the dataclass `cls`.
+
+    Raises:
+        ValueError: not JSON, or a key is unknown, missing or of the wrong type; the message names it.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--spec is not JSON: {error}") from None
+    return _build(cls, data, "spec")
+
+
+def _build(cls: type[Any], data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected an object, got {data!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(data) - set(fields)):
+        raise ValueError(f"{where}.{unknown[0]}: unknown key; known keys are {', '.join(sorted(fields))}")
+    required = {
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    if missing := sorted(required - set(data)):
+        raise ValueError(f"{where}.{missing[0]}: missing key")
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _coerce(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        (inner,) = (a for a in args if a is not type(None))
+        return _coerce(inner, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_coerce(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {str(k): _coerce(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")
+
+
+def to_json(spec: Any) -> str:
+    """Sorted JSON of a spec dataclass; `parse_spec` of it gives the spec back."""
+    return json.dumps(dataclasses.asdict(spec), sort_keys=True)

@@ -1,0 +1,290 @@
+"""Accounting identities against float64 references written token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from reference import attention, split, top, topk_phi
+from torch import Tensor
+
+from residual_mass import core
+
+SINK, TAIL, D, M = 2, 3, 5, 4
+
+
+class Problem:
+    """Random queries, keys, values and log-features; one prefix, R rows."""
+
+    def __init__(self, seed: int, rows: int = 3, length: int = 24, dtype: torch.dtype = torch.float64, spread: float = 1.0):
+        g = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+        self.q, self.k, self.v = draw(rows, D) * spread, draw(length, D) * spread, draw(length, D)
+        self.log_q, self.log_k = draw(rows, M), draw(length, M)
+        self.new_k, self.new_v = draw(2, D) * spread, draw(2, D)
+        self.scale = D**-0.5
+        self.scores = core.attention_scores(self.q, self.k, self.scale)
+        self.anchors, self.mid = core.partition(torch.ones(length, dtype=torch.bool), SINK, TAIL)
+
+    def retrieved(self, k: int) -> Tensor:
+        return core.retrieved_mask(self.scores, self.mid, torch.full((len(self.q),), k))
+
+    def state(self) -> tuple[core.SummaryState, Tensor]:
+        features, log_shift = core.key_features(self.log_k, self.mid)
+        return core.summarise(features, log_shift, self.v), features
+
+
+def close(ours: Tensor, reference: list[list[float]], tolerance: float) -> None:
+    expected = torch.tensor(reference, dtype=torch.float64)
+    assert core.rel_l1(ours.double(), expected).max() < tolerance
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, 19, 30])
+@pytest.mark.parametrize("subtract", [True, False])
+def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool) -> None:
+    p = Problem(seed=k)
+    state, features = p.state()
+    retrieved = p.retrieved(k)
+    exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
+    generated = core.exact_terms(
+        core.attention_scores(p.q, p.new_k, p.scale), p.new_v, torch.ones(2, dtype=torch.bool)
+    )
+    explicit = core.residual_terms(state, p.log_q, *((features, p.v, retrieved) if subtract else ()))
+    rows = torch.ones(len(p.q), dtype=torch.bool)
+    gathered = core.one_gather_terms(
+        p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows & subtract
+    )
+    expected = [
+        topk_phi(
+            p.q[r].tolist(), p.k.tolist(), p.v.tolist(), p.scale, SINK, TAIL, k,
+            p.log_q[r].exp().tolist(), p.log_k.exp().tolist(), subtract,
+            (p.new_k.tolist(), p.new_v.tolist()),
+        )
+        for r in range(len(p.q))
+    ]  # fmt: skip
+    close(core.merge(exact, explicit, generated), expected, 1e-12)
+    close(core.merge(gathered, generated), expected, 1e-12)
+
+
+def test_one_gather_flags_give_topk_nosub_and_sub_in_one_call() -> None:
+    p = Problem(seed=5)
+    state, features = p.state()
+    retrieved = p.retrieved(6)
+    adds, subtracts = torch.tensor([False, True, True]), torch.tensor([False, False, True])
+    ours = core.merge(
+        core.one_gather_terms(
+            p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, adds, subtracts
+        )
+    )
+    exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
+    nosub = core.merge(exact, core.residual_terms(state, p.log_q))
+    sub = core.merge(exact, core.residual_terms(state, p.log_q, features, p.v, retrieved))
+    torch.testing.assert_close(ours, torch.stack((core.merge(exact)[0], nosub[1], sub[2])), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("k", [0, 1, 21])
+def test_exact_sub_is_full_attention(dtype: torch.dtype, tolerance: float, k: int) -> None:
+    p = Problem(seed=11, length=300, dtype=dtype, spread=1.5)
+    retrieved = p.retrieved(k)
+    ours = core.merge(
+        core.exact_terms(p.scores, p.v, p.anchors | retrieved), core.exact_terms(p.scores, p.v, p.mid & ~retrieved)
+    )
+    full = [
+        attention(q.tolist(), p.k.double().tolist(), p.v.double().tolist(), p.scale, range(300)) for q in p.q.double()
+    ]
+    close(ours, full, tolerance)
+
+
+def test_exact_nosub_counts_the_retrieved_tokens_twice() -> None:
+    p = Problem(seed=12)
+    retrieved = p.retrieved(5)
+    ours = core.merge(
+        core.exact_terms(p.scores, p.v, p.anchors | retrieved), core.exact_terms(p.scores, p.v, p.mid)
+    )
+    for row, q in enumerate(p.q):
+        scores = p.scores[row].tolist()
+        _, mid = split(24, SINK, TAIL)
+        twice = list(range(24)) + top(scores, mid, 5)
+        keys, values = [p.k[i].tolist() for i in twice], [p.v[i].tolist() for i in twice]
+        close(ours[row : row + 1], [attention(q.tolist(), keys, values, p.scale, range(len(twice)))], 1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_subset_bias_equation(k: int) -> None:
+    p = Problem(seed=13 + k)
+    retrieved = p.retrieved(k)
+    exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
+    residual = core.exact_terms(p.scores, p.v, p.mid & ~retrieved)
+    full = core.exact_terms(p.scores, p.v, torch.ones_like(p.mid))
+    bias = core.subset_bias(exact, residual)
+    torch.testing.assert_close(core.merge(full) - core.merge(exact), bias, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("k", [0, 3, 19])
+def test_phi_with_an_oracle_kernel_recovers_full_attention(k: int) -> None:
+    """phi that factorises exp(q.k) on the tokens at hand: one feature per key."""
+    p = Problem(seed=17)
+    length, rows = p.k.shape[0], len(p.q)
+    log_k = torch.full((length, length), -torch.inf, dtype=torch.float64).fill_diagonal_(0)  # phi_k(k_i) = e_i
+    features, log_shift = core.key_features(log_k, p.mid)
+    state = core.summarise(features, log_shift, p.v)
+    retrieved = p.retrieved(k)
+    all_rows = torch.ones(rows, dtype=torch.bool)
+    support = p.anchors | retrieved
+    ours = core.merge(
+        core.one_gather_terms(p.scores, p.v, support, retrieved, state, p.scores, features, all_rows, all_rows)
+    )
+    full = [attention(q.tolist(), p.k.tolist(), p.v.tolist(), p.scale, range(length)) for q in p.q]
+    close(ours, full, 1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6])
+def test_prefix_no_longer_than_the_anchors_is_full_attention(length: int) -> None:
+    p = Problem(seed=length, length=length)
+    p.log_q += 200.0  # a residual of nothing must not matter, however large phi is
+    state, features = p.state()
+    retrieved = p.retrieved(2)
+    rows = torch.ones(len(p.q), dtype=torch.bool)
+    ours = core.merge(
+        core.one_gather_terms(p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
+    )
+    full = [attention(q.tolist(), p.k.tolist(), p.v.tolist(), p.scale, range(length)) for q in p.q]
+    close(ours, full, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_retrieving_the_whole_mid_region_drops_the_residual(dtype: torch.dtype) -> None:
+    p = Problem(seed=19, length=200, dtype=dtype)
+    p.log_q += 150.0
+    state, features = p.state()
+    retrieved = p.retrieved(1000)
+    assert bool((retrieved == p.mid).all())
+    rows = torch.ones(len(p.q), dtype=torch.bool)
+    gathered = core.one_gather_terms(
+        p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows
+    )
+    explicit = core.residual_terms(state, p.log_q, features, p.v, retrieved)
+    assert bool((explicit.denominator == 0).all()) and bool((explicit.numerator == 0).all())
+    full = core.merge(core.exact_terms(p.scores, p.v, torch.ones_like(p.mid)))
+    torch.testing.assert_close(core.merge(gathered), full)
+
+
+@pytest.mark.parametrize("spread", [60.0, 1e4])
+def test_extreme_logits_stay_finite_and_right(spread: float) -> None:
+    p = Problem(seed=23, dtype=torch.float32)
+    p.scores = p.scores * spread
+    gauge = torch.tensor([300.0, -250.0, 120.0, 0.0])  # exp of these overflows; phi_q phi_k does not notice
+    p.log_q, p.log_k = p.log_q - gauge + p.scores.amax(-1, keepdim=True) - 2, p.log_k + gauge
+    state, features = p.state()
+    retrieved = p.retrieved(1)
+    rows = torch.ones(len(p.q), dtype=torch.bool)
+    ours = core.merge(
+        core.one_gather_terms(p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
+    )
+    z = p.log_q.double().unsqueeze(1) + p.log_k.double()  # log phi_q phi_k per feature [R, L, M]
+    log_weight = torch.where(
+        p.anchors | retrieved, p.scores.double(), torch.where(p.mid, z.logsumexp(-1), -torch.inf)
+    )
+    expected = log_weight.softmax(-1) @ p.v.double()
+    torch.testing.assert_close(ours.double(), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_ties_select_k_tokens_of_the_right_scores() -> None:
+    scores = torch.zeros(2, 30)
+    scores[1, 10:14] = 1.0
+    mid = core.partition(torch.ones(30, dtype=torch.bool), SINK, TAIL).mid
+    retrieved = core.retrieved_mask(scores, mid, torch.tensor([6, 6]))
+    assert retrieved.sum(-1).tolist() == [6, 6] and bool(retrieved[1, 10:14].all())
+    assert not bool((retrieved & ~mid).any())
+
+
+def test_rows_with_their_own_k_in_one_call() -> None:
+    p = Problem(seed=29)
+    together = core.retrieved_mask(p.scores, p.mid, torch.tensor([0, 4, 100]))
+    assert together.sum(-1).tolist() == [0, 4, int(p.mid.sum())]
+    alone = core.retrieved_mask(p.scores[1:2], p.mid, torch.tensor([4]))
+    assert torch.equal(together[1:2], alone)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str) -> None:
+    p = Problem(seed=31)
+    poison = torch.full((6, D), 1e3, dtype=torch.float64)
+    order = (lambda real, pad: torch.cat((pad, real))) if side == "left" else (lambda real, pad: torch.cat((real, pad)))
+    keys, values = order(p.k, poison), order(p.v, poison)
+    log_k = order(p.log_k, torch.full((6, M), 300.0, dtype=torch.float64))
+    real = order(torch.ones(24, dtype=torch.bool), torch.zeros(6, dtype=torch.bool))
+    anchors, mid = core.partition(real, SINK, TAIL)
+    scores = core.attention_scores(p.q, keys, p.scale)
+    retrieved = core.retrieved_mask(scores, mid, torch.tensor([4, 4, 4]))
+    features, log_shift = core.key_features(log_k, mid)
+    state = core.summarise(features, log_shift, values)
+    rows = torch.ones(3, dtype=torch.bool)
+    ours = core.merge(
+        core.one_gather_terms(scores, values, anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
+    )
+    plain_state, plain_features = p.state()
+    plain = p.retrieved(4)
+    expected = core.merge(
+        core.one_gather_terms(
+            p.scores, p.v, p.anchors | plain, plain, plain_state, p.log_q, plain_features, rows, rows
+        )
+    )
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_merge_ignores_empty_branches_and_any_split_gives_the_same() -> None:
+    p = Problem(seed=37)
+    everything = torch.ones(24, dtype=torch.bool)
+    left, nothing = torch.arange(24) < 9, torch.zeros(24, dtype=torch.bool)
+    parts = [core.exact_terms(p.scores * 50, p.v, mask) for mask in (left, nothing, ~left)]
+    whole = core.exact_terms(p.scores * 50, p.v, everything)
+    torch.testing.assert_close(core.merge(*parts), core.merge(whole), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("percent", "length", "expected"),
+    [(1, 4096, 21), (1, 16384, 144), (1, 65536, 636), (0.5, 4096, 1), (0.5, 4000, 0), (2, 1024, 1), (4, 1024, 21),
+     (8, 1024, 62), (7, 100, 0), (29, 100, 9), (100, 50, 30), (0.001, 10, 0)],
+)  # fmt: skip
+def test_retrieved_count(percent: float, length: int, expected: int) -> None:
+    assert core.retrieved_count(percent, length, 20) == expected
+
+
+@pytest.mark.parametrize("percent", [0, -1, 100.5, math.nan])
+def test_budget_outside_its_range_is_refused(percent: float) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        core.retrieved_count(percent, 100, 20)
+
+
+def test_measures_against_plain_sums() -> None:
+    p = Problem(seed=41)
+    retrieved = p.retrieved(3)
+    _, mid = split(24, SINK, TAIL)
+    for row in range(len(p.q)):
+        weights = {i: math.exp(p.scores[row, i].item()) for i in range(24)}
+        mass = sum(weights[i] for i in mid)
+        entropy = -sum(weights[i] / mass * math.log(weights[i] / mass) for i in mid) / math.log(len(mid))
+        assert core.mid_entropy(p.scores, p.mid)[row].item() == pytest.approx(entropy, rel=1e-12)
+        chosen = top(p.scores[row].tolist(), mid, 3)
+        recovered = sum(weights[i] for i in chosen) / mass
+        assert core.mass_recovery(p.scores, p.mid, retrieved)[row].item() == pytest.approx(recovered, rel=1e-12)
+        residual = core.exact_terms(p.scores, p.v, p.mid & ~retrieved)
+        exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
+        outside = sum(weights[i] for i in mid if i not in chosen)
+        share = outside / sum(weights.values())
+        assert core.residual_share(exact, residual)[row].item() == pytest.approx(share, rel=1e-12)
+        assert residual.log_mass()[row].item() == pytest.approx(math.log(outside), rel=1e-12)
+
+
+def test_entropy_of_uniform_and_of_one_hot_rows() -> None:
+    mid = torch.ones(16, dtype=torch.bool)
+    one_hot = torch.full((1, 16), -1e4).index_fill_(1, torch.tensor([3]), 0.0)
+    assert core.mid_entropy(torch.zeros(1, 16), mid).item() == pytest.approx(1.0)
+    assert core.mid_entropy(one_hot, mid).item() == 0.0
+    assert math.isnan(core.mid_entropy(torch.zeros(1, 16), torch.arange(16) == 2).item())

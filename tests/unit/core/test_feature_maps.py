@@ -1,0 +1,121 @@
+"""Feature maps: folding, stacking over heads, positivity, initialisation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from residual_mass.core.feature_maps import HedgehogMap, ReZeroMap, log_kernel, orthogonal_directions
+
+H, N, D, EMB, M = 3, 11, 6, 10, 4
+
+
+def rezero(seed: int) -> ReZeroMap:
+    torch.manual_seed(seed)
+    module = ReZeroMap(H, D, EMB, M).double()
+    module.alpha.data.normal_()  # alpha = 0 would hide half of the map
+    return module
+
+
+def gelu(x: float) -> float:
+    return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def slow_log_phi(module: ReZeroMap, head: int, x: list[float]) -> list[float]:
+    """The paper's equations with Python loops."""
+
+    def linear(vector: list[float], weight: torch.Tensor, bias: torch.Tensor) -> list[float]:
+        columns = weight[head].T.tolist()
+        offsets = bias[head, 0].tolist()
+        return [sum(v * w for v, w in zip(vector, c, strict=True)) + b for c, b in zip(columns, offsets, strict=True)]
+
+    g0 = linear(x, module.stem, module.stem_bias)
+    delta = linear([gelu(u) for u in linear(g0, module.up, module.up_bias)], module.down, module.down_bias)
+    g1 = [g + module.alpha[head].item() * d for g, d in zip(g0, delta, strict=True)]
+    return linear(g1, module.out, module.out_bias)
+
+
+def test_folded_and_unfolded_equal_the_written_equations() -> None:
+    module = rezero(0)
+    x = torch.randn(H, N, D, dtype=torch.float64)
+    rows = [[slow_log_phi(module, h, x[h, n].tolist()) for n in range(N)] for h in range(H)]
+    expected = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(module.unfolded(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_folding_changes_no_gradient() -> None:
+    module = rezero(1)
+    x = torch.randn(H, N, D, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(H, N, M, dtype=torch.float64)
+    parameters = [x, *module.parameters()]
+    folded = torch.autograd.grad((module(x) * weight).sum(), parameters)
+    unfolded = torch.autograd.grad((module.unfolded(x) * weight).sum(), parameters)
+    for ours, expected in zip(folded, unfolded, strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_fold_needs_as_many_parameters_as_the_notes_say() -> None:
+    with torch.device("meta"):
+        module = ReZeroMap(1, 64, 512, 64)
+        folded = module.fold()
+    assert sum(p.numel() for p in module.parameters()) == 591_425
+    assert sum(t.numel() for t in (folded.a, folded.b, folded.c, folded.c_bias, folded.e_bias)) == 70_208
+
+
+def test_hedgehog_is_exp_of_plus_and_minus_z() -> None:
+    torch.manual_seed(2)
+    module = HedgehogMap(H, D, M).double()
+    x = torch.randn(H, N, D, dtype=torch.float64)
+    z = torch.einsum("hnd,hdm->hnm", x, module.weight) + module.bias
+    torch.testing.assert_close(module(x).exp(), torch.cat((z.exp(), (-z).exp()), -1))
+    assert module(x).shape == (H, N, M)
+    with pytest.raises(ValueError, match="even"):
+        HedgehogMap(H, D, 3)
+
+
+def test_log_kernel_is_the_log_of_the_feature_product() -> None:
+    torch.manual_seed(3)
+    log_q, log_k = torch.randn(5, M, dtype=torch.float64) * 3, torch.randn(7, M, dtype=torch.float64) * 3
+    expected = (log_q.exp() @ log_k.exp().T).log()
+    torch.testing.assert_close(log_kernel(log_q, log_k), expected)
+    huge = log_kernel((log_q * 100).float(), (log_k * 100).float())
+    expected = (100 * (log_q[:, None] + log_k[None])).logsumexp(-1)
+    near = expected > (100 * log_q).amax(-1, keepdim=True) + (100 * log_k).amax(-1) - 60  # above the floor
+    assert bool(torch.isfinite(huge).all()) and bool(near.any())
+    torch.testing.assert_close(huge[near].double(), expected[near], rtol=1e-5, atol=1e-3)
+
+
+def test_positive_random_features_estimate_the_softmax_kernel() -> None:
+    """With directions w and bias -|x|^2/2 - log(m)/2 the product of features is an unbiased estimate of exp(q.k)."""
+    generator = torch.Generator().manual_seed(4)
+    heads, d, m = 2000, 4, 8
+    w = orthogonal_directions(heads, m, d, generator).double()
+    q, k = torch.tensor([0.4, -0.2, 0.1, 0.3]).double(), torch.tensor([0.2, 0.5, -0.1, 0.2]).double()
+    log_q = w @ q - q.square().sum() / 2 - math.log(m) / 2
+    log_k = w @ k - k.square().sum() / 2 - math.log(m) / 2
+    estimates = (log_q + log_k).exp().sum(-1)
+    error = estimates.std() / math.sqrt(heads)
+    assert abs(estimates.mean() - math.exp(q @ k)) < 4 * error
+
+
+def test_set_log_linear_makes_exactly_that_map() -> None:
+    module = rezero(5)
+    directions, bias = torch.randn(H, M, D, dtype=torch.float64), torch.randn(H, M, dtype=torch.float64)
+    module.set_log_linear(directions, bias)
+    x = torch.randn(H, N, D, dtype=torch.float64)
+    expected = torch.einsum("hnd,hmd->hnm", x, directions) + bias[:, None]
+    torch.testing.assert_close(module(x), expected)
+    with pytest.raises(ValueError, match="d_emb"):
+        ReZeroMap(H, D, 4, M).set_log_linear(directions, bias)
+
+
+def test_default_initialisation_starts_without_the_block_and_has_linear_bounds() -> None:
+    torch.manual_seed(6)
+    module = ReZeroMap(H, D, EMB, M)
+    assert bool((module.alpha == 0).all())
+    assert module.stem.abs().max() <= 1 / math.sqrt(D) and module.stem.abs().max() > 0.8 / math.sqrt(D)
+    assert module.up_bias.abs().max() <= 1 / math.sqrt(EMB)
