@@ -6,10 +6,12 @@ Shape letters used throughout (leading dimensions `...` are free, for instance p
 """
 
 from residual_mass.core.accounting import (
+    Retrieved,
     SummaryState,
     Terms,
     attention_scores,
     exact_terms,
+    gather_retrieved,
     key_features,
     merge,
     one_gather_terms,
@@ -17,7 +19,7 @@ from residual_mass.core.accounting import (
     summarise,
 )
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
-from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, subset_bias
+from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, row_measures, subset_bias
 from residual_mass.core.selection import exhaustive_topk, retrieved_mask
 from residual_mass.core.support import Partition, partition, retrieved_count
 
@@ -26,11 +28,13 @@ __all__ = [
     "HedgehogMap",
     "Partition",
     "ReZeroMap",
+    "Retrieved",
     "SummaryState",
     "Terms",
     "attention_scores",
     "exact_terms",
     "exhaustive_topk",
+    "gather_retrieved",
     "key_features",
     "mass_recovery",
     "merge",
@@ -42,6 +46,7 @@ __all__ = [
     "residual_terms",
     "retrieved_count",
     "retrieved_mask",
+    "row_measures",
     "subset_bias",
     "summarise",
 ]

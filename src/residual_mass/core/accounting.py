@@ -46,6 +46,15 @@ class SummaryState(NamedTuple):
     """[..., M]."""
 
 
+class Retrieved(NamedTuple):
+    """The retrieved tokens of every row: K = slots, unused slots have zero features."""
+
+    features: Tensor
+    """[..., R, K, M] cached key features."""
+    values: Tensor
+    """[..., R, K, D]."""
+
+
 def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """s = scale * q . k: [..., R, D] and [..., L, D] -> [..., R, L]."""
     return queries @ keys.transpose(-1, -2) * scale
@@ -89,13 +98,7 @@ def summarise(features: Tensor, log_shift: Tensor, values: Tensor) -> SummarySta
     return SummaryState(features.transpose(-1, -2) @ values, features.sum(-2), log_shift)
 
 
-def residual_terms(
-    state: SummaryState,
-    log_query: Tensor,
-    features: Tensor | None = None,
-    values: Tensor | None = None,
-    retrieved: Tensor | None = None,
-) -> Terms:
+def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved | None = None) -> Terms:
     """nu_R hat and Z_R hat as the paper writes them: S_R and u_R are formed for every row, then multiplied by phi_q.
 
     Without `retrieved` nothing is subtracted (NoSub). When the subtraction leaves less than CLAMP_RELATIVE of the mid-region's
@@ -103,7 +106,6 @@ def residual_terms(
 
     Args:
         log_query: [..., R, M] log phi_q(q).
-        features: [..., L, M] the cached key features; values: [..., L, D]; retrieved: [..., R, L] bool, the set K(q).
     """
     log_weights = log_query + state.log_shift.unsqueeze(-2)
     shift = log_weights.amax(-1)
@@ -111,14 +113,23 @@ def residual_terms(
     whole_mass = (weights * state.mass.unsqueeze(-2)).sum(-1)
     if retrieved is None:
         return Terms(weights @ state.numerator, whole_mass, shift)
-    assert features is not None and values is not None
-    taken = retrieved.to(features.dtype).unsqueeze(-1) * features.unsqueeze(-3)  # [..., R, L, M]
-    residual_numerator = state.numerator.unsqueeze(-3) - taken.transpose(-1, -2) @ values.unsqueeze(-3)
-    residual_mass = state.mass.unsqueeze(-2) - taken.sum(-2)
+    residual_numerator = state.numerator.unsqueeze(-3) - retrieved.features.transpose(-1, -2) @ retrieved.values
+    residual_mass = state.mass.unsqueeze(-2) - retrieved.features.sum(-2)
     numerator = (weights.unsqueeze(-2) @ residual_numerator).squeeze(-2)
     denominator = (weights * residual_mass).sum(-1)
     kept = denominator > CLAMP_RELATIVE * whole_mass
     return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
+
+
+def gather_retrieved(features: Tensor, values: Tensor, indices: Tensor, valid: Tensor) -> Retrieved:
+    """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's indices and valid, both [..., R, K]."""
+    rows = indices.shape[-2]
+
+    def pick(x: Tensor) -> Tensor:
+        x = x.unsqueeze(-3).expand(*x.shape[:-2], rows, *x.shape[-2:])
+        return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
+
+    return Retrieved(pick(features) * valid.unsqueeze(-1), pick(values))
 
 
 def one_gather_terms(

@@ -8,7 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from residual_mass.core.accounting import Terms
+from residual_mass.core.accounting import (
+    SummaryState,
+    Terms,
+    exact_terms,
+    gather_retrieved,
+    merge,
+    residual_terms,
+)
+from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.support import Partition
 
 REL_L1_EPS = 1e-12
 
@@ -49,3 +58,45 @@ def mass_recovery(scores: Tensor, mid: Tensor, retrieved: Tensor) -> Tensor:
     """C_mid(K): share of the mid-region's softmax mass that the retrieved tokens hold. [..., R] in [0, 1]."""
     p = scores.masked_fill(~mid, -torch.inf).softmax(-1)
     return torch.where(retrieved, p, 0).sum(-1)
+
+
+def row_measures(
+    scores: Tensor,
+    values: Tensor,
+    masks: Partition,
+    k: int,
+    state: SummaryState,
+    features: Tensor,
+    log_query: Tensor,
+) -> dict[str, Tensor]:
+    """Everything the diagnostics report about attention rows over one prefix at one K; each entry is [..., R].
+
+    e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without (nosub) subtraction,
+    and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are log Z_R estimated and
+    true (-inf where nothing is left), residual_share* their share of the total, h_mid and c_mid entropy and mass recovery of the
+    teacher, clamped whether the subtraction left nothing but rounding.
+
+    Args:
+        scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R, M]: of phi.
+    """
+    indices, valid = exhaustive_topk(scores, masks.mid, torch.full(scores.shape[-2:-1], k, device=scores.device))
+    retrieved = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, valid)
+    exact = exact_terms(scores, values, masks.anchors | retrieved)
+    rest = exact_terms(scores, values, masks.mid & ~retrieved)
+    whole_mid = exact_terms(scores, values, masks.mid.expand(scores.shape))
+    full = merge(exact_terms(scores, values, (masks.anchors | masks.mid).expand(scores.shape)))
+    estimate = residual_terms(state, log_query, gather_retrieved(features, values, indices, valid))
+    return {
+        "e_topk": rel_l1(merge(exact), full),
+        "e_sub": rel_l1(merge(exact, estimate), full),
+        "e_nosub": rel_l1(merge(exact, residual_terms(state, log_query)), full),
+        "e_exact_sub": rel_l1(merge(exact, rest), full),
+        "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
+        "log_z_hat": estimate.log_mass(),
+        "log_z_true": rest.log_mass(),
+        "residual_share_hat": residual_share(exact, estimate),
+        "residual_share": residual_share(exact, rest),
+        "h_mid": mid_entropy(scores, masks.mid),
+        "c_mid": mass_recovery(scores, masks.mid, retrieved),
+        "clamped": (estimate.denominator == 0) & (rest.denominator > 0),
+    }

@@ -33,6 +33,10 @@ class Problem:
     def retrieved(self, k: int) -> Tensor:
         return core.retrieved_mask(self.scores, self.mid, torch.full((len(self.q),), k))
 
+    def gathered(self, features: Tensor, k: int) -> core.Retrieved:
+        indices, valid = core.exhaustive_topk(self.scores, self.mid, torch.full((len(self.q),), k))
+        return core.gather_retrieved(features, self.v, indices, valid)
+
     def state(self) -> tuple[core.SummaryState, Tensor]:
         features, log_shift = core.key_features(self.log_k, self.mid)
         return core.summarise(features, log_shift, self.v), features
@@ -53,7 +57,7 @@ def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool) -
     generated = core.exact_terms(
         core.attention_scores(p.q, p.new_k, p.scale), p.new_v, torch.ones(2, dtype=torch.bool)
     )
-    explicit = core.residual_terms(state, p.log_q, *((features, p.v, retrieved) if subtract else ()))
+    explicit = core.residual_terms(state, p.log_q, p.gathered(features, k) if subtract else None)
     rows = torch.ones(len(p.q), dtype=torch.bool)
     gathered = core.one_gather_terms(
         p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows & subtract
@@ -82,7 +86,7 @@ def test_one_gather_flags_give_topk_nosub_and_sub_in_one_call() -> None:
     )
     exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
     nosub = core.merge(exact, core.residual_terms(state, p.log_q))
-    sub = core.merge(exact, core.residual_terms(state, p.log_q, features, p.v, retrieved))
+    sub = core.merge(exact, core.residual_terms(state, p.log_q, p.gathered(features, 6)))
     torch.testing.assert_close(ours, torch.stack((core.merge(exact)[0], nosub[1], sub[2])), rtol=1e-12, atol=1e-14)
 
 
@@ -168,7 +172,7 @@ def test_retrieving_the_whole_mid_region_drops_the_residual(dtype: torch.dtype) 
     gathered = core.one_gather_terms(
         p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows
     )
-    explicit = core.residual_terms(state, p.log_q, features, p.v, retrieved)
+    explicit = core.residual_terms(state, p.log_q, p.gathered(features, 1000))
     assert bool((explicit.denominator == 0).all()) and bool((explicit.numerator == 0).all())
     full = core.merge(core.exact_terms(p.scores, p.v, torch.ones_like(p.mid)))
     torch.testing.assert_close(core.merge(gathered), full)
@@ -288,3 +292,34 @@ def test_entropy_of_uniform_and_of_one_hot_rows() -> None:
     assert core.mid_entropy(torch.zeros(1, 16), mid).item() == pytest.approx(1.0)
     assert core.mid_entropy(one_hot, mid).item() == 0.0
     assert math.isnan(core.mid_entropy(torch.zeros(1, 16), torch.arange(16) == 2).item())
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_row_measures_against_the_token_by_token_reference(k: int) -> None:
+    p = Problem(seed=43)
+    state, features = p.state()
+    masks = core.Partition(p.anchors[None], p.mid[None])
+    ours = core.row_measures(p.scores, p.v, masks, k, state, features, p.log_q)
+    plain = [p.k.tolist(), p.v.tolist(), p.scale]
+    for row, q in enumerate(p.q.tolist()):
+        full = attention(q, *plain, range(24))
+        anchors, mid = split(24, SINK, TAIL)
+        chosen = top(p.scores[row].tolist(), mid, k)
+
+        def error(estimate: list[float], full: list[float] = full) -> float:
+            return sum(abs(a - b) for a, b in zip(estimate, full, strict=True)) / sum(map(abs, full))
+
+        phi = (SINK, TAIL, k, p.log_q[row].exp().tolist(), p.log_k.exp().tolist())
+        expected = {
+            "e_topk": error(attention(q, *plain, anchors + chosen)),
+            "e_sub": error(topk_phi(q, *plain, *phi)),
+            "e_nosub": error(topk_phi(q, *plain, *phi, subtract=False)),
+        }
+        left = [i for i in mid if i not in chosen]
+        z = p.log_q[row].exp() @ p.log_k.exp()[left].sum(0)
+        expected["log_z_hat"] = math.log(z)
+        exact = sum(math.exp(p.scores[row, i]) for i in anchors + chosen)
+        expected["residual_share_hat"] = (z / (z + exact)).item()
+        for name, value in expected.items():
+            assert ours[name][row].item() == pytest.approx(value, rel=1e-10), name
+    assert ours["e_exact_sub"].max() < 1e-14 and not bool(ours["clamped"].any())

@@ -1,0 +1,88 @@
+"""Routes a model's attention through one handler, and always routes it back.
+
+The handler sees what every transformers attention function sees: rotary-applied queries and keys, keys and values not yet repeated
+over the query heads of a group. It owns whatever state it needs, by `module.layer_idx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "residual_mass"
+
+Handler = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""(module, query [B, Hq, Lq, D], key [B, Hkv, L, D], value [B, Hkv, L, D], mask, scaling) -> [B, Lq, Hq, D].
+
+mask: None (plain causal) or bool [B, 1, Lq, L], True where a query may look.
+"""
+
+
+@contextmanager
+def attention_hook(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
+    """Within the context every attention layer of `model` calls `handler`; afterwards, and after an exception, none does.
+
+    Raises:
+        ValueError: the model has no layers of the supported kind, or is hooked already.
+    """
+    layers = attention_layers(model)
+    if any(hasattr(layer, "residual_mass_handler") for layer in layers):
+        raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
+    AttentionInterface.register(NAME, _dispatch)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # an unregistered name would silently get no mask at all
+    before = model.config._attn_implementation
+    for layer in layers:
+        layer.residual_mass_handler = handler
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        for layer in layers:
+            del layer.residual_mass_handler
+
+
+def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's self-attention modules in layer order.
+
+    Raises:
+        ValueError: none found, or a layer uses a sliding window, whose prefix is not the whole prompt.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention layers with grouped heads; see the README's list")
+    if any(getattr(layer, "sliding_window", None) for layer in layers):
+        raise ValueError(f"{type(model).__name__} has sliding-window attention layers, which are not supported")
+    return sorted(layers, key=lambda layer: layer.layer_idx)
+
+
+def exact_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """The unmodified backbone's attention (scaled_dot_product_attention); arguments and result as for a handler."""
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=0.0, scaling=scaling)
+    return output
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _dispatch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return module.residual_mass_handler(module, query, key, value, attention_mask, scale), None

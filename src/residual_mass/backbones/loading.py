@@ -1,0 +1,100 @@
+"""Frozen language models: from a folder of the assets, from the hub, or with random weights at a given shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
+from residual_mass.files import sha256_of, sha256_text
+from residual_mass.specs import BackboneSpec
+
+
+@dataclass
+class Backbone:
+    """A frozen model with its tokenizer.
+
+    Attributes:
+        identity: hash over everything about the model that can change its outputs (id, revision, dtype, weights).
+    """
+
+    spec: BackboneSpec
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: str
+
+    @property
+    def shape(self) -> HeadShape:
+        return HeadShape.of(self.model.config)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids with the tokenizer's own special tokens.
+
+        Raises:
+            ValueError: not exactly one BOS at the front (none at all where the tokenizer adds none).
+        """
+        return encode(self.tokenizer, text)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """As `Backbone.encode`: a repeated BOS token is the kind of slip that makes a sparse arm beat the full model."""
+    ids = tokenizer(text).input_ids
+    bos = tokenizer.bos_token_id
+    wanted = 1 if tokenizer("a").input_ids[0] == bos else 0
+    if ids.count(bos) != wanted or (wanted and ids[0] != bos):
+        raise ValueError(f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}")
+    return ids
+
+
+def model_folder(model_id: str, assets: Path) -> Path:
+    return assets / "models" / model_id.rsplit("/", 1)[-1].lower()
+
+
+def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
+    """The backbone's tokenizer; `source` as in BackboneSpec."""
+    where, options = _location(model_id, revision, source, assets)
+    return AutoTokenizer.from_pretrained(where, **options)
+
+
+def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None = None) -> Backbone:
+    """Loads the model in evaluation mode, without gradients, on the GPU if there is one.
+
+    Raises:
+        ValueError: the files are missing or damaged, in one line.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where, options = _location(spec.model_id, spec.revision, spec.source, assets)
+    tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
+    dtype = getattr(torch, spec.dtype)
+    if spec.source == "random":
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
+        weights = "random seed 0"
+    else:
+        if spec.source == "assets":
+            file = Path(where) / "model.safetensors"
+            with open_safetensors(file):  # refuses a damaged file in one line; transformers needs a page
+                weights = sha256_of(file)
+        else:
+            weights = spec.revision
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **options)
+    model = model.to(device).eval().requires_grad_(False)
+    identity = sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
+    return Backbone(spec, model, tokenizer, identity)
+
+
+def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
+    if source == "hub":
+        return model_id, {"revision": revision}
+    folder = model_folder(model_id, assets)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: no model here; run `snakemake --cores 1 {assets}/manifest.json` or set the key assets")
+    return str(folder), {"local_files_only": True}

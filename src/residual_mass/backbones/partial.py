@@ -1,0 +1,116 @@
+"""`partial_kv`: a method under transformers' own `model.generate`.
+
+Shape letters: N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = all key columns, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.prefix import (
+    ArmRows,
+    Map,
+    PrefixLayer,
+    arm_rows,
+    build_prefix,
+    generated_terms,
+    map_queries,
+    prefix_terms,
+)
+from residual_mass.core.accounting import merge
+from residual_mass.core.estimators import estimator_named
+from residual_mass.specs import AnchorSpec, ArmSpec
+
+
+@contextmanager
+def partial_kv(
+    model: PreTrainedModel,
+    method: str = "topk_phi",
+    budget: float | None = 0.01,
+    phi: PhiMaps | None = None,
+    num_sink: int = 4,
+    num_tail: int = 16,
+) -> Iterator[PartialKV]:
+    """Within the context, prompts are read exactly and generated tokens attend to the prompt through `method`.
+
+    Works with `model.generate` (greedy, sampling or beams, left-padded batches, the default dynamic cache) on decoder-only models with
+    rotary positions whose attention goes through transformers' attention interface.
+
+    Args:
+        method: full, topk, topk_phi or topk_phi_nosub.
+        budget: exact-support budget as a share of each row's own prompt, in (0, 1], anchors included; ignored for full.
+        phi: maps trained for this backbone; needed by the topk_phi methods.
+
+    Raises:
+        ValueError: unknown method, budget out of range, maps missing or of another head shape, model not supported or hooked.
+    """
+    estimator_named(method)
+    arm = ArmSpec(method, None if method == "full" or budget is None else 100 * budget)
+    session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config))
+    if arm.uses_phi:
+        if phi is None:
+            raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
+        phi.require(session.shape)
+        session.maps = phi.to(device_of(model)).folded()
+    with attention_hook(model, session):
+        yield session
+
+
+@dataclass
+class PartialKV:
+    """State of one `partial_kv` context, by layer.
+
+    Attributes:
+        partial_calls: decode-step attention calls served per layer; stays 0 if the model bypasses the hook.
+    """
+
+    arm: ArmSpec
+    anchors: AnchorSpec
+    shape: HeadShape
+    maps: list[tuple[Map, Map]] | None = None
+    partial_calls: dict[int, int] = field(default_factory=dict)
+    _real: dict[int, Tensor] = field(default_factory=dict)
+    _prefix: dict[int, tuple[PrefixLayer, ArmRows]] = field(default_factory=dict)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        index = module.layer_idx
+        if query.shape[2] > 1 or key.shape[2] == 1:  # reading a prompt, or more of it
+            self._real[index] = _real_columns(key, mask)
+            self._prefix.pop(index, None)
+            return exact_attention(module, query, key, value, mask, scale)
+        length = self._real[index].shape[1]
+        if key.shape[2] <= length:
+            raise ValueError("partial_kv needs a growing cache: static caches (cache_implementation=...) are not supported")
+        if index not in self._prefix:
+            self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length])
+        layer, rows = self._prefix[index]
+        self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
+        grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
+        log_query = None if self.maps is None else map_queries(self.maps[index][0], query, key.shape[1])
+        prefix = prefix_terms(grouped, log_query, layer, rows, scale)
+        new = generated_terms(grouped, key[:, :, length:], value[:, :, length:], scale)
+        return merge(prefix, new).flatten(1, 2).unsqueeze(1).to(query.dtype)
+
+    def _build(self, index: int, keys: Tensor, values: Tensor) -> tuple[PrefixLayer, ArmRows]:
+        real = self._real[index]
+        key_map = None if self.maps is None else self.maps[index][1]
+        layer = build_prefix(keys, values, real, self.anchors, key_map)
+        group = self.shape.query_heads // self.shape.kv_heads
+        return layer, arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
+
+
+def _real_columns(key: Tensor, mask: Tensor | None) -> Tensor:
+    """[N, L] bool: which prompt columns hold real tokens. The last query of a left-padded prompt sees exactly those."""
+    if mask is None:
+        return torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    return mask[:, 0, -1].expand(key.shape[0], -1)

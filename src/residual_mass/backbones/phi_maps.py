@@ -1,0 +1,124 @@
+"""The feature maps of a whole backbone, and their file.
+
+One safetensors file: tensors `query.{layer}.{name}` and `key.{layer}.{name}` stacked over heads, and in the header the JSON of what
+they are and how they were trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
+from residual_mass.files import replacing, sha256_of
+from residual_mass.specs import MapSpec
+
+FORMAT = "residual-mass phi maps 1"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What maps and backbone must agree on."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> HeadShape:
+        """Read from a transformers model configuration."""
+        query_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+        return cls(config.num_hidden_layers, query_heads, config.num_key_value_heads, head_dim)
+
+
+class PhiMaps(nn.Module):
+    """phi_q per query head and phi_k per KV head, for every layer.
+
+    Attributes:
+        query, key: one stacked map per layer, H = query heads and H = KV heads.
+        shape, map: head shape and map shape.
+        training_facts: what trained them (backbone model_id and revision, length in tokens, recipe); empty before training.
+        sha256: hash of the file they were loaded from, None otherwise.
+    """
+
+    def __init__(self, shape: HeadShape, map_spec: MapSpec, training: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.shape, self.map, self.training_facts = shape, map_spec, training or {}
+        self.sha256: str | None = None
+        self.query = nn.ModuleList(_make(map_spec, shape.query_heads, shape.head_dim) for _ in range(shape.layers))
+        self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
+
+    @torch.no_grad()
+    def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:
+        """(phi_q, phi_k) per layer with the linear chains multiplied out once, for decoding."""
+        return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
+
+    def require(self, shape: HeadShape, model_id: str | None = None, revision: str | None = None) -> None:
+        """Raises ValueError unless these maps belong to a backbone of that shape (and, where given, of that identity)."""
+        if shape != self.shape:
+            raise ValueError(f"phi maps are for heads {asdict(self.shape)}, the backbone has {asdict(shape)}")
+        trained_on = (self.training_facts.get("model_id"), self.training_facts.get("revision"))
+        if model_id is not None and trained_on != (model_id, revision):
+            raise ValueError(f"phi maps were trained on {trained_on[0]} ({trained_on[1]}), not {model_id} ({revision})")
+
+    def save(self, path: Path) -> None:
+        header = {
+            "format": FORMAT,
+            "spec": json.dumps(
+                {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}, sort_keys=True
+            ),
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata=header)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> PhiMaps:
+        """Raises ValueError in one line when the file is missing, damaged or something else."""
+        path = Path(path)
+        header, tensors = read_safetensors(path)
+        if header.get("format") != FORMAT:
+            raise ValueError(f"{path}: holds no phi maps (header format {header.get('format')!r}); train them with `train`")
+        facts = json.loads(header["spec"])
+        maps = cls(HeadShape(**facts["shape"]), MapSpec(**facts["map"]), facts["training"])
+        expected = {name: tuple(t.shape) for name, t in maps.state_dict().items()}
+        if expected != {name: tuple(t.shape) for name, t in tensors.items()}:
+            raise ValueError(f"{path}: tensors do not fit the head shape in the header; delete the file and train again")
+        maps.load_state_dict(tensors)
+        maps.sha256 = sha256_of(path)
+        return maps.to(device).requires_grad_(False)
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """An open safetensors file; raises ValueError naming the file when it is missing or damaged."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as stream:
+            yield stream
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: damaged safetensors file ({error}); delete it and make it again") from None
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Header metadata and all tensors; errors as for `open_safetensors`."""
+    with open_safetensors(path) as stream:
+        return stream.metadata() or {}, {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+
+
+def _make(spec: MapSpec, heads: int, head_dim: int) -> nn.Module:
+    if spec.kind == "hedgehog":
+        return HedgehogMap(heads, head_dim, spec.d_phi)
+    return ReZeroMap(heads, head_dim, spec.d_emb, spec.d_phi)

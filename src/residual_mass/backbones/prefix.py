@@ -1,0 +1,143 @@
+"""One decode step's attention terms: a read-only prefix that any number of query rows read, and the tokens generated so far.
+
+Shape letters: E = examples, B = Hkv = KV heads, G = query heads of a KV head, A = arms, R = A * G query rows of a KV head,
+    L = prefix columns (right- or left-padded), D = head dimension, M = features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from residual_mass.core.accounting import (
+    SummaryState,
+    Terms,
+    attention_scores,
+    exact_terms,
+    key_features,
+    one_gather_terms,
+    summarise,
+)
+from residual_mass.core.estimators import estimator_named
+from residual_mass.core.feature_maps import FoldedMap
+from residual_mass.core.selection import retrieved_mask
+from residual_mass.core.support import Partition, partition, retrieved_count
+from residual_mass.specs import AnchorSpec, ArmSpec
+
+Map = FoldedMap | nn.Module
+KEY_CHUNK = 8192
+"""Keys mapped at once: bounds the inner activations (d_emb wide) of a 64k prefix."""
+
+
+@dataclass(frozen=True)
+class PrefixLayer:
+    """One layer's prefix: keys and values [E, Hkv, L, D], who is an anchor, and the summaries where phi is used."""
+
+    keys: Tensor
+    values: Tensor
+    partition: Partition
+    """Masks [E, 1, 1, L]."""
+    state: SummaryState | None
+    features: Tensor | None
+    """[E, Hkv, L, M] cached key features; exactly these are summed into the state."""
+
+
+@dataclass(frozen=True)
+class ArmRows:
+    """The arms of a batch, one entry per query row of a KV head (all G heads of an arm alike)."""
+
+    whole_prefix: Tensor
+    """[R] bool."""
+    adds_residual: Tensor
+    """[R] bool."""
+    subtracts: Tensor
+    """[R] bool."""
+    k: Tensor
+    """[E, 1, R] int64, tokens to retrieve."""
+
+
+def arm_rows(
+    arms: Sequence[ArmSpec],
+    group: int,
+    prefix_lengths: Sequence[int],
+    anchors: AnchorSpec,
+    nominal_length: int | None,
+    device: torch.device,
+) -> ArmRows:
+    """Flags and K of every query row; L in K's formula is `nominal_length`, or each prefix's own length if that is None."""
+    rules = [estimator_named(arm.method) for arm in arms]
+
+    def rows(flags: list[bool]) -> Tensor:
+        return torch.tensor(flags, device=device).repeat_interleave(group)
+
+    k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
+    return ArmRows(
+        rows([r.whole_prefix for r in rules]),
+        rows([r.adds_residual for r in rules]),
+        rows([r.subtracts for r in rules]),
+        torch.tensor(k, device=device).repeat_interleave(group, dim=1).unsqueeze(1),
+    )
+
+
+def retrieved_by(arm: ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_length: int | None) -> int:
+    """K of one arm on one prefix, at most |M|; for `full` the whole mid-region counts as retrieved."""
+    num_anchors = min(prefix_length, anchors.sink + anchors.tail)
+    mid = prefix_length - num_anchors
+    if arm.budget_percent is None:
+        return mid
+    return min(mid, retrieved_count(arm.budget_percent, nominal_length or prefix_length, num_anchors))
+
+
+def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec, key_map: Map | None) -> PrefixLayer:
+    """Partition, features and summaries of one layer.
+
+    Args:
+        keys, values: [E, Hkv, L, D]; real: [E, L] bool, False on padding; key_map: phi_k stacked over Hkv, None without phi.
+    """
+    masks = partition(real, anchors.sink, anchors.tail)
+    masks4 = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
+    if key_map is None:
+        return PrefixLayer(keys, values, masks4, None, None)
+    features, log_shift = key_features(map_heads(key_map, keys), masks.mid.unsqueeze(1))
+    return PrefixLayer(keys, values, masks4, summarise(features, log_shift, values.float()), features)
+
+
+def prefix_terms(queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, arms: ArmRows, scale: float) -> Terms:
+    """Unnormalised terms of every arm over the prefix, in float32.
+
+    Args:
+        queries: [E, Hkv, R, D]; log_query: [E, Hkv, R, M] log phi_q, None if no arm adds a residual.
+    """
+    scores = attention_scores(queries.float(), layer.keys.float(), scale)
+    anchors, mid = layer.partition
+    wanted = torch.where(arms.whole_prefix, 0, arms.k)  # a whole-prefix row needs no selection
+    retrieved = retrieved_mask(scores, mid, wanted)
+    support = anchors | retrieved | (arms.whole_prefix.unsqueeze(-1) & mid)
+    values = layer.values.float()
+    if log_query is None or layer.state is None or layer.features is None:
+        return exact_terms(scores, values, support)
+    return one_gather_terms(
+        scores, values, support, retrieved, layer.state, log_query, layer.features, arms.adds_residual, arms.subtracts
+    )
+
+
+def map_heads(feature_map: Map, x: Tensor) -> Tensor:
+    """log phi of [E, H, N, D] -> [E, H, N, M] float32: maps are stacked over H and take one batch of vectors per head."""
+    examples, heads, n, d = x.shape
+    stacked = x.float().transpose(0, 1).reshape(heads, examples * n, d)
+    parts = [feature_map(chunk) for chunk in stacked.split(KEY_CHUNK, dim=1)]
+    return torch.cat(parts, dim=1).view(heads, examples, n, -1).transpose(0, 1)
+
+
+def generated_terms(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Terms:
+    """Exact branch of the tokens generated so far: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D]."""
+    scores = attention_scores(queries.float(), keys.float(), scale)
+    return exact_terms(scores, values.float(), torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device))
+
+
+def map_queries(query_map: Map, query: Tensor, kv_heads: int) -> Tensor:
+    """log phi_q of [N, Hq, 1, D] as [N, Hkv, G, M]."""
+    return map_heads(query_map, query).squeeze(2).unflatten(1, (kv_heads, -1))

@@ -1,0 +1,56 @@
+"""Shared fixtures: a tiny random Llama with a byte-level tokenizer, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.specs import BackboneSpec
+
+TINY = BackboneSpec(
+    name="tiny", study="test", model_id="test/Tiny-Llama", revision="r0", source="assets",
+    dtype="float32", tokenizer="bytes", context=2048,
+)  # fmt: skip
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, with <s> and </s> known but not added."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
+    )
+
+
+def tiny_llama(seed: int = 0, layers: int = 3) -> LlamaForCausalLM:
+    """Random weights, large enough for attention to be uneven; 4 query heads on 2 KV heads of width 16."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, initializer_range=0.25,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An assets folder that holds the tiny backbone alone."""
+    assets = tmp_path_factory.mktemp("assets")
+    folder = assets / "models" / "tiny-llama"
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return assets
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone(tiny_assets: Path) -> Backbone:
+    return load_backbone(TINY, tiny_assets, torch.device("cpu"))

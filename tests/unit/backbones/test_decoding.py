@@ -1,0 +1,195 @@
+"""The engine and `partial_kv` against plain generation, against each other and against themselves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.hook import attention_hook, attention_layers, exact_attention
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.partial import partial_kv
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.specs import AnchorSpec, ArmSpec, MapSpec
+
+ANCHORS = AnchorSpec(4, 16)
+STEPS = 12
+ARMS = [ArmSpec("full")] + [
+    ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 40.0)
+]
+
+
+@pytest.fixture(scope="module")
+def phi(tiny_backbone: Backbone) -> PhiMaps:
+    """Random maps, scaled so that the residual is neither nothing nor everything."""
+    torch.manual_seed(3)
+    facts = {"model_id": tiny_backbone.spec.model_id, "revision": tiny_backbone.spec.revision, "length": 512}
+    maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=24, d_phi=8), facts)
+    for name, parameter in maps.named_parameters():
+        if name.endswith("alpha"):
+            parameter.data.normal_()
+    return maps.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_backbone: Backbone) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (150, 97, 233, 30, 12)]
+
+
+def plain(backbone: Backbone, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = backbone.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=STEPS)
+    return out[0, len(prompt) :].tolist()
+
+
+def run(backbone: Backbone, arms: list[ArmSpec], phi: PhiMaps, prompts: list[list[int]]) -> list[list[list[int]]]:
+    engine = SharedPrefillEngine(backbone, arms, ANCHORS, phi, nominal_length=None)
+    return [[g.tokens for g in row] for row in engine.generate(prompts, STEPS)]
+
+
+def test_full_arm_is_plain_generation(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    ours = [row[0] for row in run(tiny_backbone, ARMS, phi, prompts)]
+    assert ours == [plain(tiny_backbone, prompt) for prompt in prompts]
+
+
+def test_every_arm_alone_gives_the_tokens_it_gives_in_the_batch(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    together = run(tiny_backbone, ARMS, phi, prompts)
+    for a, arm in enumerate(ARMS):
+        for e, prompt in enumerate(prompts):
+            assert run(tiny_backbone, [arm], phi, [prompt]) == [[together[e][a]]], (arm, e)
+    longest = together[2]
+    assert len({tuple(tokens) for tokens in longest}) > 4, "the arms must differ, or equality shows nothing"
+
+
+@pytest.mark.parametrize("method", ["full", "topk", "topk_phi", "topk_phi_nosub"])
+def test_partial_kv_generate_equals_the_engine_and_a_left_padded_batch(
+    method: str, tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    arm = ArmSpec(method, None if method == "full" else 15.0)
+    expected = [row[0] for row in run(tiny_backbone, [arm], phi, prompts)]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[1] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    model = tiny_backbone.model
+    with partial_kv(model, method=method, budget=0.15, phi=phi) as session:
+        single = []
+        for prompt in prompts:
+            one = torch.tensor([prompt])
+            out = model.generate(one, attention_mask=torch.ones_like(one), do_sample=False, max_new_tokens=STEPS)
+            single.append(out[0, len(prompt) :].tolist())
+        padded = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=STEPS)[:, longest:].tolist()
+    assert single == expected
+    assert [row[: len(want)] for row, want in zip(padded, expected, strict=True)] == expected
+    assert min(session.partial_calls.values()) > 0 and len(session.partial_calls) == 3
+
+
+def test_budget_of_everything_is_full(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    arms = [ArmSpec("full"), *(ArmSpec(m, 100.0) for m in ("topk", "topk_phi"))]
+    for full, topk, topk_phi in run(tiny_backbone, arms, phi, prompts):
+        assert full == topk == topk_phi
+
+
+def test_k_is_reported_per_prompt_and_convention(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    arms = [ArmSpec("full"), ArmSpec("topk", 15.0)]
+    real = SharedPrefillEngine(tiny_backbone, arms, ANCHORS, phi, None).generate(prompts, 2)
+    nominal = SharedPrefillEngine(tiny_backbone, arms, ANCHORS, phi, 256).generate(prompts, 2)
+    assert [row[1].k for row in real] == [3, 0, 15, 0, 0]
+    assert [row[1].k for row in nominal] == [19, 19, 19, 10, 0]
+    assert [row[0].k for row in real] == [130, 77, 213, 10, 0]
+
+
+def test_end_of_sequence_stops_a_row(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    config = tiny_backbone.model.generation_config
+    free = run(tiny_backbone, ARMS, phi, prompts[:2])
+    ends = free[0][0][3]
+    config.eos_token_id, before = [ends], config.eos_token_id
+    try:
+        stopped = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], STEPS)
+    finally:
+        config.eos_token_id = before
+    for row, expected in zip(stopped, free, strict=True):
+        for generation, tokens in zip(row, expected, strict=True):
+            cut = tokens[: tokens.index(ends) + 1] if ends in tokens else tokens
+            assert generation.tokens == cut
+            assert generation.finish == ("eos" if ends in tokens else "length")
+
+
+def test_one_token_needs_no_decode_step(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    engine = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None)
+    assert [[g.tokens for g in row] for row in engine.generate(prompts[:1], 1)] == [
+        [plain(tiny_backbone, prompts[0])[:1]] * len(ARMS)
+    ]
+
+
+def hooked(backbone: Backbone) -> bool:
+    attributes = any(hasattr(layer, "residual_mass_handler") for layer in attention_layers(backbone.model))
+    return attributes or backbone.model.config._attn_implementation != "sdpa"
+
+
+def test_hooks_are_gone_after_the_context_and_after_an_exception(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    before = plain(tiny_backbone, prompts[0])
+    with partial_kv(tiny_backbone.model, "topk", 0.1):
+        assert hooked(tiny_backbone)
+    assert not hooked(tiny_backbone)
+    with pytest.raises(RuntimeError, match="inside"), partial_kv(tiny_backbone.model, "topk", 0.1):
+        raise RuntimeError("inside")
+    assert not hooked(tiny_backbone)
+
+    def failing(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        if module.layer_idx == 1:
+            raise RuntimeError("in a layer")
+        return exact_attention(module, q, k, v, mask, scale)
+
+    with pytest.raises(RuntimeError, match="in a layer"), attention_hook(tiny_backbone.model, failing):
+        tiny_backbone.model(torch.tensor([prompts[0]]))
+    assert not hooked(tiny_backbone)
+    assert plain(tiny_backbone, prompts[0]) == before
+
+
+def test_contexts_on_one_model_do_not_nest(tiny_backbone: Backbone) -> None:
+    with (
+        partial_kv(tiny_backbone.model, "topk", 0.1),
+        pytest.raises(ValueError, match="hooked already"),
+        partial_kv(tiny_backbone.model, "full"),
+    ):
+        pass
+    assert not hooked(tiny_backbone)
+
+
+def test_static_caches_are_refused_in_words(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
+    ids = torch.tensor([prompts[0]])
+    with partial_kv(tiny_backbone.model, "topk", 0.2), pytest.raises(ValueError, match="static caches"):
+        tiny_backbone.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, cache_implementation="static"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "topk_phi"}, "needs phi"),
+        ({"method": "topk", "budget": 0.0}, "outside"),
+        ({"method": "topk", "budget": 1.5}, "outside"),
+        ({"method": "sparse"}, "sparse"),
+    ],
+)
+def test_bad_arguments_are_named(tiny_backbone: Backbone, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message), partial_kv(tiny_backbone.model, **arguments):
+        pass
+
+
+def test_maps_of_another_backbone_are_refused(tiny_backbone: Backbone, phi: PhiMaps) -> None:
+    import dataclasses
+
+    other = PhiMaps(dataclasses.replace(phi.shape, kv_heads=1), phi.map)
+    with pytest.raises(ValueError, match="kv_heads"), partial_kv(tiny_backbone.model, "topk_phi", 0.1, other):
+        pass
+    stranger = PhiMaps(phi.shape, phi.map, {"model_id": "other/model", "revision": "x"})
+    with pytest.raises(ValueError, match="other/model"):
+        SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, stranger, None)

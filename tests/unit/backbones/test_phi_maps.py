@@ -1,0 +1,78 @@
+"""The phi file: round trip, and what a damaged or foreign one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from residual_mass.backbones.loading import Backbone, encode, load_backbone
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.files import sha256_of
+from residual_mass.specs import MapSpec
+from tests.conftest import TINY, byte_tokenizer
+
+SHAPE = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=6)
+
+
+@pytest.mark.parametrize("spec", [MapSpec(d_emb=8, d_phi=4), MapSpec(kind="hedgehog", d_phi=4)])
+def test_round_trip_is_bitwise(tmp_path: Path, spec: MapSpec) -> None:
+    maps = PhiMaps(SHAPE, spec, {"model_id": "a/b", "revision": "r", "length": 64})
+    path = tmp_path / "phi.safetensors"
+    maps.save(path)
+    loaded = PhiMaps.load(path)
+    assert loaded.shape == SHAPE and loaded.map == spec and loaded.training_facts == maps.training_facts
+    assert loaded.sha256 == sha256_of(path)
+    for name, tensor in maps.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    assert [p.name for p in tmp_path.iterdir()] == ["phi.safetensors"]
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_truncated_file_is_named_in_one_line(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "phi.safetensors"
+    PhiMaps(SHAPE, MapSpec(d_emb=8, d_phi=4)).save(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="phi.safetensors: damaged") as caught:
+        PhiMaps.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_foreign_and_missing_files_are_named(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="no phi maps"):
+        PhiMaps.load(tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="no such file"):
+        PhiMaps.load(tmp_path / "none.safetensors")
+
+
+def test_damaged_weights_are_named_before_loading(tiny_assets: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "assets"
+    shutil.copytree(tiny_assets, copy)
+    weights = copy / "models" / "tiny-llama" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors: damaged"):
+        load_backbone(TINY, copy)
+    with pytest.raises(ValueError, match="no model here"):
+        load_backbone(TINY, tmp_path / "nothing")
+
+
+def test_identity_follows_the_weights(tiny_backbone: Backbone, tiny_assets: Path, tmp_path: Path) -> None:
+    from tests.conftest import tiny_llama
+
+    folder = tmp_path / "models" / "tiny-llama"
+    tiny_llama(seed=1).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    assert load_backbone(TINY, tmp_path).identity != tiny_backbone.identity
+    assert load_backbone(TINY, tiny_assets).identity == tiny_backbone.identity
+
+
+def test_a_second_bos_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    assert encode(tokenizer, "abc") == tokenizer("abc").input_ids
+    with pytest.raises(ValueError, match="BOS"):
+        encode(tokenizer, "<s>abc")
