@@ -1,0 +1,3 @@
+from residual_mass.cli import main
+
+main()

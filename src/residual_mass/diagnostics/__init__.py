@@ -1,0 +1,1 @@
+"""Attention diagnostics: what partial-KV accounting does to every head, measured on text."""

@@ -1,0 +1,1 @@
+"""Training of the feature maps: teacher traces and the trainer."""
