@@ -1,6 +1,7 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
-`PhiMaps` and `partial_kv` are the library's entry points; `residual_mass.core` holds the mathematics and needs torch alone.
+`PhiMaps` and `partial_kv` are the library's entry points; `residual_mass.core` holds the mathematics and needs torch
+alone.
 """
 
 from __future__ import annotations

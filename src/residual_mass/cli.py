@@ -1,6 +1,7 @@
 """`python -m residual_mass <stage>`: one sub-command per stage of the pipeline.
 
-Files are flags, hyper-parameters are one JSON `--spec`. An error that the user can mend is one line on stderr and exit status 2.
+Files are flags, hyper-parameters are one JSON `--spec`. An error that the user can mend is one line on stderr and exit
+status 2.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary name in `path`'s folder; on success it replaces `path` in one step, on an exception it is removed."""
+    """Yields a temporary name in `path`'s folder; on success it replaces `path` in one step, on an exception it is
+    removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     os.close(handle)

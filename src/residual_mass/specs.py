@@ -1,7 +1,7 @@
 """What a stage may be told: frozen dataclasses, parsed strictly from one JSON object.
 
-Snakemake hands every stage its hyper-parameters as `--spec` (sorted JSON, so that a changed value, and only that, reruns a job).
-An unknown, missing or ill-typed key is refused in one line that names it.
+Snakemake hands every stage its hyper-parameters as `--spec` (sorted JSON, so that a changed value, and only that,
+reruns a job). An unknown, missing or ill-typed key is refused in one line that names it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ class MapSpec:
 
 @dataclass(frozen=True)
 class ReplaySpec:
-    """How often one teacher pass is used: `pool` passes are kept, a new one is made every `reuse` steps. 1 and 1 is the paper."""
+    """How often one teacher pass is used: `pool` passes are kept, a new one is made every `reuse` steps. 1 and 1 is the
+    paper.
+    """
 
     pool: int = 1
     reuse: int = 1

@@ -1,6 +1,7 @@
 """Long texts as token sequences of one exact length, addressable by index so that an interrupted run finds its place.
 
-A corpus is a list of documents (the assets) or a stream of them (the hub). Documents are packed until the length is reached.
+A corpus is a list of documents (the assets) or a stream of them (the hub). Documents are packed until the length is
+reached.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Corpus(Protocol):
 
 
 class PackedDocuments:
-    """Sequences drawn from documents at hand: a random start document, a random offset when it is longer than needed."""
+    """Sequences drawn from documents at hand: a random start document, a random offset when it is longer than
+    needed.
+    """
 
     def __init__(self, name: str, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, seed: int):
         if not documents:
@@ -95,7 +98,9 @@ class HubStream:
             for row in rows.shuffle(seed=self.seed, buffer_size=self.BUFFER):
                 yield row[column]
         except (OSError, ConnectionError) as error:
-            raise ValueError(f"corpus {self.name!r}: data set {path} cannot be read ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"corpus {self.name!r}: data set {path} cannot be read ({type(error).__name__}: {error})"
+            ) from None
 
 
 class Cycle:

@@ -1,9 +1,11 @@
 """Shared-prefill decoding: every arm of an evaluation from one exact prefill, as one batch.
 
-Greedy. The prefix's keys, values and summaries are read-only and shared by all arms; each arm has its own buffer of generated keys
-and values, so no arm can contaminate another. The first generated token comes from the shared exact prefill.
+Greedy. The prefix's keys, values and summaries are read-only and shared by all arms; each arm has its own buffer of
+generated keys and values, so no arm can contaminate another. The first generated token comes from the shared exact
+prefill.
 
-Shape letters: E = examples, A = arms, Hq / Hkv = query / KV heads, G = Hq / Hkv, R = A * G, L = prefix columns, T = generated tokens.
+Shape letters: E = examples, A = arms, Hq / Hkv = query / KV heads, G = Hq / Hkv, R = A * G, L = prefix columns, T =
+generated tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class SharedPrefillEngine:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[Generation]]:
-        """Generations indexed [example][arm]. Each prompt is prefilled once, alone; all rows then decode as one batch."""
+        """Generations indexed [example][arm]. Each prompt is prefilled once, alone; all rows then decode as one
+        batch.
+        """
         recorders = [self._prefill(ids) for ids in prompts]
         first = torch.stack([r.next_token for r in recorders])  # [E]
         lengths = [len(ids) for ids in prompts]
@@ -105,7 +109,9 @@ class SharedPrefillEngine:
         rows = arm_rows(self.arms, group, lengths, self.anchors, self.nominal_length, self.backbone.device)
         return _ArmDecoder(layers, [q for q, _ in self.maps], rows, len(self.arms), steps)
 
-    def _decode(self, decoder: _ArmDecoder, first: Tensor, lengths: list[int], max_new_tokens: int) -> list[list[list[int]]]:
+    def _decode(
+        self, decoder: _ArmDecoder, first: Tensor, lengths: list[int], max_new_tokens: int
+    ) -> list[list[list[int]]]:
         """Token ids [example][arm][step]; a finished row keeps decoding until all are, and is cut afterwards."""
         num_arms, device = len(self.arms), self.backbone.device
         current = first.repeat_interleave(num_arms)  # [E * A]
@@ -189,7 +195,9 @@ class _ArmDecoder:
         return x.unflatten(0, (-1, self.num_arms)).transpose(1, 2).flatten(2, 3)
 
     def require_calls(self, steps: int) -> None:
-        """Raises RuntimeError unless every layer went through here once per step: a bypassed hook would report Full's numbers."""
+        """Raises RuntimeError unless every layer went through here once per step: a bypassed hook would report Full's
+        numbers.
+        """
         if self.calls != [steps] * len(self.calls):
             raise RuntimeError(f"attention hook calls per layer {sorted(set(self.calls))}, expected {steps} in each")
 

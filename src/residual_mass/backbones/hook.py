@@ -1,7 +1,7 @@
 """Routes a model's attention through one handler, and always routes it back.
 
-The handler sees what every transformers attention function sees: rotary-applied queries and keys, keys and values not yet repeated
-over the query heads of a group. It owns whatever state it needs, by `module.layer_idx`.
+The handler sees what every transformers attention function sees: rotary-applied queries and keys, keys and values not
+yet repeated over the query heads of a group. It owns whatever state it needs, by `module.layer_idx`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ mask: None (plain causal) or bool [B, 1, Lq, L], True where a query may look.
 
 @contextmanager
 def attention_hook(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
-    """Within the context every attention layer of `model` calls `handler`; afterwards, and after an exception, none does.
+    """Within the context every attention layer of `model` calls `handler`; afterwards, and after an exception, none
+    does.
 
     Raises:
         ValueError: the model has no layers of the supported kind, or is hooked already.

@@ -73,22 +73,27 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where, options = _location(spec.model_id, spec.revision, spec.source, assets)
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
+    identity = backbone_identity(spec, assets)
     dtype = getattr(torch, spec.dtype)
     if spec.source == "random":
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
-        weights = "random seed 0"
     else:
-        if spec.source == "assets":
-            file = Path(where) / "model.safetensors"
-            with open_safetensors(file):  # refuses a damaged file in one line; transformers needs a page
-                weights = sha256_of(file)
-        else:
-            weights = spec.revision
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **options)
     model = model.to(device).eval().requires_grad_(False)
-    identity = sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
     return Backbone(spec, model, tokenizer, identity)
+
+
+def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
+    """`Backbone.identity` without loading the model; raises ValueError naming the weights when they are missing or
+    damaged.
+    """
+    weights = {"random": "random seed 0", "hub": spec.revision}.get(spec.source)
+    if weights is None:
+        file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
+        with open_safetensors(file):  # refuses a damaged file in one line; transformers needs a page
+            weights = sha256_of(file)
+    return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
@@ -96,5 +101,7 @@ def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[
         return model_id, {"revision": revision}
     folder = model_folder(model_id, assets)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no model here; run `snakemake --cores 1 {assets}/manifest.json` or set the key assets")
+        raise ValueError(
+            f"{folder}: no model here; run `snakemake --cores 1 {assets}/manifest.json` or set the key assets"
+        )
     return str(folder), {"local_files_only": True}

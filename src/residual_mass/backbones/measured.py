@@ -1,6 +1,7 @@
 """Accounting quantities of one layer's queries over one unpadded prefix.
 
-Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, L = prefix tokens, D = head dimension, M = features.
+Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, L = prefix tokens, D = head dimension, M
+= features.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`partial_kv`: a method under transformers' own `model.generate`.
 
-Shape letters: N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = all key columns, D = head dimension.
+Shape letters: N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = all key columns, D =
+head dimension.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def partial_kv(
 ) -> Iterator[PartialKV]:
     """Within the context, prompts are read exactly and generated tokens attend to the prompt through `method`.
 
-    Works with `model.generate` (greedy, sampling or beams, left-padded batches, the default dynamic cache) on decoder-only models with
-    rotary positions whose attention goes through transformers' attention interface.
+    Works with `model.generate` (greedy, sampling or beams, left-padded batches, the default dynamic cache) on
+    decoder-only models with rotary positions whose attention goes through transformers' attention interface.
 
     Args:
         method: full, topk, topk_phi or topk_phi_nosub.
@@ -50,7 +51,8 @@ def partial_kv(
         phi: maps trained for this backbone; needed by the topk_phi methods.
 
     Raises:
-        ValueError: unknown method, budget out of range, maps missing or of another head shape, model not supported or hooked.
+        ValueError: unknown method, budget out of range, maps missing or of another head shape, model not supported or
+        hooked.
     """
     estimator_named(method)
     arm = ArmSpec(method, None if method == "full" or budget is None else 100 * budget)
@@ -90,7 +92,9 @@ class PartialKV:
             return exact_attention(module, query, key, value, mask, scale)
         length = self._real[index].shape[1]
         if key.shape[2] <= length:
-            raise ValueError("partial_kv needs a growing cache: static caches (cache_implementation=...) are not supported")
+            raise ValueError(
+                "partial_kv needs a growing cache: static caches (cache_implementation=...) are not supported"
+            )
         if index not in self._prefix:
             self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length])
         layer, rows = self._prefix[index]

@@ -1,7 +1,7 @@
 """The feature maps of a whole backbone, and their file.
 
-One safetensors file: tensors `query.{layer}.{name}` and `key.{layer}.{name}` stacked over heads, and in the header the JSON of what
-they are and how they were trained.
+One safetensors file: tensors `query.{layer}.{name}` and `key.{layer}.{name}` stacked over heads, and in the header the
+JSON of what they are and how they were trained.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class PhiMaps(nn.Module):
     Attributes:
         query, key: one stacked map per layer, H = query heads and H = KV heads.
         shape, map: head shape and map shape.
-        training_facts: what trained them (backbone model_id and revision, length in tokens, recipe); empty before training.
+        training_facts: what trained them (backbone model_id and revision, length in tokens, recipe); empty before
+        training.
         sha256: hash of the file they were loaded from, None otherwise.
     """
 
@@ -65,7 +66,9 @@ class PhiMaps(nn.Module):
         return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
 
     def require(self, shape: HeadShape, model_id: str | None = None, revision: str | None = None) -> None:
-        """Raises ValueError unless these maps belong to a backbone of that shape (and, where given, of that identity)."""
+        """Raises ValueError unless these maps belong to a backbone of that shape (and, where given, of that
+        identity).
+        """
         if shape != self.shape:
             raise ValueError(f"phi maps are for heads {asdict(self.shape)}, the backbone has {asdict(shape)}")
         trained_on = (self.training_facts.get("model_id"), self.training_facts.get("revision"))
@@ -89,12 +92,16 @@ class PhiMaps(nn.Module):
         path = Path(path)
         header, tensors = read_safetensors(path)
         if header.get("format") != FORMAT:
-            raise ValueError(f"{path}: holds no phi maps (header format {header.get('format')!r}); train them with `train`")
+            raise ValueError(
+                f"{path}: holds no phi maps (header format {header.get('format')!r}); train them with `train`"
+            )
         facts = json.loads(header["spec"])
         maps = cls(HeadShape(**facts["shape"]), MapSpec(**facts["map"]), facts["training"])
         expected = {name: tuple(t.shape) for name, t in maps.state_dict().items()}
         if expected != {name: tuple(t.shape) for name, t in tensors.items()}:
-            raise ValueError(f"{path}: tensors do not fit the head shape in the header; delete the file and train again")
+            raise ValueError(
+                f"{path}: tensors do not fit the head shape in the header; delete the file and train again"
+            )
         maps.load_state_dict(tensors)
         maps.sha256 = sha256_of(path)
         return maps.to(device).requires_grad_(False)

@@ -1,6 +1,8 @@
-"""One decode step's attention terms: a read-only prefix that any number of query rows read, and the tokens generated so far.
+"""One decode step's attention terms: a read-only prefix that any number of query rows read, and the tokens generated so
+far.
 
-Shape letters: E = examples, B = Hkv = KV heads, G = query heads of a KV head, A = arms, R = A * G query rows of a KV head,
+Shape letters: E = examples, B = Hkv = KV heads, G = query heads of a KV head, A = arms, R = A * G query rows of a KV
+head,
     L = prefix columns (right- or left-padded), D = head dimension, M = features.
 """
 
@@ -67,7 +69,9 @@ def arm_rows(
     nominal_length: int | None,
     device: torch.device,
 ) -> ArmRows:
-    """Flags and K of every query row; L in K's formula is `nominal_length`, or each prefix's own length if that is None."""
+    """Flags and K of every query row; L in K's formula is `nominal_length`, or each prefix's own length if that is
+    None.
+    """
     rules = [estimator_named(arm.method) for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:
@@ -95,7 +99,9 @@ def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec
     """Partition, features and summaries of one layer.
 
     Args:
-        keys, values: [E, Hkv, L, D]; real: [E, L] bool, False on padding; key_map: phi_k stacked over Hkv, None without phi.
+        keys, values: [E, Hkv, L, D].
+        real: [E, L] bool, False on padding.
+        key_map: phi_k stacked over Hkv; None without phi.
     """
     masks = partition(real, anchors.sink, anchors.tail)
     masks4 = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
@@ -125,7 +131,9 @@ def prefix_terms(queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, 
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:
-    """log phi of [E, H, N, D] -> [E, H, N, M] float32: maps are stacked over H and take one batch of vectors per head."""
+    """log phi of [E, H, N, D] -> [E, H, N, M] float32: maps are stacked over H and take one batch of vectors per
+    head.
+    """
     examples, heads, n, d = x.shape
     stacked = x.float().transpose(0, 1).reshape(heads, examples * n, d)
     parts = [feature_map(chunk) for chunk in stacked.split(KEY_CHUNK, dim=1)]

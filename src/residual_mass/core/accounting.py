@@ -1,7 +1,7 @@
 """Residual-mass accounting: exact terms, residual terms, subtraction, one normalisation.
 
-Everything is kept unnormalised as (numerator, denominator, shift) until `merge` divides once: a subtractive estimate cannot pass
-through interfaces that merge normalised states.
+Everything is kept unnormalised as (numerator, denominator, shift) until `merge` divides once: a subtractive estimate
+cannot pass through interfaces that merge normalised states.
 
 Shape letters: R = query rows sharing keys, L = keys, D = value dimension, M = features. Leading `...` are free.
 """
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 CLAMP_RELATIVE = 1e-6
-"""The residual is dropped when its mass falls below this share of the mid-region's: what is left is rounding of the subtraction."""
+"""The residual is dropped when its mass falls below this share of the mid-region's: what is left is rounding of the
+subtraction.
+"""
 
 
 class Terms(NamedTuple):
-    """Unnormalised softmax terms in units of exp(shift): true nu = numerator * e^shift, true Z = denominator * e^shift."""
+    """Unnormalised softmax terms in units of exp(shift): true nu = numerator * e^shift, true Z = denominator *
+    e^shift.
+    """
 
     numerator: Tensor
     """[..., R, D]."""
@@ -101,8 +105,8 @@ def summarise(features: Tensor, log_shift: Tensor, values: Tensor) -> SummarySta
 def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved | None = None) -> Terms:
     """nu_R hat and Z_R hat as the paper writes them: S_R and u_R are formed for every row, then multiplied by phi_q.
 
-    Without `retrieved` nothing is subtracted (NoSub). When the subtraction leaves less than CLAMP_RELATIVE of the mid-region's
-    mass, numerator and denominator are both zero.
+    Without `retrieved` nothing is subtracted (NoSub). When the subtraction leaves less than CLAMP_RELATIVE of the
+    mid-region's mass, numerator and denominator are both zero.
 
     Args:
         log_query: [..., R, M] log phi_q(q).
@@ -122,7 +126,9 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
 
 
 def gather_retrieved(features: Tensor, values: Tensor, indices: Tensor, valid: Tensor) -> Retrieved:
-    """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's indices and valid, both [..., R, K]."""
+    """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's indices and valid, both [..., R,
+    K].
+    """
     rows = indices.shape[-2]
 
     def pick(x: Tensor) -> Tensor:
@@ -149,7 +155,8 @@ def one_gather_terms(
     token i of K enters the numerator with weight e^{s_i} - z_i. z = 0 gives NoSub; leaving S, u out as well gives TopK.
 
     Args:
-        scores: [..., R, L]; values: [..., L, D]; support: [..., R, L] bool, the set E; retrieved: [..., R, L] bool, K(q).
+        scores: [..., R, L]; values: [..., L, D]; support: [..., R, L] bool, the set E; retrieved: [..., R, L] bool,
+        K(q).
         state, log_query [..., R, M], features [..., L, M]: as in `residual_terms`.
         adds_residual, subtracts: [R] bool, which rows add the residual estimate and which subtract the retrieved share.
     """
@@ -160,7 +167,8 @@ def one_gather_terms(
     z = torch.where(retrieved & subtracts.unsqueeze(-1), weights @ features.transpose(-1, -2), 0)
     left_mass = whole_mass - z.sum(-1)
     kept = adds_residual & (left_mass > CLAMP_RELATIVE * whole_mass)
-    # The common unit is chosen after the clamp: a dropped residual, however large phi made it, must not push e^s below the floats.
+    # The common unit is chosen after the clamp: a dropped residual, however large phi made it, must not push e^s below
+    # the floats.
     exact_shift = _finite_max(scores, support)
     shift = torch.where(kept, torch.maximum(exact_shift, residual_shift), exact_shift)
     unit = torch.where(kept, (residual_shift - shift).exp(), 0).unsqueeze(-1)
@@ -173,7 +181,8 @@ def one_gather_terms(
 def merge(*terms: Terms) -> Tensor:
     """One normalisation over all branches (the paper's eqs. for y_TopK+phi and y_impl): [..., R, D].
 
-    Terms may carry different shifts; empty branches (denominator 0) do not count. At least one must be non-empty in every row.
+    Terms may carry different shifts; empty branches (denominator 0) do not count. At least one must be non-empty in
+    every row.
     """
     lowest = torch.finfo(terms[0].shift.dtype).min
     shifts = [torch.where(t.denominator > 0, t.shift, lowest) for t in terms]

@@ -98,7 +98,9 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
     blocks = []
     for _ in range(math.ceil(d_phi / d_in)):
         q, r = torch.linalg.qr(torch.randn(heads, d_in, d_in, generator=generator))
-        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # without the signs QR's Q is not uniform over rotations
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(
+            -2
+        )  # without the signs QR's Q is not uniform over rotations
         lengths = torch.randn(heads, d_in, d_in, generator=generator).norm(dim=-1, keepdim=True)
         blocks.append(q * lengths)
     return torch.cat(blocks, dim=1)[:, :d_phi]
@@ -107,7 +109,8 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
 def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
     """log z = log <phi_q, phi_k>: [..., R, M] and [..., L, M] -> [..., R, L].
 
-    Row maxima are taken out first; what remains below 1e-30 of them is a floor, so that 1/z stays finite in the gradient.
+    Row maxima are taken out first; what remains below 1e-30 of them is a floor, so that 1/z stays finite in the
+    gradient.
     """
     query_shift = log_query.amax(-1, keepdim=True).detach()
     key_shift = log_key.amax(-1, keepdim=True).detach()

@@ -44,7 +44,8 @@ def residual_share(exact: Terms, residual: Terms) -> Tensor:
 
 
 def mid_entropy(scores: Tensor, mid: Tensor) -> Tensor:
-    """H_mid: entropy of teacher attention restricted to the mid-region over log |M| (the paper's eq. in its entropy analysis).
+    """H_mid: entropy of teacher attention restricted to the mid-region over log |M| (the paper's eq. in its entropy
+    analysis).
 
     scores [..., R, L], mid [..., 1 or R, L] bool -> [..., R] in [0, 1]; NaN where |M| < 2, for which it is not defined.
     """
@@ -71,13 +72,14 @@ def row_measures(
 ) -> dict[str, Tensor]:
     """Everything the diagnostics report about attention rows over one prefix at one K; each entry is [..., R].
 
-    e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without (nosub) subtraction,
-    and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are log Z_R estimated and
-    true (-inf where nothing is left), residual_share* their share of the total, h_mid and c_mid entropy and mass recovery of the
-    teacher, clamped whether the subtraction left nothing but rounding.
+    e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without (nosub)
+    subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are
+    log Z_R estimated and true (-inf where nothing is left), residual_share* their share of the total, h_mid and c_mid
+    entropy and mass recovery of the teacher, clamped whether the subtraction left nothing but rounding.
 
     Args:
-        scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R, M]: of phi.
+        scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R,
+        M]: of phi.
     """
     indices, valid = exhaustive_topk(scores, masks.mid, torch.full(scores.shape[-2:-1], k, device=scores.device))
     retrieved = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, valid)

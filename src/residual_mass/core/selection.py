@@ -18,7 +18,8 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Tensor, Ten
         k: [..., R] or [R] integer, tokens wanted per row; more than |M| retrieves all of M.
 
     Returns:
-        indices [..., R, K] into L in falling score order, and valid [..., R, K] bool, False beyond a row's own K or |M|.
+        indices [..., R, K] into L in falling score order, and valid [..., R, K] bool, False beyond a row's own K or
+        |M|.
     """
     most = min(int(k.max()), scores.shape[-1]) if k.numel() else 0
     candidates = scores.masked_fill(~mid, -torch.inf)

@@ -1,7 +1,7 @@
 """Per-head, per-query accounting quantities on packs of held-out text.
 
-Each pack is an L-token prefill followed by teacher-forced decode queries; the measured prefix is the prefill, so the visible
-mid-region is the whole of M. One layer's keys and values are alive at a time.
+Each pack is an L-token prefill followed by teacher-forced decode queries; the measured prefix is the prefill, so the
+visible mid-region is the whole of M. One layer's keys and values are alive at a time.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per pack, L = prefill tokens, D = head dimension.
 """

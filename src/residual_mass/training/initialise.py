@@ -16,13 +16,16 @@ from residual_mass.core.feature_maps import ReZeroMap, log_kernel, orthogonal_di
 from residual_mass.training.teacher import LayerTrace
 
 DIRECTION_SCALE = 0.3
-"""Random directions are shortened to this: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi = 64."""
+"""Random directions are shortened to this: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi
+= 64.
+"""
 
 
 @torch.no_grad()
 def positive_random_features(maps: PhiMaps, traces: Sequence[LayerTrace], seed: int) -> None:
-    """Sets every map to log phi(x) = w x + b, with orthogonal w shared by a KV head's group and b so that the mean log-partition
-    function over the trace's queries equals the teacher's."""
+    """Sets every map to log phi(x) = w x + b, with orthogonal w shared by a KV head's group and b so that the mean
+    log-partition function over the trace's queries equals the teacher's.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = maps.shape
     group = shape.query_heads // shape.kv_heads
@@ -39,11 +42,15 @@ def positive_random_features(maps: PhiMaps, traces: Sequence[LayerTrace], seed: 
 
 
 def _log_partition_gap(trace: LayerTrace, w: Tensor, group: int) -> Tensor:
-    """[Hkv]: mean over the group's queries of log Z of the teacher minus log Z of the bias-free maps, over visible keys."""
+    """[Hkv]: mean over the group's queries of log Z of the teacher minus log Z of the bias-free maps, over visible
+    keys.
+    """
     queries = trace.queries.unflatten(0, (-1, group)).flatten(1, 2)  # [Hkv, G * Q, D]
     length = trace.keys.shape[1]
     visible = torch.arange(length, device=trace.keys.device) <= trace.positions.repeat(group).unsqueeze(-1)
     teacher = attention_scores(queries, trace.keys, trace.scale)
     student = log_kernel(queries @ w.transpose(-1, -2), trace.keys @ w.transpose(-1, -2))
-    gap = teacher.masked_fill(~visible, -torch.inf).logsumexp(-1) - student.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    gap = teacher.masked_fill(~visible, -torch.inf).logsumexp(-1) - student.masked_fill(~visible, -torch.inf).logsumexp(
+        -1
+    )
     return gap.mean(-1)

@@ -1,7 +1,8 @@
 """Trains the feature maps of one backbone at one length.
 
-A step takes one teacher pass (new, or replayed from a pool), samples query positions, and runs every layer's maps forward and
-backward on their own; then one AdamW update. All randomness is a function of (seed, step), so a resumed run is the undisturbed run.
+A step takes one teacher pass (new, or replayed from a pool), samples query positions, and runs every layer's maps
+forward and backward on their own; then one AdamW update. All randomness is a function of (seed, step), so a resumed run
+is the undisturbed run.
 
 Shape letters: Hkv = KV heads, G = query heads of a KV head, Q = query positions of the step, L = visible keys.
 """
@@ -47,7 +48,9 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Path, log_csv: Pat
     """The `train` stage: writes the maps, the held-out log and the provenance sidecar."""
     length = tokens_of(spec.length)
     if length > spec.backbone.context:
-        raise ValueError(f"length {spec.length}: longer than the context of {spec.backbone.name} ({spec.backbone.context})")
+        raise ValueError(
+            f"length {spec.length}: longer than the context of {spec.backbone.name} ({spec.backbone.context})"
+        )
     backbone = load_backbone(spec.backbone, assets)
     corpus = training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets)
     trainer = Trainer(spec, backbone, corpus, _held_out_packs(spec, backbone, assets))
@@ -188,15 +191,18 @@ def layer_loss(maps: PhiMaps, layer: int, trace: LayerTrace, spec: ObjectiveSpec
     log_query = maps.query[layer](trace.queries).unflatten(0, (-1, group)).flatten(1, 2)
     student = log_kernel(log_query, maps.key[layer](keys))
     visible = torch.arange(keys.shape[1], device=keys.device) <= trace.positions.repeat(group).unsqueeze(-1)
-    x = objectives.shifted(attention_scores(queries, keys, trace.scale), student, visible)
+    scores = attention_scores(queries, keys, trace.scale)
     if spec.name == "lolcats":
+        x = objectives.shifted(scores, student, visible)
         return objectives.lolcats_term(x, trace.values[:, : keys.shape[1]])
-    aux = (spec.lambda_top, spec.lambda_fp, spec.lambda_z, spec.band, spec.huber_delta)
-    if spec.name == "kl":
-        return objectives.kl_term(x, spec.tau)
-    if spec.name == "aux":
-        return objectives.aux_term(x, *aux)
-    return spec.lambda_kl * objectives.kl_term(x, spec.tau) + (1 - spec.lambda_kl) * objectives.aux_term(x, *aux)
+    return objectives.weighted_terms(scores, student, visible, objective_weights(spec))
+
+
+def objective_weights(spec: ObjectiveSpec) -> objectives.Weights:
+    """L_ours = lambda_KL L_KL + (1 - lambda_KL) L_aux, or one of the two alone."""
+    kl = {"ours": spec.lambda_kl, "kl": 1.0, "aux": 0.0}[spec.name]
+    top, fp, z = ((1 - kl) * x for x in (spec.lambda_top, spec.lambda_fp, spec.lambda_z))
+    return objectives.Weights(kl, top, fp, z, spec.tau, spec.band, spec.huber_delta)
 
 
 def learning_rate(spec: TrainSpec, step: int) -> float:
@@ -210,7 +216,9 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
 def held_out_errors(
     maps: PhiMaps, packs: Sequence[Sequence[LayerTrace]], k: int, anchors: AnchorSpec
 ) -> tuple[float, float, float, float]:
-    """Mean over packs, heads and queries of e_topk, e_sub, e_nosub, and the mean residual log-Z error (where defined)."""
+    """Mean over packs, heads and queries of e_topk, e_sub, e_nosub, and the mean residual log-Z error (where
+    defined).
+    """
     columns: dict[str, list[Tensor]] = {"e_topk": [], "e_sub": [], "e_nosub": [], "log_z": []}
     for pack in packs:
         for layer, trace in enumerate(pack):
@@ -233,7 +241,9 @@ def _held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[l
     packs = []
     for index in range(HELD_OUT_PACKS):
         traces = record_traces(backbone, corpus.sequence(index), positions, keep_values=True)
-        packs.append([LayerTrace(t.queries, t.keys[:, :length], t.values[:, :length], t.positions, t.scale) for t in traces])
+        packs.append(
+            [LayerTrace(t.queries, t.keys[:, :length], t.values[:, :length], t.positions, t.scale) for t in traces]
+        )
     return packs
 
 

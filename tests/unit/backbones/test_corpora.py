@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.conftest import byte_tokenizer
 
 from residual_mass.backbones.corpora import (
     Cycle,
@@ -15,7 +16,6 @@ from residual_mass.backbones.corpora import (
     is_held_out,
     training_corpus,
 )
-from tests.conftest import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

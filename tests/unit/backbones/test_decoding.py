@@ -93,7 +93,9 @@ def test_budget_of_everything_is_full(tiny_backbone: Backbone, phi: PhiMaps, pro
         assert full == topk == topk_phi
 
 
-def test_k_is_reported_per_prompt_and_convention(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+def test_k_is_reported_per_prompt_and_convention(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
     arms = [ArmSpec("full"), ArmSpec("topk", 15.0)]
     real = SharedPrefillEngine(tiny_backbone, arms, ANCHORS, phi, None).generate(prompts, 2)
     nominal = SharedPrefillEngine(tiny_backbone, arms, ANCHORS, phi, 256).generate(prompts, 2)

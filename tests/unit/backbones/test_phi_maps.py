@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.conftest import TINY, byte_tokenizer
 
 from residual_mass.backbones.loading import Backbone, encode, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.files import sha256_of
 from residual_mass.specs import MapSpec
-from tests.conftest import TINY, byte_tokenizer
 
 SHAPE = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=6)
 

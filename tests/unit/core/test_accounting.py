@@ -17,7 +17,9 @@ SINK, TAIL, D, M = 2, 3, 5, 4
 class Problem:
     """Random queries, keys, values and log-features; one prefix, R rows."""
 
-    def __init__(self, seed: int, rows: int = 3, length: int = 24, dtype: torch.dtype = torch.float64, spread: float = 1.0):
+    def __init__(
+        self, seed: int, rows: int = 3, length: int = 24, dtype: torch.dtype = torch.float64, spread: float = 1.0
+    ):
         g = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -54,9 +56,7 @@ def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool) -
     state, features = p.state()
     retrieved = p.retrieved(k)
     exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
-    generated = core.exact_terms(
-        core.attention_scores(p.q, p.new_k, p.scale), p.new_v, torch.ones(2, dtype=torch.bool)
-    )
+    generated = core.exact_terms(core.attention_scores(p.q, p.new_k, p.scale), p.new_v, torch.ones(2, dtype=torch.bool))
     explicit = core.residual_terms(state, p.log_q, p.gathered(features, k) if subtract else None)
     rows = torch.ones(len(p.q), dtype=torch.bool)
     gathered = core.one_gather_terms(
@@ -107,9 +107,7 @@ def test_exact_sub_is_full_attention(dtype: torch.dtype, tolerance: float, k: in
 def test_exact_nosub_counts_the_retrieved_tokens_twice() -> None:
     p = Problem(seed=12)
     retrieved = p.retrieved(5)
-    ours = core.merge(
-        core.exact_terms(p.scores, p.v, p.anchors | retrieved), core.exact_terms(p.scores, p.v, p.mid)
-    )
+    ours = core.merge(core.exact_terms(p.scores, p.v, p.anchors | retrieved), core.exact_terms(p.scores, p.v, p.mid))
     for row, q in enumerate(p.q):
         scores = p.scores[row].tolist()
         _, mid = split(24, SINK, TAIL)
@@ -191,9 +189,7 @@ def test_extreme_logits_stay_finite_and_right(spread: float) -> None:
         core.one_gather_terms(p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
     )
     z = p.log_q.double().unsqueeze(1) + p.log_k.double()  # log phi_q phi_k per feature [R, L, M]
-    log_weight = torch.where(
-        p.anchors | retrieved, p.scores.double(), torch.where(p.mid, z.logsumexp(-1), -torch.inf)
-    )
+    log_weight = torch.where(p.anchors | retrieved, p.scores.double(), torch.where(p.mid, z.logsumexp(-1), -torch.inf))
     expected = log_weight.softmax(-1) @ p.v.double()
     torch.testing.assert_close(ours.double(), expected, rtol=2e-4, atol=2e-4)
 
@@ -235,9 +231,7 @@ def test_padding_changes_nothing(side: str) -> None:
     plain_state, plain_features = p.state()
     plain = p.retrieved(4)
     expected = core.merge(
-        core.one_gather_terms(
-            p.scores, p.v, p.anchors | plain, plain, plain_state, p.log_q, plain_features, rows, rows
-        )
+        core.one_gather_terms(p.scores, p.v, p.anchors | plain, plain, plain_state, p.log_q, plain_features, rows, rows)
     )
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 

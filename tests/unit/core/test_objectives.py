@@ -105,3 +105,20 @@ def test_a_perfect_student_has_no_loss() -> None:
     x = ob.shifted(scores, scores.clone(), visible)
     assert ob.kl_term(x, TAU).item() == pytest.approx(0, abs=1e-12)
     assert ob.aux_term(x, 1, 2, 4, 12.0, DELTA).item() == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_closed_form_gradient_is_autograd_through_the_terms(seed: int, spread: float) -> None:
+    scores, student, visible = rows(seed)
+    scores, student = scores * spread, student * spread
+    weights = ob.Weights(kl=0.3, top=0.7, fp=1.4, z=2.8, tau=TAU, band=BAND, huber_delta=DELTA)
+    written, fused = student.clone().requires_grad_(True), student.clone().requires_grad_(True)
+    x = ob.shifted(scores, written, visible)
+    expected = 0.3 * ob.kl_term(x, TAU) + ob.aux_term(x, 0.7, 1.4, 2.8, BAND, DELTA)
+    ours = ob.weighted_terms(scores, fused, visible, weights)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+    (3 * expected).backward()
+    (3 * ours).backward()
+    assert written.grad.abs().max() > 0
+    torch.testing.assert_close(fused.grad, written.grad, rtol=1e-10, atol=1e-13)

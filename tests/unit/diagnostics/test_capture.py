@@ -9,12 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from tests.conftest import TINY
 
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.diagnostics import capture
 from residual_mass.specs import AnchorSpec, CaptureSpec, MapSpec, MapsSpec
-from tests.conftest import TINY
 
 LENGTH, QUERIES = 90, 3
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import TINY
 from torch import Tensor
 
 from residual_mass.backbones.corpora import PackedDocuments
@@ -20,7 +21,6 @@ from residual_mass.training import trainer
 from residual_mass.training.initialise import positive_random_features
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
 from residual_mass.training.trainer import Trainer, layer_loss, learning_rate
-from tests.conftest import TINY
 
 LENGTH = 96
 

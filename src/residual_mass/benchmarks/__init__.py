@@ -1,0 +1,1 @@
+"""Frozen benchmark prompts, stored generations and their scores."""

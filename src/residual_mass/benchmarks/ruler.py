@@ -1,0 +1,184 @@
+"""RULER examples: the harness's own generators, templates and requests, with our seed, count, tokenizer and data.
+
+A generator is the function that a task's YAML names as `custom_dataset`. It fixes 500 samples and fetches its data
+itself, so for the time of a call a few names that it looks up in its module are replaced; the rest is untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from residual_mass.files import read_json
+
+Doc = dict[str, Any]
+Scope = dict[str, Any]
+DataSource = Callable[[Scope], Scope]
+"""Given a generator's module, the names to replace so that its data come from elsewhere."""
+
+# What draws the samples, by the name that each module's task functions call.
+SAMPLERS = {
+    "niah_utils": "generate_samples",
+    "vt_utils": "sys_vartrack_w_noise_random",
+    "cwe_utils": "sys_word_pair_random",
+    "fwe_utils": "sys_kwext",
+    "qa_utils": "generate_samples",
+}
+HARNESS_SAMPLES = 500
+MARGIN = 32
+"""Tokens by which two draws of the same size may differ."""
+
+
+class DoesNotFitError(Exception):
+    """A task has too few examples that fit the length with this tokenizer."""
+
+
+def harness_config(task: str) -> dict[str, Any]:
+    """The harness's configuration of a task, with its functions resolved."""
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    name = task.removeprefix("ruler_") + ".yaml"
+    config = load_yaml(Path(lm_eval.tasks.__file__).parent / "ruler" / name)
+    assert config["task"] == task, f"the harness's {name} configures {config['task']}"
+    return {key: value for key, value in config.items() if key != "tag"}
+
+
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, data: DataSource) -> list[Doc]:
+    """The first `count` examples of a task.
+
+    The generators leave out samples that do not fit, so more are drawn until there are enough. They draw from one
+    stream, one sample after the other, so the first n of m examples are the n examples.
+
+    Raises:
+        DoesNotFitError: too few samples fit the length.
+    """
+    generator = harness_config(task)["custom_dataset"]
+    samples = count
+    while samples <= 4 * count + 64:
+        docs = _draw(generator, tokenizer, length, samples, _seed(seed, task, length), data)
+        if len(docs) >= count:
+            return docs[:count]
+        samples *= 2
+    raise DoesNotFitError(f"fewer than {count} of its examples fit {length} tokens with this tokenizer")
+
+
+def build_requests(task: str, docs: list[Doc]) -> list[tuple[str, dict[str, Any]]]:
+    """The prompt text and the generation settings that the harness would send for each example."""
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # advice about its own command line
+    dataset = {"test": Dataset.from_list(docs)}
+    harness_task = ConfigurableTask(config={**harness_config(task), "custom_dataset": lambda **_: dataset})
+    harness_task.build_all_requests()
+    return [instance.args for instance in harness_task.instances]
+
+
+def harness_data(_: Scope) -> Scope:
+    """The harness's own downloads: nothing is replaced."""
+    return {}
+
+
+def assets_data(assets: Path) -> DataSource:
+    """Haystack, QA sets and sentence tables of the assets folder."""
+    tables = assets / "nltk_data"
+    if not (tables / "tokenizers" / "punkt_tab" / "english").is_dir():
+        raise ValueError(f"{tables}: no tokenizers/punkt_tab/english in it; run the assets stage")
+    os.environ["NLTK_DATA"] = str(tables)  # read when nltk is first imported, which the generators do
+    import nltk
+
+    if str(tables) not in nltk.data.path:
+        nltk.data.path.insert(0, str(tables))
+
+    def replacements(scope: Scope) -> Scope:
+        ours: Scope = {"download_json": lambda path: read_json(Path(path))}
+        for reader, file in (("read_squad", "squad.json"), ("read_hotpotqa", "hotpotqa.json")):
+            if reader in scope:
+                uncached = scope[reader].__wrapped__
+                ours[reader] = lambda read=uncached, path=assets / "qa" / file: read(str(path))
+        if "get_haystack" in scope:
+            harness_haystack = scope["get_haystack"]
+            ours["get_haystack"] = lambda type_haystack: (
+                _essays(assets) if type_haystack == "essay" else harness_haystack(type_haystack)
+            )
+        return ours
+
+    return replacements
+
+
+def _essays(assets: Path) -> list[str]:
+    text = read_json(assets / "haystack" / "PaulGrahamEssays.json")["text"]
+    return re.sub(r"\s+", " ", text).split(" ")
+
+
+def _seed(seed: int, task: str, length: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {task} {length}".encode()).digest()[:4])
+
+
+def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: DataSource) -> list[Doc]:
+    scope: Scope = generator.__globals__
+    sampler = SAMPLERS[generator.__module__.rpartition(".")[2]]
+    harness_sampler = scope[sampler]
+
+    def count_replaced(*args: Any, **kwargs: Any) -> list[Doc]:
+        if kwargs.get("num_samples", HARNESS_SAMPLES) == HARNESS_SAMPLES:  # not vt's single in-context example
+            kwargs["num_samples"] = samples
+        try:
+            return harness_sampler(*args, **kwargs)
+        except (ValueError, IndexError):  # not one sample fits, or the questions ran out
+            return []
+
+    with _drawing(scope, {}, seed):
+        _refuse_endless(scope, tokenizer, length)
+    replaced = {**data(scope), sampler: count_replaced, "get_tokenizer": lambda *_, **__: tokenizer}
+    with _drawing(scope, replaced, seed), contextlib.redirect_stdout(None):
+        return generator(max_seq_lengths=[length])["test"].to_list()
+
+
+def _refuse_endless(scope: Scope, tokenizer: Any, length: int) -> None:
+    """Measures the smallest example of the two generators that never stop shrinking when even that is too long."""
+
+    def size(*texts: str) -> int:
+        return sum(len(tokenizer(text).input_ids) for text in texts)
+
+    make = scope.get("generate_input_output")
+    if "sys_vartrack_w_noise_random" in scope:
+        needed, in_context = 500 + 30 + size(make(10, 1, 4)[0]), 30 + size(make(5, 1, 4, is_icl=True)[0])
+        fits = needed + MARGIN <= length and in_context + MARGIN <= 500
+    elif "sys_word_pair_random" in scope:
+        example, text, answer = make(10, length)
+        needed = 120 + size(example, text, " ".join(answer))
+        fits = needed + MARGIN <= length
+    else:
+        return
+    if not fits:
+        raise DoesNotFitError(f"its smallest example takes about {needed} of {length} tokens with this tokenizer")
+
+
+@contextlib.contextmanager
+def _drawing(scope: Scope, replaced: Scope, seed: int) -> Iterator[None]:
+    """Replaces names of a generator's module and seeds what it draws from; puts everything back."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    before = dict(scope)
+    scope.update({name: value for name, value in replaced.items() if name in scope})
+    if "RNG" in scope:
+        scope["RNG"] = copy.copy(scope["RNG"])  # so that the module's own stays as it was at import
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        scope.update(before)
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -1,0 +1,87 @@
+"""Append-only store of generated rows: an interrupted, extended or repeated job computes only what is missing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from residual_mass.files import jsonl, sha256_text
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+def row_key(**inputs: Any) -> str:
+    """Hash of everything that determines a row."""
+    return sha256_text(json.dumps(inputs, sort_keys=True))
+
+
+class GenerationStore:
+    """The rows of one store file by key; use as a context manager, which holds the file's lock.
+
+    Raises:
+        ValueError: another job holds the store, or a line other than a torn last one is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, Row] = {}
+
+    def __enter__(self) -> GenerationStore:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = open(self.path, "a+b")
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()  # which releases the lock
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Adds rows durably: once this returns, they survive a killed process or machine."""
+        fresh = list(rows)
+        self._file.write(jsonl(fresh).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.rows |= {row["key"]: row for row in fresh}
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.path}: another job is writing to this store; wait for it or stop it") from None
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            logger.warning("%s: cutting off a torn last line (%d bytes)", self.path, len(content) - whole)
+            self._file.truncate(whole)
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
+            row = _parse(line)
+            if row is None:
+                raise ValueError(f"{self.path}:{number}: not a generation row; delete the line, it is computed again")
+            if self.rows.setdefault(row["key"], row) != row:
+                raise ValueError(f"{self.path}:{number}: differs from an earlier row of its key; delete one of them")
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("key"), str) else None

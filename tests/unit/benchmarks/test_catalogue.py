@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from residual_mass.benchmarks import ruler
+from residual_mass.benchmarks.catalogue import BENCHMARKS, scorer_of, tasks_of, too_long
+
+
+def test_tasks_are_those_of_the_harness_in_its_order() -> None:
+    import lm_eval
+
+    group = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks" / "ruler" / "ruler.yaml").read_text())
+    assert list(tasks_of("ruler", 4096)) == group["task"]
+
+
+@pytest.mark.parametrize("task", [task.name for task in BENCHMARKS["ruler"]])
+def test_scorer_is_the_harness_s(task: str) -> None:
+    assert ruler.harness_config(task)["process_results"].__name__ == scorer_of("ruler", task)
+
+
+def test_every_task_is_either_built_or_left_out() -> None:
+    for length in (1024, 2047, 2048, 65536):
+        listed, out = tasks_of("ruler", length), too_long("ruler", length)
+        assert set(listed) | set(out) == {task.name for task in BENCHMARKS["ruler"]}
+        assert not set(listed) & set(out)
+    assert too_long("ruler", 1024) == {"ruler_qa_hotpot": "needs at least 2048 tokens, the length is 1024"}
+    assert too_long("ruler", 2048) == {}
+
+
+def test_lengths_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="length 512: ruler needs at least 1024 tokens"):
+        tasks_of("ruler", 512)
+
+
+def test_unknown_benchmark_is_refused() -> None:
+    with pytest.raises(ValueError, match="'rulr' is unknown; known are ruler"):
+        tasks_of("rulr", 4096)
+
+
+def test_import_is_light() -> None:
+    code = "import sys, residual_mass.benchmarks.catalogue; print({'torch', 'lm_eval', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

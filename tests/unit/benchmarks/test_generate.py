@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.benchmarks import generate
+from residual_mass.benchmarks.prompts import load_prompts
+from residual_mass.files import jsonl, read_jsonl, sha256_of
+from residual_mass.specs import AnchorSpec, ArmSpec, BackboneSpec, GenerateSpec, MapSpec, MapsSpec, PromptsSpec
+
+ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
+TASKS = ("ruler_cwe", "ruler_vt")
+
+
+@pytest.fixture(scope="session")
+def backbone_spec(prompts_spec: PromptsSpec) -> BackboneSpec:
+    return BackboneSpec("tiny", "test", prompts_spec.model_id, prompts_spec.revision, "assets", "float32", "tiny", 2048)
+
+
+@pytest.fixture(scope="session")
+def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
+    return GenerateSpec(
+        study="test",
+        backbone=backbone_spec,
+        benchmark="ruler",
+        length="1k",
+        tasks=TASKS,
+        examples=2,
+        arms=(ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0)),
+        anchors=AnchorSpec(),
+        budget_length="nominal",
+        maps=MapsSpec("1k", 1024),
+        max_generation_tokens=5,
+        batch_examples=1,
+        allow_extrapolation=False,
+        recipe=1,
+    )
+
+
+@pytest.fixture(scope="session")
+def phi(benchmark_assets: Path, backbone_spec: BackboneSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    torch.manual_seed(1)
+    backbone = load_backbone(backbone_spec, benchmark_assets)
+    training = {"model_id": backbone_spec.model_id, "revision": backbone_spec.revision, "length": 1024}
+    path = tmp_path_factory.mktemp("phi") / "tiny_1k.safetensors"
+    PhiMaps(HeadShape.of(backbone.model.config), MapSpec(d_emb=8, d_phi=8), training).save(path)
+    return path
+
+
+class Stage:
+    """The generate stage on the small assets, counting what is decoded."""
+
+    def __init__(self, assets: Path, manifest: Path, phi: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.assets, self.manifest, self.phi = assets, manifest, phi
+        self.store, self.out = folder / "store.jsonl", folder / "all.jsonl"
+        self.decoded: list[int] = []
+        decode = SharedPrefillEngine.generate
+
+        def counted(engine: SharedPrefillEngine, ids: list[list[int]], max_new_tokens: int) -> Any:
+            self.decoded.append(len(ids))
+            return decode(engine, ids, max_new_tokens)
+
+        monkeypatch.setattr(SharedPrefillEngine, "generate", counted)
+
+    def __call__(self, spec: GenerateSpec) -> list[dict[str, Any]]:
+        self.decoded.clear()
+        generate.run(spec, self.assets, self.manifest, self.phi, self.store, self.out)
+        return read_jsonl(self.out)
+
+
+@pytest.fixture
+def stage(benchmark_assets: Path, manifest: Path, phi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(benchmark_assets, manifest, phi, tmp_path, monkeypatch)
+
+
+def test_rows_are_complete_and_in_canonical_order(spec: GenerateSpec, stage: Stage, manifest: Path, phi: Path) -> None:
+    rows = stage(spec)
+    assert [(r["task"], r["index"], r["method"]) for r in rows] == [
+        (task, index, arm.method) for task in TASKS for index in range(2) for arm in spec.arms
+    ]
+    for row in rows:
+        prompt = load_prompts(manifest, row["task"], 2)[row["index"]]
+        assert row["prompt_sha"] == prompt.sha256
+        assert row["phi_sha"] == (sha256_of(phi) if row["method"] == "topk_phi" else None)
+        assert row["budget_percent"] == (None if row["method"] == "full" else 3.0)
+        assert row["method"] == "full" or row["k"] == 11  # ceil(3 % of 1024) - 20
+        assert 1 <= len(row["tokens"]) <= 5 and row["finish"] in ("eos", "length")
+    meta = json.loads((stage.out.parent / "all.jsonl.meta.json").read_text())
+    assert meta["device"] and meta["spec"]["tasks"] == list(TASKS)
+
+
+def test_full_arm_is_greedy_decoding_of_the_prompt(
+    spec: GenerateSpec, stage: Stage, manifest: Path, benchmark_assets: Path
+) -> None:
+    import torch
+
+    backbone = load_backbone(spec.backbone, benchmark_assets, torch.device("cpu"))
+    for row in stage(spec):
+        if row["method"] == "full":
+            prompt = load_prompts(manifest, row["task"], 2)[row["index"]]
+            ids = backbone.tokenizer(prompt.prompt, return_tensors="pt").input_ids
+            expected = backbone.model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
+            assert row["tokens"] == expected
+            assert row["text"] == backbone.tokenizer.decode(expected, skip_special_tokens=True)
+            assert row["prompt_tokens"] == ids.shape[1]
+
+
+def test_resumed_run_computes_only_missing_rows_and_gives_the_same_bytes(spec: GenerateSpec, stage: Stage) -> None:
+    spec = replace(spec, batch_examples=2)
+    rows = stage(spec)
+    assert stage.decoded == [2, 2]
+    fresh = stage.out.read_bytes()
+    stage(spec)
+    assert stage.decoded == [] and stage.out.read_bytes() == fresh
+    kept = [row for row in rows if (row["task"], row["index"], row["method"]) != ("ruler_vt", 1, "topk")]
+    stage.store.write_text(jsonl(kept) + '{"torn')
+    stage(spec)
+    assert stage.decoded == [2] and stage.out.read_bytes() == fresh
+    assert stage.store.read_text() == jsonl(kept) + jsonl(row for row in rows if row not in kept)
+
+
+def test_no_model_is_loaded_when_nothing_is_missing(
+    spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(spec)
+    monkeypatch.setattr("residual_mass.backbones.loading.load_backbone", None)
+    monkeypatch.setattr("residual_mass.backbones.phi_maps.PhiMaps.load", None)
+    assert len(stage(spec)) == 12
+
+
+def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, stage: Stage) -> None:
+    small = stage(replace(spec, tasks=("ruler_vt",), examples=1, arms=spec.arms[:2]))
+    stored = stage.store.read_text()
+    rows = stage(spec)
+    assert stage.store.read_text().startswith(stored)
+    assert [row for row in rows if row in small] == small
+    assert stage(replace(spec, tasks=("ruler_vt",), examples=1, arms=spec.arms[:2])) == small
+    assert stage.decoded == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_generation_tokens": 4},
+        {"anchors": AnchorSpec(sink=5)},
+        {"budget_length": "real"},
+        {"recipe": 2},
+        {"arms": (ArmSpec("topk", 4.0),)},
+    ],
+)
+def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, stage: Stage, change: dict[str, Any]) -> None:
+    spec = replace(spec, tasks=("ruler_vt",), examples=1, arms=(ArmSpec("topk", 3.0),))
+    (before,), (after,) = stage(spec), stage(replace(spec, **change))
+    assert before["key"] != after["key"] and stage.decoded == [1]
+
+
+def test_other_maps_recompute_only_the_arms_that_use_them(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
+    before = stage(spec)
+    maps = PhiMaps.load(stage.phi)
+    maps.query[0].alpha.data.add_(1.0)
+    stage.phi = tmp_path / "other.safetensors"
+    maps.save(stage.phi)
+    for old, new in zip(before, stage(spec), strict=True):
+        assert (old["key"] != new["key"]) == (new["method"] == "topk_phi")
+
+
+def test_other_weights_are_another_backbone(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    before = stage(spec)
+    source, folder = stage.assets / "models" / "tiny-llama", tmp_path / "models" / "tiny-llama"
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stage.assets = tmp_path
+    assert not {row["key"] for row in before} & {row["key"] for row in stage(spec)}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"length": "2k", "maps": MapsSpec("4k", 4096)}, "length is 1k, not 2k"),
+        ({"benchmark": "babilong"}, "benchmark is ruler, not babilong"),
+        ({"length": "4k"}, "longer than the context of tiny (2048 tokens)"),
+        ({"maps": MapsSpec("512", 512)}, "longer than what the maps 512 were trained on (512)"),
+        ({"tasks": ("ruler_qa_hotpot",)}, "task ruler_qa_hotpot is left out"),
+        ({"examples": 3}, "ruler_cwe has 2 examples, not the 3 asked for"),
+    ],
+)
+def test_wrong_request_is_refused_before_any_model_is_loaded(
+    spec: GenerateSpec,
+    stage: Stage,
+    change: dict[str, Any],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    error_line: ErrorLine,
+) -> None:
+    monkeypatch.setattr("residual_mass.backbones.loading.load_backbone", None)
+    with pytest.raises(ValueError) as error:
+        stage(replace(spec, **change))
+    assert complaint in error_line(error)
+    assert not stage.out.exists()
+
+
+def test_extrapolation_can_be_allowed_and_needs_no_leave_without_maps(spec: GenerateSpec, stage: Stage) -> None:
+    short = replace(spec, maps=MapsSpec("512", 512), tasks=("ruler_vt",), examples=1)
+    assert len(stage(replace(short, allow_extrapolation=True))) == 3
+    assert len(stage(replace(short, arms=spec.arms[:2]))) == 2
+
+
+def test_missing_maps_are_told(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
+    stage.phi = tmp_path / "none.safetensors"
+    with pytest.raises(ValueError, match=r"none\.safetensors: no such file; train the phi maps first"):
+        stage(spec)
+    assert len(stage(replace(spec, arms=spec.arms[:2]))) == 8
+
+
+def test_missing_model_is_told(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
+    stage.assets = tmp_path
+    with pytest.raises(ValueError, match=r"tiny-llama/model\.safetensors: no such file; run the assets stage first"):
+        stage(spec)
+
+
+def test_text_is_cut_at_the_first_stop_string() -> None:
+    assert generate.cut_at("one\ntwo. three", [". ", "\n"]) == "one"
+    assert generate.cut_at("one two", ["\n"]) == "one two"
+    assert generate.cut_at("one two", []) == "one two"

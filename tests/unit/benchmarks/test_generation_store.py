@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residual_mass.benchmarks.store import GenerationStore, row_key
+
+ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
+ROWS = [{"key": f"k{i}", "text": f"línea\u2028{i}"} for i in range(3)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "_store" / "rows.jsonl"
+    with GenerationStore(path) as store:
+        store.append(ROWS[:2])
+        store.append(ROWS[2:])
+    return path
+
+
+def test_rows_come_back(path: Path) -> None:
+    with GenerationStore(path) as store:
+        assert list(store.rows.values()) == ROWS
+        assert store.rows["k1"] == ROWS[1]
+
+
+def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = path.read_bytes()
+    kept = whole.rfind(b"\n", 0, -1) + 1
+    for end in range(kept + 1, len(whole)):
+        path.write_bytes(whole[:end])
+        caplog.clear()
+        with GenerationStore(path) as store:
+            assert list(store.rows.values()) == ROWS[:2]
+            store.append(ROWS[2:])
+        assert path.read_bytes() == whole
+        assert "cutting off a torn last line" in caplog.text
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"key": 3}', b'{"text": "x"}', b"\xff\xfe", b"\x00\x00"])
+def test_other_malformed_lines_are_named(path: Path, line: bytes, error_line: ErrorLine) -> None:
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]))
+    with pytest.raises(ValueError) as error, GenerationStore(path):
+        pass
+    assert f"{path}:2: not a generation row" in error_line(error)
+
+
+def test_rows_that_contradict_each_other_are_refused(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content + content)
+    with GenerationStore(path) as store:
+        assert len(store.rows) == 3
+    path.write_bytes(content + content.replace(b"nea", b"NEA"))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:4: differs from an earlier row"), GenerationStore(path):
+        pass
+
+
+def test_second_job_on_a_store_is_refused(path: Path, error_line: ErrorLine) -> None:
+    with GenerationStore(path), pytest.raises(ValueError) as error, GenerationStore(path):
+        pass
+    assert f"{path}: another job is writing" in error_line(error)
+    with GenerationStore(path):  # and free again afterwards
+        pass
+
+
+def test_rows_survive_a_killed_writer(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    writer = (
+        "import os, pathlib, signal; from residual_mass.benchmarks.store import GenerationStore\n"
+        f"with GenerationStore(pathlib.Path({str(path)!r})) as store:\n"
+        "    store.append([{'key': 'a'}]); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", writer], env=os.environ).returncode < 0
+    with GenerationStore(path) as store:
+        assert store.rows == {"a": {"key": "a"}}
+
+
+@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text(), min_size=1), st.data())
+def test_key_depends_on_every_input_and_not_on_their_order(
+    inputs: dict[str, str | int | None], data: st.DataObject
+) -> None:
+    assert row_key(**dict(reversed(inputs.items()))) == row_key(**inputs)
+    name = data.draw(st.sampled_from(sorted(inputs)))
+    assert row_key(**{**inputs, name: f"{inputs[name]}x"}) != row_key(**inputs)

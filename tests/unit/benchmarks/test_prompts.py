@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import copy
+import json
+import random
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from residual_mass.benchmarks import prompts, ruler
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.specs import PromptsSpec
+
+ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
+TASKS = tasks_of("ruler", 2048)
+
+
+@pytest.fixture
+def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serves the small data where the unmodified harness would fetch its own."""
+    import datasets
+    import requests
+    from lm_eval.tasks.ruler import prepare_niah
+
+    essays = json.loads((benchmark_assets / "haystack" / "PaulGrahamEssays.json").read_text())["text"]
+
+    def get(url: str, **_: Any) -> Any:
+        file = benchmark_assets / "qa" / ("squad.json" if "SQuAD" in url else "hotpotqa.json")
+        return types.SimpleNamespace(raise_for_status=lambda: None, json=lambda: json.loads(file.read_text()))
+
+    monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": [essays]})
+    questions = ruler.harness_config("ruler_qa_squad")["custom_dataset"].__globals__
+    for fetched in (
+        prepare_niah.get_haystack,
+        *(questions[n] for n in ("download_json", "read_squad", "read_hotpotqa")),
+    ):
+        fetched.cache_clear()
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.usefixtures("harness_downloads")
+def test_prompts_are_the_strings_the_harness_sends(
+    task: str, benchmark_assets: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ruler.assets_data(benchmark_assets)
+    config = ruler.harness_config(task)
+    scope = config["custom_dataset"].__globals__
+    if task.startswith("ruler_qa"):  # the harness asks for 500 questions, the small sets have ten
+        monkeypatch.setitem(scope, "generate_samples", _with_samples(scope["generate_samples"], 10))
+    if "RNG" in scope:
+        monkeypatch.setitem(scope, "RNG", copy.copy(scope["RNG"]))
+    ours = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 2048, 3, 5, data))
+    assert ours == _harness_requests(
+        task, str(benchmark_assets / "models" / "tiny-llama"), 2048, 3, ruler._seed(5, task, 2048)
+    )
+
+
+def _with_samples(sampler: Callable[..., Any], samples: int) -> Callable[..., Any]:
+    return lambda *args, **kwargs: sampler(*args, **{**kwargs, "num_samples": samples})
+
+
+def _harness_requests(task: str, tokenizer: str, length: int, count: int, seed: int) -> list[Any]:
+    """What the harness itself sends when its two global generators start from `seed`."""
+    from lm_eval.api.task import ConfigurableTask
+
+    random.seed(seed)
+    np.random.seed(seed)
+    metadata = {"tokenizer": tokenizer, "max_seq_lengths": [length]}
+    built = ConfigurableTask(config={**ruler.harness_config(task), "metadata": metadata})
+    built.build_all_requests(limit=count)
+    return [instance.args for instance in built.instances]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_more_examples_append(task: str, benchmark_assets: Path, tokenizer: Any) -> None:
+    data = ruler.assets_data(benchmark_assets)
+    three = ruler.build_examples(task, tokenizer, 2048, 3, 5, data)
+    state = random.getstate()
+    random.seed(99)  # what was drawn before does not matter
+    assert ruler.build_examples(task, tokenizer, 2048, 6, 5, data)[:3] == three
+    random.setstate(state)
+    assert ruler.build_examples(task, tokenizer, 2048, 3, 6, data) != three or task.startswith("ruler_qa")
+
+
+def test_one_task_alone_equals_the_task_among_all(manifest: Path, benchmark_assets: Path, tokenizer: Any) -> None:
+    data = ruler.assets_data(benchmark_assets)
+    for task in ("ruler_qa_squad", "ruler_cwe", "niah_multivalue"):
+        alone = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 1024, 2, 3, data))
+        frozen = prompts.load_prompts(manifest, task, 2)
+        assert [prompt.prompt for prompt in frozen] == [text for text, _ in alone]
+
+
+def test_rebuilding_gives_the_same_bytes(
+    manifest: Path, prompts_spec: PromptsSpec, benchmark_assets: Path, tmp_path: Path
+) -> None:
+    prompts.run(prompts_spec, benchmark_assets, tmp_path / "manifest.json")
+    for file in manifest.parent.glob("*[!a].json*"):
+        if not file.name.endswith(".meta.json"):
+            assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.usefixtures("harness_downloads")
+def test_harness_downloads_of_the_same_data_give_the_same_prompts(
+    manifest: Path, prompts_spec: PromptsSpec, benchmark_assets: Path, tmp_path: Path
+) -> None:
+    prompts.run(replace(prompts_spec, data_source="hub"), benchmark_assets, tmp_path / "manifest.json")
+    assert (tmp_path / "manifest.json").read_bytes() == manifest.read_bytes()
+
+
+def test_prompts_hold_needle_and_fit(manifest: Path, tokenizer: Any) -> None:
+    for task in tasks_of("ruler", 1024):
+        for index, prompt in enumerate(prompts.load_prompts(manifest, task, 2)):
+            assert (prompt.task, prompt.index) == (task, index)
+            assert 100 < len(tokenizer(prompt.prompt).input_ids) <= 1024
+            assert all(answer in prompt.prompt for answer in prompt.doc["outputs"][:1])
+            assert prompt.prompt.endswith(prompt.doc["gen_prefix"])
+            assert (prompt.stop, prompt.doc["max_length"]) == ([], 1024)
+            assert set(prompt.doc) == {"index", "outputs", "length", "max_length", "gen_prefix"}
+
+
+def test_manifest_lists_tasks_in_order_and_what_is_left_out(manifest: Path) -> None:
+    content = json.loads(manifest.read_text())
+    assert tuple(content["tasks"]) == tasks_of("ruler", 1024)
+    assert content["left_out"] == {"ruler_qa_hotpot": "needs at least 2048 tokens, the length is 1024"}
+    assert (content["benchmark"], content["length"], content["tokenizer"]) == ("ruler", "1k", "tiny")
+    assert set(content["harness"]) == {"lm_eval", "nltk", "wonderwords"}
+
+
+@pytest.mark.parametrize(
+    ("task", "length"), [("ruler_vt", 512), ("ruler_cwe", 512), ("niah_multikey_3", 512), ("ruler_qa_squad", 300)]
+)
+def test_task_that_cannot_fit_is_told_not_looped_on(task: str, length: int, benchmark_assets: Path) -> None:
+    def letters(text: str) -> Any:
+        return types.SimpleNamespace(input_ids=list(text.encode()))
+
+    with pytest.raises(ruler.DoesNotFitError, match="with this tokenizer"):
+        ruler.build_examples(task, letters, length, 1, 0, ruler.assets_data(benchmark_assets))
+
+
+def test_left_out_task_is_seen_in_manifest_log_and_use(
+    benchmark_assets: Path,
+    prompts_spec: PromptsSpec,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error_line: ErrorLine,
+) -> None:
+    out = tmp_path / "manifest.json"
+    prompts.run(replace(prompts_spec, examples=11), benchmark_assets, out)  # the small QA sets have ten questions
+    assert "fewer than 11 of its examples fit" in json.loads(out.read_text())["left_out"]["ruler_qa_squad"]
+    assert "ruler_qa_squad at 1k is left out" in caplog.text
+    with pytest.raises(ValueError) as error:
+        prompts.load_prompts(out, "ruler_qa_squad", 1)
+    assert "task ruler_qa_squad is left out" in error_line(error)
+
+
+def test_missing_sentence_tables_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run the assets stage"):
+        ruler.assets_data(tmp_path)
+
+
+def test_damaged_data_is_an_error_not_a_left_out_task(benchmark_assets: Path, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "nltk_data").symlink_to(benchmark_assets / "nltk_data")
+    with pytest.raises(ValueError, match=r"squad\.json: no such file"):
+        ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, ruler.assets_data(tmp_path))
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _truncate, _flip])
+def test_damaged_task_file_is_named(own_manifest: Path, damage: Callable[[Path], None], error_line: ErrorLine) -> None:
+    damage(own_manifest.parent / "ruler_vt.jsonl")
+    with pytest.raises(ValueError) as error:
+        prompts.load_prompts(own_manifest, "ruler_vt", 1)
+    assert "ruler_vt.jsonl" in error_line(error)
+    assert prompts.load_prompts(own_manifest, "ruler_cwe", 1)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _truncate, lambda file: file.write_text("{}\n")])
+def test_damaged_manifest_is_named(own_manifest: Path, damage: Callable[[Path], None], error_line: ErrorLine) -> None:
+    damage(own_manifest)
+    with pytest.raises(ValueError) as error:
+        prompts.load_prompts(own_manifest, "ruler_vt", 1)
+    assert str(own_manifest) in error_line(error)
+
+
+def test_edited_task_table_is_refused(own_manifest: Path) -> None:
+    own_manifest.write_text(own_manifest.read_text().replace('"examples": 2', '"examples": 3', 1))
+    with pytest.raises(ValueError, match="does not match its sha256"):
+        prompts.load_manifest(own_manifest)
+
+
+def test_more_examples_than_there_are_is_refused(manifest: Path) -> None:
+    with pytest.raises(ValueError, match="ruler_vt has 2 examples, not the 3 asked for"):
+        prompts.load_prompts(manifest, "ruler_vt", 3)
+    with pytest.raises(ValueError, match="no task ruler_xy; it holds niah_single_1"):
+        prompts.load_prompts(manifest, "ruler_xy", 1)
