@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.specs import BackboneSpec
 
+torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings, much more on a busy machine
+
 TINY = BackboneSpec(
     name="tiny", study="test", model_id="test/Tiny-Llama", revision="r0", source="assets",
     dtype="float32", tokenizer="bytes", context=2048,

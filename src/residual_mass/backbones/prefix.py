@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import (
+    Estimate,
     SummaryState,
     Terms,
     attention_scores,
@@ -25,7 +26,7 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.core.selection import retrieved_mask
+from residual_mass.core.selection import Selected, exhaustive_topk, members
 from residual_mass.core.support import Partition, partition, retrieved_count
 from residual_mass.specs import AnchorSpec, ArmSpec
 
@@ -42,6 +43,8 @@ class PrefixLayer:
     values: Tensor
     partition: Partition
     """Masks [E, 1, 1, L]."""
+    anchors: Selected
+    """The anchors again, as indices [E, 1, 1, |A|]."""
     state: SummaryState | None
     features: Tensor | None
     """[E, Hkv, L, M] cached key features; exactly these are summed into the state."""
@@ -49,16 +52,20 @@ class PrefixLayer:
 
 @dataclass(frozen=True)
 class ArmRows:
-    """The arms of a batch, one entry per query row of a KV head (all G heads of an arm alike)."""
+    """How the query rows of a KV head divide over the arms (all G heads of an arm alike)."""
 
-    whole_prefix: Tensor
-    """[R] bool."""
+    whole: Tensor
+    """Indices of the rows that read the whole prefix exactly."""
+    partial: Tensor
+    """Indices [P] of the other rows."""
+    order: Tensor
+    """[R] permutation that brings (whole, partial) back into the arms' order."""
     adds_residual: Tensor
-    """[R] bool."""
+    """[P] bool."""
     subtracts: Tensor
-    """[R] bool."""
+    """[P] bool."""
     k: Tensor
-    """[E, 1, R] int64, tokens to retrieve."""
+    """[E, 1, P] int64, tokens to retrieve."""
 
 
 def arm_rows(
@@ -69,20 +76,22 @@ def arm_rows(
     nominal_length: int | None,
     device: torch.device,
 ) -> ArmRows:
-    """Flags and K of every query row; L in K's formula is `nominal_length`, or each prefix's own length if that is
-    None.
-    """
+    """Rows of `group` heads per arm; L in K's formula is `nominal_length`, or each prefix's own length if that is None."""
     rules = [estimator_named(arm.method) for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:
         return torch.tensor(flags, device=device).repeat_interleave(group)
 
+    whole_prefix = rows([r.whole_prefix for r in rules])
+    whole, partial = whole_prefix.nonzero().flatten(), (~whole_prefix).nonzero().flatten()
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
     return ArmRows(
-        rows([r.whole_prefix for r in rules]),
-        rows([r.adds_residual for r in rules]),
-        rows([r.subtracts for r in rules]),
-        torch.tensor(k, device=device).repeat_interleave(group, dim=1).unsqueeze(1),
+        whole,
+        partial,
+        torch.cat((whole, partial)).argsort(),
+        rows([r.adds_residual for r in rules])[partial],
+        rows([r.subtracts for r in rules])[partial],
+        torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None, partial],
     )
 
 
@@ -105,29 +114,35 @@ def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec
     """
     masks = partition(real, anchors.sink, anchors.tail)
     masks4 = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
+    anchor_slots = members(masks4.anchors, anchors.sink + anchors.tail)
     if key_map is None:
-        return PrefixLayer(keys, values, masks4, None, None)
+        return PrefixLayer(keys, values, masks4, anchor_slots, None, None)
     features, log_shift = key_features(map_heads(key_map, keys), masks.mid.unsqueeze(1))
-    return PrefixLayer(keys, values, masks4, summarise(features, log_shift, values.float()), features)
+    return PrefixLayer(keys, values, masks4, anchor_slots, summarise(features, log_shift, values.float()), features)
 
 
 def prefix_terms(queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, arms: ArmRows, scale: float) -> Terms:
     """Unnormalised terms of every arm over the prefix, in float32.
 
     Args:
-        queries: [E, Hkv, R, D]; log_query: [E, Hkv, R, M] log phi_q, None if no arm adds a residual.
+        queries: [E, Hkv, R, D].
+        log_query: [E, Hkv, R, M] log phi_q; None if no arm adds a residual.
     """
-    scores = attention_scores(queries.float(), layer.keys.float(), scale)
-    anchors, mid = layer.partition
-    wanted = torch.where(arms.whole_prefix, 0, arms.k)  # a whole-prefix row needs no selection
-    retrieved = retrieved_mask(scores, mid, wanted)
-    support = anchors | retrieved | (arms.whole_prefix.unsqueeze(-1) & mid)
+    scores = attention_scores(queries.float() * scale, layer.keys.float(), 1.0)
     values = layer.values.float()
-    if log_query is None or layer.state is None or layer.features is None:
-        return exact_terms(scores, values, support)
-    return one_gather_terms(
-        scores, values, support, retrieved, layer.state, log_query, layer.features, arms.adds_residual, arms.subtracts
-    )
+    real = layer.partition.anchors | layer.partition.mid
+    parts = []
+    if len(arms.whole):
+        parts.append(exact_terms(scores[:, :, arms.whole], values, real))
+    if len(arms.partial):
+        partial_scores = scores[:, :, arms.partial]
+        retrieved = exhaustive_topk(partial_scores, layer.partition.mid, arms.k)
+        estimate = None
+        if log_query is not None and layer.state is not None and layer.features is not None:
+            partial_query = log_query[:, :, arms.partial]
+            estimate = Estimate(layer.state, layer.features, partial_query, arms.adds_residual, arms.subtracts)
+        parts.append(one_gather_terms(partial_scores, values, layer.anchors, retrieved, estimate))
+    return Terms(*(torch.cat(pieces, dim=2)[:, :, arms.order] for pieces in zip(*parts, strict=True)))
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:

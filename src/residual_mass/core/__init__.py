@@ -6,6 +6,7 @@ Shape letters used throughout (leading dimensions `...` are free, for instance p
 """
 
 from residual_mass.core.accounting import (
+    Estimate,
     Retrieved,
     SummaryState,
     Terms,
@@ -20,15 +21,17 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, row_measures, subset_bias
-from residual_mass.core.selection import exhaustive_topk, retrieved_mask
+from residual_mass.core.selection import Selected, exhaustive_topk, members
 from residual_mass.core.support import Partition, partition, retrieved_count
 
 __all__ = [
+    "Estimate",
     "FoldedMap",
     "HedgehogMap",
     "Partition",
     "ReZeroMap",
     "Retrieved",
+    "Selected",
     "SummaryState",
     "Terms",
     "attention_scores",
@@ -37,6 +40,7 @@ __all__ = [
     "gather_retrieved",
     "key_features",
     "mass_recovery",
+    "members",
     "merge",
     "mid_entropy",
     "one_gather_terms",
@@ -45,7 +49,6 @@ __all__ = [
     "residual_share",
     "residual_terms",
     "retrieved_count",
-    "retrieved_mask",
     "row_measures",
     "subset_bias",
     "summarise",

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from residual_mass.core.selection import Selected
+
 CLAMP_RELATIVE = 1e-6
 """The residual is dropped when its mass falls below this share of the mid-region's: what is left is rounding of the
 subtraction.
@@ -57,6 +59,20 @@ class Retrieved(NamedTuple):
     """[..., R, K, M] cached key features."""
     values: Tensor
     """[..., R, K, D]."""
+
+
+class Estimate(NamedTuple):
+    """What rows need to add a residual estimate, and which of them do."""
+
+    state: SummaryState
+    features: Tensor
+    """[..., L, M] the cached key features that were summed into the state."""
+    log_query: Tensor
+    """[..., R, M] log phi_q."""
+    adds_residual: Tensor
+    """[R] bool."""
+    subtracts: Tensor
+    """[R] bool, rows that take the retrieved tokens' share out of the summaries first."""
 
 
 def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -125,10 +141,9 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
 
 
-def gather_retrieved(features: Tensor, values: Tensor, indices: Tensor, valid: Tensor) -> Retrieved:
-    """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's indices and valid, both [..., R,
-    K].
-    """
+def gather_retrieved(features: Tensor, values: Tensor, retrieved: Selected) -> Retrieved:
+    """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's choice."""
+    indices, valid = retrieved
     rows = indices.shape[-2]
 
     def pick(x: Tensor) -> Tensor:
@@ -139,15 +154,7 @@ def gather_retrieved(features: Tensor, values: Tensor, indices: Tensor, valid: T
 
 
 def one_gather_terms(
-    scores: Tensor,
-    values: Tensor,
-    support: Tensor,
-    retrieved: Tensor,
-    state: SummaryState,
-    log_query: Tensor,
-    features: Tensor,
-    adds_residual: Tensor,
-    subtracts: Tensor,
+    scores: Tensor, values: Tensor, anchors: Selected, retrieved: Selected, estimate: Estimate | None
 ) -> Terms:
     """Exact and residual terms of every arm from one pass over the values.
 
@@ -155,27 +162,55 @@ def one_gather_terms(
     token i of K enters the numerator with weight e^{s_i} - z_i. z = 0 gives NoSub; leaving S, u out as well gives TopK.
 
     Args:
-        scores: [..., R, L]; values: [..., L, D]; support: [..., R, L] bool, the set E; retrieved: [..., R, L] bool,
-        K(q).
-        state, log_query [..., R, M], features [..., L, M]: as in `residual_terms`.
-        adds_residual, subtracts: [R] bool, which rows add the residual estimate and which subtract the retrieved share.
+        scores: [..., R, L].
+        values: [..., L, D].
+        anchors: the set A, indices [..., 1 or R, A]; retrieved: the set K(q), indices [..., R, K]; disjoint.
+        estimate: of the residual; None when no row adds one.
     """
-    log_weights = log_query + state.log_shift.unsqueeze(-2)
-    residual_shift = log_weights.amax(-1)
-    weights = (log_weights - residual_shift.unsqueeze(-1)).exp()
-    whole_mass = (weights * state.mass.unsqueeze(-2)).sum(-1)
-    z = torch.where(retrieved & subtracts.unsqueeze(-1), weights @ features.transpose(-1, -2), 0)
-    left_mass = whole_mass - z.sum(-1)
-    kept = adds_residual & (left_mass > CLAMP_RELATIVE * whole_mass)
-    # The common unit is chosen after the clamp: a dropped residual, however large phi made it, must not push e^s below
-    # the floats.
-    exact_shift = _finite_max(scores, support)
-    shift = torch.where(kept, torch.maximum(exact_shift, residual_shift), exact_shift)
-    unit = torch.where(kept, (residual_shift - shift).exp(), 0).unsqueeze(-1)
-    exact = torch.where(support, (scores - shift.unsqueeze(-1)).exp(), 0)
-    numerator = (exact - unit * z) @ values + (unit * weights) @ state.numerator
-    denominator = exact.sum(-1) + unit.squeeze(-1) * left_mass
+    num_anchors = anchors.indices.shape[-1]
+    indices = torch.cat((anchors.indices.expand(*scores.shape[:-1], -1), retrieved.indices), dim=-1)
+    valid = torch.cat((anchors.valid.expand(*scores.shape[:-1], -1), retrieved.valid), dim=-1)
+    exact_scores = scores.gather(-1, indices)
+    shift = _finite_max(exact_scores, valid)
+    if estimate is not None:
+        residual = _residual_weights(retrieved, estimate)
+        # The common unit is chosen after the clamp: a dropped residual, however large phi made it, must not push e^s
+        # below the floats.
+        shift = torch.where(residual.kept, torch.maximum(shift, residual.shift), shift)
+    weights = torch.where(valid, (exact_scores - shift.unsqueeze(-1)).exp(), 0)
+    denominator = weights.sum(-1)
+    if estimate is not None:
+        unit = torch.where(residual.kept, (residual.shift - shift).exp(), 0)
+        weights[..., num_anchors:] -= unit.unsqueeze(-1) * residual.z
+        denominator = denominator + unit * residual.mass
+    # As one dense product: tokens of different rows overlap, and a matrix product reads each value once for all rows.
+    dense = torch.zeros_like(scores).scatter_add_(-1, indices, weights)
+    numerator = dense @ values
+    if estimate is not None:
+        numerator = numerator + (unit.unsqueeze(-1) * residual.query) @ estimate.state.numerator
     return Terms(numerator, denominator, shift)
+
+
+class _ResidualWeights(NamedTuple):
+    """In units of exp(shift): phi_q per row [..., R, M], z of the retrieved tokens [..., R, K], Z_R hat [..., R]."""
+
+    query: Tensor
+    z: Tensor
+    mass: Tensor
+    shift: Tensor
+    kept: Tensor
+    """[..., R] bool, False where nothing but rounding is left or the row adds no residual."""
+
+
+def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeights:
+    log_weights = estimate.log_query + estimate.state.log_shift.unsqueeze(-2)
+    shift = log_weights.amax(-1)
+    query = (log_weights - shift.unsqueeze(-1)).exp()
+    whole_mass = (query * estimate.state.mass.unsqueeze(-2)).sum(-1)
+    z = (query @ estimate.features.transpose(-1, -2)).gather(-1, retrieved.indices)
+    z = torch.where(retrieved.valid & estimate.subtracts.unsqueeze(-1), z, 0)
+    mass = whole_mass - z.sum(-1)
+    return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & (mass > CLAMP_RELATIVE * whole_mass))
 
 
 def merge(*terms: Terms) -> Tensor:

@@ -81,13 +81,13 @@ def row_measures(
         scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R,
         M]: of phi.
     """
-    indices, valid = exhaustive_topk(scores, masks.mid, torch.full(scores.shape[-2:-1], k, device=scores.device))
-    retrieved = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, valid)
+    selected = exhaustive_topk(scores, masks.mid, torch.full(scores.shape[-2:-1], k, device=scores.device))
+    retrieved = selected.mask(scores.shape[-1])
     exact = exact_terms(scores, values, masks.anchors | retrieved)
     rest = exact_terms(scores, values, masks.mid & ~retrieved)
     whole_mid = exact_terms(scores, values, masks.mid.expand(scores.shape))
     full = merge(exact_terms(scores, values, (masks.anchors | masks.mid).expand(scores.shape)))
-    estimate = residual_terms(state, log_query, gather_retrieved(features, values, indices, valid))
+    estimate = residual_terms(state, log_query, gather_retrieved(features, values, selected))
     return {
         "e_topk": rel_l1(merge(exact), full),
         "e_sub": rel_l1(merge(exact, estimate), full),

@@ -5,11 +5,27 @@ Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens (the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+class Selected(NamedTuple):
+    """Tokens chosen per row, as slots: indices into L, of which only the valid ones count."""
+
+    indices: Tensor
+    """[..., R, K] int64."""
+    valid: Tensor
+    """[..., R, K] bool."""
+
+    def mask(self, length: int) -> Tensor:
+        """The chosen set as [..., R, length] bool."""
+        mask = torch.zeros(*self.indices.shape[:-1], length, dtype=torch.int8, device=self.indices.device)
+        return mask.scatter_add_(-1, self.indices, self.valid.to(torch.int8)) > 0
+
+
+def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
     """The paper's oracle selector: the K highest-scoring mid-region tokens of every query row.
 
     Args:
@@ -18,19 +34,17 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Tensor, Ten
         k: [..., R] or [R] integer, tokens wanted per row; more than |M| retrieves all of M.
 
     Returns:
-        indices [..., R, K] into L in falling score order, and valid [..., R, K] bool, False beyond a row's own K or
-        |M|.
+        Slots in falling score order; a row's slots beyond its own K or |M| are not valid.
     """
     most = min(int(k.max()), scores.shape[-1]) if k.numel() else 0
     candidates = scores.masked_fill(~mid, -torch.inf)
     top, indices = candidates.topk(most, dim=-1)
     rank = torch.arange(most, device=scores.device)
     valid = (rank < k.unsqueeze(-1)) & (top > -torch.inf)
-    return indices, valid
+    return Selected(indices, valid)
 
 
-def retrieved_mask(scores: Tensor, mid: Tensor, k: Tensor) -> Tensor:
-    """Retrieved set K(q) as a mask [..., R, L] bool; arguments as in `exhaustive_topk`."""
-    indices, valid = exhaustive_topk(scores, mid, k)
-    mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-    return mask.scatter_(-1, indices, valid)
+def members(mask: Tensor, most: int) -> Selected:
+    """The True columns of a mask [..., L] that has at most `most` of them in a row."""
+    found, indices = mask.to(torch.int8).topk(min(most, mask.shape[-1]), dim=-1)
+    return Selected(indices, found > 0)

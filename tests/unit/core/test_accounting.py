@@ -33,11 +33,19 @@ class Problem:
         self.anchors, self.mid = core.partition(torch.ones(length, dtype=torch.bool), SINK, TAIL)
 
     def retrieved(self, k: int) -> Tensor:
-        return core.retrieved_mask(self.scores, self.mid, torch.full((len(self.q),), k))
+        return self.selected(k).mask(len(self.k))
+
+    def selected(self, k: int) -> core.Selected:
+        return core.exhaustive_topk(self.scores, self.mid, torch.full((len(self.q),), k))
+
+    def one_gather(self, k: int, adds: Tensor, subtracts: Tensor, log_query: Tensor | None = None) -> core.Terms:
+        state, features = self.state()
+        estimate = core.Estimate(state, features, self.log_q if log_query is None else log_query, adds, subtracts)
+        anchors = core.members(self.anchors[None], SINK + TAIL)
+        return core.one_gather_terms(self.scores, self.v, anchors, self.selected(k), estimate)
 
     def gathered(self, features: Tensor, k: int) -> core.Retrieved:
-        indices, valid = core.exhaustive_topk(self.scores, self.mid, torch.full((len(self.q),), k))
-        return core.gather_retrieved(features, self.v, indices, valid)
+        return core.gather_retrieved(features, self.v, self.selected(k))
 
     def state(self) -> tuple[core.SummaryState, Tensor]:
         features, log_shift = core.key_features(self.log_k, self.mid)
@@ -59,9 +67,7 @@ def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool) -
     generated = core.exact_terms(core.attention_scores(p.q, p.new_k, p.scale), p.new_v, torch.ones(2, dtype=torch.bool))
     explicit = core.residual_terms(state, p.log_q, p.gathered(features, k) if subtract else None)
     rows = torch.ones(len(p.q), dtype=torch.bool)
-    gathered = core.one_gather_terms(
-        p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows & subtract
-    )
+    gathered = p.one_gather(k, rows, rows & subtract)
     expected = [
         topk_phi(
             p.q[r].tolist(), p.k.tolist(), p.v.tolist(), p.scale, SINK, TAIL, k,
@@ -79,11 +85,7 @@ def test_one_gather_flags_give_topk_nosub_and_sub_in_one_call() -> None:
     state, features = p.state()
     retrieved = p.retrieved(6)
     adds, subtracts = torch.tensor([False, True, True]), torch.tensor([False, False, True])
-    ours = core.merge(
-        core.one_gather_terms(
-            p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, adds, subtracts
-        )
-    )
+    ours = core.merge(p.one_gather(6, adds, subtracts))
     exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
     nosub = core.merge(exact, core.residual_terms(state, p.log_q))
     sub = core.merge(exact, core.residual_terms(state, p.log_q, p.gathered(features, 6)))
@@ -131,16 +133,10 @@ def test_subset_bias_equation(k: int) -> None:
 def test_phi_with_an_oracle_kernel_recovers_full_attention(k: int) -> None:
     """phi that factorises exp(q.k) on the tokens at hand: one feature per key."""
     p = Problem(seed=17)
-    length, rows = p.k.shape[0], len(p.q)
-    log_k = torch.full((length, length), -torch.inf, dtype=torch.float64).fill_diagonal_(0)  # phi_k(k_i) = e_i
-    features, log_shift = core.key_features(log_k, p.mid)
-    state = core.summarise(features, log_shift, p.v)
-    retrieved = p.retrieved(k)
-    all_rows = torch.ones(rows, dtype=torch.bool)
-    support = p.anchors | retrieved
-    ours = core.merge(
-        core.one_gather_terms(p.scores, p.v, support, retrieved, state, p.scores, features, all_rows, all_rows)
-    )
+    length = len(p.k)
+    p.log_k = torch.full((length, length), -torch.inf, dtype=torch.float64).fill_diagonal_(0)  # phi_k(k_i) = e_i
+    all_rows = torch.ones(len(p.q), dtype=torch.bool)
+    ours = core.merge(p.one_gather(k, all_rows, all_rows, log_query=p.scores))
     full = [attention(q.tolist(), p.k.tolist(), p.v.tolist(), p.scale, range(length)) for q in p.q]
     close(ours, full, 1e-12)
 
@@ -149,12 +145,8 @@ def test_phi_with_an_oracle_kernel_recovers_full_attention(k: int) -> None:
 def test_prefix_no_longer_than_the_anchors_is_full_attention(length: int) -> None:
     p = Problem(seed=length, length=length)
     p.log_q += 200.0  # a residual of nothing must not matter, however large phi is
-    state, features = p.state()
-    retrieved = p.retrieved(2)
     rows = torch.ones(len(p.q), dtype=torch.bool)
-    ours = core.merge(
-        core.one_gather_terms(p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
-    )
+    ours = core.merge(p.one_gather(2, rows, rows))
     full = [attention(q.tolist(), p.k.tolist(), p.v.tolist(), p.scale, range(length)) for q in p.q]
     close(ours, full, 1e-12)
 
@@ -167,9 +159,7 @@ def test_retrieving_the_whole_mid_region_drops_the_residual(dtype: torch.dtype) 
     retrieved = p.retrieved(1000)
     assert bool((retrieved == p.mid).all())
     rows = torch.ones(len(p.q), dtype=torch.bool)
-    gathered = core.one_gather_terms(
-        p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows
-    )
+    gathered = p.one_gather(1000, rows, rows)
     explicit = core.residual_terms(state, p.log_q, p.gathered(features, 1000))
     assert bool((explicit.denominator == 0).all()) and bool((explicit.numerator == 0).all())
     full = core.merge(core.exact_terms(p.scores, p.v, torch.ones_like(p.mid)))
@@ -182,12 +172,9 @@ def test_extreme_logits_stay_finite_and_right(spread: float) -> None:
     p.scores = p.scores * spread
     gauge = torch.tensor([300.0, -250.0, 120.0, 0.0])  # exp of these overflows; phi_q phi_k does not notice
     p.log_q, p.log_k = p.log_q - gauge + p.scores.amax(-1, keepdim=True) - 2, p.log_k + gauge
-    state, features = p.state()
     retrieved = p.retrieved(1)
     rows = torch.ones(len(p.q), dtype=torch.bool)
-    ours = core.merge(
-        core.one_gather_terms(p.scores, p.v, p.anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
-    )
+    ours = core.merge(p.one_gather(1, rows, rows))
     z = p.log_q.double().unsqueeze(1) + p.log_k.double()  # log phi_q phi_k per feature [R, L, M]
     log_weight = torch.where(p.anchors | retrieved, p.scores.double(), torch.where(p.mid, z.logsumexp(-1), -torch.inf))
     expected = log_weight.softmax(-1) @ p.v.double()
@@ -198,42 +185,33 @@ def test_ties_select_k_tokens_of_the_right_scores() -> None:
     scores = torch.zeros(2, 30)
     scores[1, 10:14] = 1.0
     mid = core.partition(torch.ones(30, dtype=torch.bool), SINK, TAIL).mid
-    retrieved = core.retrieved_mask(scores, mid, torch.tensor([6, 6]))
+    retrieved = core.exhaustive_topk(scores, mid, torch.tensor([6, 6])).mask(30)
     assert retrieved.sum(-1).tolist() == [6, 6] and bool(retrieved[1, 10:14].all())
     assert not bool((retrieved & ~mid).any())
 
 
 def test_rows_with_their_own_k_in_one_call() -> None:
     p = Problem(seed=29)
-    together = core.retrieved_mask(p.scores, p.mid, torch.tensor([0, 4, 100]))
+    together = core.exhaustive_topk(p.scores, p.mid, torch.tensor([0, 4, 100])).mask(24)
     assert together.sum(-1).tolist() == [0, 4, int(p.mid.sum())]
-    alone = core.retrieved_mask(p.scores[1:2], p.mid, torch.tensor([4]))
+    alone = core.exhaustive_topk(p.scores[1:2], p.mid, torch.tensor([4])).mask(24)
     assert torch.equal(together[1:2], alone)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side: str) -> None:
     p = Problem(seed=31)
-    poison = torch.full((6, D), 1e3, dtype=torch.float64)
-    order = (lambda real, pad: torch.cat((pad, real))) if side == "left" else (lambda real, pad: torch.cat((real, pad)))
-    keys, values = order(p.k, poison), order(p.v, poison)
-    log_k = order(p.log_k, torch.full((6, M), 300.0, dtype=torch.float64))
-    real = order(torch.ones(24, dtype=torch.bool), torch.zeros(6, dtype=torch.bool))
-    anchors, mid = core.partition(real, SINK, TAIL)
-    scores = core.attention_scores(p.q, keys, p.scale)
-    retrieved = core.retrieved_mask(scores, mid, torch.tensor([4, 4, 4]))
-    features, log_shift = core.key_features(log_k, mid)
-    state = core.summarise(features, log_shift, values)
     rows = torch.ones(3, dtype=torch.bool)
-    ours = core.merge(
-        core.one_gather_terms(scores, values, anchors | retrieved, retrieved, state, p.log_q, features, rows, rows)
-    )
-    plain_state, plain_features = p.state()
-    plain = p.retrieved(4)
-    expected = core.merge(
-        core.one_gather_terms(p.scores, p.v, p.anchors | plain, plain, plain_state, p.log_q, plain_features, rows, rows)
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+    expected = core.merge(p.one_gather(4, rows, rows))
+
+    def pad(real: Tensor, value: float) -> Tensor:
+        poison = torch.full((6, *real.shape[1:]), value, dtype=real.dtype)
+        return torch.cat((poison, real) if side == "left" else (real, poison))
+
+    p.k, p.v, p.log_k = pad(p.k, 1e3), pad(p.v, 1e3), pad(p.log_k, 300.0)
+    p.anchors, p.mid = core.partition(pad(torch.ones(24, dtype=torch.bool), False), SINK, TAIL)
+    p.scores = core.attention_scores(p.q, p.k, p.scale)
+    torch.testing.assert_close(core.merge(p.one_gather(4, rows, rows)), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_merge_ignores_empty_branches_and_any_split_gives_the_same() -> None:
