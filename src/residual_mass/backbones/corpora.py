@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,12 +19,23 @@ SEPARATOR = "\n\n"
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
 
+
+class HubText(NamedTuple):
+    """Where a text corpus lies on the hub."""
+
+    path: str
+    configuration: str | None
+    split: str
+    column: str
+
+
 HUB = {
-    "fineweb": ("HuggingFaceFW/fineweb", None, "text"),
-    "arxiv": ("ccdv/arxiv-summarization", None, "article"),
-    "bigpatent": ("NortheasternUniversity/big_patent", "all", "description"),
+    "fineweb": HubText("HuggingFaceFW/fineweb", None, "train", "text"),
+    "arxiv": HubText("ccdv/arxiv-summarization", None, "train", "article"),
+    "bigpatent": HubText("NortheasternUniversity/big_patent", "all", "train", "description"),
+    "wikitext": HubText("Salesforce/wikitext", "wikitext-103-raw-v1", "test", "text"),
 }
-"""Data set, configuration and text column of the paper's training corpora (their `train` splits)."""
+"""The paper's training corpora (train splits) and its diagnostics text (test split: held out)."""
 
 
 class Corpus(Protocol):
@@ -92,15 +103,14 @@ class HubStream:
     def _texts(self) -> Iterator[str]:
         import datasets
 
-        path, configuration, column = HUB[self.name]
+        source = HUB[self.name]
         try:
-            rows = datasets.load_dataset(path, configuration, split="train", streaming=True)
+            rows = datasets.load_dataset(source.path, source.configuration, split=source.split, streaming=True)
             for row in rows.shuffle(seed=self.seed, buffer_size=self.BUFFER):
-                yield row[column]
-        except (OSError, ConnectionError) as error:
-            raise ValueError(
-                f"corpus {self.name!r}: data set {path} cannot be read ({type(error).__name__}: {error})"
-            ) from None
+                yield row[source.column]
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"corpus {self.name!r}: data set {source.path} cannot be read ({reason})") from None
 
 
 class Cycle:
@@ -125,7 +135,9 @@ def training_corpus(
 
 
 def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path) -> Corpus:
-    """The documents of an asset corpus that training never sees."""
+    """Text that training never sees: an asset corpus's held-out documents, or a hub corpus's test split."""
+    if name in HUB and HUB[name].split != "train":
+        return HubStream(name, tokenizer, length, seed)
     documents = _documents(name, assets)
     held_out = [d for d in documents if is_held_out(d)]
     return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)
@@ -144,6 +156,8 @@ def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path) -> Corpus:
     if name in HUB:
+        if HUB[name].split != "train":
+            raise ValueError(f"corpus {name!r} is held out for diagnostics; training on it would spoil them")
         return HubStream(name, tokenizer, length, seed)
     documents = [d for d in _documents(name, assets) if not is_held_out(d)]
     return PackedDocuments(name, documents, tokenizer, length, seed)

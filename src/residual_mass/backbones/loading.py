@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from residual_mass.assets import model_folder
 from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
 from residual_mass.specs import BackboneSpec
@@ -54,10 +55,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def model_folder(model_id: str, assets: Path) -> Path:
-    return assets / "models" / model_id.rsplit("/", 1)[-1].lower()
-
-
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
     """The backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
@@ -99,7 +96,7 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
     if source == "hub":
         return model_id, {"revision": revision}
-    folder = model_folder(model_id, assets)
+    folder = assets / model_folder(model_id)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: no model here; run `snakemake --cores 1 {assets}/manifest.json` or set the key assets"

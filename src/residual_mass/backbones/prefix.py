@@ -76,7 +76,7 @@ def arm_rows(
     nominal_length: int | None,
     device: torch.device,
 ) -> ArmRows:
-    """Rows of `group` heads per arm; L in K's formula is `nominal_length`, or each prefix's own length if that is None."""
+    """Rows of `group` heads per arm; L in K's formula is `nominal_length`, or each prefix's own length without one."""
     rules = [estimator_named(arm.method) for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:

@@ -64,6 +64,10 @@ def test_bos_leads_where_the_tokenizer_adds_one() -> None:
 def test_bad_corpora_are_named(assets: Path) -> None:
     with pytest.raises(ValueError, match="'poems' is unknown; known are sotu"):
         training_corpus(["poems"], TOKENIZER, 100, 0, assets)
+    with pytest.raises(ValueError, match="'wikitext' is held out"):
+        training_corpus(["wikitext"], TOKENIZER, 100, 0, assets)
+    with pytest.raises(ValueError, match="'fineweb' is unknown; known are sotu"):
+        held_out_corpus("fineweb", TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'text' is empty"):
         PackedDocuments("text", [], TOKENIZER, 100, 0)
     with pytest.raises(ValueError, match="fewer than one sequence"):

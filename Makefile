@@ -1,0 +1,48 @@
+# Everything from a bare machine: python3 (3.11 or newer) and make are assumed, the rest is installed into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+CORES ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+
+# Without an NVIDIA GPU torch comes from its CPU index, which spares gigabytes of CUDA; `TORCH_INDEX=` turns that off.
+ifeq ($(shell command -v nvidia-smi),)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
+
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
+export PATH := $(BIN):$(PATH)
+
+.PHONY: mini test test-all lint gpu-check clean
+
+mini: $(STAMP)
+	snakemake --cores $(CORES) all
+
+test: $(STAMP)
+	pytest -m "not slow and not gpu"
+
+test-all: $(STAMP)
+	pytest -m "not gpu"
+
+lint: $(STAMP)
+	ruff check .
+	ruff format --check .
+	snakefmt --check Snakefile workflow
+	snakemake --lint
+
+gpu-check: $(STAMP)
+	pytest -m gpu
+
+clean:
+	rm -rf results logs .snakemake .pytest_cache .ruff_cache $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
+
+# torch first and alone: when its index cannot be reached, pip says so, and the next line takes torch from wherever pip is configured to look.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is Python {sys.version.split()[0]}; 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),-$(PIP) install --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) --no-deps $(TORCH))
+	$(PIP) install -r requirements.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@

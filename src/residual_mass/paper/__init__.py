@@ -1,0 +1,1 @@
+"""Tables and figures of the paper, from result CSVs and diagnostics; imports no torch."""

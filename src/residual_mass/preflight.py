@@ -1,0 +1,60 @@
+"""What this machine lacks for a backbone, told before hours of jobs start; imports no torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from residual_mass.assets import model_folder
+from residual_mass.specs import BackboneSpec
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def needs_gpu(backbone: BackboneSpec) -> bool:
+    """A bfloat16 backbone is run on a GPU, a float32 one wherever it is."""
+    return backbone.dtype == "bfloat16"
+
+
+def problems(backbones: Sequence[BackboneSpec], assets: Path) -> list[str]:
+    """One line per missing thing, with its remedy; empty when the jobs of these backbones can start here."""
+    found = [problem for backbone in backbones for problem in _access_problems(backbone, assets)]
+    names = ", ".join(backbone.name for backbone in backbones if needs_gpu(backbone))
+    if names and not (has_gpu() or has_slurm()):
+        found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
+    return found
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def has_slurm() -> bool:
+    """A machine that can submit SLURM jobs needs no GPU of its own."""
+    return shutil.which("sbatch") is not None
+
+
+def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
+    if backbone.source == "hub":
+        return [] if _on_hub(backbone) else [_no_access(backbone)]
+    folder = assets / model_folder(backbone.model_id)
+    if (assets / "manifest.json").exists() and not (folder / "config.json").is_file():
+        return [
+            f"backbone {backbone.name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"
+        ]
+    return []
+
+
+def _on_hub(backbone: BackboneSpec) -> bool:
+    from huggingface_hub import get_token, try_to_load_from_cache
+
+    cached = (try_to_load_from_cache(backbone.model_id, name, revision=backbone.revision) for name in WEIGHTS)
+    return get_token() is not None or any(isinstance(path, str) for path in cached)
+
+
+def _no_access(backbone: BackboneSpec) -> str:
+    return (
+        f"backbone {backbone.name}: {backbone.model_id} is not in the Hugging Face cache and there is no token: "
+        "accept the model's licence on its page, then set HF_TOKEN or run `hf auth login`"
+    )

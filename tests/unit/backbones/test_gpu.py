@@ -1,0 +1,37 @@
+"""On a GPU: the same tokens as on the CPU, and bfloat16 that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import TINY
+
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.specs import AnchorSpec, ArmSpec, MapSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ARMS = [ArmSpec("full"), ArmSpec("topk", 20.0), ArmSpec("topk_phi", 20.0), ArmSpec("topk_phi_nosub", 20.0)]
+
+
+def generate(assets: Path, device: str, dtype: str) -> list[list[list[int]]]:
+    spec = dataclasses.replace(TINY, dtype=dtype)
+    backbone = load_backbone(spec, assets, torch.device(device))
+    torch.manual_seed(0)
+    phi = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=8), {"model_id": spec.model_id, "revision": spec.revision})
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (150, 97)]
+    engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi.requires_grad_(False), nominal_length=None)
+    return [[g.tokens for g in row] for row in engine.generate(prompts, 12)]
+
+
+def test_engine_tokens_equal_those_of_the_cpu(tiny_assets: Path) -> None:
+    assert generate(tiny_assets, "cuda", "float32") == generate(tiny_assets, "cpu", "float32")
+
+
+def test_bfloat16_generates(tiny_assets: Path) -> None:
+    assert all(len(tokens) > 0 for row in generate(tiny_assets, "cuda", "bfloat16") for tokens in row)

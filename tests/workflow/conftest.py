@@ -1,0 +1,28 @@
+"""Dry runs that several tests look at, made once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import ROOT, Run, dry_run
+
+
+@pytest.fixture(scope="session")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The dry run of `all` for every study."""
+    names = sorted(path.stem for path in (ROOT / "config" / "studies").glob("*.yaml"))
+    return {name: dry_run(tmp_path_factory.mktemp(name), "all", "--config", f"study={name}") for name in names}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the workflow whose configuration a test may change."""
+    folder = tmp_path / "checkout"
+    for name in ("config", "workflow"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "Snakefile", folder)
+    (folder / "src").symlink_to(ROOT / "src")
+    (folder / "paper_tables").symlink_to(ROOT / "paper_tables")
+    return folder

@@ -1,0 +1,78 @@
+"""Runs of Snakemake on the real Snakefile, in a folder of their own, and what they said."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from snakemake.utils import update_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    code: int
+    output: str
+
+    @property
+    def said(self) -> list[str]:
+        """What remains of a refused run's output besides Snakemake's banner."""
+        banner = (
+            r"Assuming unrestricted|SNAKEMAKE|=+$|  [A-Z][\w ]+(\(s\))?: |Building DAG|Config file .* is extended|$"
+        )
+        return [line for line in self.output.splitlines() if not re.match(banner, line)]
+
+    @property
+    def jobs(self) -> dict[str, int]:
+        """Number of jobs by rule, `all` and `total` included."""
+        table = self.output.partition("Job stats:")[2].partition("\n\n")[0]
+        return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Arguments of every `python -m residual_mass`, in sorted order."""
+        lines = re.findall(r"^Shell command: python -m residual_mass (.*) > \S+ 2>&1$", self.output, re.MULTILINE)
+        return sorted(shlex.split(line.replace('"$(dirname ', "").replace(')"', "")) for line in lines)
+
+
+def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile", **environment: str) -> Run:
+    """Runs Snakemake in `folder`, where importing torch or transformers fails: the workflow itself must do without."""
+    poison = folder / "poison"
+    for name in ("torch", "transformers"):
+        (poison / name).mkdir(parents=True, exist_ok=True)
+        (poison / name / "__init__.py").write_text(f"raise ImportError('the workflow imports {name}')\n")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
+    result = subprocess.run(
+        [*command, *arguments],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(poison), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return Run(result.returncode, result.stdout)
+
+
+def dry_run(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile") -> Run:
+    return snakemake(folder, "--dry-run", "--printshellcmds", *arguments, snakefile=snakefile)
+
+
+def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) -> str:
+    """What reading the configuration of a checkout ends with, without the seconds that Snakemake takes to start."""
+    config = yaml.safe_load((checkout / "config" / "config.yaml").read_text())
+    update_config(config, settings or {})
+    names = {"ROOT": checkout, "Path": Path, "sys": sys, "config": config}
+    try:
+        exec((checkout / "workflow" / "rules" / "common.smk").read_text(), names)
+    except SystemExit as end:
+        return str(end.code)
+    return ""

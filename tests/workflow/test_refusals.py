@@ -1,0 +1,139 @@
+"""What is wrong is told before any job, in one line that names it and what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import ROOT, configuration_error, dry_run, snakemake
+
+from residual_mass import preflight
+
+TARGETS = [
+    ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),
+    ("results/ruler_smol_64k.csv", "length '64k' is not in config/studies/mini.yaml, which has 1k, 2k"),
+    ("results/oracle_1b_4k.csv", "benchmark 'oracle' is not in config/studies/paper.yaml, which has ruler"),
+    ("results/phi/1b_2k.safetensors", "maps '2k' is not in config/studies/paper.yaml, which has 4k, 8k, 16k, 64k"),
+    (
+        "paper_tables/mini/no_such_table.tex",
+        "table 'no_such_table' is not in config/studies/mini.yaml, which has ruler_sweep, stress_1pct",
+    ),
+    ("paper_tables/small/ruler_sweep.tex", "study 'small' is not in config/studies, which has mini, paper"),
+]
+
+
+@pytest.mark.parametrize(("target", "line"), TARGETS)
+def test_an_unknown_target(target: str, line: str, tmp_path: Path) -> None:
+    run = dry_run(tmp_path, target)
+    assert (run.code, run.said) == (1, [line])
+
+
+def test_an_unknown_setting_ends_the_run(tmp_path: Path) -> None:
+    run = dry_run(tmp_path, "all", "--config", "exmples=3")
+    line = "configuration: Additional properties are not allowed ('exmples' was unexpected); "
+    assert (run.code, run.said) == (1, [line + "config/README.md explains the keys"])
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"study": "small"}, "study 'small' is not known; known are mini, paper (config/studies)"),
+    ({"examples": 0}, "configuration: examples: 0 is less than the minimum of 1"),
+    (
+        {"backbones": {"smol": {"contxt": 1}}},
+        "configuration: backbones.smol: Additional properties are not allowed ('contxt' was unexpected)",
+    ),
+    ({"backbones": {"Smol": {}}}, "configuration: backbones: 'Smol' does not match '^[a-z0-9]"),
+    ({"backbones": {"smol": {"study": "small"}}}, "config/config.yaml: backbones.smol.study: 'small' is not a study"),
+    (
+        {"backbones": {"smol": {"context": 1024}}},
+        "config/config.yaml: backbones.smol.context: 1024 tokens, but study mini has the length 2k",
+    ),
+    (
+        {"backbones": {"smol": {"tokenizer": "llama32"}}},
+        "config/config.yaml: backbones.1b.tokenizer: llama32 is of study mini; backbones share one within a study",
+    ),
+    (
+        {"backbones": {"smol": {"study": "paper", "tokenizer": "llama32", "context": 65536}}},
+        "study mini has no backbone;",
+    ),
+]
+
+
+def test_the_configuration_as_it_is() -> None:
+    assert configuration_error(ROOT) == ""
+
+
+@pytest.mark.parametrize(("settings", "line"), SETTINGS)
+def test_a_wrong_setting(settings: dict[str, Any], line: str) -> None:
+    said = configuration_error(ROOT, settings)
+    assert said.startswith(line) and "\n" not in said
+
+
+def add_key(study: dict[str, Any]) -> None:
+    study["phi"]["objective"]["lambda_l"] = 1
+
+
+def drop_key(study: dict[str, Any]) -> None:
+    del study["diagnostics"]["packs"]
+
+
+def forget_quotes(study: dict[str, Any]) -> None:
+    study["lengths"] = [512, "2k"]
+
+
+def evaluate_untrained_maps(study: dict[str, Any]) -> None:
+    study["maps"]["main"] = "1k"
+
+
+def show_uncaptured_text(study: dict[str, Any]) -> None:
+    study["figures"]["entropy_gain"]["corpus"] = "poems"
+
+
+def ask_for_unknown_table(study: dict[str, Any]) -> None:
+    study["tables"].append("table_nine")
+
+
+def go_below_every_task(study: dict[str, Any]) -> None:
+    study["lengths"] = ["512"]
+
+
+STUDY_SLIPS = [
+    (add_key, "phi.objective: Additional properties are not allowed ('lambda_l' was unexpected)"),
+    (drop_key, "diagnostics: 'packs' is a required property"),
+    (forget_quotes, "lengths.0: 512 is not of type 'string'"),
+    (evaluate_untrained_maps, "maps.main: 1k is not among maps.trained"),
+    (show_uncaptured_text, "figures.entropy_gain.corpus: 'poems' is not one of wiki"),
+    (ask_for_unknown_table, "tables: table_nine has no template paper_tables/templates/table_nine.tex.j2"),
+    (go_below_every_task, "benchmarks.ruler: length 512: ruler needs at least 1024 tokens"),
+]
+
+
+@pytest.mark.parametrize(("slip", "line"), STUDY_SLIPS)
+def test_a_wrong_study(slip: Callable[[dict[str, Any]], None], line: str, checkout: Path) -> None:
+    path = checkout / "config" / "studies" / "mini.yaml"
+    study = yaml.safe_load(path.read_text())
+    slip(study)
+    path.write_text(yaml.safe_dump(study))
+    said = configuration_error(checkout)
+    assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
+
+
+def test_a_study_that_is_no_yaml(checkout: Path) -> None:
+    (checkout / "config" / "studies" / "broken.yaml").write_text("lengths: [1k\n")
+    said = configuration_error(checkout)
+    assert said.startswith("config/studies/broken.yaml: not valid YAML: ") and "\n" not in said
+
+
+def test_starting_what_this_machine_cannot_do(tmp_path: Path) -> None:
+    """A real start, which must end before the first job and leave nothing that blocks the next run."""
+    no_access = {"HF_HOME": str(tmp_path / "huggingface"), "HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "none")}
+    run = snakemake(tmp_path, "--cores", "2", "results/ruler_1b_64k.csv", **no_access)
+    assert run.code == 1
+    line = run.output.splitlines()[-1]
+    assert "backbone 1b: meta-llama/Llama-3.2-1B-Instruct is not in the Hugging Face cache" in line
+    assert "HF_TOKEN" in line and "3b" not in line and "Traceback" not in run.output
+    assert ("no NVIDIA GPU" in line) == (not preflight.has_gpu() and not preflight.has_slurm())
+    assert not [path for name in ("results", "logs") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert not list((tmp_path / ".snakemake").glob("locks/*"))

