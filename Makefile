@@ -18,7 +18,7 @@ export PATH := $(BIN):$(PATH)
 .PHONY: mini test test-all lint gpu-check clean
 
 mini: $(STAMP)
-	snakemake --cores $(CORES) all
+	snakemake --cores $(CORES) --rerun-incomplete --show-failed-logs all
 
 test: $(STAMP)
 	pytest -m "not slow and not gpu"

@@ -1,0 +1,172 @@
+"""The whole pipeline, every job a real process, on a random two-layer Llama: study, rerun, killed job, damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import yaml
+
+from residual_mass.assets import read_pins
+from tests.small_assets import MODEL_ID, REVISION, write_assets
+
+ROOT = Path(__file__).parents[2]
+STORE = "results/generations/_store/ruler_tiny_1k_1k/all.jsonl"
+GENERATIONS = "results/generations/ruler_tiny_1k_1k/all.jsonl"
+CSV = "results/ruler_tiny_1k.csv"
+
+
+def command(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "snakemake", "--cores", "2", *arguments],
+        cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def snakemake(checkout: Path, *arguments: str) -> tuple[int, str]:
+    process = command(checkout, *arguments)
+    output, _ = process.communicate(timeout=600)
+    return process.returncode, output
+
+
+def edited(path: Path, **changes: Any) -> None:
+    content = yaml.safe_load(path.read_text())
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(content.get(key), dict):
+            content[key] |= value
+        else:
+            content[key] = value
+    path.write_text(yaml.safe_dump(content))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository whose mini study is small and runs on the tiny backbone."""
+    folder = tmp_path_factory.mktemp("study") / "check out"  # a blank in the path must not matter
+    junk = shutil.ignore_patterns(".git", ".venv", "results", "logs", ".snakemake", ".pytest_cache", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=junk)
+    write_assets(folder / "results" / "assets")
+    enough_paragraphs(folder / "results" / "assets" / "qa" / "hotpotqa.json")
+    pins = read_pins(folder / "config" / "assets.txt")
+    (folder / "results" / "assets" / "manifest.json").write_text(json.dumps({"pins": pins, "files": []}))
+    tiny = {
+        "title": "Tiny & random_Llama", "study": "mini", "model_id": MODEL_ID, "revision": REVISION, "source": "assets",
+        "dtype": "float32", "tokenizer": "tiny", "context": 4096,
+    }  # fmt: skip
+    config = yaml.safe_load((folder / "config" / "config.yaml").read_text())
+    config["backbones"] = {"tiny": tiny}
+    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
+    study = folder / "config" / "studies" / "mini.yaml"
+    benchmark = {"examples": 2, "max_generation_tokens": 6, "batch_examples": 1}
+    ruler = yaml.safe_load(study.read_text())["benchmarks"]["ruler"] | benchmark
+    phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
+    phi |= {"corpora": ["wiki", "pydoc"], "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"}}
+    edited(
+        study, lengths=["1k"], maps={"main": "1k", "trained": ["1k"]}, benchmarks={"ruler": ruler}, phi=phi,
+        diagnostics={"packs": 1, "queries": 2, "lengths": ["1k"]},
+        figures={"entropy_gain": {"backbone": "tiny", "corpus": "wiki", "length": "1k"}},
+    )  # fmt: skip
+    return folder
+
+
+def enough_paragraphs(hotpotqa: Path) -> None:
+    """Adds paragraphs until some of them are held out of training."""
+    items = json.loads(hotpotqa.read_text())
+    for i in range(2000):
+        context = [[f"Station {i}", [f"Station {i} lies {i * 37 % 91} leagues from the coast. ", "Few trains stop."]]]
+        items.append({"question": f"How far is station {i}?", "answer": str(i * 37 % 91), "context": context})
+    hotpotqa.write_text(json.dumps(items))
+
+
+@pytest.fixture(scope="module")
+def study(checkout: Path) -> Path:
+    """The checkout after `snakemake all`."""
+    code, output = snakemake(checkout, "all")
+    assert code == 0, output + "".join(log.read_text() for log in checkout.glob("logs/**/*.log"))[-4000:]
+    return checkout
+
+
+def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
+    table = pd.read_csv(study / CSV)
+    tasks = sorted(set(table.task) - {"all"})
+    assert len(tasks) >= 10 and "ruler_qa_hotpot" not in tasks
+    assert len(table) == (len(tasks) + 1) * 10
+    assert set(table.n[table.task != "all"]) == {2} and set(table.study) == {"mini"}
+    assert table.phi_sha.isna().sum() == (len(tasks) + 1) * 4  # full, topk x 3
+    rendered = (study / "paper_tables" / "mini" / "ruler_sweep.tex").read_text()
+    assert r"Tiny \& random\_Llama" in rendered
+    for kind in ("pdf", "png"):
+        assert (study / "paper_tables" / "mini" / "figures" / f"entropy_gain.{kind}").stat().st_size > 1000
+    code, output = snakemake(study, "all")
+    assert code == 0 and "Nothing to be done" in output
+
+
+def test_a_killed_generate_job_continues_where_it_was(study: Path) -> None:
+    undisturbed = (study / CSV).read_bytes()
+    generations = (study / GENERATIONS).read_bytes()
+    for path in (STORE, GENERATIONS, CSV):
+        (study / path).unlink()
+
+    process = command(study, CSV)
+    while not ((study / STORE).exists() and (study / STORE).read_bytes().count(b"\n") >= 30):
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        time.sleep(0.02)
+    (job,) = [
+        child for child in psutil.Process(process.pid).children(recursive=True) if "generate" in child.cmdline()[3:4]
+    ]
+    job.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "generate" in output
+    kept = (study / STORE).read_bytes()
+    assert 0 < len(kept) < len(generations) and not (study / CSV).exists()
+
+    code, output = snakemake(study, CSV)
+    assert code == 0, output
+    assert (study / STORE).read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert (study / STORE).read_bytes().count(b"\n") == generations.count(b"\n")
+    assert (study / GENERATIONS).read_bytes() == generations
+    assert (study / CSV).read_bytes() == undisturbed
+
+
+def test_more_examples_keep_what_is_there(study: Path) -> None:
+    before = (study / STORE).read_bytes()
+    code, output = snakemake(study, CSV, "--config", "examples=3")
+    assert code == 0, output
+    after = (study / STORE).read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == before.count(b"\n") * 3 // 2
+    assert set(pd.read_csv(study / CSV).query("task != 'all'").n) == {3}
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("results/phi/tiny_1k.safetensors", "damaged safetensors file"),
+        ("results/assets/models/tiny-llama/model.safetensors", "damaged safetensors file"),
+        ("results/prompts/ruler_tiny_1k/niah_single_1.jsonl", "niah_single_1.jsonl"),
+        (STORE, "all.jsonl:1: not a generation row"),
+    ],
+)
+def test_a_damaged_input_is_named_in_one_line(study: Path, path: str, says: str) -> None:
+    whole = (study / path).read_bytes()
+    times = (study / path).stat()
+    (study / path).write_bytes(b"{" + whole[: len(whole) // 2] + b"\n")
+    try:
+        code, output = snakemake(study, GENERATIONS, "--force", "--rerun-triggers", "mtime", "--config", "examples=3")
+        log = (study / "logs" / "generate" / "ruler_tiny_1k_1k" / "all.log").read_text()
+    finally:
+        (study / path).write_bytes(whole)
+        os.utime(study / path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    errors = [line for line in log.splitlines() if "error:" in line]
+    assert code != 0 and len(errors) == 1 and says in errors[0], output + log
+    assert "Traceback" not in log
