@@ -232,9 +232,6 @@ def held_out_errors(
 
 def _held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[list[LayerTrace]]:
     """Traces of held-out text: `length` keys, and the queries of the tokens right after them."""
-    if not (assets / "qa" / "hotpotqa.json").is_file():
-        log.info("no held-out text in %s: the training log stays empty", assets)
-        return []
     length = tokens_of(spec.length)
     corpus = held_out_corpus(HELD_OUT, backbone.tokenizer, length + HELD_OUT_QUERIES, spec.seed, assets)
     positions = torch.arange(length, length + HELD_OUT_QUERIES, device=backbone.device)
