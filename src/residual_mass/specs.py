@@ -107,8 +107,8 @@ class GenerateSpec:
     budget_length: Literal["nominal", "real"]
     """Whether L in K = max(0, ceil(rL) - |A|) is the nominal length or the prompt's own."""
     maps: MapsSpec
-    max_generation_tokens: int | None
-    """Cap on every task's own limit; null keeps the harness's."""
+    answer_margin: int | None
+    """Stop an example this many tokens past the length of its reference answers; null keeps the harness's limit alone."""
     batch_examples: int
     allow_extrapolation: bool
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""

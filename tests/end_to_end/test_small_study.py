@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,9 @@ import pandas as pd
 import psutil
 import pytest
 import yaml
+from tests.small_assets import MODEL_ID, REVISION, write_assets
 
 from residual_mass.assets import read_pins
-from tests.small_assets import MODEL_ID, REVISION, write_assets
 
 ROOT = Path(__file__).parents[2]
 STORE = "results/generations/_store/ruler_tiny_1k_1k/all.jsonl"
@@ -57,6 +58,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, folder, ignore=junk)
     write_assets(folder / "results" / "assets")
     enough_paragraphs(folder / "results" / "assets" / "qa" / "hotpotqa.json")
+    speech = folder / "results" / "assets" / "corpora" / "sotu" / "1790-Washington-1.txt"
+    speech.parent.mkdir(parents=True)
+    speech.write_text("Fellow citizens of the Senate and House of Representatives. " * 70)
     pins = read_pins(folder / "config" / "assets.txt")
     (folder / "results" / "assets" / "manifest.json").write_text(json.dumps({"pins": pins, "files": []}))
     tiny = {
@@ -68,10 +72,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
     study = folder / "config" / "studies" / "mini.yaml"
-    benchmark = {"examples": 2, "max_generation_tokens": 6, "batch_examples": 1}
+    benchmark = {"examples": 2, "answer_margin": 0, "batch_examples": 1}
     ruler = yaml.safe_load(study.read_text())["benchmarks"]["ruler"] | benchmark
     phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
-    phi |= {"corpora": ["wiki", "pydoc"], "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"}}
+    phi |= {
+        "corpora": ["wiki", "pydoc"],
+        "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
+    }
     edited(
         study, lengths=["1k"], maps={"main": "1k", "trained": ["1k"]}, benchmarks={"ruler": ruler}, phi=phi,
         diagnostics={"packs": 1, "queries": 2, "lengths": ["1k"]},
@@ -146,6 +153,13 @@ def test_more_examples_keep_what_is_there(study: Path) -> None:
     after = (study / STORE).read_bytes()
     assert after.startswith(before) and after.count(b"\n") == before.count(b"\n") * 3 // 2
     assert set(pd.read_csv(study / CSV).query("task != 'all'").n) == {3}
+
+
+def test_the_readme_script_runs(study: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (study / "README.md").read_text(), re.DOTALL)
+    script = script.replace("smollm2-135m-instruct", "tiny-llama").replace("smol_2k", "tiny_1k")
+    run = subprocess.run([sys.executable, "-c", script], cwd=study, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and run.stdout.strip(), run.stderr
 
 
 @pytest.mark.parametrize(

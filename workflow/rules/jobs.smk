@@ -80,7 +80,7 @@ def generate_spec(wildcards: Any) -> str:
         maps=maps_of(wildcards.maps),
         allow_extrapolation=False,
         recipe=RECIPES["generate"],
-        **{key: settings[key] for key in ("budget_length", "max_generation_tokens", "batch_examples")},
+        **{key: settings[key] for key in ("budget_length", "answer_margin", "batch_examples")},
     )
 
 

@@ -45,6 +45,12 @@ class Generation:
     """Mid-region tokens retrieved per query head and step (all of them for `full`)."""
     finish: Literal["length", "eos"]
 
+    def cut(self, limit: int) -> Generation:
+        """What would have been generated with a lower limit."""
+        if len(self.tokens) <= limit:
+            return self
+        return Generation(self.tokens[:limit], self.k, "length")
+
 
 class SharedPrefillEngine:
     """Decodes prompts under several arms at once.

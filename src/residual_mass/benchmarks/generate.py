@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residual_mass.backbones.loading import backbone_identity, load_backbone
+from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
 from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
 from residual_mass.files import jsonl, sha256_of, write_meta, write_text
@@ -31,7 +31,8 @@ class Batch:
     prompts: list[Prompt]
     keys: list[list[str]]
     """Row keys by [example][arm]."""
-    max_new_tokens: int
+    limits: list[int]
+    """Generated tokens at most, per example."""
 
     def missing_from(self, store: GenerationStore) -> bool:
         return any(key not in store.rows for example in self.keys for key in example)
@@ -45,7 +46,9 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Path, store: Path,
     examples = {task: load_prompts(prompts, task, spec.examples) for task in spec.tasks}
     phi_sha = _sha256_of(phi, "train the phi maps first") if any(arm.uses_phi for arm in spec.arms) else None
     identity = backbone_identity(spec.backbone, assets)
-    batches = [batch for task in spec.tasks for batch in _batches(spec, examples[task], identity, phi_sha)]
+    source = spec.backbone
+    tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
+    batches = [batch for task in spec.tasks for batch in _batches(spec, examples[task], tokenizer, identity, phi_sha)]
     with GenerationStore(store) as rows:
         todo = [batch for batch in batches if batch.missing_from(rows)]
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
@@ -80,12 +83,25 @@ def _sha256_of(path: Path, remedy: str) -> str:
     return sha256_of(path)
 
 
-def _batches(spec: GenerateSpec, prompts: Sequence[Prompt], identity: str, phi_sha: str | None) -> Iterator[Batch]:
+def _batches(
+    spec: GenerateSpec, prompts: Sequence[Prompt], tokenizer: Any, identity: str, phi_sha: str | None
+) -> Iterator[Batch]:
     for start in range(0, len(prompts), spec.batch_examples):
         batch = list(prompts[start : start + spec.batch_examples])
-        limit = min(filter(None, (batch[0].max_generation_tokens, spec.max_generation_tokens)))
-        keys = [[_key(spec, prompt, arm, limit, identity, phi_sha) for arm in spec.arms] for prompt in batch]
-        yield Batch(batch, keys, limit)
+        limits = [_limit(prompt, tokenizer, spec.answer_margin) for prompt in batch]
+        keys = [
+            [_key(spec, prompt, arm, limit, identity, phi_sha) for arm in spec.arms]
+            for prompt, limit in zip(batch, limits, strict=True)
+        ]
+        yield Batch(batch, keys, limits)
+
+
+def _limit(prompt: Prompt, tokenizer: Any, answer_margin: int | None) -> int:
+    """Generated tokens at most: the harness's limit, or less where the references tell how long an answer can be."""
+    if answer_margin is None:
+        return prompt.max_generation_tokens
+    references = tokenizer(" ".join(prompt.doc["outputs"]), add_special_tokens=False).input_ids
+    return min(prompt.max_generation_tokens, len(references) + answer_margin)
 
 
 def _key(spec: GenerateSpec, prompt: Prompt, arm: ArmSpec, limit: int, identity: str, phi_sha: str | None) -> str:
@@ -131,7 +147,7 @@ def _compute(
     with tqdm(total=sum(len(batch.prompts) for batch in batches), unit="example") as bar:
         for batch in batches:
             ids = [backbone.encode(prompt.prompt) for prompt in batch.prompts]
-            generations = engine.generate(ids, batch.max_new_tokens)
+            generations = engine.generate(ids, max(batch.limits))
             rows = list(_rows(spec.arms, batch, [len(i) for i in ids], generations, backbone, phi_sha))
             store.append(row for row in rows if row["key"] not in store.rows)
             decoded += sum(len(row["tokens"]) for row in rows)
@@ -149,7 +165,7 @@ def _rows(
     phi_sha: str | None,
 ) -> Iterator[Row]:
     for (e, prompt), (a, arm) in product(enumerate(batch.prompts), enumerate(arms)):
-        generation = generations[e][a]
+        generation = generations[e][a].cut(batch.limits[e])
         text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
         yield {
             "key": batch.keys[e][a],

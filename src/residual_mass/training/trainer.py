@@ -176,7 +176,10 @@ class Trainer:
         for name, parameter in self.maps.named_parameters():
             parameter.data.copy_(tensors[f"parameter.{name}"])
             moments = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
-            self.optimiser.state[parameter] = {"step": torch.tensor(float(self.step)), **moments}
+            self.optimiser.state[parameter] = {
+                "step": torch.tensor(float(self.step), device=parameter.device),
+                **moments,
+            }
         log.info("resumed from %s at step %d", path, self.step)
 
     def _spec_hash(self) -> str:

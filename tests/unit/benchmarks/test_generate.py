@@ -38,7 +38,7 @@ def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
         anchors=AnchorSpec(),
         budget_length="nominal",
         maps=MapsSpec("1k", 1024),
-        max_generation_tokens=5,
+        answer_margin=0,
         batch_examples=1,
         allow_extrapolation=False,
         recipe=1,
@@ -83,7 +83,9 @@ def stage(benchmark_assets: Path, manifest: Path, phi: Path, tmp_path: Path, mon
     return Stage(benchmark_assets, manifest, phi, tmp_path, monkeypatch)
 
 
-def test_rows_are_complete_and_in_canonical_order(spec: GenerateSpec, stage: Stage, manifest: Path, phi: Path) -> None:
+def test_rows_are_complete_and_in_canonical_order(
+    spec: GenerateSpec, stage: Stage, manifest: Path, phi: Path, tokenizer: Any
+) -> None:
     rows = stage(spec)
     assert [(r["task"], r["index"], r["method"]) for r in rows] == [
         (task, index, arm.method) for task in TASKS for index in range(2) for arm in spec.arms
@@ -94,7 +96,8 @@ def test_rows_are_complete_and_in_canonical_order(spec: GenerateSpec, stage: Sta
         assert row["phi_sha"] == (sha256_of(phi) if row["method"] == "topk_phi" else None)
         assert row["budget_percent"] == (None if row["method"] == "full" else 3.0)
         assert row["method"] == "full" or row["k"] == 11  # ceil(3 % of 1024) - 20
-        assert 1 <= len(row["tokens"]) <= 5 and row["finish"] in ("eos", "length")
+        limit = len(tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
+        assert len(row["tokens"]) == limit if row["finish"] == "length" else len(row["tokens"]) <= limit
     meta = json.loads((stage.out.parent / "all.jsonl.meta.json").read_text())
     assert meta["device"] and meta["spec"]["tasks"] == list(TASKS)
 
@@ -109,7 +112,8 @@ def test_full_arm_is_greedy_decoding_of_the_prompt(
         if row["method"] == "full":
             prompt = load_prompts(manifest, row["task"], 2)[row["index"]]
             ids = backbone.tokenizer(prompt.prompt, return_tensors="pt").input_ids
-            expected = backbone.model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
+            limit = len(backbone.tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
+            expected = backbone.model.generate(ids, max_new_tokens=limit, do_sample=False)[0, ids.shape[1] :].tolist()
             assert row["tokens"] == expected
             assert row["text"] == backbone.tokenizer.decode(expected, skip_special_tokens=True)
             assert row["prompt_tokens"] == ids.shape[1]
@@ -127,6 +131,22 @@ def test_resumed_run_computes_only_missing_rows_and_gives_the_same_bytes(spec: G
     stage(spec)
     assert stage.decoded == [2] and stage.out.read_bytes() == fresh
     assert stage.store.read_text() == jsonl(kept) + jsonl(row for row in rows if row not in kept)
+
+
+def test_batch_size_and_longer_neighbours_change_no_row(spec: GenerateSpec, stage: Stage) -> None:
+    alone = stage(spec)
+    stage.store.unlink()
+    assert stage(replace(spec, batch_examples=2)) == alone
+
+
+def test_without_a_margin_the_harness_limit_holds(
+    spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any
+) -> None:
+    prompt = load_prompts(manifest, "ruler_vt", 1)[0]
+    assert generate._limit(prompt, tokenizer, None) == prompt.max_generation_tokens == 30
+    assert generate._limit(prompt, tokenizer, 10_000) == 30
+    references = len(tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
+    assert references < 30 and generate._limit(prompt, tokenizer, 1) == references + 1
 
 
 def test_no_model_is_loaded_when_nothing_is_missing(
@@ -151,7 +171,7 @@ def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, sta
 @pytest.mark.parametrize(
     "change",
     [
-        {"max_generation_tokens": 4},
+        {"answer_margin": 1},
         {"anchors": AnchorSpec(sink=5)},
         {"budget_length": "real"},
         {"recipe": 2},

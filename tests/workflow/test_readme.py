@@ -1,0 +1,38 @@
+"""Every command that the README shows plans, and its example of a new backbone works as it stands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import ROOT, dry_run
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = sorted(set(re.findall(r"^snakemake .*?(?=\s+#|$)", README, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_plans(command: str, tmp_path: Path) -> None:
+    words = [str(ROOT / word) if word.startswith("workflow/") else word for word in shlex.split(command)[1:]]
+    run = dry_run(tmp_path, *words)
+    assert run.code == 0 and run.jobs["total"] > 5, run.output
+
+
+def test_the_readme_shows_commands() -> None:
+    assert len(COMMANDS) >= 3
+
+
+def test_the_example_backbone_plans(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "more.yaml").write_text(yaml.safe_dump({"backbones": yaml.safe_load(block)}))
+    (target,) = re.findall(r"`snakemake --cores 8 (results/ruler_smol360m_\S+)`", README)
+    run = dry_run(tmp_path, target, "--configfile", str(tmp_path / "more.yaml"))
+    assert run.code == 0 and run.jobs["generate"] == 1, run.output
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
