@@ -108,7 +108,7 @@ class GenerateSpec:
     """Whether L in K = max(0, ceil(rL) - |A|) is the nominal length or the prompt's own."""
     maps: MapsSpec
     answer_margin: int | None
-    """Stop an example this many tokens past the length of its reference answers; null keeps the harness's limit alone."""
+    """An example stops this many tokens past its references' length; null keeps the harness's limit alone."""
     batch_examples: int
     allow_extrapolation: bool
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""

@@ -1,4 +1,4 @@
-"""The whole pipeline, every job a real process, on a random two-layer Llama: study, rerun, killed job, damaged files."""
+"""The whole pipeline on a random two-layer Llama, every job a real process: rerun, killed job, damaged files."""
 
 from __future__ import annotations
 
