@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from residual_mass.specs import (
     BackboneSpec,
@@ -37,9 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.stage(options)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split())
-        print(f"residual_mass {options.name}: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(options.name, str(error))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        _refuse(options.name, f"{error}; lower batch_examples (generate) or phi.queries_per_step (train)")
+
+
+def _refuse(stage: str, message: str) -> NoReturn:
+    print(f"residual_mass {stage}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ def has_slurm() -> bool:
 
 def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
     if backbone.source == "hub":
-        return [] if _on_hub(backbone) else [_no_access(backbone)]
+        return [] if _on_hub(backbone) or _is_public(backbone) else [_no_access(backbone)]
     folder = assets / model_folder(backbone.model_id)
     if (assets / "manifest.json").exists() and not (folder / "config.json").is_file():
         return [
@@ -53,8 +53,19 @@ def _on_hub(backbone: BackboneSpec) -> bool:
     return get_token() is not None or any(isinstance(path, str) for path in cached)
 
 
+def _is_public(backbone: BackboneSpec) -> bool:
+    """Whether the hub hands the model to anyone; False, too, where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        return not HfApi().model_info(backbone.model_id, revision=backbone.revision, timeout=10, token=False).gated
+    except Exception:  # whatever is wrong with network or repository, the jobs could not fetch it either
+        return False
+
+
 def _no_access(backbone: BackboneSpec) -> str:
     return (
-        f"backbone {backbone.name}: {backbone.model_id} is not in the Hugging Face cache and there is no token: "
+        f"backbone {backbone.name}: {backbone.model_id} is neither public nor in the Hugging Face cache, "
+        "and there is no token (or no network): "
         "accept the model's licence on its page, then set HF_TOKEN or run `hf auth login`"
     )

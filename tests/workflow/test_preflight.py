@@ -38,7 +38,10 @@ def cache_file(home: Path, name: str) -> None:
 
 def test_a_hub_model_needs_a_token_or_its_cached_weights(tmp_path: Path) -> None:
     line = said_about_hub(tmp_path / "empty")
-    assert line.startswith("backbone big: org/Big-LM is not in the Hugging Face cache") and line.count("\n") == 1
+    assert (
+        line.startswith("backbone big: org/Big-LM is neither public nor in the Hugging Face cache")
+        and line.count("\n") == 1
+    )
     assert said_about_hub(tmp_path / "empty", HF_TOKEN="hf_something").strip() == ""
     cache_file(tmp_path / "config_only", "config.json")
     assert said_about_hub(tmp_path / "config_only") == line

@@ -132,7 +132,7 @@ def test_starting_what_this_machine_cannot_do(tmp_path: Path) -> None:
     run = snakemake(tmp_path, "--cores", "2", "results/ruler_1b_64k.csv", **no_access)
     assert run.code == 1
     line = run.output.splitlines()[-1]
-    assert "backbone 1b: meta-llama/Llama-3.2-1B-Instruct is not in the Hugging Face cache" in line
+    assert "backbone 1b: meta-llama/Llama-3.2-1B-Instruct is neither public nor in the Hugging Face cache" in line
     assert "HF_TOKEN" in line and "3b" not in line and "Traceback" not in run.output
     assert ("no NVIDIA GPU" in line) == (not preflight.has_gpu() and not preflight.has_slurm())
     assert not [path for name in ("results", "logs") for path in (tmp_path / name).rglob("*") if path.is_file()]

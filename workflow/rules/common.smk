@@ -15,6 +15,7 @@ from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.recipes import RECIPES
 from residual_mass.specs import (
+    METHODS,
     BackboneSpec,
     CaptureSpec,
     GenerateSpec,
@@ -81,6 +82,12 @@ def study_contradictions(name: str) -> Iterator[str]:
             tasks_of(benchmark, tokens_of(length))
         except ValueError as error:
             yield f"{where}: benchmarks.{benchmark}: {error}"
+    longest = tokens_of(study["maps"]["main"])
+    for length in (*study["lengths"], *captured["lengths"]):
+        if tokens_of(length) > longest:
+            yield f"{where}: length {length} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
+    if study["tables"] and set(study["methods"]) != set(METHODS):
+        yield f"{where}: tables show every method; methods must be {', '.join(METHODS)}, or tables empty"
     for label in study["tables"]:
         if not (ROOT / f"paper_tables/templates/{label}.tex.j2").is_file():
             yield f"{where}: tables: {label} has no template paper_tables/templates/{label}.tex.j2"

@@ -7,6 +7,7 @@ reached.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,7 @@ class PackedDocuments:
 
 
 class HubStream:
-    """Sequences packed from a streamed data set, in its shuffled order; earlier indices restart the stream."""
+    """Sequences packed from a streamed data set, shuffled anew each epoch; an earlier index restarts the stream."""
 
     BUFFER = 10_000
 
@@ -93,21 +94,26 @@ class HubStream:
         front = special_prefix(self.tokenizer)
         wanted = self.length - len(front)
         ids: list[int] = []
-        for text in self._texts():
-            ids += self.tokenizer(text + SEPARATOR, add_special_tokens=False).input_ids
-            while len(ids) >= wanted:
-                yield front + ids[:wanted]
-                ids = ids[wanted:]
-        raise ValueError(f"corpus {self.name!r} ended after {self.next_index} sequences of {self.length} tokens")
+        for epoch in itertools.count():
+            found = 0
+            for text in self._texts(epoch):
+                ids += self.tokenizer(text + SEPARATOR, add_special_tokens=False).input_ids
+                while len(ids) >= wanted:
+                    found += 1
+                    yield front + ids[:wanted]
+                    ids = ids[wanted:]
+            if not found:
+                raise ValueError(f"corpus {self.name!r} holds fewer than one sequence of {self.length} tokens")
 
-    def _texts(self) -> Iterator[str]:
+    def _texts(self, epoch: int) -> Iterator[str]:
         import datasets
 
         source = HUB[self.name]
         try:
             rows = datasets.load_dataset(source.path, source.configuration, split=source.split, streaming=True)
-            for row in rows.shuffle(seed=self.seed, buffer_size=self.BUFFER):
-                yield row[source.column]
+            if source.split == "train":  # a test split's rows may be the lines of a running text
+                rows = rows.shuffle(seed=self.seed + epoch, buffer_size=self.BUFFER)
+            yield from (row[source.column] for row in rows if row[source.column].strip())
         except OSError as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"corpus {self.name!r}: data set {source.path} cannot be read ({reason})") from None

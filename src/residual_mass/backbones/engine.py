@@ -79,7 +79,7 @@ class SharedPrefillEngine:
             raise ValueError(f"method {needs_phi[0]} needs phi maps")
         if needs_phi and phi is not None:
             phi.require(backbone.shape, backbone.spec.model_id, backbone.spec.revision)
-            phi = phi.to(backbone.device)
+            phi = phi.on(backbone.device)
         self.backbone, self.arms, self.anchors, self.nominal_length = backbone, list(arms), anchors, nominal_length
         self.maps = phi.folded() if phi is not None and needs_phi else [(None, None)] * backbone.shape.layers
 

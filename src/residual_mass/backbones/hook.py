@@ -58,7 +58,7 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """
     layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention layers with grouped heads; see the README's list")
+        raise ValueError(f"{type(model).__name__} has no attention layers of the kind that Llama, Qwen or Mistral have")
     if any(getattr(layer, "sliding_window", None) for layer in layers):
         raise ValueError(f"{type(model).__name__} has sliding-window attention layers, which are not supported")
     return sorted(layers, key=lambda layer: layer.layer_idx)
@@ -83,7 +83,10 @@ def _dispatch(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
+    for option in ("sliding_window", "softcap", "s_aux"):
+        if options.get(option) is not None:
+            raise ValueError(f"{type(module).__name__} uses {option}, which changes attention and is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return module.residual_mass_handler(module, query, key, value, attention_mask, scale), None

@@ -67,7 +67,10 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     Raises:
         ValueError: the files are missing or damaged, in one line.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        if spec.dtype == "bfloat16" and not torch.cuda.is_available():
+            raise ValueError(f"backbone {spec.name} (bfloat16) needs a GPU that torch can use, and there is none here")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where, options = _location(spec.model_id, spec.revision, spec.source, assets)
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
     identity = backbone_identity(spec, assets)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
+from residual_mass.backbones.hook import attention_hook, attention_layers, device_of, exact_attention
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefix import (
     ArmRows,
@@ -55,13 +56,16 @@ def partial_kv(
         hooked.
     """
     estimator_named(method)
-    arm = ArmSpec(method, None if method == "full" or budget is None else 100 * budget)
+    # In exact arithmetic: 100 * 0.07 is a little above 7, and the ceiling of the budget formula would take it for 8.
+    percent = None if method == "full" or budget is None else float(Fraction(str(budget)) * 100)
+    arm = ArmSpec(method, percent)
+    attention_layers(model)
     session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config))
     if arm.uses_phi:
         if phi is None:
             raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
         phi.require(session.shape)
-        session.maps = phi.to(device_of(model)).folded()
+        session.maps = phi.on(device_of(model)).folded()
     with attention_hook(model, session):
         yield session
 

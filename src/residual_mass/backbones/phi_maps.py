@@ -6,6 +6,7 @@ JSON of what they are and how they were trained.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ class HeadShape:
         """Read from a transformers model configuration."""
         query_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-        return cls(config.num_hidden_layers, query_heads, config.num_key_value_heads, head_dim)
+        kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+        return cls(config.num_hidden_layers, query_heads, kv_heads, head_dim)
 
 
 class PhiMaps(nn.Module):
@@ -59,6 +61,10 @@ class PhiMaps(nn.Module):
         self.sha256: str | None = None
         self.query = nn.ModuleList(_make(map_spec, shape.query_heads, shape.head_dim) for _ in range(shape.layers))
         self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
+
+    def on(self, device: torch.device) -> PhiMaps:
+        """These maps on `device`: themselves if they are there, else a copy (`to` would move the caller's)."""
+        return self if next(self.parameters()).device == device else copy.deepcopy(self).to(device)
 
     @torch.no_grad()
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:

@@ -66,6 +66,7 @@ class ArmRows:
     """[P] bool."""
     k: Tensor
     """[E, 1, P] int64, tokens to retrieve."""
+    any_residual: bool
 
 
 def arm_rows(
@@ -92,6 +93,7 @@ def arm_rows(
         rows([r.adds_residual for r in rules])[partial],
         rows([r.subtracts for r in rules])[partial],
         torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None, partial],
+        any(r.adds_residual for r in rules),
     )
 
 
@@ -138,6 +140,7 @@ def prefix_terms(queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, 
         partial_scores = scores[:, :, arms.partial]
         retrieved = exhaustive_topk(partial_scores, layer.partition.mid, arms.k)
         estimate = None
+        assert log_query is not None or not arms.any_residual, "an arm adds a residual, but there are no maps"
         if log_query is not None and layer.state is not None and layer.features is not None:
             partial_query = log_query[:, :, arms.partial]
             estimate = Estimate(layer.state, layer.features, partial_query, arms.adds_residual, arms.subtracts)

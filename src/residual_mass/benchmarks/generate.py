@@ -1,4 +1,8 @@
-"""Generations of every arm for every frozen prompt; only rows that the store lacks are computed."""
+"""Generations of every arm for every frozen prompt; what the store holds is not decoded again.
+
+The unit is a batch: its composition never depends on the store, so that an interrupted run ends with the bytes of an
+undisturbed one. A batch that lacks a row is decoded whole, and the rows it lacked are added.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,13 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Path, store: Path,
     """Computes the missing rows into `store`, then writes all rows of `spec` to `out`: by task, example, arm."""
     started = time.monotonic()
     _check_lengths(spec)
-    _check_manifest(spec, prompts)
-    examples = {task: load_prompts(prompts, task, spec.examples) for task in spec.tasks}
+    tasks = _tasks_there(spec, prompts)
+    examples = {task: load_prompts(prompts, task, spec.examples) for task in tasks}
     phi_sha = _sha256_of(phi, "train the phi maps first") if any(arm.uses_phi for arm in spec.arms) else None
     identity = backbone_identity(spec.backbone, assets)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    batches = [batch for task in spec.tasks for batch in _batches(spec, examples[task], tokenizer, identity, phi_sha)]
+    batches = [batch for task in tasks for batch in _batches(spec, examples[task], tokenizer, identity, phi_sha)]
     with GenerationStore(store) as rows:
         todo = [batch for batch in batches if batch.missing_from(rows)]
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
@@ -70,11 +74,16 @@ def _check_lengths(spec: GenerateSpec) -> None:
         )
 
 
-def _check_manifest(spec: GenerateSpec, prompts: Path) -> None:
+def _tasks_there(spec: GenerateSpec, prompts: Path) -> list[str]:
+    """The spec's tasks without those that the prompts leave out; raises ValueError for prompts of something else."""
     manifest = load_manifest(prompts)
     for key, wanted in (("benchmark", spec.benchmark), ("length", spec.length), ("tokenizer", spec.backbone.tokenizer)):
         if manifest[key] != wanted:
             raise ValueError(f"{prompts}: {key} is {manifest[key]}, not {wanted}; give --prompts those of {wanted}")
+    for task in spec.tasks:
+        if task in manifest["left_out"]:
+            logger.info("%s is left out: %s", task, manifest["left_out"][task])
+    return [task for task in spec.tasks if task not in manifest["left_out"]]
 
 
 def _sha256_of(path: Path, remedy: str) -> str:

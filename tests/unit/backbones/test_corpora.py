@@ -76,13 +76,17 @@ def test_bad_corpora_are_named(assets: Path) -> None:
 
 def test_hub_stream_packs_in_order_and_restarts_for_an_earlier_index(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"document {i} " + "x" * (i * 13 % 60) for i in range(50)]
-    monkeypatch.setattr(HubStream, "_texts", lambda self: iter(texts))
+    monkeypatch.setattr(HubStream, "_texts", lambda self, epoch: iter(texts if epoch == 0 else texts[::-1]))
     stream = HubStream("fineweb", TOKENIZER, 64, 0)
     everything = TOKENIZER("".join(t + "\n\n" for t in texts), add_special_tokens=False).input_ids
     for index in (0, 1, 4, 2, 2):
         assert stream.sequence(index) == everything[64 * index : 64 * (index + 1)]
-    with pytest.raises(ValueError, match="'fineweb' ended after"):
-        stream.sequence(10_000)
+    epoch = len(everything) // 64
+    again = TOKENIZER("".join(t + "\n\n" for t in texts[::-1]), add_special_tokens=False).input_ids
+    assert stream.sequence(epoch) == (everything[64 * epoch :] + again)[:64]
+    monkeypatch.setattr(HubStream, "_texts", lambda self, epoch: iter(["short"]))
+    with pytest.raises(ValueError, match="'fineweb' holds fewer than one sequence"):
+        HubStream("fineweb", TOKENIZER, 64, 0).sequence(0)
 
 
 def test_cycle_is_one_to_one() -> None:
