@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from residual_mass.backbones.loading import special_prefix
+
 SEPARATOR = "\n\n"
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
@@ -152,12 +154,6 @@ def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, 
 def is_held_out(document: str) -> bool:
     """Decided by the text itself, so that it does not depend on order or on what else the corpus holds."""
     return hashlib.sha256(document.encode()).digest()[0] % HELD_OUT_SHARE == 0
-
-
-def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[BOS] for tokenizers that add one, else []."""
-    first = tokenizer("a").input_ids[0]
-    return [first] if first == tokenizer.bos_token_id else []
 
 
 def _corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path) -> Corpus:

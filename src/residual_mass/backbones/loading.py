@@ -49,10 +49,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """As `Backbone.encode`: a repeated BOS token is the kind of slip that makes a sparse arm beat the full model."""
     ids = tokenizer(text).input_ids
     bos = tokenizer.bos_token_id
-    wanted = 1 if tokenizer("a").input_ids[0] == bos else 0
+    wanted = len(special_prefix(tokenizer))
     if ids.count(bos) != wanted or (wanted and ids[0] != bos):
         raise ValueError(f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}")
     return ids
+
+
+def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[BOS] for tokenizers that add one, else []."""
+    first = tokenizer("a").input_ids[0]
+    return [first] if first == tokenizer.bos_token_id else []
 
 
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
