@@ -53,8 +53,12 @@ class ArmSpec:
 
     method: MethodName
     budget_percent: float | None = None
+    maps: str | None = None
+    """Label of the feature maps, where there are several."""
 
     def __post_init__(self) -> None:
+        if self.maps is not None and not self.uses_phi:
+            raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
         if (self.method == "full") != (self.budget_percent is None):
             raise ValueError(f"arm {self.method!r}: full takes no budget_percent, every other method needs one")
         if self.budget_percent is not None and not 0 < self.budget_percent <= 100:
@@ -73,7 +77,7 @@ class AnchorSpec:
 
 @dataclass(frozen=True)
 class MapsSpec:
-    """The phi maps an evaluation uses: their label and the longest context they were trained on (tokens)."""
+    """Feature maps that an evaluation uses: their label and the longest context they were trained on (tokens)."""
 
     label: str
     length: int
@@ -106,9 +110,13 @@ class GenerateSpec:
     anchors: AnchorSpec
     budget_length: Literal["nominal", "real"]
     """Whether L in K = max(0, ceil(rL) - |A|) is the nominal length or the prompt's own."""
-    maps: MapsSpec
+    truncate_to: str
+    """Length label: prompts that leave no room for the answer within it are cut on the left, after the BOS token."""
+    maps: tuple[MapsSpec, ...]
     answer_margin: int | None
     """An example stops this many tokens past its references' length; null keeps the harness's limit alone."""
+    stop_when_saturated: bool
+    """An arm stops as soon as no continuation can change its score."""
     batch_examples: int
     allow_extrapolation: bool
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""
@@ -121,6 +129,9 @@ class ScoreSpec:
     backbone: BackboneSpec
     benchmark: str
     length: str
+    data_source: Literal["assets", "hub"]
+    arms: tuple[ArmSpec, ...] | None
+    """Arms to score; null scores every arm that the generations hold."""
     bootstrap_resamples: int
     seed: int
     recipe: int
@@ -162,9 +173,21 @@ class ReplaySpec:
 
 
 @dataclass(frozen=True)
+class VariantSpec:
+    """Feature maps that are trained: the label of their file, their shape and their objective."""
+
+    label: str
+    map: MapSpec
+    objective: ObjectiveSpec
+
+
+@dataclass(frozen=True)
 class TrainSpec:
+    """One training job. Its variants see the same sequences and query positions, from one teacher pass each."""
+
     backbone: BackboneSpec
     length: str
+    variants: tuple[VariantSpec, ...]
     corpora: tuple[str, ...]
     steps: int
     learning_rate: float
@@ -174,8 +197,6 @@ class TrainSpec:
     queries_per_step: int
     query_window: float
     """Query positions are drawn from this final share of the sequence (the paper: 33,000 of 65,536)."""
-    map: MapSpec
-    objective: ObjectiveSpec
     replay: ReplaySpec
     anchors: AnchorSpec
     eval_budgets: tuple[float, ...]
@@ -203,6 +224,44 @@ class CaptureSpec:
 
 
 @dataclass(frozen=True)
+class MapErrorsSpec:
+    """Attention-output errors of several feature maps on one and the same held-out text."""
+
+    backbone: BackboneSpec
+    corpus: str
+    length: str
+    budgets: tuple[float, ...]
+    anchors: AnchorSpec
+    maps: tuple[MapsSpec, ...]
+    packs: int
+    queries: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One training or generation job, as an estimate of its cost sees it."""
+
+    target: str
+    stage: Literal["train", "generate"]
+    backbone: str
+    length: str
+    examples: int = 0
+    """Prompts, over all tasks of the job."""
+    generated: int = 0
+    """Generated tokens at most, over all prompts and arms."""
+    steps: int = 0
+    variants: int = 0
+
+
+@dataclass(frozen=True)
+class EstimateSpec:
+    study: str
+    jobs: tuple[PlannedJob, ...]
+
+
+@dataclass(frozen=True)
 class TableSpec:
     study: str
     label: str
@@ -211,6 +270,8 @@ class TableSpec:
     budgets: tuple[float, ...]
     benchmarks: tuple[str, ...]
     """Benchmarks whose result files exist in this study; cells of the others print `--`."""
+    maps: tuple[str, ...] = ()
+    """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
 
 

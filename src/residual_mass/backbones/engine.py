@@ -2,37 +2,31 @@
 
 Greedy. The prefix's keys, values and summaries are read-only and shared by all arms; each arm has its own buffer of
 generated keys and values, so no arm can contaminate another. The first generated token comes from the shared exact
-prefill.
+prefill. Examples and arms that are finished leave the batch.
 
-Shape letters: E = examples, A = arms, Hq / Hkv = query / KV heads, G = Hq / Hkv, R = A * G, L = prefix columns, T =
-generated tokens.
+Shape letters: E = examples, A = arms, Hkv = KV heads, L = prefix columns, D = head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from residual_mass.backbones.decoder import ArmDecoder, ArmGroup
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefix import (
-    ArmRows,
-    Map,
-    PrefixLayer,
-    arm_rows,
-    build_prefix,
-    generated_terms,
-    map_queries,
-    prefix_terms,
-    retrieved_by,
-)
-from residual_mass.core.accounting import Terms, merge
+from residual_mass.backbones.prefix import PrefixLayer, build_prefix, retrieved_by, summarise_prefix
 from residual_mass.specs import AnchorSpec, ArmSpec
+
+Finish = Literal["length", "eos", "saturated"]
+Saturated = Callable[[int, list[int]], bool]
+"""Whether the tokens generated for the prompt of that index settle its score, whatever follows."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +37,18 @@ class Generation:
     """Generated ids, an end-of-sequence token included."""
     k: int
     """Mid-region tokens retrieved per query head and step (all of them for `full`)."""
-    finish: Literal["length", "eos"]
+    finish: Finish
 
-    def cut(self, limit: int) -> Generation:
-        """What would have been generated with a lower limit."""
-        if len(self.tokens) <= limit:
-            return self
-        return Generation(self.tokens[:limit], self.k, "length")
+
+@dataclass
+class Work:
+    """What an engine has done so far, for rates and estimates."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_rows: int = 0
+    """Decoded tokens, over all examples and arms."""
+    decode_seconds: float = 0.0
 
 
 class SharedPrefillEngine:
@@ -59,11 +58,14 @@ class SharedPrefillEngine:
         backbone: the frozen model.
         arms: what to run; order is kept in the results.
         anchors: sink and tail tokens that are always exact.
-        phi: maps of this backbone; needed when an arm adds a residual.
+        phi: maps of this backbone by the label that arms name, or the one set of maps of arms that name none.
         nominal_length: L in the budget formula; None takes each prompt's own length.
 
+    Attributes:
+        work: tokens and seconds of all calls.
+
     Raises:
-        ValueError: an arm needs phi and there is none, or the maps belong to another backbone.
+        ValueError: an arm's maps are not there, or belong to another backbone.
     """
 
     def __init__(
@@ -71,31 +73,55 @@ class SharedPrefillEngine:
         backbone: Backbone,
         arms: Sequence[ArmSpec],
         anchors: AnchorSpec,
-        phi: PhiMaps | None,
+        phi: PhiMaps | Mapping[str, PhiMaps] | None,
         nominal_length: int | None,
     ) -> None:
-        needs_phi = [arm.method for arm in arms if arm.uses_phi]
-        if needs_phi and phi is None:
-            raise ValueError(f"method {needs_phi[0]} needs phi maps")
-        if needs_phi and phi is not None:
-            phi.require(backbone.shape, backbone.spec.model_id, backbone.spec.revision)
-            phi = phi.on(backbone.device)
         self.backbone, self.arms, self.anchors, self.nominal_length = backbone, list(arms), anchors, nominal_length
-        self.maps = phi.folded() if phi is not None and needs_phi else [(None, None)] * backbone.shape.layers
+        self.work = Work()
+        there: Mapping[str | None, PhiMaps] = phi if isinstance(phi, Mapping) else {} if phi is None else {None: phi}
+        self.maps = {
+            label: self._checked(there, label, arm).folded()
+            for label, arm in {arm.maps: arm for arm in arms if arm.uses_phi}.items()
+        }
+
+    def _checked(self, phi: Mapping[str | None, PhiMaps], label: str | None, arm: ArmSpec) -> PhiMaps:
+        if label not in phi:
+            raise ValueError(f"method {arm.method} needs phi maps{'' if label is None else f' {label}'}")
+        phi[label].require(self.backbone.shape, self.backbone.spec.model_id, self.backbone.spec.revision)
+        return phi[label].on(self.backbone.device)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[Generation]]:
+    def generate(
+        self, prompts: Sequence[list[int]], max_new_tokens: int | Sequence[int], saturated: Saturated | None = None
+    ) -> list[list[Generation]]:
         """Generations indexed [example][arm]. Each prompt is prefilled once, alone; all rows then decode as one
         batch.
+
+        Args:
+            max_new_tokens: one limit, or one for each prompt.
+            saturated: stops an arm as soon as its score is settled; without it arms run to a limit or an end token.
         """
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        started = time.monotonic()
         recorders = [self._prefill(ids) for ids in prompts]
-        first = torch.stack([r.next_token for r in recorders])  # [E]
+        first = [int(recorder.next_token) for recorder in recorders]
+        self.work.prefill_tokens += sum(map(len, prompts))
+        self.work.prefill_seconds += time.monotonic() - started
+        started = time.monotonic()
         lengths = [len(ids) for ids in prompts]
-        decoder = self._decoder(recorders, lengths, max_new_tokens - 1)
+        decoder = self._decoder(recorders, lengths, max(limits) - 1)
         del recorders
-        tokens = self._decode(decoder, first, lengths, max_new_tokens)
-        return [[self._generation(tokens[e][a], lengths[e], arm) for a, arm in enumerate(self.arms)]
-                for e in range(len(prompts))]  # fmt: skip
+        batch = _Batch(first, limits, len(self.arms), self._end_tokens(), saturated)
+        self._decode(decoder, batch, lengths)
+        self.work.decode_rows += sum(len(tokens) for of_example in batch.tokens for tokens in of_example)
+        self.work.decode_seconds += time.monotonic() - started
+        return [[self._generation(batch, e, a, lengths[e]) for a in range(len(self.arms))] for e in range(len(prompts))]
+
+    def _generation(self, batch: _Batch, e: int, a: int, length: int) -> Generation:
+        k = retrieved_by(self.arms[a], length, self.anchors, self.nominal_length)
+        finish = batch.finish[e][a]
+        assert finish is not None
+        return Generation(batch.tokens[e][a], k, finish)
 
     def _prefill(self, ids: list[int]) -> _PrefillRecorder:
         recorder = _PrefillRecorder()
@@ -105,47 +131,90 @@ class SharedPrefillEngine:
         recorder.next_token = logits[0, -1].argmax(-1)
         return recorder
 
-    def _decoder(self, recorders: list[_PrefillRecorder], lengths: list[int], steps: int) -> _ArmDecoder:
+    def _decoder(self, recorders: list[_PrefillRecorder], lengths: list[int], steps: int) -> ArmDecoder:
         real = _padded_mask(lengths, self.backbone.device)
         layers = [
-            build_prefix(*_stacked([r.layers[index] for r in recorders]), real, self.anchors, self.maps[index][1])
+            build_prefix(*_stacked([r.layers[index] for r in recorders]), real, self.anchors)
             for index in range(self.backbone.shape.layers)
         ]
-        group = self.backbone.shape.query_heads // self.backbone.shape.kv_heads
-        rows = arm_rows(self.arms, group, lengths, self.anchors, self.nominal_length, self.backbone.device)
-        return _ArmDecoder(layers, [q for q, _ in self.maps], rows, len(self.arms), steps)
+        return ArmDecoder(
+            layers, self._groups(layers), self.arms, lengths, self.anchors, self.nominal_length, max(steps, 1)
+        )
 
-    def _decode(
-        self, decoder: _ArmDecoder, first: Tensor, lengths: list[int], max_new_tokens: int
-    ) -> list[list[list[int]]]:
-        """Token ids [example][arm][step]; a finished row keeps decoding until all are, and is cut afterwards."""
-        num_arms, device = len(self.arms), self.backbone.device
-        current = first.repeat_interleave(num_arms)  # [E * A]
-        position = torch.tensor(lengths, device=device).repeat_interleave(num_arms)
-        ends = torch.tensor(self._end_tokens(), device=device)
-        steps, done = [current], torch.isin(current, ends)
-        with attention_hook(self.backbone.model, decoder):
-            while len(steps) < max_new_tokens and not bool(done.all()):
-                logits = self.backbone.model(
-                    current.unsqueeze(1), position_ids=position.unsqueeze(1), use_cache=False
-                ).logits
-                current = logits[:, -1].argmax(-1)
-                steps.append(current)
-                done |= torch.isin(current, ends)
-                position = position + 1
-        decoder.require_calls(len(steps) - 1)
-        flat = torch.stack(steps, dim=1).tolist()
-        return [flat[e * num_arms : (e + 1) * num_arms] for e in range(len(lengths))]
+    def _groups(self, layers: list[PrefixLayer]) -> list[ArmGroup]:
+        """Arms by their maps. Those without phi need no summary and join the first group."""
+        if not self.maps:
+            return [ArmGroup(list(range(len(self.arms))), None, None)]
+        first = next(iter(self.maps))
+        groups = []
+        for label, maps in self.maps.items():
+            members = [a for a, arm in enumerate(self.arms) if (arm.maps if arm.uses_phi else first) == label]
+            summaries = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
+            groups.append(ArmGroup(members, summaries, [query_map for query_map, _ in maps]))
+        return groups
 
-    def _generation(self, tokens: list[int], prompt_length: int, arm: ArmSpec) -> Generation:
-        ends = self._end_tokens()
-        end = next((i for i, token in enumerate(tokens) if token in ends), None)
-        k = retrieved_by(arm, prompt_length, self.anchors, self.nominal_length)
-        return Generation(tokens if end is None else tokens[: end + 1], k, "length" if end is None else "eos")
+    def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
+        """Adds tokens to `batch` until every row is finished; finished examples and arms leave `decoder`."""
+        device, model = self.backbone.device, self.backbone.model
+        steps = 0
+        with attention_hook(model, decoder):
+            while batch.shrink(decoder):
+                rows = [(e, a) for e in batch.examples for a in batch.arms]
+                current = torch.tensor([[batch.newest(e, a)] for e, a in rows], device=device)
+                positions = torch.tensor([[lengths[e] + steps] for e, _ in rows], device=device)
+                logits = model(current, position_ids=positions, use_cache=False).logits
+                batch.add(logits[:, -1].argmax(-1).tolist())
+                steps += 1
+        decoder.require_calls(steps)
 
-    def _end_tokens(self) -> list[int]:
+    def _end_tokens(self) -> set[int]:
         ends = self.backbone.model.generation_config.eos_token_id
-        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+class _Batch:
+    """The rows (example, arm) of one call: what they generated, which are finished and why, and which still decode.
+
+    A finished row decodes on, unheeded, while its example and its arm both have unfinished rows.
+    """
+
+    def __init__(
+        self, first: list[int], limits: list[int], num_arms: int, ends: set[int], saturated: Saturated | None
+    ) -> None:
+        self.limits, self.ends, self.saturated = limits, ends, saturated
+        self.examples, self.arms = list(range(len(first))), list(range(num_arms))
+        self.tokens: list[list[list[int]]] = [[[] for _ in self.arms] for _ in self.examples]
+        self.finish: list[list[Finish | None]] = [[None for _ in self.arms] for _ in self.examples]
+        self.add([token for token in first for _ in self.arms])
+
+    def add(self, tokens: list[int]) -> None:
+        """One token for each row that decodes, in the order of examples, then arms."""
+        rows = ((e, a) for e in self.examples for a in self.arms)
+        for (e, a), token in zip(rows, tokens, strict=True):
+            if self.finish[e][a] is None:
+                self.tokens[e][a].append(token)
+                self.finish[e][a] = self._finish(e, self.tokens[e][a])
+
+    def _finish(self, e: int, tokens: list[int]) -> Finish | None:
+        if tokens[-1] in self.ends:
+            return "eos"
+        if len(tokens) >= self.limits[e]:
+            return "length"
+        return "saturated" if self.saturated is not None and self.saturated(e, tokens) else None
+
+    def newest(self, e: int, a: int) -> int:
+        return self.tokens[e][a][-1]
+
+    def shrink(self, decoder: ArmDecoder) -> bool:
+        """Takes finished examples and arms out of `decoder`; False when nothing is left to decode."""
+        examples = [e for e in self.examples if any(self.finish[e][a] is None for a in self.arms)]
+        arms = [a for a in self.arms if any(self.finish[e][a] is None for e in examples)]
+        if not examples:
+            return False
+        if examples != self.examples or arms != self.arms:
+            decoder.keep([self.examples.index(e) for e in examples], [self.arms.index(a) for a in arms])
+            self.examples, self.arms = examples, arms
+        return True
 
 
 class _PrefillRecorder:
@@ -160,52 +229,6 @@ class _PrefillRecorder:
     ) -> Tensor:
         self.layers[module.layer_idx] = (key, value)
         return exact_attention(module, query, key, value, mask, scale)
-
-
-class _ArmDecoder:
-    """Attention handler of one decode step: E * A rows of one new token each, read against the shared prefixes."""
-
-    def __init__(
-        self, layers: list[PrefixLayer], query_maps: list[Map | None], rows: ArmRows, num_arms: int, steps: int
-    ) -> None:
-        self.layers, self.query_maps, self.rows, self.num_arms = layers, query_maps, rows, num_arms
-        self.calls = [0] * len(layers)
-        self.generated = [self._buffers(layer, max(steps, 1)) for layer in layers]
-
-    def _buffers(self, layer: PrefixLayer, steps: int) -> tuple[Tensor, Tensor]:
-        examples, kv_heads, _, d = layer.keys.shape
-        size = (examples * self.num_arms, kv_heads, steps, d)
-        return layer.keys.new_empty(size), layer.values.new_empty(size)
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        index = module.layer_idx
-        layer, step = self.layers[index], self.calls[index]
-        self.calls[index] += 1
-        keys, values = self.generated[index]
-        keys[:, :, step], values[:, :, step] = key[:, :, 0], value[:, :, 0]
-        rows, q_heads, _, d = query.shape
-        kv_heads = key.shape[1]
-        grouped = query.view(rows, kv_heads, q_heads // kv_heads, d)
-        query_map = self.query_maps[index]
-        log_query = None if query_map is None else self._by_example(map_queries(query_map, query, kv_heads))
-        prefix = prefix_terms(self._by_example(grouped), log_query, layer, self.rows, scale)
-        new = generated_terms(grouped, keys[:, :, : step + 1], values[:, :, : step + 1], scale)
-        output = merge(prefix, Terms(*(self._by_example(t) for t in new)))  # [E, Hkv, A * G, D]
-        output = output.unflatten(2, (self.num_arms, -1)).transpose(1, 2)  # [E, A, Hkv, G, D]
-        return output.reshape(rows, 1, q_heads, d).to(query.dtype)
-
-    def _by_example(self, x: Tensor) -> Tensor:
-        """[E * A, Hkv, G, ...] -> [E, Hkv, A * G, ...]."""
-        return x.unflatten(0, (-1, self.num_arms)).transpose(1, 2).flatten(2, 3)
-
-    def require_calls(self, steps: int) -> None:
-        """Raises RuntimeError unless every layer went through here once per step: a bypassed hook would report Full's
-        numbers.
-        """
-        if self.calls != [steps] * len(self.calls):
-            raise RuntimeError(f"attention hook calls per layer {sorted(set(self.calls))}, expected {steps} in each")
 
 
 def _padded_mask(lengths: list[int], device: torch.device) -> Tensor:

@@ -21,11 +21,13 @@ from residual_mass.backbones.prefix import (
     ArmRows,
     Map,
     PrefixLayer,
+    Summary,
     arm_rows,
     build_prefix,
     generated_terms,
     map_queries,
     prefix_terms,
+    summarise_prefix,
 )
 from residual_mass.core.accounting import merge
 from residual_mass.core.estimators import estimator_named
@@ -84,7 +86,7 @@ class PartialKV:
     maps: list[tuple[Map, Map]] | None = None
     partial_calls: dict[int, int] = field(default_factory=dict)
     _real: dict[int, Tensor] = field(default_factory=dict)
-    _prefix: dict[int, tuple[PrefixLayer, ArmRows]] = field(default_factory=dict)
+    _prefix: dict[int, tuple[PrefixLayer, Summary | None, ArmRows]] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -101,20 +103,21 @@ class PartialKV:
             )
         if index not in self._prefix:
             self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length])
-        layer, rows = self._prefix[index]
+        layer, summary, rows = self._prefix[index]
         self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
         log_query = None if self.maps is None else map_queries(self.maps[index][0], query, key.shape[1])
-        prefix = prefix_terms(grouped, log_query, layer, rows, scale)
+        prefix = prefix_terms(grouped, log_query, layer, summary, rows, scale)
         new = generated_terms(grouped, key[:, :, length:], value[:, :, length:], scale)
         return merge(prefix, new).flatten(1, 2).unsqueeze(1).to(query.dtype)
 
-    def _build(self, index: int, keys: Tensor, values: Tensor) -> tuple[PrefixLayer, ArmRows]:
+    def _build(self, index: int, keys: Tensor, values: Tensor) -> tuple[PrefixLayer, Summary | None, ArmRows]:
         real = self._real[index]
-        key_map = None if self.maps is None else self.maps[index][1]
-        layer = build_prefix(keys, values, real, self.anchors, key_map)
+        layer = build_prefix(keys, values, real, self.anchors)
+        summary = None if self.maps is None else summarise_prefix(layer, self.maps[index][1])
         group = self.shape.query_heads // self.shape.kv_heads
-        return layer, arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
+        rows = arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
+        return layer, summary, rows
 
 
 def _real_columns(key: Tensor, mask: Tensor | None) -> Tensor:

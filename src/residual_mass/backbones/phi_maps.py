@@ -23,7 +23,8 @@ from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.files import replacing, sha256_of
 from residual_mass.specs import MapSpec
 
-FORMAT = "residual-mass phi maps 1"
+HEADER = "residual_mass_phi"
+"""The one key of the header's metadata: the library writes several in random order, and files must be reproducible."""
 
 
 @dataclass(frozen=True)
@@ -82,26 +83,19 @@ class PhiMaps(nn.Module):
             raise ValueError(f"phi maps were trained on {trained_on[0]} ({trained_on[1]}), not {model_id} ({revision})")
 
     def save(self, path: Path) -> None:
-        header = {
-            "format": FORMAT,
-            "spec": json.dumps(
-                {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}, sort_keys=True
-            ),
-        }
+        facts = {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata=header)
+            save_file(tensors, temporary, metadata={HEADER: json.dumps(facts, sort_keys=True)})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> PhiMaps:
         """Raises ValueError in one line when the file is missing, damaged or something else."""
         path = Path(path)
         header, tensors = read_safetensors(path)
-        if header.get("format") != FORMAT:
-            raise ValueError(
-                f"{path}: holds no phi maps (header format {header.get('format')!r}); train them with `train`"
-            )
-        facts = json.loads(header["spec"])
+        if HEADER not in header:
+            raise ValueError(f"{path}: holds no phi maps (no {HEADER} in its header); train them with `train`")
+        facts = json.loads(header[HEADER])
         maps = cls(HeadShape(**facts["shape"]), MapSpec(**facts["map"]), facts["training"])
         expected = {name: tuple(t.shape) for name, t in maps.state_dict().items()}
         if expected != {name: tuple(t.shape) for name, t in tensors.items()}:

@@ -37,7 +37,7 @@ KEY_CHUNK = 8192
 
 @dataclass(frozen=True)
 class PrefixLayer:
-    """One layer's prefix: keys and values [E, Hkv, L, D], who is an anchor, and the summaries where phi is used."""
+    """One layer's prefix: keys and values [E, Hkv, L, D], and who is an anchor."""
 
     keys: Tensor
     values: Tensor
@@ -45,9 +45,29 @@ class PrefixLayer:
     """Masks [E, 1, 1, L]."""
     anchors: Selected
     """The anchors again, as indices [E, 1, 1, |A|]."""
-    state: SummaryState | None
-    features: Tensor | None
+
+    def at(self, examples: Tensor) -> PrefixLayer:
+        """The prefix of a subset of the examples, given as indices."""
+        masks, slots = self.partition, self.anchors
+        return PrefixLayer(
+            self.keys[examples],
+            self.values[examples],
+            Partition(masks.anchors[examples], masks.mid[examples]),
+            Selected(slots.indices[examples], slots.valid[examples]),
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one set of maps makes of one layer's prefix."""
+
+    state: SummaryState
+    features: Tensor
     """[E, Hkv, L, M] cached key features; exactly these are summed into the state."""
+
+    def at(self, examples: Tensor) -> Summary:
+        """The summary of a subset of the examples, given as indices."""
+        return Summary(SummaryState(*(part[examples] for part in self.state)), self.features[examples])
 
 
 @dataclass(frozen=True)
@@ -106,29 +126,32 @@ def retrieved_by(arm: ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_
     return min(mid, retrieved_count(arm.budget_percent, nominal_length or prefix_length, num_anchors))
 
 
-def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec, key_map: Map | None) -> PrefixLayer:
-    """Partition, features and summaries of one layer.
+def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
+    """One layer's prefix.
 
     Args:
         keys, values: [E, Hkv, L, D].
         real: [E, L] bool, False on padding.
-        key_map: phi_k stacked over Hkv; None without phi.
     """
     masks = partition(real, anchors.sink, anchors.tail)
-    masks4 = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
-    anchor_slots = members(masks4.anchors, anchors.sink + anchors.tail)
-    if key_map is None:
-        return PrefixLayer(keys, values, masks4, anchor_slots, None, None)
-    features, log_shift = key_features(map_heads(key_map, keys), masks.mid.unsqueeze(1))
-    return PrefixLayer(keys, values, masks4, anchor_slots, summarise(features, log_shift, values.float()), features)
+    masks = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
+    return PrefixLayer(keys, values, masks, members(masks.anchors, anchors.sink + anchors.tail))
 
 
-def prefix_terms(queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, arms: ArmRows, scale: float) -> Terms:
+def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
+    """Features and summary state of one layer's mid-region; `key_map` is phi_k stacked over Hkv."""
+    features, log_shift = key_features(map_heads(key_map, layer.keys), layer.partition.mid[:, :, 0])
+    return Summary(summarise(features, log_shift, layer.values.float()), features)
+
+
+def prefix_terms(
+    queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
+) -> Terms:
     """Unnormalised terms of every arm over the prefix, in float32.
 
     Args:
         queries: [E, Hkv, R, D].
-        log_query: [E, Hkv, R, M] log phi_q; None if no arm adds a residual.
+        log_query: [E, Hkv, R, M] log phi_q; like `summary`, None if no arm adds a residual.
     """
     scores = attention_scores(queries.float() * scale, layer.keys.float(), 1.0)
     values = layer.values.float()
@@ -140,10 +163,10 @@ def prefix_terms(queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, 
         partial_scores = scores[:, :, arms.partial]
         retrieved = exhaustive_topk(partial_scores, layer.partition.mid, arms.k)
         estimate = None
-        assert log_query is not None or not arms.any_residual, "an arm adds a residual, but there are no maps"
-        if log_query is not None and layer.state is not None and layer.features is not None:
+        if arms.any_residual:
+            assert log_query is not None and summary is not None, "an arm adds a residual, but there are no maps"
             partial_query = log_query[:, :, arms.partial]
-            estimate = Estimate(layer.state, layer.features, partial_query, arms.adds_residual, arms.subtracts)
+            estimate = Estimate(summary.state, summary.features, partial_query, arms.adds_residual, arms.subtracts)
         parts.append(one_gather_terms(partial_scores, values, layer.anchors, retrieved, estimate))
     return Terms(*(torch.cat(pieces, dim=2)[:, :, arms.order] for pieces in zip(*parts, strict=True)))
 

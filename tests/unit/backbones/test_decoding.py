@@ -120,6 +120,58 @@ def test_end_of_sequence_stops_a_row(tiny_backbone: Backbone, phi: PhiMaps, prom
             assert generation.finish == ("eos" if ends in tokens else "length")
 
 
+def test_arms_under_several_maps_give_what_they_give_alone(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    """Maps of other shapes and widths, in an order that scatters each group over the arms."""
+    torch.manual_seed(4)
+    specs = {"wide": MapSpec(d_emb=24, d_phi=12), "hedgehog": MapSpec("hedgehog", d_phi=8)}
+    maps = {"first": phi}
+    maps |= {label: PhiMaps(phi.shape, spec, phi.training_facts).requires_grad_(False) for label, spec in specs.items()}
+    arms = [
+        ArmSpec("topk_phi", 15.0, "wide"), ArmSpec("topk", 15.0), ArmSpec("topk_phi", 15.0, "first"), ArmSpec("full"),
+        ArmSpec("topk_phi_nosub", 15.0, "wide"), ArmSpec("topk_phi", 15.0, "hedgehog"),
+        ArmSpec("topk_phi", 8.0, "first"),
+    ]  # fmt: skip
+    together = SharedPrefillEngine(tiny_backbone, arms, ANCHORS, maps, None).generate(prompts[:3], STEPS)
+    for a, arm in enumerate(arms):
+        alone = run(tiny_backbone, [ArmSpec(arm.method, arm.budget_percent)], maps[arm.maps or "first"], prompts[:3])
+        assert [row[a].tokens for row in together] == [row[0] for row in alone], arm
+    with pytest.raises(ValueError, match="method topk_phi needs phi maps narrow"):
+        SharedPrefillEngine(tiny_backbone, [ArmSpec("topk_phi", 8.0, "narrow")], ANCHORS, maps, None)
+
+
+def test_finished_examples_and_arms_leave_the_batch(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows stop at places of their own; what is left decodes as if nothing had left."""
+    free = run(tiny_backbone, ARMS, phi, prompts)
+
+    def saturated(example: int, tokens: list[int]) -> bool:
+        return len(tokens) > 1 and (sum(tokens) + example) % 5 == 0
+
+    sizes = []
+    forward = tiny_backbone.model.forward
+
+    def counted(ids: Tensor, *args: object, **kwargs: object) -> object:
+        sizes.append(len(ids))
+        return forward(ids, *args, **kwargs)
+
+    monkeypatch.setattr(tiny_backbone.model, "forward", counted)
+    limits = [STEPS, 3, STEPS, 5, STEPS]
+    engine = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None)
+    rows = engine.generate(prompts, limits, saturated)
+    for e, row in enumerate(rows):
+        for a, generation in enumerate(row):
+            stops = [n for n in range(1, limits[e]) if saturated(e, free[e][a][:n])]
+            assert generation.tokens == free[e][a][: min([*stops, limits[e]])]
+            assert generation.finish == ("saturated" if stops else "length")
+    decode = sizes[len(prompts) :]
+    assert decode[0] <= len(prompts) * len(ARMS) and decode[-1] < decode[0] and decode == sorted(decode, reverse=True)
+    assert engine.work.prefill_tokens == sum(map(len, prompts))
+    assert engine.work.decode_rows == sum(len(generation.tokens) for row in rows for generation in row)
+
+
 def test_one_token_needs_no_decode_step(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
     engine = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None)
     assert [[g.tokens for g in row] for row in engine.generate(prompts[:1], 1)] == [
