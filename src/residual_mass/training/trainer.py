@@ -1,20 +1,22 @@
-"""Trains the feature maps of one backbone at one length.
+"""Trains feature maps of one backbone at one length, in as many variants as are asked for.
 
 A step takes one teacher pass (new, or replayed from a pool), samples query positions, and runs every layer's maps
-forward and backward on their own; then one AdamW update. All randomness is a function of (seed, step), so a resumed run
-is the undisturbed run.
+forward and backward on their own; then one AdamW update. Variants differ in their maps and objectives and share
+everything else, the teacher pass first of all; each ends up as if it had been trained alone. All randomness is a
+function of (seed, step), so a resumed run is the undisturbed run.
 
 Shape letters: Hkv = KV heads, G = query heads of a KV head, Q = query positions of the step, L = visible keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from residual_mass.core.accounting import attention_scores
 from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import replacing, sha256_text, write_meta, write_text
-from residual_mass.specs import AnchorSpec, ObjectiveSpec, TrainSpec, to_json, tokens_of
+from residual_mass.specs import AnchorSpec, ObjectiveSpec, ReplaySpec, TrainSpec, VariantSpec, to_json, tokens_of
 from residual_mass.training.initialise import positive_random_features
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
 
@@ -41,43 +43,94 @@ log = logging.getLogger(__name__)
 HELD_OUT = "wiki"
 """Text that progress is measured on; needs the assets."""
 HELD_OUT_PACKS, HELD_OUT_QUERIES = 2, 4
-LOG_COLUMNS = "step,k,e_topk,e_sub,e_nosub,log_z_error,train_loss"
+LOG_COLUMNS = "variant,step,k,e_topk,e_sub,e_nosub,log_z_error"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Traces = list[LayerTrace]
+"""Every layer's trace of one teacher pass."""
 
 
-def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Path, log_csv: Path) -> None:
-    """The `train` stage: writes the maps, the held-out log and the provenance sidecar."""
+def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], log_csv: Path) -> None:
+    """The `train` stage: writes each variant's maps with a provenance sidecar, and the held-out log.
+
+    Args:
+        outs: files of the maps, in the order of `spec.variants`.
+    """
     length = tokens_of(spec.length)
     if length > spec.backbone.context:
         raise ValueError(
             f"length {spec.length}: longer than the context of {spec.backbone.name} ({spec.backbone.context})"
         )
+    if len(outs) != len(spec.variants):
+        raise ValueError(f"--out has {len(outs)} files, but spec.variants has {len(spec.variants)}; give one for each")
     backbone = load_backbone(spec.backbone, assets)
     corpus = training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets)
     trainer = Trainer(spec, backbone, corpus, _held_out_packs(spec, backbone, assets))
-    log.info("training phi of %s at %d tokens on %s", spec.backbone.model_id, length, backbone.device)
+    labels = ", ".join(variant.label for variant in spec.variants)
+    log.info("training phi (%s) of %s at %d tokens on %s", labels, spec.backbone.model_id, length, backbone.device)
     trainer.resume(checkpoint)
+    started, first = time.monotonic(), trainer.step
     trainer.train(checkpoint)
-    trainer.maps.save(out)
+    ran = {"steps": spec.steps - first, "seconds": time.monotonic() - started}
+    for learner, out in zip(trainer.learners, outs, strict=True):
+        learner.maps.save(out)
+        write_meta(out, spec=asdict(spec), device=str(backbone.device), identity=backbone.identity, **ran)
     write_text(log_csv, "\n".join([LOG_COLUMNS, *trainer.log_rows]) + "\n")
-    write_meta(out, spec=asdict(spec), device=str(backbone.device), identity=backbone.identity)
     checkpoint.unlink(missing_ok=True)
 
 
-class Trainer:
-    """Maps, optimiser and the pool of teacher passes by index."""
+class Learner:
+    """One variant: its maps and their optimiser."""
 
-    def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Corpus, held_out: list[list[LayerTrace]]):
-        self.spec, self.backbone, self.corpus, self.held_out = spec, backbone, corpus, held_out
-        self.length = tokens_of(spec.length)
-        self.step, self.log_rows = 0, []
-        self.pool: dict[int, list[LayerTrace]] = {}
+    def __init__(self, spec: TrainSpec, variant: VariantSpec, backbone: Backbone, first_pass: Callable[[], Traces]):
+        self.label, self.objective = variant.label, variant.objective
         torch.manual_seed(spec.seed)
-        self.maps = PhiMaps(backbone.shape, spec.map, self._facts()).to(backbone.device)
-        if spec.map.init == "positive_random_features":
-            positive_random_features(self.maps, self._pass(0), spec.seed)
+        self.maps = PhiMaps(backbone.shape, variant.map, _facts(spec, variant)).to(backbone.device)
+        if variant.map.init == "positive_random_features":
+            positive_random_features(self.maps, first_pass(), spec.seed)
         self.optimiser = torch.optim.AdamW(
             self.maps.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay, fused=True
         )
+
+    def backward(self, layer: int, trace: LayerTrace, step: int) -> float:
+        loss = layer_loss(self.maps, layer, trace, self.objective)
+        if not torch.isfinite(loss):
+            where = f"layer {layer} at step {step}"
+            raise ValueError(f"{self.label}: loss is {loss.item()} in {where}; the last checkpoint is kept")
+        loss.backward()
+        return loss.item()
+
+    def update(self, rate: float) -> None:
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and moments, for a checkpoint."""
+        tensors = {}
+        for name, parameter in self.maps.named_parameters():
+            tensors[f"{self.label}/parameter.{name}"] = parameter.detach()
+            for key in MOMENTS:
+                tensors[f"{self.label}/{key}.{name}"] = self.optimiser.state[parameter][key]
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor], step: int) -> None:
+        for name, parameter in self.maps.named_parameters():
+            parameter.data.copy_(tensors[f"{self.label}/parameter.{name}"])
+            moments = {key: tensors[f"{self.label}/{key}.{name}"].to(parameter.device) for key in MOMENTS}
+            self.optimiser.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **moments}
+
+
+class Trainer:
+    """The variants, and the pool of teacher passes by index that they share."""
+
+    def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Corpus, held_out: list[Traces]):
+        self.spec, self.backbone, self.corpus, self.held_out = spec, backbone, corpus, held_out
+        self.length = tokens_of(spec.length)
+        self.step, self.log_rows = 0, []
+        self.pool: dict[int, Traces] = {}
+        self.learners = [Learner(spec, variant, backbone, lambda: self._kept(0)) for variant in spec.variants]
+        self._forget_unless_replayed()
 
     def train(self, checkpoint: Path | None = None) -> None:
         """Runs to the last step; progress goes to stderr, held-out errors to `log_rows`."""
@@ -90,49 +143,55 @@ class Trainer:
             bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s", refresh=False)
             bar.update()
             if self.step % self.spec.eval_every == 0 or self.step == self.spec.steps:
-                self._log_held_out(loss)
+                self._log_held_out()
             if checkpoint is not None and self.step % self.spec.checkpoint_every == 0:
                 self.save_checkpoint(checkpoint)
         bar.close()
 
     def _update(self) -> float:
-        for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(self.spec, self.step)
-        replay = self.spec.replay
-        losses: list[float] = []
-        if replay.pool == 1 and replay.reuse == 1:
+        """One step of every variant; the mean loss of the first one over the layers."""
+        losses: list[list[float]] = [[] for _ in self.learners]
+
+        def backward(layer: int, trace: LayerTrace) -> None:
+            for learner, of_learner in zip(self.learners, losses, strict=True):
+                of_learner.append(learner.backward(layer, trace, self.step))
+
+        if self._replays():
+            traces = self._replayed()
+            rng = torch.Generator().manual_seed(_seed(self.spec.seed, "queries", self.step))
+            chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
+            for layer, trace in enumerate(traces):
+                backward(layer, trace.at(chosen))
+        else:
             # Nothing is kept: every layer trains the moment the teacher reaches it, and its keys are gone after that.
             positions = self._positions(self.step, self.spec.queries_per_step)
-            stream_traces(self.backbone, self.corpus.sequence(self.step), positions,
-                          lambda layer, trace: losses.append(self._backward(layer, trace)))  # fmt: skip
-        else:
-            trace = self._replayed()
-            rng = torch.Generator().manual_seed(_seed(self.spec.seed, "queries", self.step))
-            chosen = torch.randperm(len(trace[0].positions), generator=rng)[: self.spec.queries_per_step]
-            losses = [self._backward(layer, t.at(chosen)) for layer, t in enumerate(trace)]
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        return sum(losses) / len(losses)
+            stream_traces(self.backbone, self.corpus.sequence(self.step), positions, backward)
+        for learner in self.learners:
+            learner.update(learning_rate(self.spec, self.step))
+        return sum(losses[0]) / len(losses[0])
 
-    def _backward(self, layer: int, trace: LayerTrace) -> float:
-        loss = layer_loss(self.maps, layer, trace, self.spec.objective)
-        if not torch.isfinite(loss):
-            raise ValueError(f"loss is {loss.item()} in layer {layer} at step {self.step}; the last checkpoint is kept")
-        loss.backward()
-        return loss.item()
+    def _replays(self) -> bool:
+        return self.spec.replay != ReplaySpec(pool=1, reuse=1)
 
-    def _replayed(self) -> list[LayerTrace]:
+    def _replayed(self) -> Traces:
         """A random pass of the pool, which holds the newest passes; after a resume the missing ones are made again."""
         newest = self.step // self.spec.replay.reuse
         wanted = range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
-        self.pool = {index: self.pool.get(index) or self._pass(index) for index in wanted}
+        self.pool = {index: self._kept(index) for index in wanted}
         return self.pool[random.Random(_seed(self.spec.seed, "pass", self.step)).choice(wanted)]
 
-    def _pass(self, index: int) -> list[LayerTrace]:
-        count = self.spec.queries_per_step * self.spec.replay.reuse
-        keep_values = self.spec.objective.name == "lolcats"
-        positions = self._positions(index, count)
-        return record_traces(self.backbone, self.corpus.sequence(index), positions, keep_values)
+    def _kept(self, index: int) -> Traces:
+        """A pass of the pool, made if it is not there."""
+        if index not in self.pool:
+            count = self.spec.queries_per_step * self.spec.replay.reuse
+            keep_values = any(variant.objective.name == "lolcats" for variant in self.spec.variants)
+            sequence, positions = self.corpus.sequence(index), self._positions(index, count)
+            self.pool[index] = record_traces(self.backbone, sequence, positions, keep_values)
+        return self.pool[index]
+
+    def _forget_unless_replayed(self) -> None:
+        if not self._replays():
+            self.pool.clear()
 
     def _positions(self, index: int, count: int) -> Tensor:
         """Distinct query positions of a pass, uniform over the final share of the sequence."""
@@ -140,26 +199,20 @@ class Trainer:
         rng = torch.Generator().manual_seed(_seed(self.spec.seed, "positions", index))
         return (torch.randperm(window, generator=rng)[:count] + self.length - window).to(self.backbone.device)
 
-    def _log_held_out(self, loss: float) -> None:
-        for budget in self.spec.eval_budgets:
-            anchors = self.spec.anchors
-            k = retrieved_count(budget, self.length, anchors.sink + anchors.tail)
-            errors = held_out_errors(self.maps, self.held_out, k, anchors)
-            numbers = ",".join(f"{value:.6f}" for value in (*errors, loss))
-            self.log_rows.append(f"{self.step},{k},{numbers}")
-            log.info("step %d, K = %d: e_topk %.4f e_sub %.4f e_nosub %.4f log-Z %+.3f", self.step, k, *errors)
-
-    def _facts(self) -> dict[str, object]:
-        backbone = self.spec.backbone
-        recipe = json.loads(to_json(self.spec))
-        return {"model_id": backbone.model_id, "revision": backbone.revision, "length": self.length, "recipe": recipe}
+    def _log_held_out(self) -> None:
+        anchors = self.spec.anchors
+        for learner in self.learners:
+            for budget in self.spec.eval_budgets:
+                k = retrieved_count(budget, self.length, anchors.sink + anchors.tail)
+                errors = held_out_errors(learner.maps, self.held_out, k, anchors)
+                self.log_rows.append(f"{learner.label},{self.step},{k},{','.join(f'{value:.6f}' for value in errors)}")
+                log.info(
+                    "%s, step %d, K = %d: e_topk %.4f e_sub %.4f e_nosub %.4f log-Z %+.3f",
+                    learner.label, self.step, k, *errors,
+                )  # fmt: skip
 
     def save_checkpoint(self, path: Path) -> None:
-        tensors = {}
-        for name, parameter in self.maps.named_parameters():
-            tensors[f"parameter.{name}"] = parameter.detach()
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{key}.{name}"] = self.optimiser.state[parameter][key]
+        tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
         header = {"step": str(self.step), "spec": self._spec_hash(), "log": json.dumps(self.log_rows)}
         with replacing(path) as temporary:
             save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, temporary, metadata=header)
@@ -173,17 +226,24 @@ class Trainer:
             log.info("%s belongs to another spec and is ignored", path)
             return
         self.step, self.log_rows = int(header["step"]), json.loads(header["log"])
-        for name, parameter in self.maps.named_parameters():
-            parameter.data.copy_(tensors[f"parameter.{name}"])
-            moments = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
-            self.optimiser.state[parameter] = {
-                "step": torch.tensor(float(self.step), device=parameter.device),
-                **moments,
-            }
+        for learner in self.learners:
+            learner.restore(tensors, self.step)
         log.info("resumed from %s at step %d", path, self.step)
 
     def _spec_hash(self) -> str:
         return sha256_text(to_json(self.spec) + self.backbone.identity)
+
+
+def _facts(spec: TrainSpec, variant: VariantSpec) -> dict[str, object]:
+    """What the maps' file says of their training: nothing of the other variants, which leave no mark on these maps."""
+    recipe = json.loads(to_json(dataclasses.replace(spec, variants=(variant,))))
+    backbone = spec.backbone
+    return {
+        "model_id": backbone.model_id,
+        "revision": backbone.revision,
+        "length": tokens_of(spec.length),
+        "recipe": recipe,
+    }
 
 
 def layer_loss(maps: PhiMaps, layer: int, trace: LayerTrace, spec: ObjectiveSpec) -> Tensor:
@@ -233,7 +293,7 @@ def held_out_errors(
     return tuple(torch.cat(column).mean().item() for column in columns.values())  # type: ignore[return-value]
 
 
-def _held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[list[LayerTrace]]:
+def _held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[Traces]:
     """Traces of held-out text: `length` keys, and the queries of the tokens right after them."""
     length = tokens_of(spec.length)
     corpus = held_out_corpus(HELD_OUT, backbone.tokenizer, length + HELD_OUT_QUERIES, spec.seed, assets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core import objectives
 from residual_mass.core.feature_maps import log_kernel
-from residual_mass.specs import AnchorSpec, MapSpec, ObjectiveSpec, ReplaySpec, TrainSpec
+from residual_mass.specs import AnchorSpec, MapSpec, ObjectiveSpec, ReplaySpec, TrainSpec, VariantSpec
 from residual_mass.training import trainer
 from residual_mass.training.initialise import positive_random_features
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
@@ -25,15 +25,18 @@ from residual_mass.training.trainer import Trainer, layer_loss, learning_rate
 LENGTH = 96
 
 
+OURS = VariantSpec("ours", MapSpec(d_emb=20, d_phi=8, init="positive_random_features"), ObjectiveSpec(lambda_kl=0.5))
+
+
 def spec(**changes: object) -> TrainSpec:
     base = TrainSpec(
         backbone=TINY, length=str(LENGTH), corpora=("text",), steps=12, learning_rate=3e-3, weight_decay=1e-4,
         schedule="cosine", warmup_steps=2, queries_per_step=5, query_window=0.5,
-        map=MapSpec(d_emb=20, d_phi=8, init="positive_random_features"), objective=ObjectiveSpec(lambda_kl=0.5),
+        variants=(OURS,),
         replay=ReplaySpec(pool=3, reuse=2), anchors=AnchorSpec(4, 16), eval_budgets=(30.0, 50.0), eval_every=4,
         checkpoint_every=5, seed=0, recipe=1,
     )  # fmt: skip
-    return dataclasses.replace(base, **changes)
+    return replace(base, **changes)
 
 
 def corpus(backbone: Backbone, length: int = LENGTH) -> PackedDocuments:
@@ -53,7 +56,7 @@ def make(backbone: Backbone, held_out: list[list[LayerTrace]], **changes: object
 
 
 def parameters(t: Trainer) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in t.maps.named_parameters()}
+    return {name: p.detach().clone() for name, p in t.learners[0].maps.named_parameters()}
 
 
 def test_layer_loss_is_the_mean_of_the_heads_own_losses(tiny_backbone: Backbone) -> None:
@@ -78,7 +81,7 @@ def test_layer_loss_is_the_mean_of_the_heads_own_losses(tiny_backbone: Backbone)
 
 @pytest.mark.parametrize("name", ["ours", "kl", "aux", "lolcats"])
 def test_every_objective_moves_the_maps(tiny_backbone: Backbone, held_out: list[list[LayerTrace]], name: str) -> None:
-    t = make(tiny_backbone, held_out, objective=ObjectiveSpec(name=name), steps=2)
+    t = make(tiny_backbone, held_out, variants=(replace(OURS, objective=ObjectiveSpec(name=name)),), steps=2)
     before = parameters(t)
     t.train()
     assert all(bool((before[n] != p).any()) for n, p in parameters(t).items() if "key.0.out" in n)
@@ -140,7 +143,7 @@ def test_a_checkpoint_of_another_spec_is_ignored(
 
 def test_training_lowers_the_held_out_error(tiny_backbone: Backbone, held_out: list[list[LayerTrace]]) -> None:
     t = make(tiny_backbone, held_out, steps=60, eval_every=20, replay=ReplaySpec(8, 4))
-    t._log_held_out(0.0)
+    t._log_held_out()
     t.train()
     rows = list(csv.DictReader([trainer.LOG_COLUMNS, *t.log_rows]))
     first, last = rows[0], rows[-2]
@@ -158,14 +161,14 @@ def test_nan_stops_with_layer_and_step_and_keeps_the_checkpoint(
 
     def save_then_poison(path: Path) -> None:
         save(path)
-        t.maps.query[2].out.data[0, 0, 0] = torch.nan
+        t.learners[0].maps.query[2].out.data[0, 0, 0] = torch.nan
 
     t.save_checkpoint = save_then_poison  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="layer 2 at step 5"):
+    with pytest.raises(ValueError, match="ours: loss is nan in layer 2 at step 5"):
         t.train(checkpoint)
     fresh = make(tiny_backbone, held_out)
     fresh.resume(checkpoint)
-    assert fresh.step == 5 and all(bool(p.isfinite().all()) for p in fresh.maps.parameters())
+    assert fresh.step == 5 and all(bool(p.isfinite().all()) for p in fresh.learners[0].maps.parameters())
 
 
 def test_positive_random_features_match_the_mean_log_partition(tiny_backbone: Backbone) -> None:
@@ -183,6 +186,33 @@ def test_positive_random_features_match_the_mean_log_partition(tiny_backbone: Ba
                     s_hat = (log_q[head, row] + log_k[group, : position + 1]).logsumexp(-1)
                     gaps.append(s.logsumexp(0) - s_hat.logsumexp(0))
             assert torch.stack(gaps).mean().abs() < 1e-4
+
+
+@pytest.mark.parametrize("pool", [ReplaySpec(1, 1), ReplaySpec(3, 2)])
+def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
+    tiny_backbone: Backbone, held_out: list[list[LayerTrace]], tmp_path: Path, pool: ReplaySpec
+) -> None:
+    hedgehog = MapSpec("hedgehog", d_phi=8)
+    variants = (
+        OURS,
+        VariantSpec("wide", replace(OURS.map, d_phi=12), OURS.objective),
+        VariantSpec("hedgehog", hedgehog, OURS.objective),
+        VariantSpec("lolcats", OURS.map, ObjectiveSpec(name="lolcats")),
+    )
+    passes = []
+    text = corpus(tiny_backbone)
+    counted = type("Counted", (), {"sequence": lambda _, index: passes.append(index) or text.sequence(index)})()
+    together = Trainer(spec(variants=variants, replay=pool), tiny_backbone, counted, held_out)
+    together.train()
+    steps = range(12) if pool == ReplaySpec(1, 1) else range(6)
+    assert sorted(passes) == sorted([0, *steps] if pool == ReplaySpec(1, 1) else steps)
+    for variant, learner in zip(variants, together.learners, strict=True):
+        alone = make(tiny_backbone, held_out, variants=(variant,), replay=pool)
+        alone.train()
+        alone.learners[0].maps.save(tmp_path / "alone.safetensors")
+        learner.maps.save(tmp_path / "together.safetensors")
+        assert (tmp_path / "alone.safetensors").read_bytes() == (tmp_path / "together.safetensors").read_bytes()
+        assert [row for row in together.log_rows if row.startswith(f"{variant.label},")] == alone.log_rows
 
 
 def test_learning_rate_schedules() -> None:
