@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def write_assets(assets: Path) -> None:
     _write(assets / "haystack" / "PaulGrahamEssays.json", {"text": HAYSTACK})
     _write(assets / "qa" / "squad.json", _squad())
     _write(assets / "qa" / "hotpotqa.json", _hotpotqa())
+    _books(assets / "corpora" / "books")
     _sentence_tables(assets / "nltk_data" / "tokenizers" / "punkt_tab" / "english")
     _model(assets / "models" / "tiny-llama")
 
@@ -91,22 +93,57 @@ def _squad() -> dict[str, Any]:
         return {"question": text, "is_impossible": False, "answers": [{"text": answer}, {"text": f"the {answer}"}]}
 
     articles = [
-        {"paragraphs": [{"context": context, "qas": [question(*asked)]}]}
-        for (_, context), asked in zip(PARAGRAPHS, QUESTIONS, strict=True)
+        {
+            "title": title,
+            "paragraphs": [
+                {"context": context, "qas": [question(*asked)]},
+                *({"context": PARAGRAPHS[(i + step) % 10][1], "qas": []} for step in (4, 6)),
+            ],
+        }
+        for i, ((title, context), asked) in enumerate(zip(PARAGRAPHS, QUESTIONS, strict=True))
     ]
     articles[0]["paragraphs"][0]["qas"].append({"question": "Why?", "is_impossible": True, "answers": []})
     return {"data": articles}
 
 
 def _hotpotqa() -> list[dict[str, Any]]:
-    return [
-        {
+    def item(number: int, question: str, answer: str) -> dict[str, Any]:
+        paragraphs = [PARAGRAPHS[number], PARAGRAPHS[(number + 3) % 10]]
+        return {
+            "_id": f"item-{number}",
+            "type": "bridge" if number % 4 else "comparison",
             "question": question,
             "answer": answer,
-            "context": [[title, [context]] for title, context in (PARAGRAPHS[i], PARAGRAPHS[(i + 3) % 10])],
+            "supporting_facts": [[title, 0] for title, _ in paragraphs],
+            "context": [[title, _sentences(text)] for title, text in paragraphs],
         }
-        for i, (question, answer) in enumerate(QUESTIONS)
-    ]
+
+    return [item(number, *asked) for number, asked in enumerate(QUESTIONS)]
+
+
+def _sentences(text: str) -> list[str]:
+    """As HotpotQA splits a paragraph: the space between two sentences leads the second."""
+    first, _, second = text.partition(". ")
+    return [f"{first}.", f" {second}"]
+
+
+def _books(folder: Path) -> None:
+    """Two books of 300 sentences between Project Gutenberg's headers and footers, as its files have them."""
+    keepers = ("The miller", "An old pilot", "Mr. Halloran", "The clockmaker's son", "Nobody in the valley")
+    doings = ("waited for the snow", "mended nets by lamplight", "sold pears at the gate", "wrote long letters home")
+    reasons = ("since winter was near,", "for the bridge was closed,", "as the elders had asked,")
+    ends = ("and the dogs slept.", "but no ship came.", "and it was soon forgotten.", "though few believed.", "twice!")
+    lines = [" ".join(parts) for parts in product(keepers, doings, reasons, ends)]
+    lines = [lines[7 * number % len(lines)] for number in range(len(lines))]  # neighbours differ
+    paragraphs = ["\n".join(lines[at : at + 6]) for at in range(0, len(lines), 6)]
+    first = "\n\n".join(["THE VALLEY", "CHAPTER I.", *paragraphs])
+    second = "\n\n".join(["Produced by the tests", "THE GATE", "Contents\n\n1. Snow", *reversed(paragraphs)])
+    folder.mkdir(parents=True)
+    (folder / "books.txt").write_text(
+        f"{first}\nThe Project Gutenberg eBook of The Gate\n\nThis header belongs to no book.\n"
+        f"*** START OF THE PROJECT GUTENBERG EBOOK THE GATE ***\n\n{second}\n\nEnd of Project Gutenberg's The Gate\n\n"
+        "*** END OF THE PROJECT GUTENBERG EBOOK THE GATE ***\n\nThis licence belongs to no book.\n"
+    )
 
 
 def _sentence_tables(folder: Path) -> None:

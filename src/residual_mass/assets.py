@@ -89,6 +89,13 @@ SOURCES = (
         "public domain; package MIT",
         "State of the Union addresses, 1790 to 2026",
     ),
+    Source(
+        "baseten-benchmarks",
+        "baseten_benchmarks/data/books.txt",
+        "corpora/books",
+        "public domain but for one translation (copyright F. P. Walter 1999, free to copy); package states none",
+        "eleven books of Project Gutenberg by Tolstoy, Shelley, Verne, Austen, Chekhov and Darwin, with their headers",
+    ),
 )
 
 

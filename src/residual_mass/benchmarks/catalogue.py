@@ -1,38 +1,71 @@
-"""Which tasks a benchmark has and from which length on; imports nothing heavy, for the workflow lists tasks with it."""
+"""Which tasks a benchmark has, from which length on, and how they are scored; imports nothing heavy, for the workflow
+lists tasks with it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+Data = Literal["original", "simulated", "stand-in"]
+"""Where a task's examples come from: the benchmark itself (its own data, or its own generator), a simulator of ours
+that follows the benchmark's definition, or other real text in the task's format.
+"""
+
 
 @dataclass(frozen=True)
 class Task:
-    """One task of a benchmark, by its name in lm-eval."""
+    """One task of a benchmark, by its name in lm-eval.
+
+    Attributes:
+        shortest: nominal length in tokens from which on an example, the template and the answer have room.
+        process_results: the harness's scoring function, in its module of the benchmark.
+        metric: the key under which that function files its score; None where it is the nominal length (RULER).
+        title: name in tables.
+        max_new_tokens: the harness's limit on generated tokens.
+        without_hub: what the assets offer in place of the benchmark's data on the hub.
+    """
 
     name: str
+    title: str
+    max_new_tokens: int
     shortest: int = 1024
-    """Shortest nominal length in tokens with room for an example, the template and the answer."""
-    scorer: Literal["process_results", "process_results_part"] = "process_results"
-    """The harness's scoring function for it (in `lm_eval.tasks.ruler.common_utils`)."""
+    process_results: str = "process_results"
+    metric: str | None = None
+    without_hub: Data = "original"
+
+    def data(self, data_source: str) -> Data:
+        """What `data_source` (`assets` or `hub`) gives of this task."""
+        return "original" if data_source == "hub" else self.without_hub
+
+
+def _ruler(name: str, max_new_tokens: int, shortest: int = 1024, process_results: str = "process_results") -> Task:
+    return Task(name, name.removeprefix("ruler_").replace("_", " "), max_new_tokens, shortest, process_results)
+
+
+def _babilong(number: int) -> Task:
+    return Task(f"babilong_qa{number}", f"QA{number}", 16, metric="acc", without_hub="simulated")
 
 
 BENCHMARKS: dict[str, tuple[Task, ...]] = {
     "ruler": (
-        Task("niah_single_1"),
-        Task("niah_single_2"),
-        Task("niah_single_3"),
-        Task("niah_multikey_1"),
-        Task("niah_multikey_2"),
-        Task("niah_multikey_3"),
-        Task("niah_multiquery"),
-        Task("niah_multivalue"),
-        Task("ruler_vt"),
-        Task("ruler_cwe"),
-        Task("ruler_fwe"),
-        Task("ruler_qa_squad", scorer="process_results_part"),
-        Task("ruler_qa_hotpot", shortest=2048, scorer="process_results_part"),
-    )
+        *(_ruler(f"niah_single_{number}", 128) for number in (1, 2, 3)),
+        *(_ruler(f"niah_multikey_{number}", 128) for number in (1, 2, 3)),
+        _ruler("niah_multiquery", 128),
+        _ruler("niah_multivalue", 128),
+        _ruler("ruler_vt", 30),
+        _ruler("ruler_cwe", 120),
+        _ruler("ruler_fwe", 50),
+        _ruler("ruler_qa_squad", 32, process_results="process_results_part"),
+        _ruler("ruler_qa_hotpot", 32, shortest=2048, process_results="process_results_part"),
+    ),
+    "babilong": tuple(_babilong(number) for number in (1, 2, 3, 4, 5)),
+    "longbench": (
+        Task("longbench_gov_report", "GovReport", 512, 1024, "get_rouge_score", "rouge_score", "stand-in"),
+        Task("longbench_qmsum", "QMSum", 512, 1024, "get_rouge_score", "rouge_score", "stand-in"),
+        Task("longbench_musique", "MuSiQue", 32, 2048, "get_qa_f1_score", "qa_f1_score", "stand-in"),
+        Task("longbench_hotpotqa", "HotpotQA", 32, 2048, "get_qa_f1_score", "qa_f1_score"),
+    ),
 }
 
 
@@ -58,9 +91,9 @@ def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
     }
 
 
-def scorer_of(benchmark: str, name: str) -> str:
-    """Name of the harness's scoring function for a task."""
-    return next(task.scorer for task in _known(benchmark) if task.name == name)
+def task_named(benchmark: str, name: str) -> Task:
+    """The task `name` of a benchmark."""
+    return next(task for task in _known(benchmark) if task.name == name)
 
 
 def _known(benchmark: str) -> tuple[Task, ...]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import logging
 import os
 import random
 import re
@@ -17,9 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from residual_mass.benchmarks.examples import (
+    Doc,
+    DoesNotFitError,
+    Request,
+    harness_config,
+    harness_requests,
+    seeded,
+)
 from residual_mass.files import read_json
 
-Doc = dict[str, Any]
 Scope = dict[str, Any]
 DataSource = Callable[[Scope], Scope]
 """Given a generator's module, the names to replace so that its data come from elsewhere."""
@@ -37,23 +42,8 @@ MARGIN = 32
 """Tokens by which two draws of the same size may differ."""
 
 
-class DoesNotFitError(Exception):
-    """A task has too few examples that fit the length with this tokenizer."""
-
-
-def harness_config(task: str) -> dict[str, Any]:
-    """The harness's configuration of a task, with its functions resolved."""
-    import lm_eval.tasks
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    name = task.removeprefix("ruler_") + ".yaml"
-    config = load_yaml(Path(lm_eval.tasks.__file__).parent / "ruler" / name)
-    assert config["task"] == task, f"the harness's {name} configures {config['task']}"
-    return {key: value for key, value in config.items() if key != "tag"}
-
-
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, data: DataSource) -> list[Doc]:
-    """The first `count` examples of a task.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
+    """The first `count` examples of a task, from the data of an assets folder or from the harness's own downloads.
 
     The generators leave out samples that do not fit, so more are drawn until there are enough. They draw from one
     stream, one sample after the other, so the first n of m examples are the n examples.
@@ -61,26 +51,20 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     Raises:
         DoesNotFitError: too few samples fit the length.
     """
-    generator = harness_config(task)["custom_dataset"]
+    generator = harness_config("ruler", task)["custom_dataset"]
+    data = harness_data if assets is None else assets_data(assets)
     samples = count
     while samples <= 4 * count + 64:
-        docs = _draw(generator, tokenizer, length, samples, _seed(seed, task, length), data)
+        docs = _draw(generator, tokenizer, length, samples, seeded(seed, task, length), data)
         if len(docs) >= count:
             return docs[:count]
         samples *= 2
     raise DoesNotFitError(f"fewer than {count} of its examples fit {length} tokens with this tokenizer")
 
 
-def build_requests(task: str, docs: list[Doc]) -> list[tuple[str, dict[str, Any]]]:
-    """The prompt text and the generation settings that the harness would send for each example."""
-    from datasets import Dataset
-    from lm_eval.api.task import ConfigurableTask
-
-    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # advice about its own command line
-    dataset = {"test": Dataset.from_list(docs)}
-    harness_task = ConfigurableTask(config={**harness_config(task), "custom_dataset": lambda **_: dataset})
-    harness_task.build_all_requests()
-    return [instance.args for instance in harness_task.instances]
+def build_requests(task: str, docs: list[Doc]) -> list[Request]:
+    """What the harness would send for each example."""
+    return harness_requests("ruler", task, docs)
 
 
 def harness_data(_: Scope) -> Scope:
@@ -118,10 +102,6 @@ def assets_data(assets: Path) -> DataSource:
 def _essays(assets: Path) -> list[str]:
     text = read_json(assets / "haystack" / "PaulGrahamEssays.json")["text"]
     return re.sub(r"\s+", " ", text).split(" ")
-
-
-def _seed(seed: int, task: str, length: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {task} {length}".encode()).digest()[:4])
 
 
 def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: DataSource) -> list[Doc]:

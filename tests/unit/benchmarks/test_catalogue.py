@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from residual_mass.benchmarks import ruler
-from residual_mass.benchmarks.catalogue import BENCHMARKS, scorer_of, tasks_of, too_long
+from residual_mass.benchmarks.catalogue import BENCHMARKS, task_named, tasks_of, too_long
+from residual_mass.benchmarks.examples import harness_config
+
+EVERY_TASK = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
 
 
 def test_tasks_are_those_of_the_harness_in_its_order() -> None:
@@ -18,9 +20,14 @@ def test_tasks_are_those_of_the_harness_in_its_order() -> None:
     assert list(tasks_of("ruler", 4096)) == group["task"]
 
 
-@pytest.mark.parametrize("task", [task.name for task in BENCHMARKS["ruler"]])
-def test_scorer_is_the_harness_s(task: str) -> None:
-    assert ruler.harness_config(task)["process_results"].__name__ == scorer_of("ruler", task)
+@pytest.mark.parametrize(("benchmark", "name"), EVERY_TASK)
+def test_scorer_and_metric_are_the_harness_s(benchmark: str, name: str) -> None:
+    config, task = harness_config(benchmark, name), task_named(benchmark, name)
+    files_score_as = config["process_results"].__name__.replace("_with_score", "_score")  # the same, and a twin under "score"
+    assert files_score_as == task.process_results
+    assert config["generation_kwargs"]["max_gen_toks"] == task.max_new_tokens
+    if task.metric is not None:
+        assert task.metric in [entry["metric"] for entry in config["metric_list"]]
 
 
 def test_every_task_is_either_built_or_left_out() -> None:
@@ -38,7 +45,7 @@ def test_lengths_that_say_nothing_are_refused() -> None:
 
 
 def test_unknown_benchmark_is_refused() -> None:
-    with pytest.raises(ValueError, match="'rulr' is unknown; known are ruler"):
+    with pytest.raises(ValueError, match="'rulr' is unknown; known are babilong, longbench, ruler"):
         tasks_of("rulr", 4096)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, seeded
 from residual_mass.specs import PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -35,7 +36,7 @@ def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(requests, "get", get)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": [essays]})
-    questions = ruler.harness_config("ruler_qa_squad")["custom_dataset"].__globals__
+    questions = harness_config("ruler", "ruler_qa_squad")["custom_dataset"].__globals__
     for fetched in (
         prepare_niah.get_haystack,
         *(questions[n] for n in ("download_json", "read_squad", "read_hotpotqa")),
@@ -48,16 +49,15 @@ def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_prompts_are_the_strings_the_harness_sends(
     task: str, benchmark_assets: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = ruler.assets_data(benchmark_assets)
-    config = ruler.harness_config(task)
+    config = harness_config("ruler", task)
     scope = config["custom_dataset"].__globals__
     if task.startswith("ruler_qa"):  # the harness asks for 500 questions, the small sets have ten
         monkeypatch.setitem(scope, "generate_samples", _with_samples(scope["generate_samples"], 10))
     if "RNG" in scope:
         monkeypatch.setitem(scope, "RNG", copy.copy(scope["RNG"]))
-    ours = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 2048, 3, 5, data))
+    ours = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 2048, 3, 5, benchmark_assets))
     assert ours == _harness_requests(
-        task, str(benchmark_assets / "models" / "tiny-llama"), 2048, 3, ruler._seed(5, task, 2048)
+        task, str(benchmark_assets / "models" / "tiny-llama"), 2048, 3, seeded(5, task, 2048)
     )
 
 
@@ -72,26 +72,24 @@ def _harness_requests(task: str, tokenizer: str, length: int, count: int, seed: 
     random.seed(seed)
     np.random.seed(seed)
     metadata = {"tokenizer": tokenizer, "max_seq_lengths": [length]}
-    built = ConfigurableTask(config={**ruler.harness_config(task), "metadata": metadata})
+    built = ConfigurableTask(config={**harness_config("ruler", task), "metadata": metadata})
     built.build_all_requests(limit=count)
     return [instance.args for instance in built.instances]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_more_examples_append(task: str, benchmark_assets: Path, tokenizer: Any) -> None:
-    data = ruler.assets_data(benchmark_assets)
-    three = ruler.build_examples(task, tokenizer, 2048, 3, 5, data)
+    three = ruler.build_examples(task, tokenizer, 2048, 3, 5, benchmark_assets)
     state = random.getstate()
     random.seed(99)  # what was drawn before does not matter
-    assert ruler.build_examples(task, tokenizer, 2048, 6, 5, data)[:3] == three
+    assert ruler.build_examples(task, tokenizer, 2048, 6, 5, benchmark_assets)[:3] == three
     random.setstate(state)
-    assert ruler.build_examples(task, tokenizer, 2048, 3, 6, data) != three or task.startswith("ruler_qa")
+    assert ruler.build_examples(task, tokenizer, 2048, 3, 6, benchmark_assets) != three or task.startswith("ruler_qa")
 
 
 def test_one_task_alone_equals_the_task_among_all(manifest: Path, benchmark_assets: Path, tokenizer: Any) -> None:
-    data = ruler.assets_data(benchmark_assets)
     for task in ("ruler_qa_squad", "ruler_cwe", "niah_multivalue"):
-        alone = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 1024, 2, 3, data))
+        alone = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 1024, 2, 3, benchmark_assets))
         frozen = prompts.load_prompts(manifest, task, 2)
         assert [prompt.prompt for prompt in frozen] == [text for text, _ in alone]
 
@@ -139,8 +137,8 @@ def test_task_that_cannot_fit_is_told_not_looped_on(task: str, length: int, benc
     def letters(text: str) -> Any:
         return types.SimpleNamespace(input_ids=list(text.encode()))
 
-    with pytest.raises(ruler.DoesNotFitError, match="with this tokenizer"):
-        ruler.build_examples(task, letters, length, 1, 0, ruler.assets_data(benchmark_assets))
+    with pytest.raises(DoesNotFitError, match="with this tokenizer"):
+        ruler.build_examples(task, letters, length, 1, 0, benchmark_assets)
 
 
 def test_left_out_task_is_seen_in_manifest_log_and_use(
@@ -167,7 +165,7 @@ def test_missing_sentence_tables_are_told(tmp_path: Path) -> None:
 def test_damaged_data_is_an_error_not_a_left_out_task(benchmark_assets: Path, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "nltk_data").symlink_to(benchmark_assets / "nltk_data")
     with pytest.raises(ValueError, match=r"squad\.json: no such file"):
-        ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, ruler.assets_data(tmp_path))
+        ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, tmp_path)
 
 
 def _truncate(file: Path) -> None:
@@ -198,13 +196,13 @@ def test_damaged_manifest_is_named(own_manifest: Path, damage: Callable[[Path], 
 
 
 def test_edited_task_table_is_refused(own_manifest: Path) -> None:
-    own_manifest.write_text(own_manifest.read_text().replace('"examples": 2', '"examples": 3', 1))
+    own_manifest.write_text(own_manifest.read_text().replace('"examples": 2', '"examples": 3'))
     with pytest.raises(ValueError, match="does not match its sha256"):
         prompts.load_manifest(own_manifest)
 
 
 def test_more_examples_than_there_are_is_refused(manifest: Path) -> None:
-    with pytest.raises(ValueError, match="ruler_vt has 2 examples, not the 3 asked for"):
+    with pytest.raises(ValueError, match="has 2 examples a task, not 3"):
         prompts.load_prompts(manifest, "ruler_vt", 3)
     with pytest.raises(ValueError, match="no task ruler_xy; it holds niah_single_1"):
         prompts.load_prompts(manifest, "ruler_xy", 1)

@@ -1,0 +1,224 @@
+"""BABILong examples: the benchmark's own data set, or its construction anew from simulated stories and books.
+
+An example is a story whose facts lie, in order, between the sentences of a book, and a question about the story. Here
+its length is that of the harness's whole prompt, few-shot examples included, with the longest answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from residual_mass.benchmarks.examples import (
+    Doc,
+    DoesNotFitError,
+    Request,
+    harness_config,
+    harness_requests,
+    seeded,
+)
+from residual_mass.benchmarks.stories import Story, tell
+
+SLACK = 2
+"""Tokens by which a prompt may stay below its length where no run of words fills it exactly."""
+RUNS = 32
+"""Runs of book sentences that are tried for one that fills the prompt exactly."""
+GAP = "\ue000"
+"""Stands where the input goes while a prompt is laid out; no book has it."""
+BOILERPLATE = re.compile(
+    r"^(?:The Project Gutenberg eBook of|End of (?:the )?Project Gutenberg|\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG)"
+    r".*?(?:^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG[^\n]*$|\Z)",
+    re.MULTILINE | re.DOTALL | re.IGNORECASE,
+)
+"""From the end of one book of Project Gutenberg, or the header of the first, to the start of the next."""
+PROSE = re.compile(r"[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
+"""A paragraph that begins and ends as a sentence does; headings, contents and indices do not."""
+
+
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
+    """The first `count` examples of a task: `{"input", "question", "target"}`, and with assets the story's `"facts"`.
+
+    With assets None they are those of the benchmark's data set at this nominal length, as many as there are.
+
+    Raises:
+        DoesNotFitError: the facts and the harness's template alone take more than `length` tokens.
+    """
+    if assets is None:
+        return _published_examples(task, length, count)
+    kind, base = task.removeprefix("babilong_"), seeded(seed, task, length)
+    paragraphs, split = read_paragraphs(assets / "corpora" / "books"), sentence_splitter(assets / "nltk_data")
+    rngs = [Random(f"{base} {index}") for index in range(count)]  # one each: more examples change no earlier one
+    stories = [tell(kind, rng) for rng in rngs]
+    room = length - harness_config("babilong", task)["generation_kwargs"]["max_gen_toks"]
+    docs = []
+    for rng, story, (before, after) in zip(rngs, stories, _layouts(task, stories), strict=True):
+        size = partial(_size, tokenizer, before, after)
+        hidden = hide(story.facts, read_on(paragraphs, split, rng, room), rng, size, room)
+        docs.append({"input": hidden, "question": story.question, "target": story.answer, "facts": list(story.facts)})
+    return docs
+
+
+def build_requests(task: str, docs: list[Doc]) -> list[Request]:
+    """What the harness would send for each example."""
+    return harness_requests("babilong", task, docs)
+
+
+def _published_examples(task: str, length: int, count: int) -> list[Doc]:
+    """Rows of the data set that the harness itself loads."""
+    if length % 1024:
+        raise ValueError(f"length {length}: BABILong's data set has lengths in whole k only; choose 1k, 2k, 4k, ...")
+    config = harness_config("babilong", task)
+    splits = config["custom_dataset"](max_seq_lengths=f"{length // 1024}k", **config["dataset_kwargs"])
+    rows = splits[config["test_split"]]
+    return rows.select(range(min(count, len(rows)))).to_list()
+
+
+def _layouts(task: str, stories: Sequence[Story]) -> Iterator[tuple[str, str]]:
+    """What the harness puts before and after the input of each story."""
+    docs = [{"input": GAP, "question": story.question, "target": story.answer} for story in stories]
+    for prompt, _ in harness_requests("babilong", task, docs):
+        before, after = prompt.split(GAP)
+        yield before, after
+
+
+def _size(tokenizer: Any, before: str, after: str, text: str) -> int:
+    """Length in tokens of the whole prompt with `text` as its input, special tokens included."""
+    return len(tokenizer(before + text + after).input_ids)
+
+
+def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Callable[[str], int], room: int) -> str:
+    """The facts at random places between the sentences, of which as many are used as fill `room` tokens.
+
+    Only the last sentence used may be cut short. Where its words do not fill the room exactly, the run of sentences
+    begins one later.
+
+    Args:
+        size: length in tokens of the whole prompt with a text as its input.
+
+    Raises:
+        DoesNotFitError: the facts alone take more than `room`, or no run comes within SLACK of it.
+    """
+    places = sorted(rng.random() for _ in facts)
+    if (needed := size(_between(facts, [], places))) > room:
+        raise DoesNotFitError(f"its facts and template take {needed} of {room} tokens with this tokenizer")
+    best, text = -1, ""
+    for start in range(RUNS):
+        candidate = _filled(facts, places, sentences[start:], size, room)
+        if (found := size(candidate)) > best:
+            best, text = found, candidate
+        if best == room:
+            break
+    if best < room - SLACK:
+        raise DoesNotFitError(f"no words of the books fill {room} tokens with this tokenizer, only {best}")
+    return text
+
+
+def _filled(
+    facts: Sequence[str], places: Sequence[float], sentences: Sequence[str], size: Callable[[str], int], room: int
+) -> str:
+    """The facts between as many words of the sentences as fit `room` tokens."""
+    words = [sentence.split(" ") for sentence in sentences]
+
+    def text(count: int) -> str:
+        return _between(facts, _first_words(words, count), places)
+
+    return text(_most(lambda count: size(text(count)), room, sum(map(len, words))))
+
+
+def _between(facts: Sequence[str], sentences: Sequence[str], places: Sequence[float]) -> str:
+    """Facts and sentences, each fact at its share (from 0 to 1) of the way through the sentences."""
+    parts: list[str] = []
+    passed = 0
+    for fact, place in zip(facts, places, strict=True):
+        gap = int(place * (len(sentences) + 1))
+        parts += [*sentences[passed:gap], fact]
+        passed = gap
+    return " ".join([*parts, *sentences[passed:]])
+
+
+def _first_words(sentences: Sequence[Sequence[str]], count: int) -> list[str]:
+    """The sentences up to the `count`-th word; a sentence cut there ends in a full stop."""
+    found = []
+    for words in sentences:
+        if count <= 0:
+            break
+        cut = " ".join(words[:count])
+        found.append(cut if count >= len(words) else cut.rstrip(",;:-—. ") + ".")
+        count -= len(words)
+    return found
+
+
+def _most(size: Callable[[int], int], room: int, high: int) -> int:
+    """The largest count whose size is at most `room`, among 0 to `high`.
+
+    Sizes grow almost evenly with the count, so each step interpolates: a step tokenises a whole prompt.
+    """
+    low, smallest, largest = 0, size(0), size(high)
+    assert smallest <= room < largest
+    while high - low > 1 and smallest < room:
+        guess = low + round((room - smallest) * (high - low) / (largest - smallest))
+        middle = min(max(guess, low + 1), high - 1)
+        if (found := size(middle)) <= room:
+            low, smallest = middle, found
+        else:
+            high, largest = middle, found
+    return low
+
+
+@cache
+def read_paragraphs(folder: Path) -> tuple[str, ...]:
+    """Paragraphs of prose of all books in a folder, each on one line, without Project Gutenberg's own text.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = tuple(
+        paragraph
+        for file in sorted(folder.glob("*.txt"))
+        for book in BOILERPLATE.split(file.read_text(encoding="utf-8"))
+        for block in re.split(r"\n\s*\n", book)
+        if PROSE.fullmatch(paragraph := " ".join(block.split())) and paragraph != paragraph.upper()
+    )
+    if not found:
+        raise ValueError(f"{folder}: no books in it; run the assets stage")
+    return found
+
+
+@cache
+def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
+    """NLTK's sentence splitter for English with the tables of the assets.
+
+    Raises:
+        ValueError: the tables are not there.
+    """
+    folder = tables / "tokenizers" / "punkt_tab" / "english"
+    if not folder.is_dir():
+        raise ValueError(f"{tables}: no tokenizers/punkt_tab/english in it; run the assets stage")
+    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+    def table(name: str) -> list[list[str]]:
+        return [line.split("\t") for line in (folder / name).read_text(encoding="utf-8").splitlines() if line]
+
+    known = PunktParameters()  # filled here, as NLTK opens files only below its own process-wide folders
+    known.abbrev_types = {word for (word,) in table("abbrev_types.txt")}
+    known.sent_starters = {word for (word,) in table("sent_starters.txt")}
+    known.collocations = {(first, second) for first, second in table("collocations.tab")}
+    known.ortho_context.update({word: int(flags) for word, flags in table("ortho_context.tab")})
+    return PunktSentenceTokenizer(known).tokenize
+
+
+def read_on(paragraphs: Sequence[str], split: Callable[[str], list[str]], rng: Random, words: int) -> list[str]:
+    """Sentences from a random paragraph on, with more than `words` words after the first RUNS; the first book follows
+    the last.
+    """
+    at, found, read = rng.randrange(len(paragraphs)), [], 0
+    while read <= words:
+        sentences = split(paragraphs[at])
+        read += sum(len(sentence.split(" ")) for sentence in sentences) if len(found) >= RUNS else 0
+        found += sentences
+        at = (at + 1) % len(paragraphs)
+    return found

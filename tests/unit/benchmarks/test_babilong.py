@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import json
+import logging
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residual_mass.benchmarks import babilong, ruler
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.benchmarks.examples import DoesNotFitError, harness_config
+
+ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
+TASKS = tasks_of("babilong", 1024)
+ANSWER = 16
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The data set that the harness's loader gets: fill in `rows`; `asked` tells for what it was asked."""
+    import datasets
+
+    served: dict[str, Any] = {}
+
+    def load_dataset(path: str, *, name: str, split: str) -> Any:
+        served["asked"] = (path, name, split)
+        return datasets.Dataset.from_list(served["rows"])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return served
+
+
+def built(task: str, tokenizer: Any, assets: Path, length: int = 1024, count: int = 4, seed: int = 5) -> list[Any]:
+    return babilong.build_examples(task, tokenizer, length, count, seed, assets)
+
+
+def positions(doc: Any) -> list[int]:
+    """Where each fact begins in the input, each sought after the one before."""
+    found, at = [], 0
+    for fact in doc["facts"]:
+        at = doc["input"].index(fact, at)
+        found.append(at)
+        at += len(fact)
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_prompt_and_answer_have_exactly_the_length(
+    task: str, length: int, tokenizer: Any, benchmark_assets: Path
+) -> None:
+    requests = babilong.build_requests(task, built(task, tokenizer, benchmark_assets, length))
+    assert {settings["max_gen_toks"] for _, settings in requests} == {ANSWER}
+    assert [len(tokenizer(prompt).input_ids) + ANSWER for prompt, _ in requests] == [length] * 4
+
+
+def test_special_tokens_count(benchmark_assets: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(benchmark_assets / "models" / "tiny-llama")
+
+    def with_bos(text: str) -> Any:
+        return types.SimpleNamespace(input_ids=[0, *tokenizer(text).input_ids])
+
+    ((prompt, _),) = babilong.build_requests(TASKS[0], built(TASKS[0], with_bos, benchmark_assets, count=1))
+    assert len(tokenizer(prompt).input_ids) + 1 + ANSWER == 1024
+
+
+def test_a_tokenizer_that_cannot_hit_the_length_stays_just_below_it(tokenizer: Any, benchmark_assets: Path) -> None:
+    def in_threes(text: str) -> Any:
+        return types.SimpleNamespace(input_ids=[0] * (3 * len(text.split())))
+
+    requests = babilong.build_requests(TASKS[0], built(TASKS[0], in_threes, benchmark_assets))
+    assert {len(in_threes(prompt).input_ids) + ANSWER for prompt, _ in requests} == {1024 - (1024 - ANSWER) % 3}
+
+    def in_tens(text: str) -> Any:
+        return types.SimpleNamespace(input_ids=[0] * (10 * len(text.split())))
+
+    with pytest.raises(DoesNotFitError, match="no words of the books fill 4087 tokens with this tokenizer, only 4080"):
+        built(TASKS[0], in_tens, benchmark_assets, 4087 + ANSWER)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_facts_lie_in_order_between_whole_sentences(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
+    book = " ".join(babilong.read_paragraphs(benchmark_assets / "corpora" / "books"))
+    adjacent = []
+    for doc in built(task, tokenizer, benchmark_assets, 2048):
+        noise, end = [], 0
+        for at, fact in zip(positions(doc), doc["facts"], strict=True):
+            noise.append(doc["input"][end:at].strip())
+            end = at + len(fact)
+        noise.append(doc["input"][end:].strip())
+        adjacent += [gap == "" for gap in noise[1:-1]]
+        *whole, cut = [gap for gap in noise if gap]
+        for gap in whole:
+            assert gap in f"{book} {book}"  # read on from the last book into the first
+            assert gap[-1] in ".!" and gap[0].isupper()
+        assert cut.rstrip(".") in f"{book} {book}" and cut.endswith((".", "!"))
+    assert adjacent.count(True) < len(adjacent) / 2
+
+
+def test_examples_begin_at_different_places_of_the_books(tokenizer: Any, benchmark_assets: Path) -> None:
+    openings = set()
+    for doc in built("babilong_qa4", tokenizer, benchmark_assets, count=8):
+        noise = doc["input"]
+        for fact in doc["facts"]:
+            noise = noise.replace(fact, "")
+        openings.add(noise.split(".")[0].strip())
+    assert len(openings) > 4
+
+
+def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
+    paragraphs = babilong.read_paragraphs(benchmark_assets / "corpora" / "books")
+    split = babilong.sentence_splitter(benchmark_assets / "nltk_data")
+    text = " ".join(paragraphs)
+    for gone in ("Gutenberg", "belongs to no book", "CHAPTER", "Produced by", "Snow", "THE GATE", "\n"):
+        assert gone not in text
+    sentences = [sentence for paragraph in paragraphs for sentence in split(paragraph)]
+    assert (len(paragraphs), len(sentences), len(set(sentences))) == (100, 600, 300)
+
+
+def test_sentences_are_nltk_s(benchmark_assets: Path) -> None:
+    ruler.assets_data(benchmark_assets)  # shows NLTK the tables
+    from nltk.tokenize.punkt import PunktTokenizer
+
+    split, theirs = babilong.sentence_splitter(benchmark_assets / "nltk_data"), PunktTokenizer("english")
+    book = babilong.read_paragraphs(benchmark_assets / "corpora" / "books")
+    for text in ("Mr. Beck slept. Dr. Holt sang.", "It is 5. metres. The sea! bread. The end", *book[:20]):
+        assert split(text) == theirs.tokenize(text)
+    assert split("Mr. Beck slept. Dr. Holt sang.") == ["Mr. Beck slept.", "Dr. Holt sang."]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompt_is_description_two_shots_and_the_example(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
+    docs = built(task, tokenizer, benchmark_assets)
+    config = harness_config("babilong", task)
+    shots = [f"{s['input']}\n{s['question']} {s['target']}\n\n" for s in config["fewshot_config"]["samples"][:2]]
+    for doc, (prompt, settings) in zip(docs, babilong.build_requests(task, docs), strict=True):
+        assert prompt == f"{config['description']}{''.join(shots)}{doc['input']}\n{doc['question']}"
+        assert settings["until"] == []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_requests_are_those_of_the_harness_s_own_task(
+    task: str, tokenizer: Any, benchmark_assets: Path, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.api.task import ConfigurableTask
+
+    monkeypatch.setattr(logging.getLogger("lm_eval.api.task"), "level", logging.ERROR)
+    docs = built(task, tokenizer, benchmark_assets, count=3)
+    hub["rows"] = [{key: doc[key] for key in ("input", "question", "target")} for doc in docs]
+    theirs = ConfigurableTask(config={**harness_config("babilong", task), "metadata": {"max_seq_lengths": "1k"}})
+    theirs.build_all_requests()
+    assert babilong.build_requests(task, docs) == [instance.args for instance in theirs.instances]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_scorer_knows_the_target_from_silence_and_from_another_answer(
+    task: str, tokenizer: Any, benchmark_assets: Path
+) -> None:
+    score = harness_config("babilong", task)["process_results"]
+    docs = built(task, tokenizer, benchmark_assets, count=12)
+    targets = [doc["target"] for doc in docs]
+    assert len(set(targets)) > 2
+    for doc in docs:
+        stored = {key: value for key, value in doc.items() if key != "input"}
+        assert score(stored, [f"It is the {doc['target'].upper()}."]) == {"acc": 1.0}
+        assert score(stored, [""]) == {"acc": 0.0}
+    for shift in range(1, 12):
+        said = targets[shift:] + targets[:shift]
+        right = sum(score(doc, [text])["acc"] for doc, text in zip(docs, said, strict=True))
+        assert right == sum(text == target for text, target in zip(said, targets, strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_more_examples_append_and_the_seed_decides(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
+    three = built(task, tokenizer, benchmark_assets, count=3)
+    assert built(task, tokenizer, benchmark_assets, count=5)[:3] == three
+    assert json.loads(json.dumps(three)) == three
+    others = built(task, tokenizer, benchmark_assets, count=3, seed=6)
+    assert all(a["input"] != b["input"] for a, b in zip(three, others, strict=True))
+    assert len({doc["input"] for doc in three}) == 3
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_cannot_fit_is_told(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"facts and template take \d+ of 84 tokens with this tokenizer"):
+        built(task, tokenizer, benchmark_assets, 100)
+
+
+def test_without_assets_the_rows_are_those_of_the_data_set(hub: dict[str, Any], tokenizer: Any) -> None:
+    hub["rows"] = [{"input": f"Mary is {n}.", "question": "Where?", "target": "office"} for n in range(5)]
+    assert babilong.build_examples("babilong_qa3", tokenizer, 4096, 3, 0, None) == hub["rows"][:3]
+    assert hub["asked"] == ("RMT-team/babilong-1k-samples", "4k", "qa3")
+    assert babilong.build_examples("babilong_qa1", tokenizer, 65536, 99, 0, None) == hub["rows"]
+    assert hub["asked"][1:] == ("64k", "qa1")
+
+
+def test_a_length_that_the_data_set_lacks_is_refused(error_line: ErrorLine) -> None:
+    with pytest.raises(ValueError) as error:
+        babilong.build_examples("babilong_qa1", None, 1500, 3, 0, None)
+    assert "length 1500" in error_line(error)
+
+
+@pytest.mark.parametrize("missing", ["nltk_data", "corpora"])
+def test_missing_assets_are_told(
+    missing: str, tokenizer: Any, benchmark_assets: Path, tmp_path: Path, error_line: ErrorLine
+) -> None:
+    for folder in {"nltk_data", "corpora"} - {missing}:
+        (tmp_path / folder).symlink_to(benchmark_assets / folder)
+    with pytest.raises(ValueError) as error:
+        built(TASKS[0], tokenizer, tmp_path)
+    assert missing in error_line(error) and "run the assets stage" in str(error.value)
