@@ -1,0 +1,250 @@
+"""LongBench examples (GovReport, QMSum, MuSiQue, HotpotQA) in the harness's templates.
+
+On the hub are the benchmark's own: a task's examples in order and as they are, whatever the length; most are longer
+than the short lengths. From the assets, SQuAD 2.0's Wikipedia articles and HotpotQA's dev set (distractor setting,
+all of its questions hard), examples are made that fit a length and fill it with whole paragraphs:
+
+* HotpotQA: its own questions and answers. The passages are all paragraphs of the question's item, two of them
+  supporting and the others its distractors, filled up with paragraphs of other items, in random order. LongBench takes
+  the Wikipedia articles around them in full.
+* MuSiQue, a stand-in: HotpotQA's bridge questions, which take two steps as MuSiQue's take two to four, with the two
+  supporting paragraphs alone among paragraphs of other items. Unlike MuSiQue's, the distractors are on other subjects.
+  Its questions and those of HotpotQA are disjoint under every seed and length.
+* GovReport, a stand-in: a SQuAD article without its first paragraph is the report, the first paragraph its reference
+  summary. It may tell what the report does not.
+* QMSum, a stand-in: the query asks what is said about a title; the transcript are paragraphs of HotpotQA, each on a
+  line of its own after its title as a meeting's turns after their speakers, in random order; the reference are the
+  leading sentences of that title's paragraph. Unlike QMSum's, it stands in the transcript word for word.
+
+An example leaves room for its answer: as many tokens as the harness lets a model generate, or the reference's own and
+`ANSWER_MARGIN` more where that is less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from residual_mass.benchmarks.examples import (
+    Doc,
+    DoesNotFitError,
+    Request,
+    harness_config,
+    harness_requests,
+    seeded,
+)
+from residual_mass.files import read_json
+
+ANSWER_MARGIN = 32
+SUMMARY_SENTENCES = 3
+"""Most sentences of a query's reference; never more than half of its paragraph."""
+FILLER_TOKENS = 32
+"""So short are few paragraphs: of a length's share of these, more than fit are drawn."""
+
+
+class Passage(NamedTuple):
+    """A paragraph of Wikipedia in HotpotQA; its sentences bring their own spaces."""
+
+    title: str
+    sentences: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.sentences).strip()
+
+
+class Part(NamedTuple):
+    """A piece of a context that is in it as a whole or not at all; parts are read in the order of their places."""
+
+    place: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An example before it has a size: its first `needed` parts belong to it, of the rest as many as there is room."""
+
+    key: str
+    question: str
+    answer: str
+    parts: list[Part]
+    needed: int
+
+
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
+    """Examples in the fields of the hub's data set.
+
+    From the hub (`assets` None) come the first `count`, or all where there are fewer. From an assets folder come
+    exactly `count`; prompt and answer take `length` tokens at most, and the first n of m examples are the n examples.
+
+    Raises:
+        DoesNotFitError: fewer than `count` examples of the assets fit.
+        ValueError: the data cannot be read.
+    """
+    config = harness_config("longbench", task)
+    if assets is None:
+        return _hub_examples(config, count)
+
+    def tokens(text: str) -> int:
+        return len(tokenizer(text).input_ids)
+
+    docs: list[Doc] = []
+    for draft in DRAFTS[task](assets, length, Random(seeded(seed, task, length))):
+        doc = _longest_that_fits(draft, config, tokens, length)
+        docs += [doc] if doc else []
+        if len(docs) == count:
+            return docs
+    raise DoesNotFitError(f"{len(docs)} of its examples fit {length} tokens with this tokenizer, {count} are wanted")
+
+
+def build_requests(task: str, docs: list[Doc]) -> list[Request]:
+    """The prompt text and the generation settings that the harness would send for each example."""
+    return harness_requests("longbench", task, docs)
+
+
+def _hub_examples(config: dict[str, Any], count: int) -> list[Doc]:
+    import datasets
+
+    path, name = config["dataset_path"], config["dataset_name"]
+    try:
+        rows = datasets.load_dataset(path, name, split=config["test_split"])
+    except (OSError, ValueError) as error:  # not reached, or only other tasks of it are stored here
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"{config['task']}: data set {path} ({name}) cannot be read ({reason})") from None
+    return rows.select(range(min(count, len(rows)))).to_list()
+
+
+def _longest_that_fits(draft: Draft, config: dict[str, Any], tokens: Callable[[str], int], length: int) -> Doc | None:
+    """None where not even the needed parts fit."""
+    from lm_eval.utils import apply_template
+
+    answer_tokens = min(config["generation_kwargs"]["max_gen_toks"], tokens(draft.answer) + ANSWER_MARGIN)
+
+    def too_long(parts: int) -> bool:
+        return tokens(apply_template(config["doc_to_text"], _doc(draft, config, parts))) + answer_tokens > length
+
+    sizes = range(draft.needed, len(draft.parts) + 1)
+    fitting = bisect_left(sizes, True, key=too_long)
+    return _doc(draft, config, sizes[fitting - 1]) if fitting else None
+
+
+def _doc(draft: Draft, config: dict[str, Any], parts: int) -> Doc:
+    texts = [part.text for part in sorted(draft.parts[:parts])]
+    context = CONTEXTS[config["task"]](texts)
+    return {
+        "question": draft.question,
+        "context": context,
+        "answers": [draft.answer],
+        "length": len(context.split()),
+        "dataset": config["dataset_name"],
+        "language": "en",
+        "all_classes": None,
+        "_id": draft.key,
+    }
+
+
+def _hotpotqa(assets: Path, length: int, rng: Random) -> Iterator[Draft]:
+    items = _items(assets)
+    chosen = [item for item in items if not _for_musique(item)]
+    return _questions(chosen, _passages, _all_passages(items), length, rng)
+
+
+def _musique(assets: Path, length: int, rng: Random) -> Iterator[Draft]:
+    items = _items(assets)
+    chosen = [item for item in items if _for_musique(item) and item["type"] == "bridge"]
+    return _questions(chosen, _supporting_passages, _all_passages(items), length, rng)
+
+
+def _questions(
+    items: list[Doc], needed: Callable[[Doc], list[Passage]], pool: list[Passage], length: int, rng: Random
+) -> Iterator[Draft]:
+    for item in filter(_scorable, rng.sample(items, len(items))):
+        own = needed(item)
+        passages = own + _fillers(pool, _passages(item), length, rng)
+        parts = [Part(rng.random(), f"{passage.title}\n{passage.text}") for passage in passages]
+        yield Draft(item["_id"], item["question"].strip(), item["answer"], parts, needed=len(own))
+
+
+def _qmsum(assets: Path, length: int, rng: Random) -> Iterator[Draft]:
+    pool = _all_passages(_items(assets))
+    subjects = [passage for passage in pool if len(passage.sentences) > 1]
+    for subject in rng.sample(subjects, len(subjects)):
+        passages = [subject, *_fillers(pool, [subject], length, rng)]
+        parts = [Part(rng.random(), f"{passage.title}: {passage.text}") for passage in passages]
+        query = f"Summarize what is said about {subject.title}."
+        yield Draft(subject.title, query, _leading_sentences(subject), parts, needed=1)
+
+
+def _gov_report(assets: Path, _: int, rng: Random) -> Iterator[Draft]:
+    articles = read_json(assets / "qa" / "squad.json")["data"]
+    for article in rng.sample(articles, len(articles)):
+        summary, *report = (paragraph["context"].strip() for paragraph in article["paragraphs"])
+        yield Draft(article["title"], "", summary, [Part(*numbered) for numbered in enumerate(report)], needed=1)
+
+
+DRAFTS: dict[str, Callable[[Path, int, Random], Iterator[Draft]]] = {
+    "longbench_gov_report": _gov_report,
+    "longbench_qmsum": _qmsum,
+    "longbench_musique": _musique,
+    "longbench_hotpotqa": _hotpotqa,
+}
+
+
+def _numbered(texts: Sequence[str]) -> str:
+    return "\n\n".join(f"Passage {number}:\n{text}" for number, text in enumerate(texts, start=1))
+
+
+CONTEXTS: dict[str, Callable[[Sequence[str]], str]] = {
+    "longbench_gov_report": "\n\n".join,
+    "longbench_qmsum": "\n".join,
+    "longbench_musique": _numbered,
+    "longbench_hotpotqa": _numbered,
+}
+"""How a task's context is put together from its parts."""
+
+
+def _items(assets: Path) -> list[Doc]:
+    return read_json(assets / "qa" / "hotpotqa.json")
+
+
+def _for_musique(item: Doc) -> bool:
+    """Decided by the item itself, so that the two tasks never share one."""
+    return hashlib.sha256(item["_id"].encode()).digest()[0] % 2 == 1
+
+
+def _scorable(item: Doc) -> bool:
+    """Whether the harness's F1 finds a word in the answer; it drops articles and punctuation ("The The", "!!!")."""
+    from lm_eval.tasks.longbench.metrics import normalize_answer
+
+    return bool(normalize_answer(item["answer"]))
+
+
+def _passages(item: Doc) -> list[Passage]:
+    return [Passage(html.unescape(title), sentences) for title, sentences in item["context"]]
+
+
+def _supporting_passages(item: Doc) -> list[Passage]:
+    titles = {html.unescape(title) for title, _ in item["supporting_facts"]}
+    return [passage for passage in _passages(item) if passage.title in titles]
+
+
+def _all_passages(items: list[Doc]) -> list[Passage]:
+    """One per title; a few titles come with two versions of their text."""
+    return list({passage.title: passage for item in items for passage in _passages(item)}.values())
+
+
+def _fillers(pool: list[Passage], own: list[Passage], length: int, rng: Random) -> list[Passage]:
+    """Passages that may fill an example up, in random order and without its own."""
+    titles = {passage.title for passage in own}
+    drawn = rng.sample(pool, min(len(pool), length // FILLER_TOKENS))
+    return [passage for passage in drawn if passage.title not in titles]
+
+
+def _leading_sentences(passage: Passage) -> str:
+    return "".join(passage.sentences[: min(SUMMARY_SENTENCES, len(passage.sentences) // 2)]).strip()

@@ -1,0 +1,243 @@
+"""LongBench: examples sized to the length, whose references the harness's own scorers reward."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.small_assets import HAYSTACK
+
+from residual_mass.benchmarks import longbench
+from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.benchmarks.examples import Doc, DoesNotFitError, harness_task
+
+TASKS = tuple(task.name for task in BENCHMARKS["longbench"])
+QUESTION_TASKS = ("longbench_musique", "longbench_hotpotqa")
+GENERATED = {"longbench_gov_report": 512, "longbench_qmsum": 512, "longbench_musique": 32, "longbench_hotpotqa": 32}
+ITEMS, ARTICLES = 40, 12
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough invented text to fill a length: forty items of ten paragraphs, twelve articles of sixty."""
+    assets, rng = tmp_path_factory.mktemp("library"), random.Random(0)
+    items = [_item(number, rng) for number in range(ITEMS)]
+    articles = [
+        {"title": f"Article {number}", "paragraphs": [{"context": _paragraph(rng), "qas": []} for _ in range(60)]}
+        for number in range(ARTICLES)
+    ]
+    _write(assets, items, articles)
+    return assets
+
+
+def _write(assets: Path, items: list[Doc], articles: list[Doc]) -> None:
+    (assets / "qa").mkdir()
+    (assets / "qa" / "hotpotqa.json").write_text(json.dumps(items))
+    (assets / "qa" / "squad.json").write_text(json.dumps({"data": articles}))
+
+
+def _item(number: int, rng: random.Random) -> Doc:
+    context = [[f"Title {number}.{place}", _sentences(rng)] for place in range(10)]
+    supporting = rng.sample(range(10), 2)
+    context[supporting[1]][1].append(f" Its keeper was keeper{number}.")
+    return {
+        "_id": f"item {number}",
+        "type": "comparison" if number % 5 == 0 else "bridge",
+        "question": f"Who kept number {number}? ",
+        "answer": "yes" if number % 10 == 0 else f"keeper{number}",
+        "supporting_facts": [[context[place][0], 0] for place in supporting],
+        "context": context,
+    }
+
+
+def _paragraph(rng: random.Random) -> str:
+    return "".join(_sentences(rng))
+
+
+def _sentences(rng: random.Random) -> list[str]:
+    words = HAYSTACK.lower().replace(".", "").split()
+    sentences = [" ".join(rng.sample(words, 9)).capitalize() + "." for _ in range(rng.randint(2, 5))]
+    return [sentences[0], *(f" {sentence}" for sentence in sentences[1:])]
+
+
+def _by_id(assets: Path) -> dict[str, Doc]:
+    return {item["_id"]: item for item in json.loads((assets / "qa" / "hotpotqa.json").read_text())}
+
+
+def _supporting(item: Doc) -> list[str]:
+    titles = {title for title, _ in item["supporting_facts"]}
+    return [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"] if title in titles]
+
+
+def _passages(doc: Doc) -> list[str]:
+    first, *others = doc["context"].split("\n\nPassage ")
+    numbered = [first.removeprefix("Passage "), *others]
+    assert [passage.partition(":\n")[0] for passage in numbered] == [str(n + 1) for n in range(len(numbered))]
+    return [passage.partition(":\n")[2] for passage in numbered]
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+@pytest.mark.parametrize("task", TASKS)
+def test_prompt_and_answer_fill_the_length(task: str, length: int, library: Path, tokenizer: Any) -> None:
+    docs = longbench.build_examples(task, tokenizer, length, 6, 0, library)
+    requests = longbench.build_requests(task, docs)
+    assert len(docs) == len(requests) == 6
+    for doc, (prompt, settings) in zip(docs, requests, strict=True):
+        assert doc["context"] in prompt and doc["question"] in prompt
+        assert (settings["max_gen_toks"], settings["until"]) == (GENERATED[task], [])
+        answer = min(GENERATED[task], len(tokenizer(doc["answers"][0]).input_ids) + longbench.ANSWER_MARGIN)
+        assert 0.85 * length < len(tokenizer(prompt).input_ids) + answer <= length
+        assert doc["length"] == len(doc["context"].split())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_more_examples_append(task: str, library: Path, tokenizer: Any) -> None:
+    three = longbench.build_examples(task, tokenizer, 1024, 3, 5, library)
+    random.seed(99)  # what was drawn before does not matter
+    six = longbench.build_examples(task, tokenizer, 1024, 6, 5, library)
+    assert six[:3] == three
+    assert len({doc["_id"] for doc in six}) == 6
+    assert longbench.build_examples(task, tokenizer, 1024, 3, 6, library) != three
+
+
+def test_musique_and_hotpotqa_share_no_question(library: Path, tokenizer: Any) -> None:
+    kept: dict[str, set[str]] = {}
+    for task in QUESTION_TASKS:
+        seeds = [longbench.build_examples(task, tokenizer, 1024, 10, seed, library) for seed in range(3)]
+        kept[task] = {doc["_id"] for docs in seeds for doc in docs}
+        assert len(kept[task]) > 10
+    assert not kept["longbench_musique"] & kept["longbench_hotpotqa"]
+
+
+def test_hotpotqa_keeps_its_items_whole_and_in_no_fixed_order(library: Path, tokenizer: Any) -> None:
+    items = _by_id(library)
+    places, answers = set(), set()
+    for doc in longbench.build_examples("longbench_hotpotqa", tokenizer, 2048, 10, 0, library):
+        item, passages = items[doc["_id"]], _passages(doc)
+        own = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+        assert set(own) < set(passages) and len(set(passages)) == len(passages)
+        assert item["answer"] == "yes" or any(item["answer"] in passage for passage in _supporting(item))
+        assert (doc["question"], doc["answers"]) == (item["question"].strip(), [item["answer"]])
+        places.add(tuple(sorted(passages.index(passage) for passage in own)))
+        answers.add(item["answer"])
+    assert len(places) > 5 and "yes" in answers
+
+
+def test_musique_hides_two_supporting_paragraphs_among_other_items(library: Path, tokenizer: Any) -> None:
+    items = _by_id(library)
+    for doc in longbench.build_examples("longbench_musique", tokenizer, 2048, 10, 0, library):
+        item, passages = items[doc["_id"]], _passages(doc)
+        own = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+        assert item["type"] == "bridge"
+        assert set(own) & set(passages) == set(_supporting(item)) and len(passages) > 10
+        assert sum(doc["answers"][0] in passage for passage in _supporting(item)) == 1
+
+
+def test_report_is_the_article_after_its_summary(library: Path, tokenizer: Any) -> None:
+    articles = json.loads((library / "qa" / "squad.json").read_text())["data"]
+    texts = {article["title"]: [paragraph["context"] for paragraph in article["paragraphs"]] for article in articles}
+    for doc in longbench.build_examples("longbench_gov_report", tokenizer, 1024, ARTICLES, 0, library):
+        summary, *report = texts[doc["_id"]]
+        parts = doc["context"].split("\n\n")
+        assert doc["answers"] == [summary] and summary not in doc["context"]
+        assert parts == report[: len(parts)] and len(parts) > 5
+
+
+def test_query_asks_for_one_turn_of_the_transcript(library: Path, tokenizer: Any) -> None:
+    for doc in longbench.build_examples("longbench_qmsum", tokenizer, 1024, 10, 0, library):
+        (turn,) = (line for line in doc["context"].splitlines() if line.startswith(f"{doc['_id']}: "))
+        text = turn.removeprefix(f"{doc['_id']}: ")
+        assert text.startswith(doc["answers"][0]) and doc["answers"][0].endswith(".")
+        assert len(doc["answers"][0]) < 0.7 * len(text)
+        assert doc["question"] == f"Summarize what is said about {doc['_id']}."
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_harness_rewards_the_reference_alone(task: str, library: Path, tokenizer: Any) -> None:
+    docs = longbench.build_examples(task, tokenizer, 1024, 6, 0, library)
+    harness = harness_task("longbench", task, docs)
+    (metric,) = (known.metric for known in BENCHMARKS["longbench"] if known.name == task)
+    for doc, other in zip(docs, docs[1:] + docs[:1], strict=True):
+        stored = {key: value for key, value in json.loads(json.dumps(doc)).items() if key != "context"}
+
+        def score(text: str, stored: Doc = stored) -> float:
+            return harness.process_results(stored, [text])[metric]
+
+        assert score(f" {doc['answers'][0]}\n") > 0.999
+        assert score("") == 0
+        if other["answers"] != doc["answers"]:
+            assert score(other["answers"][0]) < 0.4
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_small_assets_hold_every_task(task: str, benchmark_assets: Path, tokenizer: Any) -> None:
+    docs = longbench.build_examples(task, tokenizer, 2048, 3, 3, benchmark_assets)
+    assert len(longbench.build_requests(task, docs)) == 3
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_length_too_short_is_told(task: str, library: Path, tokenizer: Any) -> None:
+    with pytest.raises(DoesNotFitError, match="0 of its examples fit 90 tokens with this tokenizer, 1 are wanted"):
+        longbench.build_examples(task, tokenizer, 90, 1, 0, library)
+
+
+def test_too_few_examples_are_told(library: Path, tokenizer: Any) -> None:
+    with pytest.raises(DoesNotFitError, match=f"{ARTICLES} of its examples fit 1024 tokens .*, 13 are wanted"):
+        longbench.build_examples("longbench_gov_report", tokenizer, 1024, 13, 0, library)
+
+
+def test_answers_that_cannot_score_are_left_out_and_entities_resolved(tmp_path: Path, tokenizer: Any) -> None:
+    rng = random.Random(1)
+    items = [_item(number, rng) for number in range(20)]
+    for item in items[10:]:
+        item["answer"] = "The !"
+    for item in items:
+        item["context"] = [[f"The &quot;{title}&quot;", sentences] for title, sentences in item["context"]]
+        item["supporting_facts"] = [[f"The &quot;{title}&quot;", place] for title, place in item["supporting_facts"]]
+    _write(tmp_path, items, [])
+    scorable = 0
+    for task in QUESTION_TASKS:
+        with pytest.raises(DoesNotFitError) as error:
+            longbench.build_examples(task, tokenizer, 1024, 21, 0, tmp_path)
+        scorable += int(str(error.value).split()[0])
+        (doc,) = longbench.build_examples(task, tokenizer, 1024, 1, 0, tmp_path)
+        assert doc["answers"] != ["The !"] and 'The "Title' in doc["context"] and "&quot;" not in doc["context"]
+    comparisons_of_musique = sum(item["type"] != "bridge" and longbench._for_musique(item) for item in items[:10])
+    assert scorable == 10 - comparisons_of_musique
+
+
+def test_missing_assets_are_told(tmp_path: Path, tokenizer: Any) -> None:
+    for task in TASKS:
+        with pytest.raises(ValueError, match=r"\.json: no such file"):
+            longbench.build_examples(task, tokenizer, 1024, 1, 0, tmp_path)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_hub_examples_come_in_order_and_uncut(
+    task: str, library: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    docs = longbench.build_examples(task, tokenizer, 2048, 4, 0, library)
+    asked = []
+
+    def load_dataset(path: str, name: str, split: str) -> datasets.Dataset:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(docs)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert longbench.build_examples(task, tokenizer, 64, 3, 0, None) == docs[:3]
+    assert longbench.build_examples(task, tokenizer, 64, 500, 0, None) == docs
+    assert set(asked) == {("Xnhyacinth/LongBench", task.removeprefix("longbench_"), "test")}
+
+
+def test_hub_out_of_reach_is_told_in_one_line(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, error_line: Any) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        longbench.build_examples("longbench_qmsum", tokenizer, 1024, 1, 0, None)
+    assert "data set Xnhyacinth/LongBench (qmsum) cannot be read" in error_line(error)
