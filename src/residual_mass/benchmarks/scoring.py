@@ -1,98 +1,164 @@
-"""Scores of stored generations by the harness's own functions, as one tidy CSV."""
+"""Scores of stored generations, and how the arms differ on the same examples, as one tidy CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from residual_mass.benchmarks.catalogue import scorer_of
+from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
-from residual_mass.benchmarks.statistics import Estimate, estimate_over_tasks, estimate_task
+from residual_mass.benchmarks.scorers import both_scores
+from residual_mass.benchmarks.statistics import (
+    Comparison,
+    Estimate,
+    compare_arms,
+    compare_over_tasks,
+    estimate_arms,
+    estimate_over_tasks,
+)
 from residual_mass.files import read_jsonl, write_meta, write_text
-from residual_mass.specs import METHODS, ScoreSpec, to_json
+from residual_mass.holm import holm
+from residual_mass.specs import METHODS, ArmSpec, ScoreSpec, to_json
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = (
-    "benchmark backbone length task method budget_percent metric value stderr ci_low ci_high n k_mean k_zero_share "
+    "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high "
+    "original_value original_stderr original_ci_low original_ci_high n "
+    "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p flags data k_mean k_zero_share cut_share "
     "study model_id revision phi_sha prompts_sha weights"
 ).split()
+FLOOR, CEILING = 0.02, 0.98
+"""Up to the one and from the other on, a score says little of the difference between arms."""
+SIGNIFICANT = 0.05
+DATA_ORDER = ("original", "simulated", "stand-in")
+FULL = ArmSpec("full")
 RERUN = "run the generate stage again"
+RESCORE = "delete it and run the score stage again"
 ROW_TYPES: dict[str, type | tuple[type, ...]] = {
     "task": str,
     "index": int,
     "method": str,
     "budget_percent": (int, float, type(None)),
+    "maps": (str, type(None)),
     "k": int,
+    "cut_tokens": int,
     "text": str,
     "phi_sha": (str, type(None)),
     "prompt_sha": str,
 }
 
-Arm = tuple[str, float | None]
 Row = dict[str, Any]
-Cells = dict[tuple[str, Arm], list[Row]]
+Cells = dict[tuple[str, ArmSpec], list[Row]]
 """Generation rows by task and arm, in the order of the examples."""
+Line = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one line of the result table says of an arm on a task or over all."""
+    """What one line of the result table says of an arm on a task or over all.
 
-    estimate: Estimate
+    Attributes:
+        value: by the harness's scorer.
+        original: by the scorer of the benchmark's authors.
+        gain: difference to topk at the same budget; None for arms without feature maps, or where topk is not there.
+        full_gap: difference to full; None for full itself, or where it is not there.
+        ks: exact keys beyond the anchors, per example.
+        cuts: tokens by which the prompt was cut to the context, per example.
+    """
+
+    value: Estimate
+    original: Estimate
+    gain: Comparison | None
+    full_gap: Comparison | None
     ks: list[int]
+    cuts: list[int]
+
+
+Scores = dict[ArmSpec, Score]
 
 
 def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> None:
-    """Writes one row per (task, method, budget), then the rows over all tasks."""
+    """Writes one row per task and arm, then the rows over all tasks."""
     manifest = load_manifest(prompts)
     examples = {task: load_prompts(prompts, task, entry["examples"]) for task, entry in manifest["tasks"].items()}
-    cells = collect(generations, examples)
+    cells = collect(generations, examples, spec.arms)
     arms = list(dict.fromkeys(arm for _, arm in cells))
-    scores = {(task, arm): _score(spec, task, examples[task], rows) for (task, arm), rows in cells.items()}
-    for arm in arms:
-        of_arm = [scores[task, arm] for task in examples]
-        scores["all", arm] = Score(estimate_over_tasks([s.estimate for s in of_arm]), [k for s in of_arm for k in s.ks])
-    lines = [
-        _line(spec, task, arm, scores[task, arm], _phi_sha(cells, arm), manifest["sha256"])
-        for task in (*examples, "all")
-        for arm in arms
-    ]
+    phi = {arm: _phi_sha(cells, arm) for arm in arms}
+    scores = {
+        task: _score_task(spec, task, examples[task], {arm: cells[task, arm] for arm in arms}) for task in examples
+    }
+    scores["all"] = {arm: _over_tasks([of_task[arm] for of_task in scores.values()]) for arm in arms}
+    lines = []
+    for task, of_task in scores.items():
+        about, above = _about(spec, manifest, task), _above_full(task, of_task)
+        lines += [
+            {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, arm in above)}
+            for arm, score in of_task.items()
+        ]
     write_text(out, _csv(lines))
     write_meta(out, spec=json.loads(to_json(spec)), generations=[str(path) for path in generations])
 
 
-def collect(generations: Sequence[Path], examples: dict[str, list[Prompt]]) -> Cells:
-    """The rows of all files by task and arm.
+def join(files: Sequence[Path], out: Path) -> None:
+    """Writes the rows of several result tables as one.
+
+    Raises:
+        ValueError: a file is missing, cut, or has other columns; names it.
+    """
+    write_text(out, _csv(line for path in files for line in _read_table(path)))
+
+
+def collect(
+    generations: Sequence[Path], examples: Mapping[str, Sequence[Prompt]], arms: Sequence[ArmSpec] | None = None
+) -> Cells:
+    """The rows of all files by task and arm; a file may hold some of the tasks or some of the arms.
+
+    Args:
+        generations: the files.
+        examples: frozen prompts by task.
+        arms: the arms to collect; None collects all there are.
 
     Raises:
         ValueError: a row is malformed, twice there, of no frozen prompt, or missing; names the file.
     """
-    found: dict[tuple[str, Arm], dict[int, Row]] = {}
-    file_of: dict[str, Path] = {}
+    found: dict[tuple[str, ArmSpec], dict[int, Row]] = {}
+    file_of: dict[str | ArmSpec | tuple[str, ArmSpec], Path] = {}
     for path in generations:
         for number, row in enumerate(read_jsonl(path), start=1):
-            _check_row(row, examples, f"{path}:{number}")
-            arm = row["method"], row["budget_percent"]
-            if row["index"] in (cell := found.setdefault((row["task"], arm), {})):
-                raise ValueError(f"{path}:{number}: a second row for {_name(row['task'], arm)} example {row['index']}")
-            cell[row["index"]] = row
-            file_of[row["task"]] = path
-    arms = list(dict.fromkeys(arm for _, arm in found))
+            arm = _checked_arm(row, examples, f"{path}:{number}")
+            if arms is not None and arm not in arms:
+                continue
+            task, index = row["task"], row["index"]
+            if index in (cell := found.setdefault((task, arm), {})):
+                raise ValueError(f"{path}:{number}: a second row for {_name(task, arm)} example {index}")
+            cell[index] = row
+            file_of |= {task: path, arm: path, (task, arm): path}
+    searched = ", ".join(map(str, generations))
+    ordered = sorted({arm for _, arm in found} | set(arms or ()), key=_canonical)
     for task in examples:
         if task not in file_of:
-            raise ValueError(f"{', '.join(map(str, generations))}: no rows for task {task}; {RERUN}")
-        for arm in arms:
-            _check_complete(found.get((task, arm), {}), len(examples[task]), f"{file_of[task]}: {_name(task, arm)}")
-    return {(task, arm): [found[task, arm][i] for i in range(len(examples[task]))] for task in examples for arm in arms}
+            raise ValueError(f"{searched}: no rows for task {task}; {RERUN}")
+        for arm in ordered:
+            file = file_of.get((task, arm), file_of.get(arm, searched))
+            _check_complete(found.get((task, arm), {}), len(examples[task]), f"{file}: {_name(task, arm)}")
+    return {(t, arm): [found[t, arm][i] for i in range(len(examples[t]))] for t in examples for arm in ordered}
 
 
-def _check_row(row: Row, examples: dict[str, list[Prompt]], where: str) -> None:
+def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
+    return METHODS.index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
+
+
+def _checked_arm(row: Row, examples: Mapping[str, Sequence[Prompt]], where: str) -> ArmSpec:
     for key, types in ROW_TYPES.items():
         if key not in row or not isinstance(row[key], types) or isinstance(row[key], bool):
             raise ValueError(f"{where}: {key} is {row.get(key, 'missing')!r}; delete the file and {RERUN}")
@@ -104,6 +170,12 @@ def _check_row(row: Row, examples: dict[str, list[Prompt]], where: str) -> None:
         raise ValueError(f"{where}: {row['task']} has no example {row['index']} among the prompts")
     if row["prompt_sha"] != examples[row["task"]][row["index"]].sha256:
         raise ValueError(f"{where}: {row['task']} example {row['index']} was generated from another prompt; {RERUN}")
+    if row["cut_tokens"] < 0:
+        raise ValueError(f"{where}: cut_tokens is {row['cut_tokens']}; delete the file and {RERUN}")
+    try:
+        return ArmSpec(row["method"], row["budget_percent"], row["maps"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; delete the file and {RERUN}") from None
 
 
 def _check_complete(cell: dict[int, Row], examples: int, where: str) -> None:
@@ -112,63 +184,169 @@ def _check_complete(cell: dict[int, Row], examples: int, where: str) -> None:
         raise ValueError(f"{where} lacks {len(missing)} of {examples} examples ({listed}); {RERUN}")
 
 
-def _name(task: str, arm: Arm) -> str:
-    return f"{task} {arm[0]}" + ("" if arm[1] is None else f" {arm[1]:g}%")
+def _name(task: str, arm: ArmSpec) -> str:
+    budget = "" if arm.budget_percent is None else f"{arm.budget_percent:g}%"
+    return " ".join(part for part in (task, arm.method, budget, arm.maps) if part)
 
 
-def harness_score(scorer: str, doc: dict[str, Any], text: str) -> float:
-    """The harness's metric of one generation; it files it under the example's nominal length."""
-    from lm_eval.tasks.ruler import common_utils
-
-    process_results: Callable[[dict[str, Any], list[str]], dict[str, float]] = getattr(common_utils, scorer)
-    return process_results(doc, [text])[str(doc["max_length"])]
-
-
-def _score(spec: ScoreSpec, task: str, prompts: Iterable[Prompt], rows: Sequence[Row]) -> Score:
-    scorer = scorer_of(spec.benchmark, task)
-    scores = [harness_score(scorer, prompt.doc, row["text"]) for prompt, row in zip(prompts, rows, strict=True)]
-    return Score(estimate_task(scores, spec.bootstrap_resamples, spec.seed, task), [row["k"] for row in rows])
-
-
-def _phi_sha(cells: Cells, arm: Arm) -> str:
+def _phi_sha(cells: Cells, arm: ArmSpec) -> str:
     used = {row["phi_sha"] for (_, other), rows in cells.items() if other == arm for row in rows}
     if len(used) > 1:
-        raise ValueError(f"{arm[0]}: rows of {len(used)} different phi files; {RERUN} with one")
+        raise ValueError(f"{_name('', arm)}: rows of {len(used)} different phi files; {RERUN} with one")
     return used.pop() or ""
 
 
-def _line(spec: ScoreSpec, task: str, arm: Arm, score: Score, phi_sha: str, prompts_sha: str) -> dict[str, str]:
-    low, high = score.estimate.interval
-    numbers = {
-        "value": score.estimate.value,
-        "stderr": score.estimate.stderr,
-        "ci_low": low,
-        "ci_high": high,
-        "k_mean": np.mean(score.ks),
-        "k_zero_share": np.mean([k == 0 for k in score.ks]),
+def _score_task(spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[Row]]) -> Scores:
+    harness, original = _example_scores(spec.benchmark, task, prompts, list(rows.values()))
+    values = dict(zip(rows, harness, strict=True))
+    pairs = [(arm, other) for arm in rows for other in (_baseline(arm), FULL) if other in rows and other != arm]
+    resampling = spec.bootstrap_resamples, spec.seed, task
+    estimates = estimate_arms(np.concatenate([harness, original]), *resampling)
+    differences = np.array([values[arm] - values[other] for arm, other in pairs]).reshape(len(pairs), len(prompts))
+    compared = dict(zip(pairs, compare_arms(differences, *resampling), strict=True))
+    return {
+        arm: Score(
+            value=estimates[number],
+            original=estimates[len(rows) + number],
+            gain=compared.get((arm, _baseline(arm))),
+            full_gap=compared.get((arm, FULL)),
+            ks=[row["k"] for row in rows[arm]],
+            cuts=[row["cut_tokens"] for row in rows[arm]],
+        )
+        for number, arm in enumerate(rows)
     }
+
+
+def _example_scores(
+    benchmark: str, task: str, prompts: Sequence[Prompt], arms: Sequence[Sequence[Row]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores by the harness and by the benchmark's authors, each (arms, examples)."""
+    scores = np.empty((2, len(arms), len(prompts)))
+    for index, prompt in enumerate(prompts):
+        texts = [rows[index]["text"] for rows in arms]
+        of_text = {text: both_scores(benchmark, task, prompt.doc, text) for text in dict.fromkeys(texts)}
+        scores[:, :, index] = np.array([of_text[text] for text in texts]).T
+    return scores[0], scores[1]
+
+
+def _baseline(arm: ArmSpec) -> ArmSpec | None:
+    """What the gain of an arm with feature maps is measured against."""
+    return ArmSpec("topk", arm.budget_percent) if arm.uses_phi else None
+
+
+def _over_tasks(tasks: Sequence[Score]) -> Score:
+    gains = [task.gain for task in tasks if task.gain is not None]
+    gaps = [task.full_gap for task in tasks if task.full_gap is not None]
+    return Score(
+        value=estimate_over_tasks([task.value for task in tasks]),
+        original=estimate_over_tasks([task.original for task in tasks]),
+        gain=compare_over_tasks(gains) if gains else None,
+        full_gap=compare_over_tasks(gaps) if gaps else None,
+        ks=[k for task in tasks for k in task.ks],
+        cuts=[cut for task in tasks for cut in task.cuts],
+    )
+
+
+def _above_full(task: str, scores: Scores) -> set[ArmSpec]:
+    """The arms significantly above full, Holm-adjusted over the partial arms of the task; each is reported."""
+    gaps = {arm: score.full_gap for arm, score in scores.items() if score.full_gap is not None}
+    adjusted = dict(zip(gaps, holm([gap.p for gap in gaps.values()]), strict=True))
+    above = {arm for arm, gap in gaps.items() if gap.estimate.value > 0 and adjusted[arm] < SIGNIFICANT}
+    for arm in sorted(above, key=_canonical):
+        logger.warning(
+            "alarm: %s is above full (adjusted p %.2g): more likely a mistake in the harness than a finding",
+            _name(task, arm),
+            adjusted[arm],
+        )
+    return above
+
+
+def _flags(score: Score, above_full: bool) -> str:
+    raised = {
+        "beats_full": above_full,
+        "ceiling": score.value.value >= CEILING,
+        "floor": score.value.value <= FLOOR,
+    }
+    return " ".join(sorted(flag for flag, is_raised in raised.items() if is_raised))
+
+
+def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> Line:
+    """What all lines of a task, or of `all`, have in common."""
+    covered = [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
+    metrics = {entry.metric or "string_match" for entry in covered}
+    kinds = {entry.data(spec.data_source) for entry in covered}
     return {
         "benchmark": spec.benchmark,
         "backbone": spec.backbone.name,
         "length": spec.length,
         "task": task,
-        "method": arm[0],
-        "budget_percent": "" if arm[1] is None else f"{arm[1]:g}",
-        "metric": "string_match",
-        **{name: "" if number is None else f"{number:.6f}" for name, number in numbers.items()},
-        "n": str(len(score.ks)),
+        "metric": metrics.pop() if len(metrics) == 1 else "mean",
+        "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
         "study": spec.study,
         "model_id": spec.backbone.model_id,
         "revision": spec.backbone.revision,
-        "phi_sha": phi_sha,
-        "prompts_sha": prompts_sha,
+        "prompts_sha": manifest["sha256"],
         "weights": spec.backbone.weights,
     }
 
 
-def _csv(lines: Iterable[dict[str, str]]) -> str:
+def _arm_fields(arm: ArmSpec, phi_sha: str) -> Line:
+    budget = "" if arm.budget_percent is None else f"{arm.budget_percent:g}"
+    return {"method": arm.method, "budget_percent": budget, "maps": arm.maps or "", "phi_sha": phi_sha}
+
+
+def _numbers(score: Score) -> Line:
+    numbers = {
+        **_estimate_fields("", score.value),
+        **_estimate_fields("original_", score.original),
+        "k_mean": np.mean(score.ks),
+        "k_zero_share": np.mean([k == 0 for k in score.ks]),
+        "cut_share": np.mean([cut > 0 for cut in score.cuts]),
+    }
+    if score.gain:
+        low, high = score.gain.estimate.interval
+        numbers |= {"gain": score.gain.estimate.value, "gain_ci_low": low, "gain_ci_high": high}
+        numbers |= {"gain_p": score.gain.p, "mde": score.gain.detectable}
+    if score.full_gap:
+        numbers |= {"full_gap": score.full_gap.estimate.value, "full_gap_p": score.full_gap.p}
+    return {"n": str(len(score.ks)), **{name: _number(number) for name, number in numbers.items()}}
+
+
+def _estimate_fields(prefix: str, estimate: Estimate) -> dict[str, float | None]:
+    low, high = estimate.interval
+    fields = {"value": estimate.value, "stderr": estimate.stderr, "ci_low": low, "ci_high": high}
+    return {prefix + name: number for name, number in fields.items()}
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{round(number, 6) + 0.0:.6f}"  # adding zero takes the sign of -0.0
+
+
+def _csv(lines: Iterable[Line]) -> str:
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return stream.getvalue()
+
+
+def _read_table(path: Path) -> list[Line]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; run the score stage") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); {RESCORE}") from None
+    if not text.endswith("\n"):
+        raise ValueError(f"{path}: empty or cut short, its last line does not end; {RESCORE}")
+    header, *rows = csv.reader(io.StringIO(text))
+    if header != COLUMNS:
+        raise ValueError(f"{path}: its columns are not those of this version's result tables; {RESCORE}")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(COLUMNS):
+            raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(COLUMNS)}; {RESCORE}")
+    lines = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    counts = Counter(line["task"] for line in lines)
+    if not counts["all"] or len(set(counts.values())) > 1:  # the rows over all tasks come last
+        raise ValueError(f"{path}: cut short, not every task has a row for every arm; {RESCORE}")
+    return lines

@@ -1,16 +1,24 @@
-"""Means over examples and over tasks, with standard errors and bootstrap intervals."""
+"""Means over examples and over tasks, and paired differences of two arms, with standard errors, bootstrap intervals and
+permutation tests.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 LEVEL = 0.95
+POWER = 0.80
 CHUNK = 256
 """Resamples drawn at a time, to bound memory; part of no result."""
+TIE = 1e-12
+"""Two sums of the same size but for this share of their terms' size are equal: they differ by rounding alone."""
+
+Scores = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -33,21 +41,125 @@ class Estimate:
         return float(low), float(high)
 
 
-def estimate_task(scores: Sequence[float], resamples: int, seed: int, task: str) -> Estimate:
-    """Mean over examples; resamples depend on seed, task and number of examples alone, so arms are resampled alike."""
-    values = np.asarray(scores, dtype=np.float64)
-    n = len(values)
-    digest = hashlib.sha256(f"{seed} {task}".encode()).digest()
-    rng = np.random.default_rng(int.from_bytes(digest[:8]))
-    sizes = [min(CHUNK, resamples - start) for start in range(0, resamples, CHUNK)]
-    draws = np.concatenate([values[rng.integers(n, size=(size, n))].mean(axis=1) for size in sizes])
-    stderr = float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else None
-    return Estimate(float(values.mean()), stderr, draws)
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two arms on the same examples.
+
+    Attributes:
+        estimate: mean difference, over several tasks the unweighted mean of theirs.
+        differences: per task, one per example.
+        flipped: the mean difference under random signs of all differences, one per resample.
+    """
+
+    estimate: Estimate
+    differences: tuple[np.ndarray, ...]
+    flipped: np.ndarray
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value of the paired sign-flip permutation test of no difference.
+
+        Exact where the sign patterns of the non-zero differences are no more than the resamples, else Monte Carlo.
+        """
+        shares = np.concatenate([task / len(task) for task in self.differences]) / len(self.differences)
+        shares = shares[shares != 0]
+        bound = abs(shares.sum()) - TIE * np.abs(shares).sum()
+        if 2 ** len(shares) <= len(self.flipped):
+            patterns = np.arange(2 ** len(shares))[:, None] >> np.arange(len(shares)) & 1
+            return float(np.mean(np.abs((1.0 - 2.0 * patterns) @ shares) >= bound))
+        return float(1 + np.count_nonzero(np.abs(self.flipped) >= bound)) / (1 + len(self.flipped))
+
+    @property
+    def detectable(self) -> float | None:
+        return minimal_detectable_effect(self.differences)
+
+
+def estimate_task(scores: Scores, resamples: int, seed: int, task: str) -> Estimate:
+    """Mean over examples; see `estimate_arms`."""
+    return estimate_arms(np.asarray([scores], dtype=np.float64), resamples, seed, task)[0]
+
+
+def estimate_arms(scores: np.ndarray, resamples: int, seed: int, task: str) -> list[Estimate]:
+    """Mean over examples of each arm, given scores (arms, examples).
+
+    Resamples depend on seed, task and number of examples alone, so arms are resampled alike.
+    """
+    n = scores.shape[1]
+    rng = _generator(f"{seed} {task}")
+    sums = [_counts(rng.integers(n, size=(size, n))) @ scores.T for size in _chunks(resamples)]
+    draws = np.concatenate(sums).T / n
+    return [Estimate(float(of_arm.mean()), _stderr(of_arm), drawn) for of_arm, drawn in zip(scores, draws, strict=True)]
 
 
 def estimate_over_tasks(tasks: Sequence[Estimate]) -> Estimate:
     """Unweighted mean over tasks, each task resampled within itself."""
-    errors = [task.stderr for task in tasks if task.stderr is not None]
-    stderr = float(np.sqrt(np.square(errors).sum()) / len(tasks)) if len(errors) == len(tasks) else None
     draws = np.mean([task.draws for task in tasks], axis=0)
-    return Estimate(float(np.mean([task.value for task in tasks])), stderr, draws)
+    return Estimate(float(np.mean([task.value for task in tasks])), _stratified([task.stderr for task in tasks]), draws)
+
+
+def compare_task(first: Scores, second: Scores, resamples: int, seed: int, task: str) -> Comparison:
+    """`first` minus `second`, scores of two arms on the same examples; see `compare_arms`."""
+    difference = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    return compare_arms(difference[None], resamples, seed, task)[0]
+
+
+def compare_arms(differences: np.ndarray, resamples: int, seed: int, task: str) -> list[Comparison]:
+    """A comparison for each row of paired differences (pairs, examples), resampled as `estimate_arms` does.
+
+    The random signs too depend on seed, task and number of examples alone.
+    """
+    n = differences.shape[1]
+    rng = _generator(f"{seed} {task} signs")
+    sums = [(2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1) @ differences.T for size in _chunks(resamples)]
+    flipped = np.concatenate(sums).T / n
+    estimates = estimate_arms(differences, resamples, seed, task)
+    return [
+        Comparison(estimate, (pair,), flips)
+        for estimate, pair, flips in zip(estimates, differences, flipped, strict=True)
+    ]
+
+
+def compare_over_tasks(tasks: Sequence[Comparison]) -> Comparison:
+    """Unweighted mean over tasks, with resamples and signs of each task within itself."""
+    return Comparison(
+        estimate_over_tasks([task.estimate for task in tasks]),
+        tuple(of_task for task in tasks for of_task in task.differences),
+        np.mean([task.flipped for task in tasks], axis=0),
+    )
+
+
+def minimal_detectable_effect(differences: Sequence[Scores]) -> float | None:
+    """The true mean difference (unweighted over tasks) that a two-sided 5 % test finds with 80 % power.
+
+    Given the paired differences of each task; None where they show no spread at all, as a single example or nothing but
+    ties do.
+    """
+    stderr = _stratified([_stderr(np.asarray(task, dtype=np.float64)) for task in differences])
+    normal = NormalDist()
+    return (normal.inv_cdf((1 + LEVEL) / 2) + normal.inv_cdf(POWER)) * stderr if stderr else None
+
+
+def _generator(name: str) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+
+
+def _chunks(resamples: int) -> Iterator[int]:
+    for start in range(0, resamples, CHUNK):
+        yield min(CHUNK, resamples - start)
+
+
+def _counts(drawn: np.ndarray) -> np.ndarray:
+    """How often each example was drawn: (resamples, n) indices to (resamples, n) counts, as float64."""
+    size, n = drawn.shape
+    cells = drawn + n * np.arange(size)[:, None]
+    return np.bincount(cells.ravel(), minlength=size * n).reshape(size, n).astype(np.float64)
+
+
+def _stderr(values: np.ndarray) -> float | None:
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+
+
+def _stratified(errors: Sequence[float | None]) -> float | None:
+    """Standard error of the unweighted mean of independent means."""
+    known = [error for error in errors if error is not None]
+    return float(np.sqrt(np.square(known).sum()) / len(known)) if len(known) == len(errors) else None

@@ -2,47 +2,74 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from residual_mass.benchmarks import ruler, scoring
-from residual_mass.benchmarks.catalogue import scorer_of, tasks_of
-from residual_mass.benchmarks.prompts import load_manifest, load_prompts
-from residual_mass.files import jsonl
-from residual_mass.specs import BackboneSpec, ScoreSpec
+from residual_mass.benchmarks import scoring
+from residual_mass.benchmarks.catalogue import BENCHMARKS, tasks_of
+from residual_mass.benchmarks.examples import harness_config
+from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
+from residual_mass.benchmarks.scorers import both_scores
+from residual_mass.benchmarks.statistics import compare_over_tasks, compare_task
+from residual_mass.files import jsonl, sha256_of
+from residual_mass.holm import holm
+from residual_mass.specs import METHODS, ArmSpec, BackboneSpec, ScoreSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 Row = dict[str, Any]
+Table = list[dict[str, str]]
 
 BACKBONE = BackboneSpec("tiny", "test", "tests/Tiny-Llama", "r1", "random", "float32", "tiny", 4096)
-SPEC = ScoreSpec("test", BACKBONE, "ruler", "1k", bootstrap_resamples=200, seed=0, recipe=1)
-ARMS = (("full", None), ("topk", 2.0), ("topk_phi", 2.0))
+SPEC = ScoreSpec(
+    study="test",
+    backbone=BACKBONE,
+    benchmark="ruler",
+    length="1k",
+    data_source="assets",
+    arms=None,
+    bootstrap_resamples=200,
+    seed=0,
+    recipe=1,
+)
+ARMS = (ArmSpec("full"), ArmSpec("topk", 2.0), ArmSpec("topk_phi", 2.0, "1k"))
+NUMBERS = (
+    "value stderr ci_low ci_high original_value original_stderr original_ci_low original_ci_high "
+    "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p"
+).split()
 
 
-def rows_of(manifest: Path, answer: Callable[[str, str, Any], str]) -> list[Row]:
-    """Rows for every prompt and arm; `answer` gives the text from task, method and doc."""
+def rows_of(manifest: Path, answer: Callable[[str, ArmSpec, Any], str], arms: Sequence[ArmSpec] = ARMS) -> list[Row]:
+    """Rows for every prompt and arm; `answer` gives the text from task, arm and doc."""
     return [
         {
-            "key": f"{task}{prompt.index}{method}",
+            "key": f"{task}{prompt.index}{arm}",
             "task": task,
             "index": prompt.index,
-            "method": method,
-            "budget_percent": budget,
-            "k": 900 if method == "full" else prompt.index,
-            "text": answer(task, method, prompt.doc),
-            "phi_sha": "f00" if method == "topk_phi" else None,
+            "method": arm.method,
+            "budget_percent": arm.budget_percent,
+            "maps": arm.maps,
+            "k": 900 if arm.method == "full" else prompt.index,
+            "prompt_tokens": 1000,
+            "cut_tokens": 7 * prompt.index if task == "ruler_cwe" else 0,
+            "text": answer(task, arm, prompt.doc),
+            "phi_sha": f"f00{arm.maps}" if arm.uses_phi else None,
             "prompt_sha": prompt.sha256,
         }
         for task, entry in load_manifest(manifest)["tasks"].items()
         for prompt in load_prompts(manifest, task, entry["examples"])
-        for method, budget in ARMS
+        for arm in arms
     ]
 
 
-def score(manifest: Path, rows: list[Row], folder: Path) -> list[dict[str, str]]:
+def score(manifest: Path, rows: list[Row], folder: Path) -> Table:
     generations, out = folder / "all.jsonl", folder / "ruler_tiny_1k.csv"
     generations.write_text(jsonl(rows))
     scoring.run(SPEC, manifest, [generations], out)
@@ -50,7 +77,12 @@ def score(manifest: Path, rows: list[Row], folder: Path) -> list[dict[str, str]]
         return list(csv.DictReader(stream))
 
 
-def gold(_task: str, _method: str, doc: Any) -> str:
+def line_of(table: Table, task: str, method: str, maps: str = "") -> dict[str, str]:
+    (line,) = (x for x in table if (x["task"], x["method"]) == (task, method) and maps in ("", x["maps"]))
+    return line
+
+
+def gold(_task: str, _arm: ArmSpec, doc: Any) -> str:
     return " and ".join(doc["outputs"])
 
 
@@ -60,7 +92,7 @@ def rows(manifest: Path) -> list[Row]:
 
 
 def test_gold_scores_one_and_silence_zero(manifest: Path, tmp_path: Path) -> None:
-    table = score(manifest, rows_of(manifest, lambda t, m, d: gold(t, m, d) if m == "full" else ""), tmp_path)
+    table = score(manifest, rows_of(manifest, lambda t, a, d: gold(t, a, d) if a.method == "full" else ""), tmp_path)
     assert {line["task"] for line in table} == {*tasks_of("ruler", 1024), "all"}
     for line in table:
         expected = "1.000000" if line["method"] == "full" else "0.000000"
@@ -70,16 +102,18 @@ def test_gold_scores_one_and_silence_zero(manifest: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("task", tasks_of("ruler", 1024))
 @pytest.mark.parametrize("text", ["", "{0}", "it is {0}\x00.", "none of these", "{0} {1}"])
-def test_score_is_the_harness_s(task: str, text: str, manifest: Path) -> None:
-    config = ruler.harness_config(task)
-    for prompt in load_prompts(manifest, task, 2):
-        said = text.format(*prompt.doc["outputs"][:1], prompt.doc["outputs"][-1].upper())
-        expected = config["process_results"](prompt.doc, [said])["1024"]
-        assert scoring.harness_score(scorer_of("ruler", task), prompt.doc, said) == expected
+def test_values_are_means_of_the_harness_s_scores(task: str, text: str, manifest: Path) -> None:
+    config = harness_config("ruler", task)
+    prompts = load_prompts(manifest, task, 2)
+    said = [text.format(*prompt.doc["outputs"][:1], prompt.doc["outputs"][-1].upper()) for prompt in prompts]
+    expected = [config["process_results"](p.doc, [t])["1024"] for p, t in zip(prompts, said, strict=True)]
+    rows = [{"text": t, "k": 1, "cut_tokens": 0} for t in said]
+    score = scoring._score_task(SPEC, task, prompts, {ArmSpec("full"): rows})[ArmSpec("full")]
+    assert score.value.value == sum(expected) / 2
 
 
 def test_partial_answers_count_by_share(manifest: Path, tmp_path: Path) -> None:
-    def first_of_four(task: str, method: str, doc: Any) -> str:
+    def first_of_four(task: str, _arm: ArmSpec, doc: Any) -> str:
         return doc["outputs"][0] if task == "niah_multivalue" and doc["index"] == 0 else ""
 
     table = score(manifest, rows_of(manifest, first_of_four), tmp_path)
@@ -94,24 +128,38 @@ def test_partial_answers_count_by_share(manifest: Path, tmp_path: Path) -> None:
 def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
     table = score(manifest, rows, tmp_path)
     assert ",".join(table[0]) == (
-        "benchmark,backbone,length,task,method,budget_percent,metric,value,stderr,ci_low,ci_high,n,k_mean,"
-        "k_zero_share,study,model_id,revision,phi_sha,prompts_sha,weights"
+        "benchmark,backbone,length,task,method,budget_percent,maps,metric,value,stderr,ci_low,ci_high,"
+        "original_value,original_stderr,original_ci_low,original_ci_high,n,"
+        "gain,gain_ci_low,gain_ci_high,gain_p,mde,full_gap,full_gap_p,flags,data,k_mean,k_zero_share,cut_share,"
+        "study,model_id,revision,phi_sha,prompts_sha,weights"
     )
-    phi = next(line for line in table if (line["task"], line["method"]) == ("all", "topk_phi"))
-    assert phi["budget_percent"] == "2" and phi["metric"] == "string_match" and phi["phi_sha"] == "f00"
+    phi = line_of(table, "all", "topk_phi")
+    assert (phi["benchmark"], phi["backbone"], phi["length"]) == ("ruler", "tiny", "1k")
+    assert (phi["budget_percent"], phi["maps"], phi["metric"], phi["phi_sha"]) == ("2", "1k", "string_match", "f001k")
     assert (phi["n"], phi["k_mean"], phi["k_zero_share"]) == ("24", "0.500000", "0.500000")
-    assert (phi["study"], phi["model_id"], phi["revision"], phi["weights"]) == (
+    assert phi["cut_share"] == f"{1 / 24:.6f}"  # one example of one task
+    assert line_of(table, "ruler_cwe", "topk_phi")["cut_share"] == "0.500000"
+    assert (phi["study"], phi["model_id"], phi["revision"], phi["weights"], phi["data"]) == (
         "test",
         BACKBONE.model_id,
         "r1",
         "random",
+        "original",
     )
     assert phi["prompts_sha"] == json.loads(manifest.read_text())["sha256"]
-    full = next(line for line in table if line["method"] == "full")
-    assert (full["budget_percent"], full["phi_sha"], full["k_mean"], full["n"]) == ("", "", "900.000000", "2")
+    full = line_of(table, "niah_single_1", "full")
+    assert (full["budget_percent"], full["maps"], full["phi_sha"], full["k_mean"], full["n"]) == (
+        "",
+        "",
+        "",
+        "900.000000",
+        "2",
+    )
     assert [(line["task"], line["method"]) for line in table] == [
-        (task, method) for task in (*tasks_of("ruler", 1024), "all") for method, _ in ARMS
+        (task, arm.method) for task in (*tasks_of("ruler", 1024), "all") for arm in ARMS
     ]
+    meta = json.loads((tmp_path / "ruler_tiny_1k.csv.meta.json").read_text())
+    assert meta["spec"]["length"] == "1k" and meta["generations"] == [str(tmp_path / "all.jsonl")]
 
 
 def test_files_per_task_and_their_order_change_nothing(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
@@ -138,7 +186,7 @@ def _without(rows: list[Row], **where: Any) -> list[Row]:
             "ruler_vt topk 2% lacks 1 of 2 examples (1)",
         ),
         (lambda rows: _without(rows, task="ruler_vt", method="full"), "ruler_vt full lacks 2 of 2 examples (0, 1)"),
-        (lambda rows: rows[:-1], "ruler_qa_squad topk_phi 2% lacks 1 of 2 examples (1)"),
+        (lambda rows: rows[:-1], "ruler_qa_squad topk_phi 2% 1k lacks 1 of 2 examples (1)"),
         (lambda rows: [*rows, rows[3]], "all.jsonl:73: a second row for niah_single_1 full example 1"),
         (lambda rows: [{**rows[0], "index": 2}, *rows], "all.jsonl:1: niah_single_1 has no example 2"),
         (lambda rows: [{**rows[0], "task": "other"}, *rows], "all.jsonl:1: task 'other' is not among the prompts"),
@@ -149,8 +197,20 @@ def _without(rows: list[Row], **where: Any) -> list[Row]:
             lambda rows: [{**rows[0], "prompt_sha": "0"}, *rows[1:]],
             "all.jsonl:1: niah_single_1 example 0 was generated from",
         ),
-        (lambda rows: [*rows[:-1], {**rows[-1], "phi_sha": "b4r"}], "topk_phi: rows of 2 different phi files"),
+        (lambda rows: [*rows[:-1], {**rows[-1], "phi_sha": "b4r"}], "topk_phi 2% 1k: rows of 2 different phi files"),
         (lambda rows: [], "all.jsonl: no rows for task niah_single_1"),
+        (
+            lambda rows: [*rows, {**rows[-1], "maps": "2k"}],
+            "all.jsonl: niah_single_1 topk_phi 2% 2k lacks 2 of 2 examples (0, 1)",
+        ),
+        (
+            lambda rows: [{**rows[1], "maps": "1k"}, *rows],
+            "all.jsonl:1: arm 'topk': uses no feature maps, but names '1k'",
+        ),
+        (lambda rows: [{**rows[1], "budget_percent": None}, *rows], "all.jsonl:1: arm 'topk': full takes no budget"),
+        (lambda rows: [{**rows[0], "cut_tokens": -1}, *rows], "all.jsonl:1: cut_tokens is -1"),
+        (lambda rows: [{**rows[0], "cut_tokens": None}, *rows], "all.jsonl:1: cut_tokens is None"),
+        (lambda rows: [{**rows[2], "maps": 1}, *rows], "all.jsonl:1: maps is 1"),
     ],
 )
 def test_incomplete_or_foreign_rows_are_refused(
@@ -171,3 +231,307 @@ def test_torn_generations_are_refused(manifest: Path, rows: list[Row], tmp_path:
     (tmp_path / "all.jsonl").write_text(jsonl(rows)[:-20])
     with pytest.raises(ValueError, match=r"all\.jsonl:72: not a JSON object"):
         scoring.run(SPEC, manifest, [tmp_path / "all.jsonl"], tmp_path / "out.csv")
+
+
+def test_maps_of_a_second_generate_job_are_arms_of_their_own(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
+    other = [{**row, "maps": "0.5k", "phi_sha": "b4r", "text": ""} for row in rows if row["maps"] == "1k"]
+    (tmp_path / "main.jsonl").write_text(jsonl(rows))
+    (tmp_path / "maps.jsonl").write_text(jsonl(other))
+    for name, files in (("a.csv", ["main.jsonl", "maps.jsonl"]), ("b.csv", ["maps.jsonl", "main.jsonl"])):
+        scoring.run(SPEC, manifest, [tmp_path / file for file in files], tmp_path / name)
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+    with open(tmp_path / "a.csv", newline="") as stream:
+        table = list(csv.DictReader(stream))
+    assert [(line["method"], line["maps"], line["phi_sha"], line["value"]) for line in table[-4:]] == [
+        ("full", "", "", "1.000000"),
+        ("topk", "", "", "1.000000"),
+        ("topk_phi", "0.5k", "b4r", "0.000000"),
+        ("topk_phi", "1k", "f001k", "1.000000"),
+    ]
+    assert [line["gain"] for line in table[-4:]] == ["", "", "-1.000000", "0.000000"]
+
+
+def test_arms_named_by_the_spec_are_all_that_is_scored(
+    manifest: Path, rows: list[Row], tmp_path: Path, error_line: ErrorLine
+) -> None:
+    whole = {(line["task"], line["method"]): line for line in score(manifest, rows, tmp_path)}
+    unwanted = {**rows[0], "method": "topk", "budget_percent": 4.0}  # of an arm that is far from complete, and twice
+    (tmp_path / "all.jsonl").write_text(jsonl([*rows, unwanted, unwanted]))
+    out = tmp_path / "out.csv"
+    scoring.run(replace(SPEC, arms=(ARMS[2], ARMS[1])), manifest, [tmp_path / "all.jsonl"], out)
+    with open(out, newline="") as stream:
+        table = list(csv.DictReader(stream))
+    assert [line["method"] for line in table] == ["topk", "topk_phi"] * 13
+    for line in table:
+        assert line == {**whole[line["task"], line["method"]], "full_gap": "", "full_gap_p": ""}
+    with pytest.raises(ValueError) as error:
+        scoring.run(replace(SPEC, arms=(ArmSpec("topk_phi", 2.0, "2k"),)), manifest, [tmp_path / "all.jsonl"], out)
+    assert "all.jsonl: no rows for task niah_single_1" in error_line(error)
+    with pytest.raises(ValueError) as error:
+        scoring.run(replace(SPEC, arms=(*ARMS, ArmSpec("topk", 8.0))), manifest, [tmp_path / "all.jsonl"], out)
+    assert "all.jsonl: niah_single_1 topk 8% lacks 2 of 2 examples (0, 1)" in error_line(error)
+
+
+def test_one_row_in_two_files_is_refused(
+    manifest: Path, rows: list[Row], tmp_path: Path, error_line: ErrorLine
+) -> None:
+    (tmp_path / "main.jsonl").write_text(jsonl(rows))
+    (tmp_path / "maps.jsonl").write_text(jsonl(rows[5:6]))
+    with pytest.raises(ValueError) as error:
+        scoring.run(SPEC, manifest, [tmp_path / "main.jsonl", tmp_path / "maps.jsonl"], tmp_path / "out.csv")
+    assert "maps.jsonl:1: a second row for niah_single_1 topk_phi 2% 1k example 1" in error_line(error)
+
+
+def _frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str = "ruler") -> Path:
+    """A prompts manifest over hand-made docs."""
+    from residual_mass.benchmarks.prompts import _table_sha256
+
+    tasks = {}
+    for task, of_task in docs.items():
+        prompts = [Prompt(task, i, f"{task} {i}", 8, [], doc) for i, doc in enumerate(of_task)]
+        (folder / f"{task}.jsonl").write_text(jsonl(vars(prompt) for prompt in prompts))
+        sha = sha256_of(folder / f"{task}.jsonl")
+        tasks[task] = {"file": f"{task}.jsonl", "sha256": sha, "examples": len(of_task), "data": "original"}
+    manifest = {
+        "benchmark": benchmark,
+        "length": "1k",
+        "tokenizer": "tiny",
+        "harness": {},
+        "examples": max(map(len, docs.values())),
+        "tasks": tasks,
+        "left_out": {},
+        "sha256": _table_sha256(tasks),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder / "manifest.json"
+
+
+RIGHT = {"full": 0.7, "topk": 0.3, "topk_phi": 0.6, "topk_phi_nosub": 0.9}
+"""How often the arms of `study` answer right."""
+STUDY_ARMS = (
+    ArmSpec("full"),
+    *(ArmSpec("topk", b) for b in (2.0, 4.0)),
+    *(ArmSpec(m, b, "1k") for m in METHODS[2:] for b in (2.0, 8.0)),
+)
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> tuple[Path, list[Row]]:
+    """Two tasks of different size, one with several references; arms of different quality, not all with a topk."""
+    docs = {
+        "niah_single_1": [{"outputs": [str(100 + i)], "max_length": 1024} for i in range(40)],
+        "ruler_qa_squad": [{"outputs": [str(100 + i), f"<{i}>"], "max_length": 1024} for i in range(25)],
+    }
+    rng = np.random.default_rng(0)
+
+    def answer(_task: str, arm: ArmSpec, doc: Any) -> str:
+        return " ".join(output for output in doc["outputs"] if rng.random() < RIGHT[arm.method])
+
+    manifest = _frozen(tmp_path, docs)
+    return manifest, rows_of(manifest, answer, STUDY_ARMS)
+
+
+def _scores(manifest: Path, rows: list[Row], task: str, arm: ArmSpec) -> np.ndarray:
+    """Scores by harness and authors, (examples, 2)."""
+    count = load_manifest(manifest)["tasks"][task]["examples"]
+    docs = [prompt.doc for prompt in load_prompts(manifest, task, count)]
+    mine = [r for r in rows if (r["task"], r["method"], r["budget_percent"]) == (task, arm.method, arm.budget_percent)]
+    return np.array([both_scores("ruler", task, docs[row["index"]], row["text"]) for row in mine])
+
+
+def test_every_number_by_definition(study: tuple[Path, list[Row]], tmp_path: Path) -> None:
+    manifest, rows = study
+    table = score(manifest, rows, tmp_path)
+    tasks = list(load_manifest(manifest)["tasks"])
+    assert len(table) == 3 * len(STUDY_ARMS)
+    for line, (task, arm) in zip(table, product([*tasks, "all"], STUDY_ARMS), strict=True):
+        assert (line["task"], line["method"]) == (task, arm.method)
+        assert line["budget_percent"] == (f"{arm.budget_percent:g}" if arm.budget_percent else "")
+        covered = tasks if task == "all" else [task]
+        of_arm = {name: _scores(manifest, rows, name, arm) for name in covered}
+        expected: dict[str, float | None] = {}
+        for column, prefix in enumerate(("", "original_")):
+            value = compare_over_tasks([compare_task(s[:, column], 0 * s[:, 0], 200, 0, t) for t, s in of_arm.items()])
+            low, high = value.estimate.interval
+            expected |= {f"{prefix}value": value.estimate.value, f"{prefix}stderr": value.estimate.stderr}
+            expected |= {f"{prefix}ci_low": low, f"{prefix}ci_high": high}
+
+        def against(other: ArmSpec, of_arm: dict[str, np.ndarray] = of_arm) -> Any:
+            return compare_over_tasks(
+                [compare_task(s[:, 0], _scores(manifest, rows, t, other)[:, 0], 200, 0, t) for t, s in of_arm.items()]
+            )
+
+        if arm.uses_phi and arm.budget_percent == 2.0:  # there is no topk at 8 %
+            gain = against(ArmSpec("topk", 2.0))
+            low, high = gain.estimate.interval
+            expected |= {"gain": gain.estimate.value, "gain_ci_low": low, "gain_ci_high": high}
+            expected |= {"gain_p": gain.p, "mde": gain.detectable}
+        if arm.method != "full":
+            gap = against(ArmSpec("full"))
+            expected |= {"full_gap": gap.estimate.value, "full_gap_p": gap.p}
+        for name in NUMBERS:
+            if name in expected:
+                assert float(line[name]) == pytest.approx(expected[name], abs=6e-7), (task, arm, name)
+            else:
+                assert line[name] == "", (task, arm, name)
+    squad = line_of(table, "ruler_qa_squad", "full")
+    assert float(squad["original_value"]) > float(squad["value"]) + 0.1  # one of two references suffices the authors
+
+
+def test_an_arm_above_full_is_flagged_and_reported(
+    study: tuple[Path, list[Row]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest, rows = study
+    with caplog.at_level(logging.WARNING):
+        table = score(manifest, rows, tmp_path)
+    flagged = []
+    for task in {line["task"]: None for line in table}:
+        partial = [line for line in table if line["task"] == task and line["method"] != "full"]
+        adjusted = holm([float(line["full_gap_p"]) for line in partial])
+        flagged += [line for line, p in zip(partial, adjusted, strict=True) if p < 0.05 and float(line["full_gap"]) > 0]
+    assert flagged and all(line["method"] == "topk_phi_nosub" for line in flagged)
+    assert [line for line in table if "beats_full" in line["flags"].split()] == flagged
+    alarms = [record.message for record in caplog.records if record.message.startswith("alarm: ")]
+    assert len(alarms) == len(flagged)
+    for alarm, line in zip(alarms, flagged, strict=True):
+        assert f"{line['task']} topk_phi_nosub {line['budget_percent']}% 1k is above full (adjusted p " in alarm
+    below = [line for line in table if line["method"] == "topk" and float(line["full_gap_p"]) < 0.01]
+    assert below and not any("beats_full" in line["flags"] for line in below)  # below full is no alarm
+
+
+@pytest.mark.parametrize(
+    ("right", "flags"), [(50, "ceiling"), (49, "ceiling"), (48, ""), (25, ""), (2, ""), (1, "floor"), (0, "floor")]
+)
+def test_floor_and_ceiling(right: int, flags: str, tmp_path: Path) -> None:
+    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(50)]})
+    arms = [ArmSpec("full"), ArmSpec("topk", 2.0)]
+    rows = rows_of(
+        manifest, lambda _t, _a, doc: doc["outputs"][0] if int(doc["outputs"][0][1:-1]) < right else "", arms
+    )
+    table = score(manifest, rows, tmp_path)
+    assert [line["flags"] for line in table] == [flags] * 4
+    assert {line["full_gap"] for line in table if line["method"] == "topk"} == {"0.000000"}
+
+
+def test_ceiling_and_beats_full_are_listed_in_order(tmp_path: Path) -> None:
+    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(30)]})
+    rows = rows_of(manifest, lambda t, a, d: "" if a.method == "full" else gold(t, a, d), ARMS[:2])
+    assert [line["flags"] for line in score(manifest, rows, tmp_path)] == ["floor", "beats_full ceiling"] * 2
+
+
+def test_one_example_leaves_undefined_numbers_empty(tmp_path: Path) -> None:
+    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": ["7"], "max_length": 1024}]})
+    phi = line_of(score(manifest, rows_of(manifest, gold), tmp_path), "all", "topk_phi")
+    empty = [name for name in NUMBERS if phi[name] == ""]
+    assert empty == ["stderr", "original_stderr", "mde"]
+    assert (phi["gain"], phi["gain_p"], phi["full_gap_p"], phi["n"]) == ("0.000000", "1.000000", "1.000000", "1")
+
+
+def test_without_full_or_topk_there_is_nothing_to_compare_with(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
+    table = score(manifest, [row for row in rows if row["maps"]], tmp_path)
+    assert {line[name] for line in table for name in ("gain", "gain_p", "mde", "full_gap", "full_gap_p")} == {""}
+    assert {line["value"] for line in table} == {"1.000000"}
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "source", "metrics", "data"),
+    [
+        ("babilong", "assets", ["acc"] * 6, ["simulated"] * 6),
+        ("babilong", "hub", ["acc"] * 6, ["original"] * 6),
+        (
+            "longbench",
+            "assets",
+            ["rouge_score", "rouge_score", "qa_f1_score", "qa_f1_score", "mean"],
+            ["stand-in", "stand-in", "stand-in", "original", "original+stand-in"],
+        ),
+        ("longbench", "hub", ["rouge_score", "rouge_score", "qa_f1_score", "qa_f1_score", "mean"], ["original"] * 5),
+    ],
+)
+def test_metric_and_data_of_the_other_benchmarks(
+    benchmark: str, source: Any, metrics: list[str], data: list[str], tmp_path: Path
+) -> None:
+    doc = {"question": "Where?", "target": "office", "answers": ["the red house. It is old."]}
+    manifest = _frozen(tmp_path, {task.name: [doc] * 3 for task in BENCHMARKS[benchmark]}, benchmark)
+    rows = rows_of(manifest, lambda t, a, d: d["target"] if benchmark == "babilong" else d["answers"][0])
+    if benchmark == "babilong":
+        for row in rows:
+            row["text"] = "office" if row["task"] != "babilong_qa5" else "not the kitchen but the office"
+    spec = replace(SPEC, benchmark=benchmark, data_source=source)
+    (tmp_path / "all.jsonl").write_text(jsonl(rows))
+    scoring.run(spec, manifest, [tmp_path / "all.jsonl"], tmp_path / "out.csv")
+    with open(tmp_path / "out.csv", newline="") as stream:
+        table = [line for line in csv.DictReader(stream) if line["method"] == "full"]
+    assert [line["metric"] for line in table] == metrics
+    assert [line["data"] for line in table] == data
+    assert {line["value"] for line in table} == {"1.000000"}
+    originals = {line["task"]: line["original_value"] for line in table}
+    assert originals["all"] == ("0.800000" if benchmark == "babilong" else "1.000000")  # office is no label of qa5
+
+
+def test_a_paper_sized_table_is_scored_quickly() -> None:
+    tasks, examples = ("niah_multivalue", "ruler_qa_squad"), 500
+    arms = [ArmSpec("full"), *(ArmSpec(m, b) for m in METHODS[1:] for b in (1.0, 2.0, 4.0, 8.0))]
+    rng, spec = np.random.default_rng(0), replace(SPEC, bootstrap_resamples=10_000)
+    started = time.process_time()
+    for task in tasks:
+        docs = [{"outputs": [f"{i}a", f"{i}b"], "max_length": 1024} for i in range(examples)]
+        prompts = [Prompt(task, i, "", 8, [], doc) for i, doc in enumerate(docs)]
+        right = rng.random((len(arms), examples)) < 0.5
+        rows = {
+            arm: [
+                {"text": f"{i}a and {i}b" if hit else "no", "k": 1, "cut_tokens": 0} for i, hit in enumerate(right[a])
+            ]
+            for a, arm in enumerate(arms)
+        }
+        scores = scoring._score_task(spec, task, prompts, rows)
+        assert len([s for s in scores.values() if s.gain]) == 8
+    assert time.process_time() - started < 120 * len(tasks) / 13
+
+
+def test_join_puts_tables_one_after_the_other(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
+    score(manifest, rows, tmp_path)
+    table = (tmp_path / "ruler_tiny_1k.csv").read_text()
+    (tmp_path / "other.csv").write_text(table.replace(",tiny,", ",small,"))
+    scoring.join([tmp_path / "ruler_tiny_1k.csv", tmp_path / "other.csv"], tmp_path / "joined.csv")
+    header, _, lines = table.partition("\n")
+    assert (tmp_path / "joined.csv").read_text() == f"{header}\n{lines}{lines.replace(',tiny,', ',small,')}"
+    scoring.join([tmp_path / "joined.csv"], tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "joined.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda text: text[:-5], "cut.csv: empty or cut short, its last line does not end"),
+        (lambda text: "", "cut.csv: empty or cut short"),
+        (
+            lambda text: text[: text.rindex("\n", 0, -1) + 1],
+            "cut.csv: cut short, not every task has a row for every arm",
+        ),
+        (lambda text: "".join(text.splitlines(keepends=True)[:4]), "cut.csv: cut short"),
+        (lambda text: text.splitlines()[0] + "\n", "cut.csv: cut short"),
+        (lambda text: text.replace("flags", "notes", 1), "cut.csv: its columns are not those of this version"),
+        (lambda text: text.replace("niah_single_1,", "", 1), "cut.csv:2: 34 fields where the header has 35"),
+    ],
+)
+def test_join_refuses_what_is_cut_or_other(
+    manifest: Path,
+    rows: list[Row],
+    tmp_path: Path,
+    damage: Callable[[str], str],
+    complaint: str,
+    error_line: ErrorLine,
+) -> None:
+    score(manifest, rows, tmp_path)
+    whole = tmp_path / "ruler_tiny_1k.csv"
+    (tmp_path / "cut.csv").write_text(damage(whole.read_text()))
+    with pytest.raises(ValueError) as error:
+        scoring.join([whole, tmp_path / "cut.csv"], tmp_path / "joined.csv")
+    assert complaint in error_line(error)
+    assert not (tmp_path / "joined.csv").exists()
+
+
+def test_join_names_a_missing_table(tmp_path: Path, error_line: ErrorLine) -> None:
+    with pytest.raises(ValueError) as error:
+        scoring.join([tmp_path / "none.csv"], tmp_path / "joined.csv")
+    assert "none.csv: no such file; run the score stage" in error_line(error)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from fractions import Fraction
@@ -9,9 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residual_mass.benchmarks.statistics import estimate_over_tasks, estimate_task
+from residual_mass.benchmarks.statistics import (
+    compare_arms,
+    compare_over_tasks,
+    compare_task,
+    estimate_arms,
+    estimate_over_tasks,
+    estimate_task,
+    minimal_detectable_effect,
+)
 
 scores_lists = st.lists(st.floats(0, 1), min_size=2, max_size=12)
+quarters = st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
+"""Paired differences with many ties, whose sums are exact in floating point."""
 
 
 @given(scores_lists)
@@ -73,3 +84,176 @@ def test_over_tasks_is_unweighted_and_stratified() -> None:
 
 def test_over_tasks_has_no_standard_error_when_a_task_has_none() -> None:
     assert estimate_over_tasks([estimate_task([1.0], 5, 0, "a"), estimate_task([0.0, 1.0], 5, 0, "b")]).stderr is None
+
+
+def test_arms_together_are_each_arm_alone() -> None:
+    scores = np.random.default_rng(0).random((3, 40))
+    for together, alone in zip(estimate_arms(scores, 600, 5, "t"), scores, strict=True):
+        expected = estimate_task(list(alone), 600, 5, "t")
+        assert together.value == pytest.approx(expected.value) and together.stderr == pytest.approx(expected.stderr)
+        assert np.allclose(together.draws, expected.draws, atol=1e-12)
+
+
+def test_draws_are_means_of_the_drawn_examples() -> None:
+    scores, resamples = [0.5, 0.0, 0.25, 1.0, 0.75], 300
+    digest = hashlib.sha256(b"4 t").digest()
+    rng = np.random.default_rng(int.from_bytes(digest[:8]))
+    drawn = [*rng.integers(5, size=(256, 5)), *rng.integers(5, size=(44, 5))]
+    expected = [sum(scores[i] for i in indices) / 5 for indices in drawn]
+    assert np.allclose(estimate_task(scores, resamples, 4, "t").draws, expected, atol=1e-12)
+
+
+def signs_p(tasks: list[list[float]]) -> float:
+    """The exact p-value by definition: all signs of all differences, in exact arithmetic."""
+    shares = [Fraction(d) / len(task) / len(tasks) for task in tasks for d in task]
+    observed = abs(sum(shares))
+    flipped = [
+        abs(sum(sign * share for sign, share in zip(signs, shares, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(shares))
+    ]
+    return sum(mean >= observed for mean in flipped) / len(flipped)
+
+
+@given(st.lists(quarters, min_size=1, max_size=10))
+def test_exact_p_of_one_task_by_enumeration(differences: list[float]) -> None:
+    comparison = compare_task(differences, [0.0] * len(differences), 1024, 0, "t")
+    assert comparison.p == pytest.approx(signs_p([differences]), abs=1e-12)
+
+
+@given(st.lists(st.lists(quarters, min_size=1, max_size=4), min_size=1, max_size=3))
+def test_exact_p_over_tasks_by_enumeration(tasks: list[list[float]]) -> None:
+    parts = [compare_task(d, [0.0] * len(d), 4096, 0, f"t{number}") for number, d in enumerate(tasks)]
+    assert compare_over_tasks(parts).p == pytest.approx(signs_p(tasks), abs=1e-12)
+
+
+def test_rounding_breaks_no_tie() -> None:
+    differences = [0.1, 0.2, -0.3, 0.7, 0.1, -0.1]  # 0.1 + 0.2 is not 0.3 in floating point
+    tenths = [round(10 * d) for d in differences]
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, tenths, strict=True))) for signs in itertools.product((1, -1), repeat=6)
+    ]
+    expected = sum(value >= 7 for value in sums) / 64
+    assert compare_task(differences, [0.0] * 6, 64, 0, "t").p == expected
+
+
+def test_enumeration_is_used_up_to_the_number_of_resamples() -> None:
+    differences = [1.0] * 8 + [0.0] * 30  # 2**8 patterns, of which two are as extreme
+    assert compare_task(differences, [0.0] * 38, 256, 0, "t").p == 2 / 256
+    sampled = compare_task(differences, [0.0] * 38, 255, 0, "t").p * 256
+    assert sampled == pytest.approx(round(sampled)) and 1 <= sampled <= 12  # (b + 1) / (B + 1)
+
+
+def test_sampled_p_is_near_the_exact_one() -> None:
+    differences = [1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 0.5, 0.5, 0.25, 1.0, -0.25, 0.25, 0.5]  # 2**14 patterns
+    exact = compare_task(differences, [0.0] * 14, 2**14, 0, "t").p
+    assert exact == pytest.approx(signs_p([differences]))
+    sampled = compare_task(differences, [0.0] * 14, 10_000, 0, "t")
+    by_definition = (1 + sum(abs(mean) >= sum(differences) / 14 - 1e-9 for mean in sampled.flipped)) / 10_001
+    assert sampled.p == pytest.approx(by_definition)
+    assert sampled.p == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 10_000))
+
+
+def test_sampled_p_over_tasks_is_near_that_of_all_signs() -> None:
+    rng = np.random.default_rng(8)
+    tasks = [rng.normal(0.1, 1, size=n) for n in (6, 12, 30)]
+    parts = [compare_task(d, np.zeros(len(d)), 4000, 0, f"t{number}") for number, d in enumerate(tasks)]
+    observed = abs(sum(d.mean() for d in tasks))
+    signs = [rng.choice([-1, 1], size=(40_000, len(d))) for d in tasks]
+    expected = np.mean(np.abs(sum((s * d).mean(axis=1) for s, d in zip(signs, tasks, strict=True))) >= observed)
+    assert 0.02 < expected < 0.9
+    assert compare_over_tasks(parts).p == pytest.approx(expected, abs=4.5 * math.sqrt(expected * (1 - expected) / 4000))
+
+
+def test_sampled_p_is_never_zero() -> None:
+    assert compare_task([1.0] * 200, [0.0] * 200, 999, 0, "t").p == 1 / 1000
+
+
+@pytest.mark.parametrize("n", [1, 2, 50])
+def test_equal_arms_have_p_one_and_no_difference(n: int) -> None:
+    scores = np.linspace(0, 1, n)
+    comparison = compare_task(scores, scores, 100, 0, "t")
+    assert comparison.p == 1 and comparison.estimate.value == 0 and comparison.estimate.interval == (0, 0)
+
+
+def test_one_example_proves_nothing() -> None:
+    comparison = compare_task([1.0], [0.0], 100, 0, "t")
+    assert (comparison.estimate.value, comparison.p, comparison.detectable) == (1.0, 1.0, None)
+
+
+def test_p_holds_its_level_under_the_null() -> None:
+    rng, trials = np.random.default_rng(11), 800
+    for resamples, n in ((512, 9), (199, 30)):  # enumerated; sampled
+        differences = rng.choice([-1.0, -0.5, 0.0, 0.5, 1.0], size=(trials, n))
+        ps = [c.p for c in compare_arms(differences, resamples, 0, "t")]
+        rejected = np.mean([p <= 0.05 for p in ps])
+        assert rejected <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+        assert rejected >= 0.02  # it can reject
+
+
+def test_p_finds_a_true_difference_as_often_as_the_detectable_effect_says() -> None:
+    rng, n, trials = np.random.default_rng(3), 100, 400
+    effect = minimal_detectable_effect([rng.normal(size=100_000)])  # the standard error of n examples is larger
+    assert effect is not None
+    differences = rng.normal(effect * math.sqrt(100_000 / n), 1, size=(trials, n))
+    found = np.mean([c.p <= 0.05 for c in compare_arms(differences, 999, 0, "t")])
+    assert found == pytest.approx(0.80, abs=3.5 * math.sqrt(0.8 * 0.2 / trials))
+
+
+def test_paired_interval_is_that_of_the_differences_in_the_same_resamples() -> None:
+    rng = np.random.default_rng(2)
+    first, second = rng.random(30), rng.random(30)
+    comparison = compare_task(first, second, 500, 7, "t")
+    arms = [estimate_task(scores, 500, 7, "t") for scores in (first, second)]
+    assert np.allclose(comparison.estimate.draws, arms[0].draws - arms[1].draws, atol=1e-12)
+    assert comparison.estimate.value == pytest.approx(arms[0].value - arms[1].value)
+    assert comparison.estimate.stderr == pytest.approx(np.std(first - second, ddof=1) / math.sqrt(30))
+
+
+def test_signs_are_random_independent_and_shared_by_pairs() -> None:
+    units = compare_arms(np.eye(20), 2000, 0, "t")
+    signs = 20 * np.array([pair.flipped for pair in units])
+    assert set(np.unique(signs.round(12))) == {-1.0, 1.0}
+    assert np.abs(signs.mean(axis=1)).max() < 4.5 / math.sqrt(2000)
+    correlation = signs @ signs.T / 2000
+    assert np.abs(correlation - np.eye(20)).max() < 4.5 / math.sqrt(2000)
+    differences = np.random.default_rng(1).random(20)
+    assert np.allclose(compare_task(differences, np.zeros(20), 2000, 0, "t").flipped, differences @ signs / 20)
+    assert not np.array_equal(compare_arms(np.eye(20), 2000, 0, "u")[0].flipped, units[0].flipped)
+    assert not np.array_equal(compare_arms(np.eye(20), 2000, 1, "t")[0].flipped, units[0].flipped)
+
+
+def test_comparison_is_repeatable_and_does_not_depend_on_the_order_of_tasks() -> None:
+    rng = np.random.default_rng(6)
+    scores = {task: (rng.random(25), rng.random(25)) for task in "abc"}
+
+    def over(tasks: str) -> tuple[float, ...]:
+        comparison = compare_over_tasks([compare_task(*scores[task], 700, 9, task) for task in tasks])
+        stderr = comparison.estimate.stderr
+        assert stderr is not None
+        return comparison.estimate.value, stderr, *comparison.estimate.interval, comparison.p
+
+    assert over("abc") == over("abc")
+    assert over("cab") == pytest.approx(over("abc"), abs=1e-12)
+
+
+def test_comparison_over_tasks_is_unweighted_and_stratified() -> None:
+    small, large = compare_task([1.0, 0.0], [0.0, 0.0], 400, 0, "s"), compare_task([0.25] * 90, [0.5] * 90, 400, 0, "l")
+    both = compare_over_tasks([small, large])
+    assert both.estimate.value == pytest.approx((0.5 - 0.25) / 2)
+    assert np.allclose(both.flipped, (small.flipped + large.flipped) / 2)
+    assert np.allclose(both.estimate.draws, (small.estimate.draws + large.estimate.draws) / 2)
+    assert [len(task) for task in both.differences] == [2, 90]
+
+
+def test_detectable_effect_by_definition() -> None:
+    first, second = [0.0, 1.0, 1.0, 0.5], [0.25, 0.25, -1.0]
+    deviations = [
+        sum((d - sum(task) / len(task)) ** 2 for d in task) / (len(task) - 1) / len(task) for task in (first, second)
+    ]
+    quantiles = 1.959963985 + 0.841621234  # of the standard normal distribution, at 0.975 and 0.80
+    expected = quantiles * math.sqrt(sum(deviations)) / 2
+    assert minimal_detectable_effect([first, second]) == pytest.approx(expected, rel=1e-8)
+    assert minimal_detectable_effect([[0.5] * 8]) is None
+    assert minimal_detectable_effect([first, [0.5]]) is None
+    pair = [compare_task(d, [0.0] * len(d), 10, 0, str(len(d))) for d in (first, second)]
+    assert compare_over_tasks(pair).detectable == pytest.approx(expected, rel=1e-8)

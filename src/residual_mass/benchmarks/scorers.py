@@ -1,0 +1,100 @@
+"""Score of one generation: by the harness's own function, and by the benchmark's authors where theirs differs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from residual_mass.benchmarks.catalogue import task_named
+from residual_mass.benchmarks.examples import Doc
+
+MODULES = {"ruler": "ruler.common_utils", "babilong": "babilong.common_utils", "longbench": "longbench.metrics"}
+"""Where the harness keeps the scoring functions of a benchmark, below `lm_eval.tasks`."""
+PLACES = frozenset({"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"})
+GIVING = frozenset({"bill", "fred", "jeff", "mary", "apple", "football", "milk"})
+LABELS = {**{f"babilong_qa{number}": PLACES for number in (1, 2, 3, 4)}, "babilong_qa5": GIVING}
+"""All answers that a BABILong task has, in lower case."""
+ANSWER_ENDS = (".", "<context>", "<example>")
+"""What ends an answer for BABILong's authors. Theirs also looks for `Question`, but in lower-cased text, so in vain."""
+
+
+def harness_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
+    """The harness's metric of one generation, in [0, 1]."""
+    entry = task_named(benchmark, task)
+    metrics = _harness_function(benchmark, entry.process_results)(doc, [text])
+    return float(metrics[str(doc["max_length"]) if entry.metric is None else entry.metric])
+
+
+def original_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
+    """The metric of the benchmark's authors, in [0, 1]: the harness's, but for two cases.
+
+    RULER's question answering: one reference suffices, where the harness counts the share of the references. BABILong:
+    the first sentence must name the target and no other label, where the harness looks for the target anywhere.
+    """
+    if benchmark == "babilong":
+        return float(_named_labels(task, doc, text) == _targets(doc))
+    if _any_reference_suffices(benchmark, task):
+        said = _as_compared(benchmark, text)
+        return float(any(reference.lower() in said for reference in doc["outputs"]))
+    return harness_score(benchmark, task, doc, text)
+
+
+def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, float]:
+    """`harness_score` and `original_score`; where they are the same function it runs once, for ROUGE is slow."""
+    harness = harness_score(benchmark, task, doc, text)
+    if benchmark == "babilong" or _any_reference_suffices(benchmark, task):
+        return harness, original_score(benchmark, task, doc, text)
+    return harness, harness
+
+
+def saturated(benchmark: str, task: str, doc: Doc, text: str) -> bool:
+    """Whether no text appended to `text` can change either score; False where that is not certain."""
+    if benchmark == "ruler":
+        return _stay_in(benchmark, text, doc["outputs"])
+    if benchmark == "babilong":
+        complete = any(end in text.lower() for end in ANSWER_ENDS)
+        return complete and _stay_in(benchmark, text, [doc["target"].strip()])
+    return False
+
+
+@cache
+def _harness_function(benchmark: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"lm_eval.tasks.{MODULES[benchmark]}"), name)
+
+
+def _any_reference_suffices(benchmark: str, task: str) -> bool:
+    return task_named(benchmark, task).process_results == "process_results_part"
+
+
+def _as_compared(benchmark: str, text: str) -> str:
+    """`text` as the harness's substring metrics see it: stripped, control characters as newlines, lower case."""
+    return _cleaned(benchmark, text).lower()
+
+
+def _cleaned(benchmark: str, text: str) -> str:
+    return _harness_function(benchmark, "postprocess_pred")([text])[0]
+
+
+def _stay_in(benchmark: str, text: str, references: Iterable[str]) -> bool:
+    """Whether all references occur in `text` for the harness, whatever follows.
+
+    The cleaned text is a prefix of the cleaned text of any continuation, and lower-casing looks at one character at a
+    time, but for the Greek capital sigma: its lower case depends on whether a letter follows. Hence both forms.
+    """
+    cleaned = _cleaned(benchmark, text)
+    at_end, before_letter = cleaned.lower(), f"{cleaned}a".lower()[:-1]
+    return all(reference.lower() in form for reference in references for form in (at_end, before_letter))
+
+
+def _named_labels(task: str, doc: Doc, text: str) -> set[str]:
+    """Labels of the task in the answer, without those of the question, which are never the target."""
+    answer, question = text.lower(), doc["question"].lower()
+    for end in ANSWER_ENDS:
+        answer = answer.partition(end)[0]
+    return {label for label in LABELS[task] if label in answer and label not in question}
+
+
+def _targets(doc: Doc) -> set[str]:
+    return {target.strip() for target in doc["target"].lower().split(",")}

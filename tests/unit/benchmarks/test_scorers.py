@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.benchmarks.examples import Doc, harness_config, harness_task
+from residual_mass.benchmarks.ruler import build_examples, build_requests
+from residual_mass.benchmarks.scorers import both_scores, harness_score, original_score, saturated
+
+TASKS = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
+QA = ("ruler", "ruler_qa_squad")
+WHERE = {"question": "Where is Mary? ", "target": "kitchen"}
+
+
+def _ruler_doc(variant: int, task: str) -> Doc:
+    several = task.endswith(("multiquery", "multivalue", "vt", "cwe", "fwe"))
+    outputs = [f"{variant}{number}97{task.count('_')}" for number in range(4 if several else 1)]
+    return {"outputs": outputs, "max_length": 1024, "index": variant}
+
+
+def _babilong_doc(variant: int, task: str) -> Doc:
+    targets = ("Jeff", "milk") if task.endswith("qa5") else ("garden", "office")
+    question = (
+        ("Who gave the apple to Mary?", "What did Fred give to Bill?") if task.endswith("qa5") else ("Where?",) * 2
+    )
+    return {"question": question[variant], "target": targets[variant]}
+
+
+def _longbench_doc(variant: int, task: str) -> Doc:
+    answers = {
+        "summary": (
+            "The agency spent less than planned. Auditors asked for a new schedule; Congress agreed.",
+            "Remote controls sold poorly because buyers found rubber buttons ugly! Marketing wants yellow plastic.",
+        ),
+        "qa": ("Ada Moreau", "nineteen days"),
+    }
+    of_kind = answers["summary" if task.endswith(("gov_report", "qmsum")) else "qa"]
+    return {"answers": [of_kind[variant]], "input": "Who?", "all_classes": None, "length": 900}
+
+
+def doc_of(benchmark: str, task: str, variant: int) -> Doc:
+    """A hand-made example with the fields that the benchmark's examples have."""
+    return {"ruler": _ruler_doc, "babilong": _babilong_doc, "longbench": _longbench_doc}[benchmark](variant, task)
+
+
+def gold(benchmark: str, doc: Doc) -> str:
+    return {
+        "ruler": lambda: " ".join(doc["outputs"]),
+        "babilong": lambda: doc["target"],
+        "longbench": lambda: doc["answers"][0],
+    }[benchmark]()
+
+
+@pytest.mark.parametrize(("benchmark", "task"), TASKS)
+def test_gold_scores_one_silence_zero_and_another_answer_near_zero(benchmark: str, task: str) -> None:
+    doc, other = doc_of(benchmark, task, 0), doc_of(benchmark, task, 1)
+    assert min(both_scores(benchmark, task, doc, gold(benchmark, doc))) >= 0.999
+    assert both_scores(benchmark, task, doc, "") == (0, 0)
+    assert max(both_scores(benchmark, task, doc, gold(benchmark, other))) <= 0.15
+    assert max(both_scores(benchmark, task, other, gold(benchmark, doc))) <= 0.15
+
+
+@pytest.mark.parametrize(("benchmark", "task"), TASKS)
+@pytest.mark.parametrize(
+    "form", ["", "{0}", "It is {0}\x00.", "none of these.", "{1} {0}", "\x1f{2}\n\n", "{0} {0}\tthe"]
+)
+def test_score_is_that_of_the_harness_s_own_configuration(benchmark: str, task: str, form: str) -> None:
+    config = harness_config(benchmark, task)
+    doc = doc_of(benchmark, task, 0)
+    answer = gold(benchmark, doc)
+    text = form.format(answer, gold(benchmark, doc_of(benchmark, task, 1)), answer[: len(answer) // 2].upper())
+    expected = config["process_results"](doc, [text])
+    metric = {"ruler": "1024", "babilong": "acc"}.get(benchmark) or config["metric_list"][1]["metric"]
+    assert harness_score(benchmark, task, doc, text) == expected[metric]
+    if benchmark == "longbench":
+        assert {entry["metric"] for entry in config["metric_list"]} == {"score", metric}
+    assert both_scores(benchmark, task, doc, text) == (
+        harness_score(benchmark, task, doc, text),
+        original_score(benchmark, task, doc, text),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "harness", "original"),
+    [
+        ("Ada Moreau", 0.5, 1.0),
+        ("the engineer ADA MOREAU built it", 0.5, 1.0),
+        ("it was engineer Moreau", 0.5, 1.0),
+        ("Ada Moreau, i.e. engineer Moreau", 1.0, 1.0),
+        ("Ada\x00Moreau", 0.0, 0.0),
+        ("Tomas Reyl", 0.0, 0.0),
+    ],
+)
+def test_one_reference_suffices_for_ruler_s_authors(text: str, harness: float, original: float) -> None:
+    doc = {"outputs": ["Ada Moreau", "engineer Moreau"], "max_length": 1024}
+    assert both_scores(*QA, doc, text) == (harness, original)
+
+
+def test_other_ruler_tasks_count_shares_for_both() -> None:
+    doc = {"outputs": ["11", "22", "33", "44"], "max_length": 512}
+    assert both_scores("ruler", "niah_multivalue", doc, "11 and 33, or 5") == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("question", "target", "text", "harness", "original"),
+    [
+        (WHERE["question"], "kitchen", "The most recent location of Mary is kitchen. The office", 1, 1),
+        (WHERE["question"], "kitchen", "\n\nKITCHEN\nQuestion: Where is John", 1, 1),
+        (WHERE["question"], "kitchen", "kitchen, not the office.", 1, 0),
+        (WHERE["question"], "kitchen", "office. No, the kitchen.", 1, 0),
+        (WHERE["question"], "kitchen", "office", 0, 0),
+        (WHERE["question"], "kitchen", "unknown", 0, 0),
+        (WHERE["question"], "kitchen", "kitchen<context>office", 1, 1),
+        (WHERE["question"], "kitchen", "kitchen <EXAMPLE> office", 1, 1),
+        (WHERE["question"], "kitchen", "<example> kitchen", 1, 0),
+        (WHERE["question"], "kitchen", "kitchen\nQuestion: Where is the office?", 1, 0),  # authors do not cut here
+        ("Where was the apple before the kitchen?", "office", "office, before the kitchen", 1, 1),
+        ("Where was the apple before the kitchen?", "office", "the kitchen", 0, 0),
+        ("Where?", "kitchen,office", "office and kitchen", 0, 1),
+        ("Where?", "kitchen,office", "kitchen,office", 1, 1),
+        ("Where?", "kitchen,office", "kitchen", 0, 0),
+        ("Where?", "kitchen,office", "kitchen,office,garden", 1, 0),
+    ],
+)
+def test_babilong_s_authors_want_the_target_alone_in_the_first_sentence(
+    question: str, target: str, text: str, harness: float, original: float
+) -> None:
+    doc = {"question": question, "target": target}
+    assert both_scores("babilong", "babilong_qa2", doc, text) == (harness, original)
+
+
+def test_people_and_objects_are_the_labels_of_babilong_qa5() -> None:
+    doc = {"question": "What did Fred give to Bill?", "target": "apple"}
+    score = lambda text: original_score("babilong", "babilong_qa5", doc, text)  # noqa: E731
+    assert [score("Fred gave Bill the apple"), score("apple and milk"), score("apple in the office")] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "task", "doc", "text", "expected"),
+    [
+        ("ruler", "niah_multivalue", {"outputs": ["11", "22"], "max_length": 64}, "22 11", True),
+        ("ruler", "niah_multivalue", {"outputs": ["11", "22"], "max_length": 64}, "22 1", False),
+        (*QA, {"outputs": ["Ada", "Ada Moreau"], "max_length": 64}, "ada moreau", True),
+        (*QA, {"outputs": ["Ada", "Ada Moreau"], "max_length": 64}, "ada", False),  # the harness counts both
+        (*QA, {"outputs": ["ΑΣ"], "max_length": 64}, "ΑΣ", False),  # would change with the next letter
+        (*QA, {"outputs": ["ΑΣ"], "max_length": 64}, "ΑΣ Β", True),
+        (*QA, {"outputs": ["a\nb"], "max_length": 64}, "a\x00b", True),
+        (*QA, {"outputs": ["b "], "max_length": 64}, "b ", False),  # stripped, so not there yet
+        ("babilong", "babilong_qa1", WHERE, "kitchen", False),  # the sentence goes on
+        ("babilong", "babilong_qa1", WHERE, "kitchen\n", False),
+        ("babilong", "babilong_qa1", WHERE, "kitchen.", True),
+        ("babilong", "babilong_qa1", WHERE, "office. kitchen", True),  # right for the harness, settled for the authors
+        ("babilong", "babilong_qa1", WHERE, "office.", False),
+        ("babilong", "babilong_qa1", WHERE, "kitchen <Context", False),
+        ("babilong", "babilong_qa1", WHERE, "kitchen <Context>", True),
+        ("longbench", "longbench_qmsum", {"answers": ["yes"]}, "yes", False),
+    ],
+)
+def test_saturated_texts(benchmark: str, task: str, doc: Doc, text: str, expected: bool) -> None:
+    assert saturated(benchmark, task, doc, text) is expected
+
+
+NOISE = [
+    "no",
+    "Mary",
+    "\n",
+    "\x00",
+    "\x1f",
+    " ",
+    "\t",
+    ".",
+    "...",
+    "'",
+    "<context>",
+    "<exa",
+    "mple>",
+    "Question",
+    "İ",
+    "ﬁ",
+    "Σ",
+    "α",
+]
+
+
+def texts(words: list[str]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from([*words, *NOISE]), max_size=8).flatmap(
+        lambda parts: st.sampled_from(["", " "]).map(lambda between: between.join(parts))
+    )
+
+
+@st.composite
+def substring_cases(draw: st.DrawFn) -> tuple[Doc, str, str]:
+    pool = ["42", "4", "2\n4", "Σ", "αΣ", "ΑΣ'", "İn", "No. 4", "4 2", "kit", " 4", "."]
+    outputs = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3))
+    doc = {"outputs": outputs, "max_length": 1024}
+    return doc, draw(texts([*outputs, *pool])), draw(texts(pool))
+
+
+@st.composite
+def babilong_cases(draw: st.DrawFn) -> tuple[Doc, str, str]:
+    labels = ["kitchen", "Office", "garden", "hall", "way", "kit", "chen"]
+    question = draw(st.sampled_from(["Where is Mary?", "Where was she before the office?"]))
+    doc = {"question": question, "target": draw(st.sampled_from(["kitchen", "office", "garden "]))}
+    return doc, draw(texts([doc["target"], *labels])), draw(texts(labels))
+
+
+@settings(max_examples=600)
+@given(substring_cases(), st.sampled_from(["niah_multiquery", "ruler_qa_squad"]))
+def test_nothing_changes_a_saturated_ruler_score(case: tuple[Doc, str, str], task: str) -> None:
+    doc, text, continuation = case
+    if saturated("ruler", task, doc, text):
+        assert both_scores("ruler", task, doc, text + continuation) == both_scores("ruler", task, doc, text) == (1, 1)
+
+
+@settings(max_examples=600)
+@given(babilong_cases())
+def test_nothing_changes_a_saturated_babilong_score(case: tuple[Doc, str, str]) -> None:
+    doc, text, continuation = case
+    if saturated("babilong", "babilong_qa3", doc, text):
+        scores = both_scores("babilong", "babilong_qa3", doc, text)
+        assert both_scores("babilong", "babilong_qa3", doc, text + continuation) == scores
+        assert scores[0] == 1
+
+
+class Answers(LM):
+    """A language model that knows one text for each prompt."""
+
+    def __init__(self, text_of: dict[str, str]) -> None:
+        super().__init__()
+        self.text_of = text_of
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return [self.text_of[request.args[0]] for request in requests]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
+        raise NotImplementedError
+
+
+def _answers(docs: list[Doc]) -> Iterator[str]:
+    """Right, partial, wrong, empty, and right among noise, in turn."""
+    for number, doc in enumerate(docs):
+        right = ", ".join(doc["outputs"])
+        wrong = ", ".join(docs[number - 1]["outputs"])
+        yield [right, doc["outputs"][0].upper(), wrong, "", f"\x00 It is\x1f{right}. {wrong}"][number % 5]
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("task", ["niah_single_1", "ruler_vt", "ruler_cwe", "ruler_qa_squad"])
+def test_score_is_that_of_the_harness_s_own_run(task: str, length: int, tokenizer: Any, benchmark_assets: Path) -> None:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    docs = build_examples(task, tokenizer, length, 5, 0, benchmark_assets)
+    prompts = [prompt for prompt, _ in build_requests(task, docs)]
+    texts = dict(zip(prompts, _answers(docs), strict=True))
+    results = simple_evaluate(
+        Answers(texts),
+        tasks=[harness_task("ruler", task, docs)],
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_defaults=False),  # the tasks it would index are not used
+    )
+    assert results is not None
+    samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+    ours = [harness_score("ruler", task, doc, texts[prompt]) for doc, prompt in zip(docs, prompts, strict=True)]
+    assert [sample[str(length)] for sample in samples] == ours
+    assert results["results"][task][f"{length},none"] == pytest.approx(sum(ours) / len(ours), abs=1e-12)
+    assert ours[0] == 1 and ours[3] == 0 and ours[4] == 1 and (len(docs[1]["outputs"]) == 1) == (ours[1] == 1)
