@@ -15,50 +15,87 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
+from residual_mass.backbones.loading import backbone_identity, encode, load_backbone, load_tokenizer, special_prefix
 from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
+from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
 from residual_mass.files import jsonl, sha256_of, write_meta, write_text
 from residual_mass.specs import ArmSpec, GenerateSpec, to_json, tokens_of
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.engine import Generation
+    from residual_mass.backbones.engine import Generation, Saturated
     from residual_mass.backbones.loading import Backbone
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Consecutive examples of one task, decoded together under all arms whatever the store already holds."""
+class Example:
+    """A frozen prompt, ready to be decoded."""
 
-    prompts: list[Prompt]
+    prompt: Prompt
+    ids: list[int]
+    """Token ids, with at most `cut` of them taken out after the special prefix."""
+    cut: int
+    limit: int
+    """Generated tokens at most."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one task, decoded together under all arms whatever the store already holds."""
+
+    examples: list[Example]
     keys: list[list[str]]
     """Row keys by [example][arm]."""
-    limits: list[int]
-    """Generated tokens at most, per example."""
 
     def missing_from(self, store: GenerationStore) -> bool:
         return any(key not in store.rows for example in self.keys for key in example)
 
 
-def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Path, store: Path, out: Path) -> None:
-    """Computes the missing rows into `store`, then writes all rows of `spec` to `out`: by task, example, arm."""
+def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], store: Path, out: Path) -> None:
+    """Computes the missing rows into `store`, then writes all rows of `spec` to `out`: by task, example, arm.
+
+    Args:
+        phi: files of the feature maps, in the order of `spec.maps`.
+    """
     started = time.monotonic()
+    maps = _maps_of(spec, phi)
     _check_lengths(spec)
     tasks = _tasks_there(spec, prompts)
-    examples = {task: load_prompts(prompts, task, spec.examples) for task in tasks}
-    phi_sha = _sha256_of(phi, "train the phi maps first") if any(arm.uses_phi for arm in spec.arms) else None
+    frozen = {task: load_prompts(prompts, task, spec.examples) for task in tasks}
+    shas = {label: _sha256_of(path, "train the phi maps first") for label, path in maps.items()}
     identity = backbone_identity(spec.backbone, assets)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    batches = [batch for task in tasks for batch in _batches(spec, examples[task], tokenizer, identity, phi_sha)]
+    batches = [batch for task in tasks for batch in _batches(spec, frozen[task], tokenizer, identity, shas)]
     with GenerationStore(store) as rows:
-        todo = [batch for batch in batches if batch.missing_from(rows)]
+        todo = sorted((batch for batch in batches if batch.missing_from(rows)), key=_longest, reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
-        ran_on = _compute(spec, assets, phi, phi_sha, identity, todo, rows) if todo else {}
-        write_text(out, jsonl(rows.rows[key] for batch in batches for example in batch.keys for key in example))
-    write_meta(out, spec=json.loads(to_json(spec)), phi_sha=phi_sha, seconds=time.monotonic() - started, **ran_on)
+        ran_on = _compute(spec, assets, maps, shas, identity, todo, rows) if todo else {}
+        keys = {
+            (e.prompt.task, e.prompt.index): keys for b in batches for e, keys in zip(b.examples, b.keys, strict=True)
+        }
+        ordered = [keys[prompt.task, prompt.index] for task in tasks for prompt in frozen[task]]
+        write_text(out, jsonl(rows.rows[key] for of_example in ordered for key in of_example))
+    write_meta(out, spec=json.loads(to_json(spec)), phi_sha=shas, seconds=time.monotonic() - started, **ran_on)
+
+
+def _maps_of(spec: GenerateSpec, phi: Sequence[Path]) -> dict[str, Path]:
+    """The files of the maps that arms use, by label."""
+    if len(phi) != len(spec.maps):
+        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
+    files = {maps.label: path for maps, path in zip(spec.maps, phi, strict=True)}
+    for arm in spec.arms:
+        if arm.uses_phi and arm.maps not in files:
+            raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(files)}")
+    used = {arm.maps for arm in spec.arms}
+    return {label: path for label, path in files.items() if label in used}
+
+
+def _longest(batch: Batch) -> int:
+    """Longest first: what does not fit into memory fails at once, and the estimate of the time left errs upwards."""
+    return max(len(example.ids) for example in batch.examples)
 
 
 def _check_lengths(spec: GenerateSpec) -> None:
@@ -66,12 +103,13 @@ def _check_lengths(spec: GenerateSpec) -> None:
     if length > spec.backbone.context:
         context = f"the context of {spec.backbone.name} ({spec.backbone.context} tokens)"
         raise ValueError(f"length {spec.length}: longer than {context}; choose a shorter one")
-    longer = length > spec.maps.length and any(arm.uses_phi for arm in spec.arms)
-    if longer and not spec.allow_extrapolation:
-        raise ValueError(
-            f"length {spec.length}: longer than what the maps {spec.maps.label} were trained on ({spec.maps.length}); "
-            "train longer ones or set allow_extrapolation"
-        )
+    used = {arm.maps for arm in spec.arms}
+    for maps in (maps for maps in spec.maps if maps.label in used):
+        if length > maps.length and not spec.allow_extrapolation:
+            raise ValueError(
+                f"length {spec.length}: longer than what the maps {maps.label} were trained on ({maps.length}); "
+                "train longer ones or set allow_extrapolation"
+            )
 
 
 def _tasks_there(spec: GenerateSpec, prompts: Path) -> list[str]:
@@ -93,37 +131,69 @@ def _sha256_of(path: Path, remedy: str) -> str:
 
 
 def _batches(
-    spec: GenerateSpec, prompts: Sequence[Prompt], tokenizer: Any, identity: str, phi_sha: str | None
+    spec: GenerateSpec, prompts: Sequence[Prompt], tokenizer: Any, identity: str, shas: dict[str, str]
 ) -> Iterator[Batch]:
-    for start in range(0, len(prompts), spec.batch_examples):
-        batch = list(prompts[start : start + spec.batch_examples])
-        limits = [_limit(prompt, tokenizer, spec.answer_margin) for prompt in batch]
-        keys = [
-            [_key(spec, prompt, arm, limit, identity, phi_sha) for arm in spec.arms]
-            for prompt, limit in zip(batch, limits, strict=True)
-        ]
-        yield Batch(batch, keys, limits)
+    """Examples of like length together, so that batches hold little padding."""
+    examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: -len(e.ids))
+    for start in range(0, len(examples), spec.batch_examples):
+        batch = examples[start : start + spec.batch_examples]
+        yield Batch(batch, [[_key(spec, example, arm, identity, shas) for arm in spec.arms] for example in batch])
 
 
-def _limit(prompt: Prompt, tokenizer: Any, answer_margin: int | None) -> int:
+def _example(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> Example:
+    limit = _limit(spec, prompt, tokenizer)
+    room = tokens_of(spec.truncate_to) - limit
+    if room < 1:
+        raise ValueError(
+            f"truncate_to {spec.truncate_to}: no room for a prompt beside the {limit} answer tokens of {prompt.task}"
+        )
+    ids, cut = cut_to(encode(tokenizer, prompt.prompt), room, special_prefix(tokenizer))
+    return Example(prompt, ids, cut, limit)
+
+
+def cut_to(ids: list[int], room: int, front: list[int]) -> tuple[list[int], int]:
+    """`ids` with tokens taken out on the left until `room` are left, and how many were; the special tokens `front`
+    stay, for a prompt without its BOS has lost its strongest attention sink.
+    """
+    cut = max(0, len(ids) - room)
+    return (front + ids[len(front) + cut :] if cut else ids), cut
+
+
+def _limit(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> int:
     """Generated tokens at most: the harness's limit, or less where the references tell how long an answer can be."""
-    if answer_margin is None:
+    if spec.answer_margin is None:
         return prompt.max_generation_tokens
-    references = tokenizer(" ".join(prompt.doc["outputs"]), add_special_tokens=False).input_ids
-    return min(prompt.max_generation_tokens, len(references) + answer_margin)
+    references = [
+        tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(spec.benchmark, prompt.doc)
+    ]
+    return min(prompt.max_generation_tokens, max(map(len, references)) + spec.answer_margin)
 
 
-def _key(spec: GenerateSpec, prompt: Prompt, arm: ArmSpec, limit: int, identity: str, phi_sha: str | None) -> str:
+def reference_texts(benchmark: str, doc: dict[str, Any]) -> list[str]:
+    """What right answers look like: RULER asks for all of its outputs at once, LongBench for one of its answers."""
+    if benchmark == "ruler":
+        return [" ".join(doc["outputs"])]
+    return [doc["target"]] if benchmark == "babilong" else list(doc["answers"])
+
+
+def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas: dict[str, str]) -> str:
+    prompt = example.prompt
     return row_key(
         task=prompt.task,
         index=prompt.index,
         prompt=prompt.sha256,
+        cut=example.cut,
         backbone=identity,
-        phi=phi_sha if arm.uses_phi else None,
-        arm=asdict(arm),
+        phi=shas[arm.maps] if arm.maps else None,
+        arm={"method": arm.method, "budget_percent": arm.budget_percent},
         anchors=asdict(spec.anchors),
         nominal_length=_nominal_length(spec),
-        decoding={"greedy": True, "max_new_tokens": limit, "stop": prompt.stop},
+        decoding={
+            "greedy": True,
+            "max_new_tokens": example.limit,
+            "stop": prompt.stop,
+            "stop_when_saturated": spec.stop_when_saturated,
+        },
         recipe=spec.recipe,
     )
 
@@ -135,8 +205,8 @@ def _nominal_length(spec: GenerateSpec) -> int | None:
 def _compute(
     spec: GenerateSpec,
     assets: Path,
-    phi: Path,
-    phi_sha: str | None,
+    maps: dict[str, Path],
+    shas: dict[str, str],
     identity: str,
     batches: Sequence[Batch],
     store: GenerationStore,
@@ -150,31 +220,39 @@ def _compute(
     backbone = load_backbone(spec.backbone, assets)
     assert backbone.identity == identity
     logger.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
-    maps = PhiMaps.load(phi) if phi_sha else None
-    engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, maps, _nominal_length(spec))
-    decoded, started = 0, time.monotonic()
-    with tqdm(total=sum(len(batch.prompts) for batch in batches), unit="example") as bar:
+    phi = {label: PhiMaps.load(path) for label, path in maps.items()}
+    engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, _nominal_length(spec))
+    with tqdm(total=sum(len(batch.examples) for batch in batches), unit="example") as bar:
         for batch in batches:
-            ids = [backbone.encode(prompt.prompt) for prompt in batch.prompts]
-            generations = engine.generate(ids, max(batch.limits))
-            rows = list(_rows(spec.arms, batch, [len(i) for i in ids], generations, backbone, phi_sha))
+            settled = _settled(spec, batch, backbone.tokenizer) if spec.stop_when_saturated else None
+            limits = [example.limit for example in batch.examples]
+            generations = engine.generate([example.ids for example in batch.examples], limits, settled)
+            rows = _rows(spec.arms, batch, generations, backbone, shas)
             store.append(row for row in rows if row["key"] not in store.rows)
-            decoded += sum(len(row["tokens"]) for row in rows)
-            bar.set_postfix_str(f"{batch.prompts[0].task}, {decoded / (time.monotonic() - started):.1f} tokens/s")
-            bar.update(len(batch.prompts))
-    return {"device": str(backbone.device), "decoded_tokens": decoded, "decode_seconds": time.monotonic() - started}
+            rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
+            bar.set_postfix_str(f"{batch.examples[0].prompt.task}, {rate:.1f} tokens/s")
+            bar.update(len(batch.examples))
+    return {"device": str(backbone.device), **asdict(engine.work)}
+
+
+def _settled(spec: GenerateSpec, batch: Batch, tokenizer: Any) -> Saturated:
+    def settled(example: int, tokens: list[int]) -> bool:
+        prompt = batch.examples[example].prompt
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        return saturated(spec.benchmark, prompt.task, prompt.doc, text)
+
+    return settled
 
 
 def _rows(
     arms: Sequence[ArmSpec],
     batch: Batch,
-    prompt_tokens: Sequence[int],
     generations: Sequence[Sequence[Generation]],
     backbone: Backbone,
-    phi_sha: str | None,
+    shas: dict[str, str],
 ) -> Iterator[Row]:
-    for (e, prompt), (a, arm) in product(enumerate(batch.prompts), enumerate(arms)):
-        generation = generations[e][a].cut(batch.limits[e])
+    for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(arms)):
+        generation, prompt = generations[e][a], example.prompt
         text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
         yield {
             "key": batch.keys[e][a],
@@ -182,12 +260,14 @@ def _rows(
             "index": prompt.index,
             "method": arm.method,
             "budget_percent": arm.budget_percent,
+            "maps": arm.maps,
             "k": generation.k,
-            "prompt_tokens": prompt_tokens[e],
+            "prompt_tokens": len(example.ids),
+            "cut_tokens": example.cut,
             "text": cut_at(text, prompt.stop),
             "tokens": generation.tokens,
             "finish": generation.finish,
-            "phi_sha": phi_sha if arm.uses_phi else None,
+            "phi_sha": shas[arm.maps] if arm.maps else None,
             "prompt_sha": prompt.sha256,
         }
 

@@ -11,7 +11,7 @@ import pytest
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.benchmarks import generate
+from residual_mass.benchmarks import generate, prompts, scorers
 from residual_mass.benchmarks.prompts import load_prompts
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.specs import AnchorSpec, ArmSpec, BackboneSpec, GenerateSpec, MapSpec, MapsSpec, PromptsSpec
@@ -34,11 +34,13 @@ def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
         length="1k",
         tasks=TASKS,
         examples=2,
-        arms=(ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0)),
+        arms=(ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k")),
         anchors=AnchorSpec(),
         budget_length="nominal",
-        maps=MapsSpec("1k", 1024),
+        truncate_to="1k",
+        maps=(MapsSpec("1k", 1024),),
         answer_margin=0,
+        stop_when_saturated=False,
         batch_examples=1,
         allow_extrapolation=False,
         recipe=1,
@@ -66,15 +68,15 @@ class Stage:
         self.decoded: list[int] = []
         decode = SharedPrefillEngine.generate
 
-        def counted(engine: SharedPrefillEngine, ids: list[list[int]], max_new_tokens: int) -> Any:
+        def counted(engine: SharedPrefillEngine, ids: list[list[int]], *others: Any) -> Any:
             self.decoded.append(len(ids))
-            return decode(engine, ids, max_new_tokens)
+            return decode(engine, ids, *others)
 
         monkeypatch.setattr(SharedPrefillEngine, "generate", counted)
 
     def __call__(self, spec: GenerateSpec) -> list[dict[str, Any]]:
         self.decoded.clear()
-        generate.run(spec, self.assets, self.manifest, self.phi, self.store, self.out)
+        generate.run(spec, self.assets, self.manifest, [self.phi] * len(spec.maps), self.store, self.out)
         return read_jsonl(self.out)
 
 
@@ -143,10 +145,14 @@ def test_without_a_margin_the_harness_limit_holds(
     spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any
 ) -> None:
     prompt = load_prompts(manifest, "ruler_vt", 1)[0]
-    assert generate._limit(prompt, tokenizer, None) == prompt.max_generation_tokens == 30
-    assert generate._limit(prompt, tokenizer, 10_000) == 30
+
+    def limit(margin: int | None) -> int:
+        return generate._limit(replace(spec, answer_margin=margin), prompt, tokenizer)
+
+    assert limit(None) == prompt.max_generation_tokens == 30
+    assert limit(10_000) == 30
     references = len(tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
-    assert references < 30 and generate._limit(prompt, tokenizer, 1) == references + 1
+    assert references < 30 and limit(1) == references + 1
 
 
 def test_tasks_that_the_prompts_leave_out_are_skipped(spec: GenerateSpec, stage: Stage) -> None:
@@ -180,6 +186,8 @@ def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, sta
         {"budget_length": "real"},
         {"recipe": 2},
         {"arms": (ArmSpec("topk", 4.0),)},
+        {"stop_when_saturated": True},
+        {"truncate_to": "512"},
     ],
 )
 def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, stage: Stage, change: dict[str, Any]) -> None:
@@ -216,11 +224,11 @@ def test_other_weights_are_another_backbone(spec: GenerateSpec, stage: Stage, tm
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"length": "2k", "maps": MapsSpec("4k", 4096)}, "length is 1k, not 2k"),
+        ({"length": "2k", "maps": (MapsSpec("1k", 4096),)}, "length is 1k, not 2k"),
         ({"benchmark": "babilong"}, "benchmark is ruler, not babilong"),
         ({"length": "4k"}, "longer than the context of tiny (2048 tokens)"),
-        ({"maps": MapsSpec("512", 512)}, "longer than what the maps 512 were trained on (512)"),
-        ({"examples": 3}, "ruler_cwe has 2 examples, not the 3 asked for"),
+        ({"maps": (MapsSpec("1k", 512),)}, "longer than what the maps 1k were trained on (512)"),
+        ({"examples": 3}, "has 2 examples a task, not 3"),
     ],
 )
 def test_wrong_request_is_refused_before_any_model_is_loaded(
@@ -239,7 +247,7 @@ def test_wrong_request_is_refused_before_any_model_is_loaded(
 
 
 def test_extrapolation_can_be_allowed_and_needs_no_leave_without_maps(spec: GenerateSpec, stage: Stage) -> None:
-    short = replace(spec, maps=MapsSpec("512", 512), tasks=("ruler_vt",), examples=1)
+    short = replace(spec, maps=(MapsSpec("1k", 512),), tasks=("ruler_vt",), examples=1)
     assert len(stage(replace(short, allow_extrapolation=True))) == 3
     assert len(stage(replace(short, arms=spec.arms[:2]))) == 2
 
@@ -255,6 +263,83 @@ def test_missing_model_is_told(spec: GenerateSpec, stage: Stage, tmp_path: Path)
     stage.assets = tmp_path
     with pytest.raises(ValueError, match="tiny-llama: no model here"):
         stage(spec)
+
+
+def test_one_job_takes_several_maps_and_says_which_row_used_which(
+    spec: GenerateSpec, stage: Stage, tmp_path: Path
+) -> None:
+    before = stage(spec)
+    other = PhiMaps.load(stage.phi)
+    other.query[0].alpha.data.add_(1.0)
+    other.save(tmp_path / "other.safetensors")
+    arms = (ArmSpec("topk_phi", 3.0, "1k"), ArmSpec("topk_phi", 3.0, "1k-other"))
+    both = replace(spec, arms=arms, maps=(*spec.maps, MapsSpec("1k-other", 1024)))
+    stage.store = tmp_path / "both.jsonl"
+    generate.run(
+        both, stage.assets, stage.manifest, [stage.phi, tmp_path / "other.safetensors"], stage.store, stage.out
+    )
+    rows = read_jsonl(stage.out)
+    assert [row for row in rows if row["maps"] == "1k"] == [row for row in before if row["method"] == "topk_phi"]
+    shas = {row["maps"]: row["phi_sha"] for row in rows}
+    assert shas == {"1k": sha256_of(stage.phi), "1k-other": sha256_of(tmp_path / "other.safetensors")}
+    with pytest.raises(ValueError, match="--phi has 1 files, but spec.maps names 2 maps"):
+        generate.run(both, stage.assets, stage.manifest, [stage.phi], stage.store, stage.out)
+    with pytest.raises(ValueError, match="arm topk_phi: maps '2k' is not in spec.maps, which has 1k"):
+        stage(replace(spec, arms=(ArmSpec("topk_phi", 3.0, "2k"),)))
+
+
+def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any) -> None:
+    """References are taken from what the model itself generates, so that some of its rows are right."""
+    free = stage(replace(spec, answer_margin=None))
+    spec = replace(spec, answer_margin=None, stop_when_saturated=True)
+    folder = stage.out.parent / "right"
+    folder.mkdir()
+    content = json.loads(manifest.read_text())
+    for task, entry in content["tasks"].items():
+        rows = read_jsonl(manifest.parent / entry["file"])
+        for row in rows:
+            said = next((r["text"] for r in free if (r["task"], r["index"]) == (task, row["index"])), "")
+            row["doc"]["outputs"] = [said[2:6].strip(), said[8:11].strip()] if said else ["none"]
+        (folder / entry["file"]).write_text(jsonl(rows))
+        entry["sha256"] = sha256_of(folder / entry["file"])
+    content["sha256"] = prompts._table_sha256(content["tasks"])
+    (folder / "manifest.json").write_text(json.dumps(content))
+    stage.manifest = folder / "manifest.json"
+    stopped = stage(spec)
+    docs = {(t, p.index): p.doc for t in TASKS for p in load_prompts(stage.manifest, t, 2)}
+    scores = [
+        [scorers.harness_score("ruler", row["task"], docs[row["task"], row["index"]], row["text"]) for row in rows]
+        for rows in (free, stopped)
+    ]
+    assert scores[0] == scores[1] and max(scores[0]) == 1.0
+    assert {row["finish"] for row in stopped} >= {"saturated"}
+    for row, whole in zip(stopped, free, strict=True):
+        assert row["tokens"] == whole["tokens"][: len(row["tokens"])]
+    assert sum(len(row["tokens"]) for row in stopped) < sum(len(row["tokens"]) for row in free)
+
+
+def test_long_prompts_are_cut_behind_the_special_tokens(spec: GenerateSpec, stage: Stage) -> None:
+    assert generate.cut_to([7, 1, 2, 3, 4], 5, [7]) == ([7, 1, 2, 3, 4], 0)
+    assert generate.cut_to([7, 1, 2, 3, 4], 3, [7]) == ([7, 3, 4], 2)
+    assert generate.cut_to([1, 2, 3, 4], 3, []) == ([2, 3, 4], 1)
+    whole = stage(spec)
+    for row, before in zip(stage(replace(spec, truncate_to="512")), whole, strict=True):
+        limit = len(row["tokens"]) if row["finish"] == "length" else None
+        assert row["cut_tokens"] == before["prompt_tokens"] - row["prompt_tokens"] > 0 == before["cut_tokens"]
+        assert limit is None or row["prompt_tokens"] + limit == 512
+
+
+def test_the_longest_prompts_come_first(spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decode = SharedPrefillEngine.generate
+
+    def noted(engine: SharedPrefillEngine, ids: list[list[int]], *others: Any) -> Any:
+        sizes.append(max(map(len, ids)))
+        return decode(engine, ids, *others)
+
+    monkeypatch.setattr(SharedPrefillEngine, "generate", noted)
+    stage(spec)
+    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 1
 
 
 def test_text_is_cut_at_the_first_stop_string() -> None:
