@@ -4,29 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
+
+ALL_TASKS = "all"
+"""Task of the mean over a benchmark's tasks."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluated method at one budget; `budget_percent` is None for full attention."""
+    """One evaluated method at one budget.
+
+    Attributes:
+        budget_percent: None for full attention.
+        task: its name in the harness, or `all` for the mean over tasks.
+        maps: label of the feature maps; None for a method without, or for the only ones that a study's sweep has.
+    """
 
     benchmark: str
     length: str
     backbone: str
     method: str
     budget_percent: float | None
+    task: str = ALL_TASKS
+    maps: str | None = None
 
     def __str__(self) -> str:
+        task = "" if self.task == ALL_TASKS else f" {self.task}"
         budget = "" if self.budget_percent is None else f" at {self.budget_percent:g}%"
-        return f"{self.benchmark} {self.backbone} {self.length} {self.method}{budget}"
+        maps = "" if self.maps is None else f" with maps {self.maps}"
+        return f"{self.benchmark} {self.backbone} {self.length}{task} {self.method}{budget}{maps}"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is printed for one point."""
+    """What is printed for one point; `gain` marks a change against top-k that is more than chance."""
 
     text: str
     bold: bool = False
+    gain: Literal["", "above", "below"] = ""
 
 
 LEFT_OUT = Cell("--")
@@ -38,16 +53,16 @@ def format_score(value: float) -> str:
     return f"{value:.3f}"
 
 
-def embolden(scores: Mapping[Point, str]) -> dict[Point, Cell]:
-    """Sets the best partial-KV methods of each column in bold: by the printed digits, with ties, and without full."""
+def best_of_columns(scores: Mapping[Point, str]) -> set[Point]:
+    """The best partial-KV points of each column: by the printed digits, with ties, and without full attention."""
     best: dict[Point, float] = {}
     for point, text in scores.items():
         if point.method != "full":
             column = _column(point)
             best[column] = max(best.get(column, float(text)), float(text))
-    return {point: Cell(text, float(text) == best.get(_column(point))) for point, text in scores.items()}
+    return {point for point, text in scores.items() if float(text) == best.get(_column(point))}
 
 
 def _column(point: Point) -> Point:
-    """What competing methods share. A full-attention point, which has no budget, shares it with none of them."""
-    return replace(point, method="")
+    """What competing rows share. A full-attention point, which has no budget, shares it with none of them."""
+    return replace(point, method="", maps=None)

@@ -20,6 +20,8 @@ ESCAPES = {
     '"': "{''}",
     **{character: "\\" + character for character in "&%$#_{}"},
 }
+MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
+"""Without a width of their own, so that digits stay aligned."""
 
 
 class Latex(str):
@@ -39,7 +41,7 @@ def _one_line(value: object) -> str:
 
 def _cell(cell: Cell) -> Latex:
     text = escape(cell.text)
-    return Latex(rf"\textbf{{{text}}}") if cell.bold else text
+    return Latex((rf"\textbf{{{text}}}" if cell.bold else text) + MARKS[cell.gain])
 
 
 def render(template: Path, **context: Any) -> str:

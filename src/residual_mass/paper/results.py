@@ -5,84 +5,142 @@ from __future__ import annotations
 import csv
 import io
 import math
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from residual_mass.paper.cells import Point
+from residual_mass.benchmarks.catalogue import Data
+from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.specs import METHODS
 
 COLUMNS = (
-    "benchmark backbone length task method budget_percent value ci_low ci_high n "
-    "study model_id revision phi_sha weights"
+    "benchmark backbone length task method budget_percent maps value stderr ci_low ci_high original_value n "
+    "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p flags data cut_share "
+    "study model_id revision phi_sha prompts_sha weights"
 ).split()
-CONSTANT = ("benchmark", "backbone", "length", "study", "model_id", "revision", "weights")
+CONSTANT = ("backbone", "study", "model_id", "revision", "weights")
+"""What one file has one value of, whatever else it mixes."""
+PLACE = ("benchmark", "length")
+OPTIONAL = "stderr original_value gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p".split()
+"""Numbers that are empty where they are not defined."""
+SHARES = ("gain_p", "full_gap_p", "cut_share")
+FLAGS = ("beats_full", "ceiling", "floor")
+KINDS: tuple[str, ...] = typing.get_args(Data)
 REMEDY = "delete it and rerun the score stage"
 
 Row = dict[str, str]
-Arm = tuple[str, float | None]
+Arm = tuple[str, float | None, str | None]
+"""Method, budget in percent, label of the feature maps."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over tasks with its 95 % bootstrap interval."""
+    """One row of a result file: its numbers, and the row as it stands for whoever traces a cell back.
+
+    Attributes:
+        low, high: 95 % bootstrap interval of `value`.
+        gain: mean paired difference to top-k at the same budget; None, like its p-value, where there is none.
+        mde: minimal gain that this many examples could show.
+        cut_share: share of prompts that were truncated to the context.
+        data: where the examples come from, one or more of KINDS.
+    """
 
     value: float
     low: float
     high: float
+    gain: float | None
+    gain_p: float | None
+    mde: float | None
+    cut_share: float
+    flags: tuple[str, ...]
+    data: tuple[str, ...]
+    row: Row
+    source: Path
+
+    @property
+    def examples(self) -> int:
+        return int(float(self.row["n"]))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one result CSV says over all tasks."""
+    """What a result CSV says of one benchmark at one length.
+
+    Attributes:
+        phi_shas: hash of the feature maps by their label.
+        tasks: single tasks, without their mean.
+        scores: by task (`all` for the mean) and arm.
+    """
 
     path: Path
     benchmark: str
-    backbone: str
     length: str
+    backbone: str
     study: str
     model_id: str
     revision: str
     weights: str
-    phi_shas: tuple[str, ...]
-    tasks: int
-    examples: int
-    scores: dict[Arm, Score]
+    prompts_sha: str
+    phi_shas: dict[str, str]
+    tasks: tuple[str, ...]
+    scores: dict[str, dict[Arm, Score]]
 
     def score(self, point: Point) -> Score:
-        """Raises ValueError naming cell and file when the file lacks the point."""
-        arm = (point.method, point.budget_percent)
-        if arm not in self.scores:
-            raise ValueError(f"{self.path}: no cell for {point}; rerun the generate and score stages with that budget")
-        return self.scores[arm]
+        """Raises ValueError naming cell and file when the file lacks the point, or has it with several maps."""
+        found = {arm: score for arm, score in self.scores.get(point.task, {}).items() if _shows(point, arm)}
+        if not found:
+            raise ValueError(f"{self.path}: no cell for {point}; rerun the generate and score stages with that arm")
+        if len(found) > 1:
+            labels = " and ".join(str(maps) for _, _, maps in found)
+            raise ValueError(f"{self.path}: {point} is there with maps {labels}; score one set of maps into this file")
+        return next(iter(found.values()))
+
+    def examples(self, task: str) -> int:
+        """Examples behind each value of a task."""
+        return next(iter(self.scores[task].values())).examples
 
 
-def load_result(path: Path) -> Result:
-    """Reads one result CSV.
+def _shows(point: Point, arm: Arm) -> bool:
+    method, budget, maps = arm
+    return (method, budget) == (point.method, point.budget_percent) and point.maps in (None, maps)
+
+
+def load_results(path: Path) -> list[Result]:
+    """Reads one result CSV: one result per benchmark and length in it, in its order.
 
     Raises:
         ValueError: the file is missing, cut, inconsistent or holds a value that is not a number; names file and line.
     """
     rows = _read_rows(path)
     facts = {name: _constant(rows, name, path) for name in CONSTANT}
-    arms_of: dict[str, dict[Arm, Row]] = {}
+    phi_shas = _phi_shas(rows, path)
+    places: dict[tuple[str, ...], dict[str, dict[Arm, Score]]] = {}
     for number, row in enumerate(rows, start=2):
-        arm = _arm(row, f"{path}:{number}")
-        if arm in (arms := arms_of.setdefault(row["task"], {})):
-            raise ValueError(
-                f"{path}:{number}: a second row for {row['task']} {arm[0]} {row['budget_percent']}; {REMEDY}"
+        where = f"{path}:{number}"
+        arm = _arm(row, where)
+        arms = places.setdefault(tuple(row[name] for name in PLACE), {}).setdefault(row["task"], {})
+        if arm in arms:
+            raise ValueError(f"{where}: a second row for {row['task']} {_name(arm)}; {REMEDY}")
+        arms[arm] = _score(row, path, where)
+    results = []
+    for (benchmark, length), scores in places.items():
+        _check_complete(scores, f"{path}: {benchmark} {length}")
+        of_place = [score.row for arms in scores.values() for score in arms.values()]
+        used = {row["maps"] for row in of_place}
+        results.append(
+            Result(
+                path=path,
+                benchmark=benchmark,
+                length=length,
+                **facts,
+                prompts_sha=_constant(of_place, "prompts_sha", path),
+                phi_shas={maps: sha for maps, sha in phi_shas.items() if maps in used},
+                tasks=tuple(task for task in scores if task != ALL_TASKS),
+                scores=scores,
             )
-        arms[arm] = row
-    _check_complete(arms_of, path)
-    overall = arms_of.pop("all")
-    return Result(
-        path=path,
-        **facts,
-        phi_shas=tuple(dict.fromkeys(row["phi_sha"] for row in rows if row["phi_sha"])),
-        tasks=len(arms_of),
-        examples=_count(overall.values(), path),
-        scores={arm: _score(row, path) for arm, row in overall.items()},
-    )
+        )
+    return results
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -111,37 +169,62 @@ def _constant(rows: list[Row], name: str, path: Path) -> str:
     return next(iter(values))
 
 
+def _phi_shas(rows: Iterable[Row], path: Path) -> dict[str, str]:
+    """Hash of the feature maps by label: two under one label would mean that some were trained anew in between."""
+    shas: dict[str, str] = {}
+    for row in rows:
+        if row["maps"] and shas.setdefault(row["maps"], row["phi_sha"]) != row["phi_sha"]:
+            raise ValueError(f"{path}: maps {row['maps']} have two values of phi_sha; {REMEDY}")
+    return shas
+
+
 def _arm(row: Row, where: str) -> Arm:
-    method, budget = row["method"], row["budget_percent"]
+    method, budget, maps = row["method"], row["budget_percent"], row["maps"]
     if method not in METHODS:
         raise ValueError(f"{where}: unknown method {method!r}; known are {', '.join(METHODS)}")
     if (method == "full") != (budget == ""):
         raise ValueError(f"{where}: budget_percent is {budget!r} for method {method}; {REMEDY}")
-    return method, None if budget == "" else _number(row, "budget_percent", where)
+    for name in ("maps", "phi_sha"):
+        if method.startswith("topk_phi") != (row[name] != ""):
+            raise ValueError(f"{where}: {name} is {row[name]!r} for method {method}; {REMEDY}")
+    return method, None if budget == "" else _number(row, "budget_percent", where), maps or None
 
 
-def _check_complete(arms_of: dict[str, dict[Arm, Row]], path: Path) -> None:
-    """Every task and the summary over tasks must have every arm; the summary comes last, so a cut file fails here."""
-    arms = {arm: None for of_task in arms_of.values() for arm in of_task}
-    for task in [*arms_of, "all"]:
-        for method, budget in arms:
-            if (method, budget) not in arms_of.get(task, {}):
-                at = "" if budget is None else f" at {budget:g}%"
-                raise ValueError(f"{path}: cut short, no row for {task} {method}{at}; {REMEDY}")
-    if len(arms_of) == 1:
-        raise ValueError(f"{path}: no row of a single task; {REMEDY}")
+def _name(arm: Arm) -> str:
+    method, budget, maps = arm
+    return method + ("" if budget is None else f" at {budget:g}%") + ("" if maps is None else f" with maps {maps}")
 
 
-def _count(rows: Iterable[Row], path: Path) -> int:
-    counts = {_number(row, "n", str(path)) for row in rows}
-    if len(counts) != 1 or (count := counts.pop()) != int(count) or count < 1:
-        raise ValueError(f"{path}: the methods were not scored on one and the same number of examples; {REMEDY}")
-    return int(count)
+def _score(row: Row, path: Path, where: str) -> Score:
+    where = f"{where}: {row['task']} {row['method']} {row['budget_percent']}".rstrip()
+    for name in ("n", "value", "ci_low", "ci_high", "cut_share"):
+        _number(row, name, where)
+    optional = {name: None if row[name] == "" else _number(row, name, where) for name in OPTIONAL}
+    if (row["gain"] == "") != (row["gain_p"] == ""):
+        raise ValueError(f"{where}: gain is {row['gain']!r}, but gain_p is {row['gain_p']!r}; {REMEDY}")
+    for name in SHARES:
+        if row[name] and not 0 <= float(row[name]) <= 1:
+            raise ValueError(f"{where}: {name} is {row[name]}, outside 0 to 1; {REMEDY}")
+    return Score(
+        value=float(row["value"]),
+        low=float(row["ci_low"]),
+        high=float(row["ci_high"]),
+        gain=optional["gain"],
+        gain_p=optional["gain_p"],
+        mde=optional["mde"],
+        cut_share=float(row["cut_share"]),
+        flags=_words(row, "flags", " ", FLAGS, where),
+        data=_words(row, "data", "+", KINDS, where),
+        row=row,
+        source=path,
+    )
 
 
-def _score(row: Row, path: Path) -> Score:
-    where = f"{path}: {row['task']} {row['method']} {row['budget_percent']}".rstrip()
-    return Score(*(_number(row, name, where) for name in ("value", "ci_low", "ci_high")))
+def _words(row: Row, name: str, between: str, known: tuple[str, ...], where: str) -> tuple[str, ...]:
+    words = tuple(row[name].split(between)) if row[name] else ()
+    if unknown := [word for word in words if word not in known]:
+        raise ValueError(f"{where}: {name} holds {unknown[0]!r}; known are {', '.join(known)}; {REMEDY}")
+    return words
 
 
 def _number(row: Row, name: str, where: str) -> float:
@@ -152,3 +235,19 @@ def _number(row: Row, name: str, where: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{where}: {name} is {row[name]!r}, not a finite number; {REMEDY}")
     return value
+
+
+def _check_complete(scores: dict[str, dict[Arm, Score]], where: str) -> None:
+    """Every task and the summary over tasks must have every arm, on the same examples; the summary comes last, so a cut
+    file fails here.
+    """
+    arms = dict.fromkeys(arm for of_task in scores.values() for arm in of_task)
+    for task in dict.fromkeys([*scores, ALL_TASKS]):
+        for arm in arms:
+            if arm not in scores.get(task, {}):
+                raise ValueError(f"{where}: cut short, no row for {task} {_name(arm)}; {REMEDY}")
+        counts = {score.row["n"] for score in scores[task].values()}
+        if len(counts) != 1 or (count := float(counts.pop())) != int(count) or count < 1:
+            raise ValueError(f"{where}: {task} was not scored on one and the same number of examples; {REMEDY}")
+    if len(scores) == 1:
+        raise ValueError(f"{where}: no row of a single task; {REMEDY}")

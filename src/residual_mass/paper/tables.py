@@ -1,133 +1,52 @@
-"""Score tables: the points a table shows, laid out as blocks of methods by groups of columns, and the LaTeX of it."""
+"""Score tables: from result CSVs, or the paper's own values, to LaTeX and a CSV of every cell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from residual_mass.files import write_text
 from residual_mass.paper import published
-from residual_mass.paper.captions import Caption, caption_of_published, caption_of_results, title_of
-from residual_mass.paper.cells import LEFT_OUT, Cell, Point, embolden, format_score
-from residual_mass.paper.latex import Latex, render
-from residual_mass.paper.results import Result, load_result
-from residual_mass.specs import METHODS, TableSpec
+from residual_mass.paper.captions import Caption, caption_of_published, caption_of_results, place_of
+from residual_mass.paper.cells import Cell, Point
+from residual_mass.paper.content import Content, cells_csv, content_of_scores, content_of_texts
+from residual_mass.paper.latex import Latex, escape, render
+from residual_mass.paper.layouts import PUBLISHED, Slice, evaluated, layout_of
+from residual_mass.paper.results import Result, load_results
+from residual_mass.specs import TableSpec
 
-METHOD_TITLES = {
-    "full": Latex("Full"),
-    "topk": Latex("Top-$K$"),
-    "topk_phi": Latex(r"Top-$K{+}\phi$"),
-    "topk_phi_nosub": Latex(r"Top-$K{+}\phi$ (NoSub)"),
-}
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One block of rows or one column: its title, and what it fixes of the points in it."""
-
-    title: str
-    fixed: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Blocks of one row per method, by one group of columns per backbone."""
-
-    backbones: tuple[str, ...]
-    blocks: tuple[Slice, ...]
-    columns: tuple[Slice, ...]
-    budget_percent: float | None
-    """The budget of the whole table, where the columns do not fix it."""
-
-    def points(self, block: Slice, method: str, backbone: str) -> tuple[Point, ...]:
-        """Points in a row of a group, one per column; a single one where the columns do not tell them apart."""
-        fields = [{"budget_percent": self.budget_percent} | block.fixed | column.fixed for column in self.columns]
-        if method == "full":
-            fields = [each | {"budget_percent": None} for each in fields]
-        return tuple(dict.fromkeys(Point(backbone=backbone, method=method, **each) for each in fields))
-
-    def all_points(self) -> Iterator[Point]:
-        """Every point of the table, block by block."""
-        for block in self.blocks:
-            for method in METHODS:
-                for backbone in self.backbones:
-                    yield from self.points(block, method, backbone)
+Place = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One printed row: a method's cells, one tuple per backbone, each cell `span` columns wide."""
+    """One printed row: its cells, one tuple per backbone, each cell `span` columns wide."""
 
-    title: Latex
+    title: str
     groups: tuple[tuple[Cell, ...], ...]
     span: int
 
 
-def layout_of(spec: TableSpec) -> Layout:
-    """Raises ValueError when the label is of no table that this module knows."""
-    lengths = tuple(Slice(length, {"length": length}) for length in spec.lengths)
-    if spec.label == "ruler_sweep":
-        ruler = tuple(Slice(each.title, each.fixed | {"benchmark": "ruler"}) for each in lengths)
-        budgets = tuple(Slice(f"{budget:g}%", {"budget_percent": budget}) for budget in spec.budgets)
-        return Layout(spec.backbones, ruler, budgets, budget_percent=None)
-    if spec.label == "stress_1pct":
-        blocks = tuple(Slice(title_of(name), {"benchmark": name}) for name in ("ruler", "babilong"))
-        middle = sorted(spec.budgets)[(len(spec.budgets) - 1) // 2]  # 1 % of the paper's four
-        return Layout(spec.backbones, blocks, lengths, budget_percent=middle)
-    raise ValueError(f"table {spec.label!r} is unknown; known are ruler_sweep, stress_1pct")
-
-
-def run(spec: TableSpec, results: list[Path], template: Path, out: Path) -> None:
-    """Writes table `spec.label` from the result CSVs of its study, of which it may show only some.
+def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: Path) -> None:
+    """Writes table `spec.label` from the result CSVs of its study, of which it may show only some, and to `cells` one
+    CSV line per printed cell with its interval, its tests and what it comes from.
 
     Raises:
         ValueError: a cell of the study is missing, or a file is damaged or of another study; names cell and file.
     """
     layout = layout_of(spec)
-    shown = [point for point in layout.all_points() if point.benchmark in spec.benchmarks]
-    loaded = _by_place(spec, shown, results)
-    scores = {point: _result_of(point, loaded).score(point) for point in shown}
-    cells = embolden({point: format_score(score.value) for point, score in scores.items()})
-    left_out = list(
-        dict.fromkeys(point.benchmark for point in layout.all_points() if point.benchmark not in spec.benchmarks)
-    )
-    caption = caption_of_results(spec, list(loaded.values()), list(scores.values()), left_out)
-    write_text(out, _render(template, spec, layout, cells, caption))
-
-
-Place = tuple[str, str, str]
-
-
-def _place(item: Point | Result) -> Place:
-    return item.benchmark, item.backbone, item.length
-
-
-def _by_place(spec: TableSpec, shown: list[Point], results: list[Path]) -> dict[Place, Result]:
-    wanted = dict.fromkeys(_place(point) for point in shown)
-    if not wanted:
+    shown = dict.fromkeys(point for point in layout.all_points() if evaluated(point, spec))
+    if not shown:
         raise ValueError(
             f"table {spec.label}: study {spec.study} evaluates none of its benchmarks; leave the table out"
         )
-    loaded: dict[Place, Result] = {}
-    for path in results:
-        result = load_result(path)
-        if result.study != spec.study:
-            raise ValueError(f"{path}: is of study {result.study!r}, table {spec.label} is of {spec.study!r}; rerun it")
-        if _place(result) in loaded:
-            raise ValueError(
-                f"{path}: a second file for {' '.join(_place(result))}, beside {loaded[_place(result)].path}"
-            )
-        loaded[_place(result)] = result
-    return {place: loaded[place] for place in wanted if place in loaded}
-
-
-def _result_of(point: Point, loaded: Mapping[Place, Result]) -> Result:
-    if _place(point) not in loaded:
-        name = f"{point.benchmark}_{point.backbone}_{point.length}.csv"
-        raise ValueError(f"no cell for {point}: {name} was not given; pass it to --results")
-    return loaded[_place(point)]
+    loaded = _by_place(spec, shown, results)
+    content = content_of_scores(layout, {point: _result_of(point, loaded, results).score(point) for point in shown})
+    table = _render(template, content, caption_of_results(spec, list(loaded.values()), content))
+    write_text(cells, cells_csv(spec.label, content))
+    write_text(out, table)
 
 
 def render_published(label: str, template: Path) -> str:
@@ -135,31 +54,71 @@ def render_published(label: str, template: Path) -> str:
     facts = published.load(label)
     points = [fact.point for fact in facts]
     spec = TableSpec(
-        study="published",
+        study=PUBLISHED,
         label=label,
         backbones=tuple(dict.fromkeys(point.backbone for point in points)),
         lengths=tuple(dict.fromkeys(point.length for point in points)),
         budgets=tuple(dict.fromkeys(point.budget_percent for point in points if point.budget_percent is not None)),
         benchmarks=tuple(dict.fromkeys(point.benchmark for point in points)),
+        maps=tuple(dict.fromkeys(point.maps for point in points if point.maps is not None)),
     )
-    cells = embolden({fact.point: fact.text for fact in facts})
-    return _render(template, spec, layout_of(spec), cells, caption_of_published(spec))
+    content = content_of_texts(layout_of(spec), {fact.point: fact.text for fact in facts})
+    return _render(template, content, caption_of_published(spec, content))
 
 
-def _render(template: Path, spec: TableSpec, layout: Layout, cells: Mapping[Point, Cell], caption: Caption) -> str:
-    blocks = [(block.title, [_line(layout, block, method, cells) for method in METHODS]) for block in layout.blocks]
+def _by_place(spec: TableSpec, shown: Mapping[Point, None], results: list[Path]) -> dict[Place, Result]:
+    """The results that the table shows, in its order."""
+    loaded: dict[Place, Result] = {}
+    for path in results:
+        for result in load_results(path):
+            place = place_of(result)
+            if result.study != spec.study:
+                raise ValueError(
+                    f"{path}: is of study {result.study!r}, table {spec.label} is of {spec.study!r}; rerun it"
+                )
+            if place in loaded:
+                raise ValueError(f"{path}: a second file for {' '.join(place)}, beside {loaded[place].path}")
+            loaded[place] = result
+    return {place: loaded[place] for place in dict.fromkeys(map(place_of, shown)) if place in loaded}
+
+
+def _result_of(point: Point, loaded: Mapping[Place, Result], results: list[Path]) -> Result:
+    if place_of(point) not in loaded:
+        given = ", ".join(path.name for path in results)
+        raise ValueError(
+            f"no cell for {point}: {' '.join(place_of(point))} is in none of {given}; "
+            "pass its file to --results, or score it again where a file was cut short"
+        )
+    return loaded[place_of(point)]
+
+
+def _render(template: Path, content: Content, caption: Caption) -> str:
+    layout = content.layout
     return render(
         template,
         header=caption.header,
         notes=caption.notes,
         budget=None if layout.budget_percent is None else f"{layout.budget_percent:g}%",
+        lengths=", ".join(dict.fromkeys(point.length for point in layout.all_points())),
         backbones=[caption.backbone_titles[backbone] for backbone in layout.backbones],
-        columns=[column.title for column in layout.columns],
-        blocks=blocks,
+        titled=layout.titled,
+        columns=[column.title if layout.titled else _title(column, content, "c") for column in layout.columns],
+        blocks=[(_title(block, content, "l"), _lines(block, content)) for block in layout.blocks],
     )
 
 
-def _line(layout: Layout, block: Slice, method: str, cells: Mapping[Point, Cell]) -> Line:
-    rows = [layout.points(block, method, backbone) for backbone in layout.backbones]
-    groups = tuple(tuple(cells.get(point, LEFT_OUT) for point in row) for row in rows)
-    return Line(METHOD_TITLES[method], groups, span=len(layout.columns) // len(rows[0]))
+def _title(part: Slice, content: Content, align: Literal["l", "c"]) -> Latex:
+    """A title that owns up to data that are not the benchmark's own, on a second line so that columns stay narrow."""
+    kinds = content.kinds(part)
+    if not part.title or set(kinds) <= {"original"}:
+        return escape(part.title)
+    return Latex(rf"\shortstack[{align}]{{{escape(part.title)}\\({escape(' + '.join(kinds))})}}")
+
+
+def _lines(block: Slice, content: Content) -> list[Line]:
+    layout, lines = content.layout, []
+    for row in layout.rows:
+        points = [layout.points(block, row, backbone) for backbone in layout.backbones]
+        groups = tuple(tuple(content.cells[point] for point in group) for group in points)
+        lines.append(Line(row.title, groups, span=len(layout.columns) // len(points[0])))
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,30 @@ import pandas as pd
 from residual_mass.specs import METHODS, TableSpec
 
 TEMPLATES = Path(__file__).parents[3] / "paper_tables" / "templates"
+LABELS = (
+    "natural_main stress_1pct ruler_sweep babilong_sweep cross_length_mismatch dphi_ablation loss_ablation"
+).split()
 COLUMNS = (
-    "benchmark backbone length task method budget_percent metric value stderr ci_low ci_high n k_mean k_zero_share "
-    "study model_id revision phi_sha prompts_sha weights"
+    "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high original_value "
+    "original_stderr original_ci_low original_ci_high n gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p "
+    "flags data k_mean k_zero_share cut_share study model_id revision phi_sha prompts_sha weights"
 ).split()
 BUDGETS = (2.0, 4.0, 8.0)
-ARMS = [("full", None), *((method, budget) for method in METHODS[1:] for budget in BUDGETS)]
-Rows = list[dict[str, Any]]
+LONGBENCH = tuple(f"longbench_{name}" for name in ("gov_report", "qmsum", "musique", "hotpotqa"))
+Row = dict[str, Any]
+Rows = list[Row]
+Arm = tuple[str, float | None, str]
+
+
+def sweep_arms(budgets: Iterable[float] = BUDGETS) -> list[Arm]:
+    """Every method at every budget, with maps trained at 2k."""
+    arms = [(method, budget, "2k" if "phi" in method else "") for method in METHODS[1:] for budget in budgets]
+    return [("full", None, ""), *arms]
+
+
+def maps_arms(*maps: str) -> list[Arm]:
+    """Both baselines and one arm for each of the feature maps, at 4 %."""
+    return [("full", None, ""), ("topk", 4.0, ""), *(("topk_phi", 4.0, label) for label in maps)]
 
 
 def table_spec(label: str = "ruler_sweep", **changes: Any) -> TableSpec:
@@ -29,30 +47,90 @@ def table_spec(label: str = "ruler_sweep", **changes: Any) -> TableSpec:
     return TableSpec(**fields | changes)
 
 
-def result_rows(values: dict[tuple[str, float | None], float] | None = None, **facts: Any) -> Rows:
-    """Rows of two tasks, all of value 0.25, and of their summary, of value 0.5 where `values` names no other."""
+def result_rows(
+    values: dict[tuple[Any, ...], float] | None = None,
+    arms: Iterable[Arm] | None = None,
+    tasks: tuple[str, ...] = ("niah", "vt"),
+    **facts: Any,
+) -> Rows:
+    """Rows of single tasks, of value 0.25, and of their summary, of value 0.5, where `values` names no other: by method
+    and budget for the summary, by maps in addition, or by task, method and budget.
+    """
     base = {
-        "benchmark": "ruler", "backbone": "smol", "length": "1k", "metric": "string_match", "stderr": "0.1", "n": 8,
-        "k_mean": 21, "k_zero_share": 0, "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
-        "prompts_sha": "cd" * 32, "weights": "pretrained",
+        "benchmark": "ruler", "backbone": "smol", "length": "1k", "metric": "string_match", "stderr": "0.100000",
+        "n": 8, "k_mean": 21, "k_zero_share": 0, "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
+        "prompts_sha": "cd" * 32, "weights": "pretrained", "data": "original", "flags": "", "cut_share": "0.000000",
     }  # fmt: skip
     rows = []
-    for task in ("niah", "vt", "all"):
-        for method, budget in ARMS:
-            value = (values or {}).get((method, budget), 0.5) if task == "all" else 0.25
+    for task in (*tasks, "all"):
+        for method, budget, maps in sweep_arms() if arms is None else arms:
+            names = [(task, method, budget), *([(method, budget), (method, budget, maps)] if task == "all" else [])]
+            value = next((values[name] for name in names if values and name in values), 0.5 if task == "all" else 0.25)
             score = {"value": f"{value:.6f}", "ci_low": f"{value - 0.1:.6f}", "ci_high": f"{value + 0.15:.6f}"}
-            phi = "ab" * 32 if method.startswith("topk_phi") else ""
-            arm = {"method": method, "budget_percent": "" if budget is None else f"{budget:g}", "phi_sha": phi}
-            rows.append({**base, "task": task, **arm, **score, **facts})
+            score |= {"original_value": score["value"]}
+            arm = {"method": method, "budget_percent": "" if budget is None else f"{budget:g}", "maps": maps}
+            arm |= {"phi_sha": f"{maps:x<64}" if maps else ""}
+            rows.append({**base, "task": task, **arm, **score, **_tests_of(method), **facts})
+    return rows
+
+
+def _tests_of(method: str) -> Row:
+    """Comparisons of an arm, in which nothing is found."""
+    gain = {"gain": "0.010000", "gain_ci_low": "-0.1", "gain_ci_high": "0.1", "gain_p": "0.800000", "mde": "0.200000"}
+    full = {"full_gap": "-0.050000", "full_gap_p": "0.500000"}
+    return {"full": {}, "topk": full}.get(method, gain | full)
+
+
+def edit(rows: Rows, where: Row, **fields: Any) -> Rows:
+    """The rows with `fields` set on those that match `where`, of which there must be some."""
+    chosen = [row for row in rows if all(row[name] == value for name, value in where.items())]
+    assert chosen, where
+    for row in chosen:
+        row.update(fields)
     return rows
 
 
 def write_rows(path: Path, rows: Rows) -> Path:
     with open(path, "w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def files_of(folder: Path, label: str, **facts: Any) -> tuple[TableSpec, list[Path]]:
+    """A small study's spec and result files for any table: a BABILong that is simulated, stand-ins in LongBench."""
+    longbench = {"benchmark": "longbench", "tasks": LONGBENCH, "length": "2k", "data": "stand-in"}
+    babilong = {"benchmark": "babilong", "data": "simulated", "tasks": ("babilong_qa1", "babilong_qa2")}
+    both = ("ruler", "babilong")
+    parts: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+        "natural_main": ({"lengths": ("2k",), "benchmarks": ("longbench",)}, [longbench]),
+        "stress_1pct": ({"benchmarks": both}, [{}, babilong]),
+        "ruler_sweep": ({}, [{}]),
+        "babilong_sweep": ({"benchmarks": ("babilong",)}, [babilong]),
+        "cross_length_mismatch": (
+            {"lengths": ("512", "1k"), "maps": ("512", "1k")},
+            [{"arms": maps_arms("512", "1k"), "length": length} for length in ("512", "1k")],
+        ),
+        "dphi_ablation": (
+            {"maps": ("1k-dphi_32", "1k"), "benchmarks": both},
+            [{"arms": maps_arms("1k-dphi_32", "1k"), **benchmark} for benchmark in ({}, babilong)],
+        ),
+        "loss_ablation": (
+            {"maps": ("1k", "1k-kl_only"), "benchmarks": both},
+            [{"arms": maps_arms("1k", "1k-kl_only"), **benchmark} for benchmark in ({}, babilong)],
+        ),
+    }
+    changes, files = parts[label]
+    compares_maps = "maps" in changes
+    if compares_maps:
+        changes["budgets"] = (4.0,)
+    rows = [result_rows(**file | facts) for file in files]
+    if compares_maps:  # one file holds every benchmark and length
+        rows = [[row for each in rows for row in each]]
+    stem = facts.get("backbone", "smol").replace("/", "_")
+    paths = [write_rows(folder / f"{label}_{stem}_{index}.csv", each) for index, each in enumerate(rows)]
+    return table_spec(label, **changes), paths
 
 
 def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 4) -> pd.DataFrame:

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from residual_mass.paper.cells import Point, embolden, format_score
+from residual_mass.paper.cells import Point, best_of_columns, format_score
 
 
-def point(method: str, budget: float | None = 1.0, backbone: str = "1b", length: str = "4k") -> Point:
-    return Point("ruler", length, backbone, method, budget)
+def point(method: str, budget: float | None = 1.0, backbone: str = "1b", length: str = "4k", **more: str) -> Point:
+    return Point("ruler", length, backbone, method, budget, **more)
 
 
-def bold(values: dict[Point, float]) -> set[Point]:
-    cells = embolden({each: format_score(value) for each, value in values.items()})
-    return {each for each, cell in cells.items() if cell.bold}
+def best(values: dict[Point, float]) -> set[Point]:
+    return best_of_columns({each: format_score(value) for each, value in values.items()})
 
 
 def test_values_that_print_alike_tie() -> None:
     values = {point("topk"): 0.5479, point("topk_phi"): 0.5480, point("topk_phi_nosub"): 0.5474}
-    assert bold(values) == {point("topk"), point("topk_phi")}
+    assert best(values) == {point("topk"), point("topk_phi")}
 
 
 def test_values_that_print_differently_do_not_tie() -> None:
-    assert bold({point("topk"): 0.5484, point("topk_phi"): 0.5486}) == {point("topk_phi")}
+    assert best({point("topk"): 0.5484, point("topk_phi"): 0.5486}) == {point("topk_phi")}
 
 
-def test_full_is_never_bold_and_never_beats() -> None:
+def test_full_is_never_best_and_never_beats() -> None:
     values = {point("full", None): 0.9, point("topk"): 0.2, point("topk_phi"): 0.3}
-    assert bold(values) == {point("topk_phi")}
+    assert best(values) == {point("topk_phi")}
 
 
 def test_columns_compete_apart() -> None:
-    others = [{"budget": 2.0}, {"backbone": "3b"}, {"length": "8k"}]
+    others = [{"budget": 2.0}, {"backbone": "3b"}, {"length": "8k"}, {"task": "ruler_vt"}]
     values = {point("topk"): 0.9, point("topk_phi"): 0.8}
     values |= {point("topk", **other): 0.1 for other in others} | {point("topk_phi", **other): 0.2 for other in others}
-    assert bold(values) == {point("topk"), *(point("topk_phi", **other) for other in others)}
+    assert best(values) == {point("topk"), *(point("topk_phi", **other) for other in others)}
+
+
+def test_feature_maps_compete_with_each_other_and_with_top_k() -> None:
+    values = {point("topk"): 0.4, point("topk_phi", maps="4k"): 0.5, point("topk_phi", maps="4k-kl_only"): 0.3}
+    assert best(values) == {point("topk_phi", maps="4k")}
 
 
 def test_all_zero_is_a_tie() -> None:
-    assert len(bold({point("topk"): 0.0, point("topk_phi"): 0.0004})) == 2
+    assert len(best({point("topk"): 0.0, point("topk_phi"): 0.0004})) == 2

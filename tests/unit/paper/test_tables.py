@@ -5,84 +5,51 @@ from __future__ import annotations
 import csv
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sample_results import TEMPLATES, result_rows, table_spec, write_rows
+from printed import METHODS, caption_of, open_braces, printed_cells, row_widths
+from sample_results import (
+    BUDGETS,
+    LABELS,
+    LONGBENCH,
+    TEMPLATES,
+    Row,
+    edit,
+    files_of,
+    maps_arms,
+    result_rows,
+    sweep_arms,
+    table_spec,
+    write_rows,
+)
 
-from residual_mass.paper import published
-from residual_mass.paper.tables import layout_of, render_published, run
-from residual_mass.specs import METHODS, TableSpec
+from residual_mass.holm import holm
+from residual_mass.paper.cells import LEFT_OUT, Cell
+from residual_mass.paper.content import COLUMNS
+from residual_mass.paper.layouts import layout_of
+from residual_mass.paper.tables import render_published, run
+from residual_mass.specs import TableSpec
 
-Printed = dict[tuple[str, str, int], tuple[str, bool]]
-"""Text and bold by block title, method and column; a cell over several columns is in each."""
-
-
-def printed_cells(tex: str) -> Printed:
-    body = tex.split(r"\midrule", 1)[1].split(r"\bottomrule")[0]
-    cells: Printed = {}
-    for block in body.split(r"\midrule"):
-        title = re.search(r"\\multirow\{4\}\{\*\}\{(.*)\}", block)
-        assert title is not None
-        lines = [line for line in block.splitlines() if line.strip().startswith("&")]
-        for method, line in zip(METHODS, lines, strict=True):
-            column = 0
-            for field in line.strip().removesuffix(r"\\").split("&")[2:]:
-                spanned = re.fullmatch(r"\\multicolumn\{(\d+)\}\{c\}\{(.*)\}", field.strip())
-                width, text = (int(spanned[1]), spanned[2]) if spanned else (1, field.strip())
-                plain = re.sub(r"\\textbf\{(.*)\}", r"\1", text)
-                cells |= {(title[1], method, column + i): (plain, plain != text) for i in range(width)}
-                column += width
-    return cells
-
-
-def published_rows(label: str) -> list[dict[str, str]]:
-    with open(Path(published.__file__).with_name(f"{label}.csv"), newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def test_the_published_sweep_is_printed_cell_by_cell() -> None:
-    cells = printed_cells(render_published("ruler_sweep", TEMPLATES / "ruler_sweep.tex.j2"))
-    rows = published_rows("ruler_sweep")
-    assert len(rows) == 104
-    for row in rows:
-        start = 4 * ["1b", "3b"].index(row["backbone"])
-        budget = row["budget_percent"]
-        columns = range(start, start + 4) if budget == "" else [start + ["0.5", "1", "2", "4"].index(budget)]
-        for column in columns:
-            assert cells.pop((row["length"], row["method"], column)) == (row["value"], row["bold"] == "1"), row
-    assert not cells
-
-
-def test_the_published_one_percent_table_is_printed_cell_by_cell() -> None:
-    cells = printed_cells(render_published("stress_1pct", TEMPLATES / "stress_1pct.tex.j2"))
-    titles = {"ruler": "RULER", "babilong": "BABILong"}
-    rows = published_rows("stress_1pct")
-    assert len(rows) == 48
-    for row in rows:
-        column = 3 * ["1b", "3b"].index(row["backbone"]) + ["4k", "16k", "64k"].index(row["length"])
-        expected = (row["value"], row["bold"] == "1")
-        assert cells.pop((titles[row["benchmark"]], row["method"], column)) == expected, row
-    assert not cells
-
-
-def test_the_published_one_percent_table_repeats_the_sweeps() -> None:
-    sweeps = {fact.point: fact for label in ("ruler_sweep", "babilong_sweep") for fact in published.load(label)}
-    assert [sweeps[fact.point] for fact in published.load("stress_1pct")] == published.load("stress_1pct")
-
-
-def test_published_values_of_an_unknown_table_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="no published values for table 'nothing'; stored are babilong_sweep, ruler_sweep"
-    ):
-        published.load("nothing")
+_, TOPK, PHI, NOSUB = METHODS
 
 
 def table(tmp_path: Path, spec: TableSpec, *results: Path) -> str:
-    run(spec, list(results), TEMPLATES / f"{spec.label}.tex.j2", out := tmp_path / f"{spec.label}.tex")
+    out = tmp_path / f"{spec.label}.tex"
+    run(spec, list(results), TEMPLATES / f"{spec.label}.tex.j2", out, out.with_suffix(".csv"))
     return out.read_text(encoding="utf-8")
+
+
+def traced(tmp_path: Path, label: str) -> list[Row]:
+    """The cells that `table` wrote beside the LaTeX."""
+    with open(tmp_path / f"{label}.csv", encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_shows_the_values_of_its_files(tmp_path: Path) -> None:
@@ -95,24 +62,143 @@ def test_a_sweep_shows_the_values_of_its_files(tmp_path: Path) -> None:
     cells = printed_cells(table(tmp_path, table_spec(lengths=("1k", "2k")), *files))
     assert len(cells) == 2 * 4 * 3
     assert [cells["1k", method, 0] for method in METHODS] == [
-        ("0.750", False), ("0.100", False), ("0.444", True), ("0.444", True)
+        Cell("0.750"), Cell("0.100"), Cell("0.444", bold=True), Cell("0.444", bold=True)
     ]  # fmt: skip
     assert [cells["2k", method, 2] for method in METHODS] == [
-        ("0.700", False), ("0.600", True), ("0.500", False), ("0.500", False)
+        Cell("0.700"), Cell("0.600", bold=True), Cell("0.500"), Cell("0.500")
     ]  # fmt: skip
+
+
+def test_babilong_has_a_sweep_of_its_own(tmp_path: Path) -> None:
+    spec = table_spec("babilong_sweep", benchmarks=("ruler", "babilong"), lengths=("1k", "2k"))
+    facts = {"benchmark": "babilong", "data": "simulated", "tasks": ("babilong_qa1", "babilong_qa2")}
+    short, long = (
+        write_rows(tmp_path / f"{length}.csv", result_rows({("topk", 4.0): value}, length=length, **facts))
+        for length, value in (("1k", 0.7), ("2k", 0.1))
+    )
+    cells = printed_cells(tex := table(tmp_path, spec, short, long))
+    blocks = [rf"\shortstack[l]{{{length}\\(simulated)}}" for length in ("1k", "2k")]
+    assert list(dict.fromkeys(block for block, _, _ in cells)) == blocks
+    assert [cells[block, TOPK, 1].text for block in blocks] == ["0.700", "0.100"]
+    caption = caption_of(tex)
+    assert "BABILong accuracy" in caption and "Examples of BABILong are simulated" in caption
+    assert "BABILong 1k: 8 from 2 tasks; BABILong 2k: 8 from 2 tasks" in caption
+
+
+def test_natural_text_shows_single_tasks(tmp_path: Path) -> None:
+    values = {(task, "topk", 2.0): 0.1 * number for number, task in enumerate(LONGBENCH, start=1)}
+    rows = result_rows(values | {("topk", 2.0): 0.9}, benchmark="longbench", tasks=LONGBENCH, length="2k")
+    edit(rows, {"task": "longbench_gov_report"}, data="stand-in", cut_share="0.375000")
+    edit(rows, {"task": "longbench_qmsum"}, n=4)
+    spec = table_spec("natural_main", benchmarks=("longbench",), lengths=("2k",))
+    cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "longbench_smol_2k.csv", rows)))
+    blocks = [r"\shortstack[l]{GovReport\\(stand-in)}", "QMSum", "MuSiQue", "HotpotQA"]
+    assert [cells[block, TOPK, 0].text for block in blocks] == ["0.100", "0.200", "0.300", "0.400"]
+    assert len(cells) == 4 * 4 * 3
+    caption = caption_of(tex)
+    assert "Examples of GovReport are stand-in, which means other real text" in caption
+    assert "GovReport 2k: 8; QMSum 2k: 4; MuSiQue 2k: 8; HotpotQA 2k: 8." in caption
+    assert r"Prompts cut to the context: GovReport 2k 37.5\%." in caption
+    above = r"Top-$K{+}\phi$ is above Top-$K$ in"
+    assert f"Summarisation: {above} 2 of 6 cells, equal in 4, mean change $+0.033$." in caption
+    assert f"Question answering: {above} 0 of 6 cells, equal in 4, mean change $-0.033$." in caption
+
+
+def test_a_task_that_does_not_fit_the_length_is_left_out(tmp_path: Path) -> None:
+    rows = result_rows(benchmark="longbench", tasks=LONGBENCH[:2], length="1k")
+    spec = table_spec("natural_main", benchmarks=("longbench",))
+    cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "a.csv", rows)))
+    assert {cells["MuSiQue", method, 1] for method in METHODS} == {LEFT_OUT}
+    assert cells["QMSum", TOPK, 1] == Cell("0.250", bold=True)
+    assert "does not evaluate (MuSiQue, HotpotQA)" in caption_of(tex)
+
+
+def test_a_task_that_fits_and_is_missing_is_an_error(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.csv", result_rows(benchmark="longbench", tasks=LONGBENCH[:3], length="2k"))
+    message = refusal(tmp_path, table_spec("natural_main", benchmarks=("longbench",), lengths=("2k",)), path)
+    assert message.startswith(f"{path}: no cell for longbench smol 2k longbench_hotpotqa full")
 
 
 def test_the_one_percent_table_takes_the_middle_budget_and_marks_what_is_left_out(tmp_path: Path) -> None:
     values = {("topk", 4.0): 0.3, ("topk_phi", 4.0): 0.4, ("topk_phi_nosub", 4.0): 0.2}
     tex = table(tmp_path, table_spec("stress_1pct"), write_rows(tmp_path / "a.csv", result_rows(values)))
     cells = printed_cells(tex)
-    assert [cells["RULER", method, 0][0] for method in METHODS] == ["0.500", "0.300", "0.400", "0.200"]
-    assert {cells["BABILong", method, 0] for method in METHODS} == {("--", False)}
-    assert r"4\% of the cached positions" in tex and "does not evaluate (BABILong)" in tex
+    assert [cells["RULER", method, 0].text for method in METHODS] == ["0.500", "0.300", "0.400", "0.200"]
+    assert {cells["BABILong", method, 0] for method in METHODS} == {LEFT_OUT}
+    assert r"4\% of the cached positions" in tex and "does not evaluate (BABILong)" in caption_of(tex)
+
+
+def test_the_one_percent_table_with_both_benchmarks(tmp_path: Path) -> None:
+    spec, files = files_of(tmp_path, "stress_1pct")
+    cells = printed_cells(tex := table(tmp_path, spec, *files))
+    assert {block for block, _, _ in cells} == {"RULER", r"\shortstack[l]{BABILong\\(simulated)}"}
+    assert LEFT_OUT not in cells.values() and "A dash" not in caption_of(tex)
 
 
 def test_the_middle_of_the_papers_budgets_is_one_percent() -> None:
     assert layout_of(table_spec("stress_1pct", budgets=(0.5, 1.0, 2.0, 4.0))).budget_percent == 1
+
+
+def test_maps_trained_at_other_lengths_stand_in_rows(tmp_path: Path) -> None:
+    arms = maps_arms("512", "1k", "1k-residual_loss")
+    rows = [
+        *result_rows({("topk_phi", 4.0, "512"): 0.8}, arms, length="512"),
+        *result_rows({("topk_phi", 4.0, "512"): 0.01, ("topk_phi", 4.0, "1k"): 0.7}, arms, length="1k"),
+    ]
+    spec = table_spec(
+        "cross_length_mismatch", lengths=("512", "1k"), budgets=(4.0,), maps=("512", "1k", "1k-residual_loss")
+    )
+    cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "cross_length_mismatch_smol.csv", rows)))
+    assert {title: [cells["", title, column] for column in (0, 1)] for _, title, _ in cells} == {
+        "Full": [Cell("0.500"), Cell("0.500")],
+        TOPK: [Cell("0.500"), Cell("0.500")],
+        f"{PHI} (512-trained)": [Cell("0.800"), Cell("0.010")],
+        f"{PHI} (1k-trained)": [Cell("0.500"), Cell("0.700")],
+        rf"{PHI} (1k-residual\_loss)": [Cell("0.500"), Cell("0.500")],
+    }
+    assert r"    Method & 512 & 1k \\" in tex and "cells, equal in" not in caption_of(tex)
+    assert {row["maps"] for row in traced(tmp_path, spec.label)} == {"", "512", "1k", "1k-residual_loss"}
+
+
+@pytest.mark.parametrize(
+    ("label", "variants", "titles"),
+    [
+        ("dphi_ablation", ("-dphi_32", "", "-dphi_128"), (r"$d_\phi{=}32$", "Ours", r"$d_\phi{=}128$")),
+        (
+            "loss_ablation",
+            ("", "-hedgehog_map", "-lolcats_loss", "-kl_only", "-aux_only", "-residual_loss", "-my_own"),
+            (
+                "Ours", "Hedgehog-style map", "LoLCATs-style loss", "KL only", "Auxiliary only",
+                "Residual objective (not in the paper)", r"1k-my\_own",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_variants_of_the_maps_stand_in_rows(
+    tmp_path: Path, label: str, variants: tuple[str, ...], titles: tuple[str, ...]
+) -> None:
+    maps = tuple(f"1k{variant}" for variant in variants)
+    values = {("topk_phi", 4.0, name): 0.1 * (index + 1) for index, name in enumerate(maps)}
+    babilong = {"benchmark": "babilong", "tasks": ("babilong_qa1",), "data": "simulated"}
+    rows = [*result_rows(values, maps_arms(*maps)), *result_rows(None, maps_arms(*maps), **babilong)]
+    spec = table_spec(label, budgets=(4.0,), maps=maps, benchmarks=("ruler", "babilong"))
+    cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "ablation.csv", rows)))
+    assert [title for _, title, column in cells if column == 0] == ["Full", TOPK, *titles]
+    expected = [Cell(f"{0.1 * (index + 1):.3f}") for index in range(len(maps))]
+    best = max([*expected, Cell("0.500")], key=lambda cell: cell.text)
+    ruler = [cells["", title, 0] for title in (TOPK, *titles)]
+    assert [Cell(cell.text) for cell in ruler] == [Cell("0.500"), *expected]
+    assert [cell.text for cell in ruler if cell.bold] == [cell.text for cell in ruler if cell.text == best.text]
+    assert all(cells["", title, 1] == Cell("0.500", bold=True) for title in (TOPK, *titles))
+    assert r"    Feature maps & RULER 1k & \shortstack[c]{BABILong 1k\\(simulated)} \\" in tex
+
+
+def test_a_benchmark_that_the_study_lacks_is_a_dash_in_an_ablation(tmp_path: Path) -> None:
+    spec = table_spec("dphi_ablation", budgets=(4.0,), maps=("1k",))
+    path = write_rows(tmp_path / "a.csv", result_rows(None, maps_arms("1k")))
+    cells = printed_cells(tex := table(tmp_path, spec, path))
+    assert {cell for (_, _, column), cell in cells.items() if column == 1} == {LEFT_OUT}
+    assert "does not evaluate (BABILong)" in caption_of(tex)
 
 
 def test_two_backbones_stand_side_by_side(tmp_path: Path) -> None:
@@ -124,20 +210,143 @@ def test_two_backbones_stand_side_by_side(tmp_path: Path) -> None:
     ]
     tex = table(tmp_path, spec, *files)
     assert r"& & \multicolumn{3}{c}{Small-LM} & \multicolumn{3}{c}{Big \& bold} \\" in tex
-    assert printed_cells(tex)["1k", "topk", 3] == ("1.000", True)
+    assert printed_cells(tex)["1k", TOPK, 3] == Cell("1.000", bold=True)
     assert r"\cmidrule(lr){3-5}" in tex and r"\cmidrule(lr){6-8}" in tex
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_latex_is_sound(tmp_path: Path, label: str) -> None:
+    spec, files = files_of(tmp_path, label)
+    tex = table(tmp_path, spec, *files)
+    assert len(row_widths(tex)) == 1 and open_braces(tex) == 0
+    assert f"\\label{{tab:{label}}}" in tex and LEFT_OUT not in printed_cells(tex).values()
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def with_gains(**gains: tuple[float, float]) -> list[Row]:
+    """Rows of a sweep whose gains at 2 % have the effect and p-value given by method; all others show nothing."""
+    rows = result_rows()
+    for method, (gain, p_value) in gains.items():
+        where = {"task": "all", "method": method, "budget_percent": "2"}
+        edit(rows, where, gain=f"{gain:.6f}", gain_p=f"{p_value:.6f}")
+    return rows
+
+
+def test_a_dagger_marks_what_survives_correction_over_the_table(tmp_path: Path) -> None:
+    rows = with_gains(topk_phi=(0.1, 0.001), topk_phi_nosub=(-0.1, 0.002))
+    cells = printed_cells(tex := table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows)))
+    marked = {(row, column): cell.gain for (_, row, column), cell in cells.items() if cell.gain}
+    assert marked == {(PHI, 0): "above", (NOSUB, 0): "below"}
+    assert (
+        r"Of 6 paired comparisons with Top-$K$ at the same budget, 2 remain at $p < 0.05$ after Holm's correction over "
+        r"this table (1 above, $\dagger$; 1 below, $\ddagger$)." in caption_of(tex)
+    )
+
+
+def test_a_small_p_value_that_the_correction_removes_gets_no_dagger(tmp_path: Path) -> None:
+    rows = with_gains(topk_phi=(0.1, 0.02))  # 0.02 alone would pass, 6 * 0.02 does not
+    tex = table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows))
+    assert not any(cell.gain for cell in printed_cells(tex).values())
+    assert r"Of 6 paired comparisons" in caption_of(tex) and "none remain at $p < 0.05$" in caption_of(tex)
+    phi = [row for row in traced(tmp_path, "ruler_sweep") if row["gain_p"] == "0.020000"]
+    assert [row["gain_p_holm"] for row in phi] == ["0.120000"]
+
+
+def test_the_correction_counts_the_cells_that_the_table_shows(tmp_path: Path) -> None:
+    rows = edit(with_gains(), {"task": "all", "method": "topk_phi", "budget_percent": "4"}, gain_p="0.020000")
+    table(tmp_path, table_spec("stress_1pct"), write_rows(tmp_path / "a.csv", rows))
+    cells = traced(tmp_path, "stress_1pct")
+    assert [row["gain_p_holm"] for row in cells if row["gain_p_holm"]] == ["0.040000", "0.800000"]
+
+
+def test_a_table_without_comparisons_claims_none(tmp_path: Path) -> None:
+    rows = edit(result_rows(), {}, gain="", gain_p="", mde="", gain_ci_low="", gain_ci_high="")
+    caption = caption_of(table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows)))
+    assert "paired comparisons" not in caption and "Median smallest gain" not in caption
+
+
+def test_the_caption_tells_what_the_sample_could_show(tmp_path: Path) -> None:
+    rows = result_rows()
+    detectable = [0.1, 0.2, 0.3, 0.4, 0.5, 0.9]
+    compared = [row for row in rows if row["task"] == "all" and "gain" in row]
+    for row, mde in zip(compared, detectable, strict=True):
+        row["mde"] = f"{mde:.6f}"
+    edit(rows, {"task": "all", "method": "topk", "budget_percent": "8"}, ci_low="0.100000", ci_high="0.900000")
+    caption = caption_of(table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows)))
+    assert "half-width of a 95\\% bootstrap interval over examples: 0.400." in caption
+    assert f"power 80\\%): {statistics.median(detectable):.3f}." in caption
+
+
+def test_floor_ceiling_and_alarms_are_owned_up_to(tmp_path: Path) -> None:
+    rows = edit(result_rows(), {"task": "all", "method": "topk"}, flags="floor")
+    edit(rows, {"task": "all", "method": "topk_phi"}, flags="beats_full ceiling")
+    edit(rows, {"task": "all", "method": "topk_phi_nosub", "budget_percent": "4"}, flags="beats_full")
+    caption = caption_of(table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows)))
+    assert "Of 10 values 3 are at the floor (at most 0.02) and 3 at the ceiling (at least 0.98)" in caption
+    assert (
+        "Alarm, partial-KV values above Full by more than chance: 4 (ruler smol 1k topk\\_phi at 2\\%; "
+        "ruler smol 1k topk\\_phi at 4\\%; ruler smol 1k topk\\_phi at 8\\%; ...)" in caption
+    )
+
+
+# ---- the cells file --------------------------------------------------------------------------------------------------
+
+
+def test_every_printed_cell_is_traced_to_its_row(tmp_path: Path) -> None:
+    rows = edit(with_gains(topk_phi=(0.1, 0.001)), {"task": "all"}, flags="floor", cut_share="0.125000", n=12)
+    edit(rows, {"task": "all", "method": "topk_phi"}, original_value="0.470000", value="0.490000")
+    path = write_rows(tmp_path / "ruler_smol_1k.csv", rows)
+    table(tmp_path, table_spec(), path)
+    lines = traced(tmp_path, "ruler_sweep")
+    assert list(lines[0]) == COLUMNS and len(lines) == 10
+    chosen = [row for row in rows if row["task"] == "all"]
+    p_values = {row["method"] + row["budget_percent"]: float(row["gain_p"]) for row in chosen if row.get("gain_p")}
+    adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    for line in lines:
+        (row,) = [row for row in chosen if all(row[n] == line[n] for n in ("method", "budget_percent"))]
+        shared = [name for name in COLUMNS if name in row]
+        assert {name: line[name] for name in shared} == {name: str(row[name]) for name in shared}
+        expected_p = adjusted.get(row["method"] + row["budget_percent"])
+        assert line["gain_p_holm"] == ("" if expected_p is None else f"{expected_p:.6f}")
+        assert (line["table"], line["source"], line["text"]) == ("ruler_sweep", path.name, f"{float(row['value']):.3f}")
+        assert line["bold"] == str(int(row["method"] in ("topk", "topk_phi_nosub")))
+
+
+def test_cells_that_are_left_out_are_lines_too(tmp_path: Path) -> None:
+    table(tmp_path, table_spec("stress_1pct"), write_rows(tmp_path / "a.csv", result_rows()))
+    left_out = [row for row in traced(tmp_path, "stress_1pct") if row["benchmark"] == "babilong"]
+    assert [(row["text"], row["value"], row["source"]) for row in left_out] == [("--", "", "")] * 4
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_cells_file_and_the_table_agree(tmp_path: Path, label: str) -> None:
+    spec, files = files_of(tmp_path, label)
+    cells = printed_cells(table(tmp_path, spec, *files))
+    lines = traced(tmp_path, label)
+    wide = len(spec.budgets) - 1 if layout_of(spec).budget_percent is None else 0
+    assert len(cells) == len(lines) + wide * sum(line["method"] == "full" for line in lines)
+    assert sorted({cell.text for cell in cells.values()}) == sorted({line["text"] for line in lines})
+    assert {line["source"] for line in lines} == {path.name for path in files}
+
+
+# ---- captions --------------------------------------------------------------------------------------------------------
 
 
 def test_the_caption_names_study_model_and_sample(tmp_path: Path) -> None:
     tex = table(tmp_path, table_spec(), write_rows(tmp_path / "ruler_smol_1k.csv", result_rows()))
-    caption = " ".join(tex.split(r"\caption{")[1].split(r"\label")[0].split())
+    caption = caption_of(tex)
     assert "Study mini, backbone org/Small-LM." in caption
     assert "The paper does not evaluate org/Small-LM; the values are not comparable with the paper's." in caption
     assert "RULER 1k: 8 from 2 tasks" in caption and "interval over examples: 0.125." in caption
-    assert "A dash" not in caption and "Random weights" not in caption and "reproduc" not in tex.lower()
+    assert r"RULER: Top-$K{+}\phi$ is above Top-$K$ in 0 of 3 cells, equal in 3, mean change $+0.000$." in caption
+    for absent in ("A dash", "Random weights", "cut to the context", "floor", "Alarm", "simulated", "stand-in"):
+        assert absent not in caption
+    assert "reproduc" not in tex.lower()
     assert (
-        "% ruler_smol_1k.csv: org/Small-LM at r1, pretrained weights, phi maps abababababab, 2 tasks, n = 8 per cell"
-        in tex
+        "% ruler_smol_1k.csv: ruler 1k, org/Small-LM at r1, pretrained weights, phi maps 2k 2kxxxxxxxxxx, "
+        "prompts cdcdcdcdcdcd, 2 tasks, n = 8 over all of them" in tex
     )
 
 
@@ -157,6 +366,15 @@ def test_unequal_samples_of_backbones_are_told_apart(tmp_path: Path) -> None:
     assert "RULER 1k: 8 from 2 tasks (smol); RULER 1k: 4 from 2 tasks (big)" in tex
 
 
+def test_cuts_that_differ_between_backbones_are_told_apart(tmp_path: Path) -> None:
+    files = [
+        write_rows(tmp_path / "a.csv", result_rows(cut_share="0.250000")),
+        write_rows(tmp_path / "b.csv", result_rows(backbone="big", model_id="org/Big-LM")),
+    ]
+    caption = caption_of(table(tmp_path, table_spec(backbones=("smol", "big")), *files))
+    assert r"Prompts cut to the context: RULER 1k 25.0\% (smol)." in caption
+
+
 def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
     hostile = "evil_$x$\n\\input{/etc/passwd}%"
     rows = result_rows(backbone=hostile, model_id=hostile, revision="r\n\\end{table}", length="1k")
@@ -174,10 +392,13 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
     assert table(tmp_path, spec, *files) == table(tmp_path, spec, *reversed(files))
 
 
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
 def refusal(tmp_path: Path, spec: TableSpec, *results: Path) -> str:
     with pytest.raises(ValueError) as caught:
         table(tmp_path, spec, *results)
-    assert not (tmp_path / f"{spec.label}.tex").exists()
+    assert not (tmp_path / f"{spec.label}.tex").exists() and not (tmp_path / f"{spec.label}.csv").exists()
     return str(caught.value)
 
 
@@ -190,7 +411,7 @@ def test_a_budget_that_a_file_lacks_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_is_not_given_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", result_rows())
     message = refusal(tmp_path, table_spec(lengths=("1k", "2k")), path)
-    assert message.startswith("no cell for ruler smol 2k full: ruler_smol_2k.csv was not given")
+    assert message.startswith("no cell for ruler smol 2k full: ruler smol 2k is in none of a.csv; pass its file")
 
 
 def test_a_file_of_another_study_is_an_error(tmp_path: Path) -> None:
@@ -210,6 +431,50 @@ def test_two_files_for_one_place_are_an_error(tmp_path: Path) -> None:
     assert f"{files[1]}: a second file for ruler smol 1k, beside {files[0]}" in refusal(tmp_path, table_spec(), *files)
 
 
+def test_maps_that_a_file_lacks_are_an_error(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.csv", result_rows(None, maps_arms("1k")))
+    message = refusal(tmp_path, table_spec("loss_ablation", budgets=(4.0,), maps=("1k", "1k-kl_only")), path)
+    assert message.startswith(f"{path}: no cell for ruler smol 1k topk_phi at 4% with maps 1k-kl_only")
+
+
+def test_a_mixed_file_cut_between_its_parts_is_an_error(tmp_path: Path) -> None:
+    spec, (path,) = files_of(tmp_path, "cross_length_mismatch")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: 1 + len(lines) // 2]))
+    message = refusal(tmp_path, spec, path)
+    assert message.startswith(f"no cell for ruler smol 1k full: ruler smol 1k is in none of {path.name}; ")
+
+
+def test_a_sweep_does_not_choose_among_maps(tmp_path: Path) -> None:
+    arms = [*sweep_arms(), *(("topk_phi", budget, "1k") for budget in BUDGETS)]
+    path = write_rows(tmp_path / "a.csv", result_rows(None, arms))
+    assert "topk_phi at 2% is there with maps 2k and 1k" in refusal(tmp_path, table_spec(), path)
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "message"),
+    [
+        ("loss_ablation", {"maps": ("1k",)}, "table loss_ablation: budgets has 3 values, but the table shows one"),
+        ("dphi_ablation", {"maps": ("1k",), "lengths": ()}, "table dphi_ablation: lengths has 0 values"),
+        ("natural_main", {"lengths": ("1k", "2k")}, "table natural_main: lengths has 2 values"),
+        ("cross_length_mismatch", {"budgets": (4.0,)}, "table cross_length_mismatch: maps is empty"),
+    ],
+)
+def test_a_spec_that_does_not_fit_its_table_is_an_error(
+    tmp_path: Path, label: str, changes: dict[str, tuple[str, ...]], message: str
+) -> None:
+    path = write_rows(tmp_path / "a.csv", result_rows())
+    assert refusal(tmp_path, table_spec(label, **changes), path).startswith(message)
+
+
+def test_files_that_disagree_on_the_maps_are_an_error(tmp_path: Path) -> None:
+    later = edit(result_rows(length="2k"), {"maps": "2k"}, phi_sha="ee")
+    files = [write_rows(tmp_path / "a.csv", result_rows()), write_rows(tmp_path / "b.csv", later)]
+    assert f"{files[1]}: phi_sha of maps 2k is 'ee', but {files[0]} has" in refusal(
+        tmp_path, table_spec(lengths=("1k", "2k")), *files
+    )
+
+
 @pytest.mark.parametrize("fact", [{"model_id": "org/Else"}, {"revision": "r2"}, {"weights": "random"}])
 def test_files_that_disagree_on_the_backbone_are_an_error(tmp_path: Path, fact: dict[str, str]) -> None:
     files = [
@@ -222,7 +487,7 @@ def test_files_that_disagree_on_the_backbone_are_an_error(tmp_path: Path, fact: 
 def test_an_unknown_table_and_a_study_without_its_benchmark_are_errors(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", result_rows())
     assert refusal(tmp_path, table_spec("nothing"), path).startswith(
-        "table 'nothing' is unknown; known are ruler_sweep"
+        "table 'nothing' is unknown; known are natural_main, stress_1pct"
     )
     assert "study mini evaluates none of its benchmarks" in refusal(tmp_path, table_spec(benchmarks=("natural",)), path)
 
@@ -232,19 +497,57 @@ def test_the_package_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+# ---- LaTeX -----------------------------------------------------------------------------------------------------------
+
+
+def compiled(folder: Path, *tables: str) -> str:
+    """The log of a document with the text width of a NeurIPS page."""
+    document = (
+        "\\documentclass[10pt]{article}\\usepackage[textwidth=5.5in]{geometry}\\usepackage{booktabs,multirow}"
+        "\\begin{document}%s\\end{document}"
+    )
+    (folder / "main.tex").write_text(document % "\\clearpage\n".join(tables), encoding="utf-8")
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "main.tex"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout
+
+
 def has_latex() -> bool:
     return shutil.which("pdflatex") is not None and subprocess.run(["kpsewhich", "multirow.sty"]).returncode == 0
 
 
-@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
-@pytest.mark.parametrize("label", ["ruler_sweep", "stress_1pct"])
-def test_latex_accepts_the_table_whatever_the_names(tmp_path: Path, label: str) -> None:
+needs_latex = pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+
+
+@needs_latex
+def test_latex_accepts_every_table_whatever_the_names(tmp_path: Path) -> None:
     hostile = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
-    rows = result_rows(backbone=hostile, model_id=hostile, length="1k")
-    spec = table_spec(label, backbones=(hostile,))
-    files = [write_rows(tmp_path / f"{label}.csv", rows)]
-    document = "\\documentclass{article}\\usepackage{booktabs,multirow}\\begin{document}%s\\end{document}"
-    (tmp_path / "main.tex").write_text(document % table(tmp_path, spec, *files), encoding="utf-8")
-    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "main.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
+    tables = []
+    for label in LABELS:
+        spec, files = files_of(tmp_path, label, backbone=hostile, model_id=hostile)
+        spec = table_spec(**{**vars(spec), "backbones": (hostile,)})
+        tables.append(table(tmp_path, spec, *files))
+    assert "Output written" in compiled(tmp_path, *tables)
+
+
+@needs_latex
+def test_the_papers_tables_fit_the_page(tmp_path: Path) -> None:
+    tables = [render_published(label, TEMPLATES / f"{label}.tex.j2") for label in LABELS]
+    assert "Overfull" not in compiled(tmp_path, *tables)
+
+
+@needs_latex
+def test_the_widest_of_our_tables_fits_the_page(tmp_path: Path) -> None:
+    """Two backbones by four budgets, every gain marked, every block with a note on its data."""
+    budgets, files = (0.5, 1.0, 2.0, 4.0), []
+    for backbone in ("smol", "big"):
+        facts = {"backbone": backbone, "benchmark": "longbench", "tasks": LONGBENCH, "length": "2k", "data": "stand-in"}
+        rows = result_rows(None, sweep_arms(budgets), **facts)
+        for row in rows:
+            row.update({"gain_p": "0.000001"} if "gain" in row else {})
+        files.append(write_rows(tmp_path / f"{backbone}.csv", rows))
+    wide = {"backbones": ("smol", "big"), "lengths": ("2k",), "budgets": budgets, "benchmarks": ("longbench",)}
+    tex = table(tmp_path, table_spec("natural_main", **wide), *files)
+    assert {cell.gain for (_, row, _), cell in printed_cells(tex).items() if row in (PHI, NOSUB)} == {"above"}
+    assert "Overfull" not in compiled(tmp_path, tex)

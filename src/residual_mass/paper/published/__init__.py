@@ -6,12 +6,23 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from residual_mass.paper.cells import Point
+from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.paper.cells import ALL_TASKS, Point
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
-BENCHMARK_OF = {"ruler_sweep": "ruler", "babilong_sweep": "babilong"}
-"""Benchmark of the tables that show a single one and so have no column for it."""
+IMPLIED = {
+    "ruler_sweep": {"benchmark": "ruler"},
+    "babilong_sweep": {"benchmark": "babilong"},
+    "natural_main": {"benchmark": "longbench", "length": "64k"},
+    "cross_length_mismatch": {"benchmark": "ruler", "backbone": "1b"},
+    "dphi_ablation": {"backbone": "1b", "trained_length": "4k"},
+    "loss_ablation": {"backbone": "1b", "trained_length": "4k"},
+}
+"""What a table has one value of, and so no column for."""
+OWN_VARIANTS = ("ours", "dphi_64")
+"""What the ablations call the maps of the paper's own recipe, which have no variant in their label."""
+TASKS = {task.title: task.name for task in BENCHMARKS["longbench"]}
 
 
 @dataclass(frozen=True)
@@ -34,16 +45,25 @@ def load(label: str) -> list[Fact]:
         known = ", ".join(sorted(csv_path.stem for csv_path in path.parent.glob("*.csv")))
         raise ValueError(f"no published values for table {label!r}; stored are {known}")
     with open(path, encoding="utf-8", newline="") as stream:
-        return [_fact(row, label) for row in csv.DictReader(stream)]
+        return [_fact(IMPLIED.get(label, {}) | row) for row in csv.DictReader(stream)]
 
 
-def _fact(row: dict[str, str], label: str) -> Fact:
-    full = row["method"] == "full"  # the 1 % table repeats its budget on the rows of full attention
+def _fact(row: dict[str, str]) -> Fact:
+    variant = row.get("variant", "")
+    method = row["method"] if not variant else variant if variant in ("full", "topk") else "topk_phi"
     point = Point(
-        benchmark=row["benchmark"] if "benchmark" in row else BENCHMARK_OF[label],
+        benchmark=row["benchmark"],
         length=row["length"],
         backbone=row["backbone"],
-        method=row["method"],
-        budget_percent=None if full else float(row["budget_percent"]),
+        method=method,
+        # Tables of one budget repeat it on the rows of full attention.
+        budget_percent=None if method == "full" else float(row["budget_percent"]),
+        task=TASKS[row["task"]] if "task" in row else ALL_TASKS,
+        maps=_maps(row["trained_length"], variant) if method == "topk_phi" and "trained_length" in row else None,
     )
     return Fact(point, row["value"], row["bold"] == "1")
+
+
+def _maps(trained_length: str, variant: str) -> str:
+    """Label of the feature maps, as a study of ours would call them."""
+    return trained_length if variant in ("", *OWN_VARIANTS) else f"{trained_length}-{variant}"

@@ -1,0 +1,170 @@
+"""What each score table shows: blocks of rows by groups of columns, and the point behind every cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from residual_mass.benchmarks.catalogue import BENCHMARKS, too_long
+from residual_mass.paper.cells import Point
+from residual_mass.paper.latex import Latex
+from residual_mass.paper.titles import (
+    METHOD_TITLES,
+    OURS,
+    benchmark_title,
+    trained_at_title,
+    variant_title,
+    width_title,
+)
+from residual_mass.specs import METHODS, TableSpec, tokens_of
+
+PUBLISHED = "published"
+"""Study of the tables that hold the paper's own values."""
+PUBLISHED_D_PHI = 64
+"""Feature dimension of the paper's own maps, which its table of dimensions names."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A block, a row or a column: its title, and what it fixes of the points in it."""
+
+    title: str
+    fixed: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks of rows by one group of columns per backbone."""
+
+    backbones: tuple[str, ...]
+    blocks: tuple[Slice, ...]
+    """A table that is not divided has one block, without a title."""
+    rows: tuple[Slice, ...]
+    columns: tuple[Slice, ...]
+    budget_percent: float | None = None
+    """The budget of the whole table, where the columns do not fix it."""
+    bold: bool = True
+    """Whether the best of a column is set in bold."""
+
+    @property
+    def titled(self) -> bool:
+        """Whether blocks have titles, and so a column for them."""
+        return any(block.title for block in self.blocks)
+
+    def points(self, block: Slice, row: Slice, backbone: str) -> tuple[Point, ...]:
+        """Points in a row of a group, one per column; a single one where the columns do not tell them apart."""
+        table = {"backbone": backbone, "budget_percent": self.budget_percent}
+        merged = (table | block.fixed | column.fixed | row.fixed for column in self.columns)
+        return tuple(dict.fromkeys(Point(**fields) for fields in merged))
+
+    def all_points(self) -> Iterator[Point]:
+        """Every point of the table, block by block."""
+        for block in self.blocks:
+            for row in self.rows:
+                for backbone in self.backbones:
+                    yield from self.points(block, row, backbone)
+
+
+def layout_of(spec: TableSpec) -> Layout:
+    """Raises ValueError when the label is of no table that this module knows, or the spec does not fit the table."""
+    if spec.label not in LAYOUTS:
+        raise ValueError(f"table {spec.label!r} is unknown; known are {', '.join(LAYOUTS)}")
+    return LAYOUTS[spec.label](spec)
+
+
+def evaluated(point: Point, spec: TableSpec) -> bool:
+    """Whether the study has this point: its benchmark, and a task that fits the length."""
+    return point.benchmark in spec.benchmarks and point.task not in too_long(point.benchmark, tokens_of(point.length))
+
+
+def _sweep(benchmark: str) -> Callable[[TableSpec], Layout]:
+    """Lengths by budgets."""
+
+    def layout(spec: TableSpec) -> Layout:
+        blocks = tuple(Slice(length, {"length": length, "benchmark": benchmark}) for length in spec.lengths)
+        return Layout(spec.backbones, blocks, _method_rows(), _budget_columns(spec))
+
+    return layout
+
+
+def _natural_main(spec: TableSpec) -> Layout:
+    """LongBench's tasks by budgets."""
+    place = {"benchmark": "longbench", "length": _only(spec, "lengths")}
+    blocks = tuple(Slice(task.title, place | {"task": task.name}) for task in BENCHMARKS["longbench"])
+    return Layout(spec.backbones, blocks, _method_rows(), _budget_columns(spec))
+
+
+def _stress_1pct(spec: TableSpec) -> Layout:
+    """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
+    blocks = tuple(Slice(benchmark_title(name), {"benchmark": name}) for name in ("ruler", "babilong"))
+    middle = sorted(spec.budgets)[(len(spec.budgets) - 1) // 2]
+    return Layout(spec.backbones, blocks, _method_rows(), _length_columns(spec), middle)
+
+
+def _cross_length_mismatch(spec: TableSpec) -> Layout:
+    """Lengths that maps were trained at by lengths that they are used at. The paper sets nothing in bold here: the rows
+    do not compete.
+    """
+    rows = _maps_rows(spec, trained_at_title)
+    block = Slice("", {"benchmark": "ruler"})
+    return Layout(spec.backbones, (block,), rows, _length_columns(spec), _only(spec, "budgets"), bold=False)
+
+
+def _ablation(spec: TableSpec) -> Layout:
+    """Variants of the maps by benchmarks."""
+    length = _only(spec, "lengths")
+    names = ("ruler", "babilong")
+    columns = tuple(Slice(f"{benchmark_title(name)} {length}", {"benchmark": name}) for name in names)
+    names_width = spec.study == PUBLISHED and spec.label == "dphi_ablation"
+    rows = _maps_rows(spec, _published_width_title if names_width else variant_title)
+    return Layout(spec.backbones, (Slice("", {"length": length}),), rows, columns, _only(spec, "budgets"))
+
+
+def _published_width_title(maps: str) -> Latex:
+    title = variant_title(maps)
+    return Latex(f"{OURS} ({width_title(PUBLISHED_D_PHI)})") if title == OURS else title
+
+
+LAYOUTS: dict[str, Callable[[TableSpec], Layout]] = {
+    "natural_main": _natural_main,
+    "stress_1pct": _stress_1pct,
+    "ruler_sweep": _sweep("ruler"),
+    "babilong_sweep": _sweep("babilong"),
+    "cross_length_mismatch": _cross_length_mismatch,
+    "dphi_ablation": _ablation,
+    "loss_ablation": _ablation,
+}
+
+
+def _method_rows() -> tuple[Slice, ...]:
+    return tuple(Slice(METHOD_TITLES[method], _fixed_by(method)) for method in METHODS)
+
+
+def _maps_rows(spec: TableSpec, title_of: Callable[[str], Latex]) -> tuple[Slice, ...]:
+    """The two baselines, then one row per feature maps."""
+    if not spec.maps:
+        raise ValueError(f"table {spec.label}: maps is empty; list the labels of the feature maps to compare")
+    baselines = tuple(Slice(METHOD_TITLES[method], _fixed_by(method)) for method in ("full", "topk"))
+    return baselines + tuple(Slice(title_of(maps), {"method": "topk_phi", "maps": maps}) for maps in spec.maps)
+
+
+def _fixed_by(method: str) -> dict[str, Any]:
+    """Full attention has no budget, whatever the column."""
+    return {"method": method, "budget_percent": None} if method == "full" else {"method": method}
+
+
+def _budget_columns(spec: TableSpec) -> tuple[Slice, ...]:
+    return tuple(Slice(f"{budget:g}%", {"budget_percent": budget}) for budget in spec.budgets)
+
+
+def _length_columns(spec: TableSpec) -> tuple[Slice, ...]:
+    return tuple(Slice(length, {"length": length}) for length in spec.lengths)
+
+
+def _only(spec: TableSpec, field: str) -> Any:
+    """The single value of a field of which the table shows one."""
+    values = getattr(spec, field)
+    if len(values) != 1:
+        raise ValueError(f"table {spec.label}: {field} has {len(values)} values, but the table shows one; give one")
+    return values[0]

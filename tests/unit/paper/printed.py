@@ -1,0 +1,68 @@
+"""Reads a table back from its LaTeX."""
+
+from __future__ import annotations
+
+import re
+
+from residual_mass.paper.cells import Cell
+
+Printed = dict[tuple[str, str, int], Cell]
+"""Cells by title of the block (empty where there is none), title of the row and column; a cell over several columns is
+in each.
+"""
+METHODS = ("Full", "Top-$K$", r"Top-$K{+}\phi$", r"Top-$K{+}\phi$ (NoSub)")
+MARKS = {r"\rlap{$^\dagger$}": "above", r"\rlap{$^\ddagger$}": "below"}
+
+
+def printed_cells(tex: str) -> Printed:
+    body = tex.split(r"\midrule", 1)[1].split(r"\bottomrule")[0]
+    cells: Printed = {}
+    for block in body.split(r"\midrule"):
+        title = re.search(r"\\multirow\{\d+\}\{\*\}\{(.*)\}", block)
+        for line in block.splitlines():
+            if line.endswith(r"\\"):
+                fields = [field.strip() for field in line.removesuffix(r"\\").split("&")]
+                if title:
+                    assert fields.pop(0) == ""
+                cells |= _row(title[1] if title else "", *fields)
+    return cells
+
+
+def _row(block: str, title: str, *fields: str) -> Printed:
+    cells: Printed = {}
+    column = 0
+    for field in fields:
+        spanned = re.fullmatch(r"\\multicolumn\{(\d+)\}\{c\}\{(.*)\}", field)
+        width, text = (int(spanned[1]), spanned[2]) if spanned else (1, field)
+        cells |= {(block, title, column + i): _cell(text) for i in range(width)}
+        column += width
+    return cells
+
+
+def _cell(text: str) -> Cell:
+    mark = next((mark for mark in MARKS if text.endswith(mark)), "")
+    text = text.removesuffix(mark)
+    plain = re.sub(r"\\textbf\{(.*)\}", r"\1", text)
+    return Cell(plain, plain != text, MARKS.get(mark, ""))
+
+
+def caption_of(tex: str) -> str:
+    return " ".join(tex.split(r"\caption{")[1].split(r"\label")[0].split())
+
+
+def row_widths(tex: str) -> set[int]:
+    """Columns that each row fills, and those that the tabular declares: one number in a sound table."""
+    columns = re.search(r"\\begin\{tabular\}\{([lc]+)\}", tex)
+    assert columns is not None
+    body = tex.split(r"\toprule")[1].split(r"\bottomrule")[0]
+    lines = [line for line in body.splitlines() if line.endswith(r"\\")]
+    assert len(lines) >= 4
+    spans = [sum(int(width) - 1 for width in re.findall(r"\\multicolumn\{(\d+)\}", line)) for line in lines]
+    joints = [len(re.findall(r"(?<!\\)&", line)) for line in lines]
+    return {len(columns[1]), *(1 + joint + span for joint, span in zip(joints, spans, strict=True))}
+
+
+def open_braces(tex: str) -> int:
+    """Braces that are not closed."""
+    plain = re.sub(r"\\[\\{}]", "", tex)
+    return plain.count("{") - plain.count("}")

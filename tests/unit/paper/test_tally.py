@@ -1,0 +1,44 @@
+"""Wins are counted as a reader of the printed table counts them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from residual_mass.paper.cells import Point
+from residual_mass.paper.tally import Tally, tally, tally_by_family
+
+
+def pair(
+    topk: str, topk_phi: str, budget: float = 1.0, benchmark: str = "ruler", task: str = "all"
+) -> dict[Point, str]:
+    texts = {"topk": topk, "topk_phi": topk_phi, "topk_phi_nosub": "1.000"}
+    return {Point(benchmark, "4k", "1b", method, budget, task): text for method, text in texts.items()}
+
+
+def test_wins_ties_losses_and_the_mean_are_exact() -> None:
+    texts = pair("0.100", "0.300", 1) | pair("0.200", "0.200", 2) | pair("0.300", "0.299", 4)
+    assert tally(texts) == Tally(1, 1, 1, Decimal("0.199") / 3)
+
+
+def test_without_a_pair_there_is_nothing_to_count() -> None:
+    alone = {point: text for point, text in pair("0.1", "0.2").items() if point.method != "topk"}
+    assert tally(alone) is None and tally_by_family(alone) == {} and tally({}) is None
+
+
+def test_families_are_counted_apart() -> None:
+    texts = (
+        pair("0.1", "0.2")
+        | pair("0.2", "0.1", benchmark="babilong")
+        | pair("0.1", "0.1", benchmark="longbench", task="longbench_qmsum")
+        | pair("0.1", "0.4", benchmark="longbench", task="longbench_musique")
+        | pair("0.1", "0.2", benchmark="longbench", task="longbench_hotpotqa")
+    )
+    counted = {name: (each.wins, each.ties, each.losses) for name, each in tally_by_family(texts).items()}
+    assert counted == {
+        "RULER": (1, 0, 0), "BABILong": (0, 0, 1), "Summarisation": (0, 1, 0), "Question answering": (2, 0, 0)
+    }  # fmt: skip
+
+
+def test_variants_of_the_maps_do_not_count_as_the_method() -> None:
+    topk = Point("ruler", "4k", "1b", "topk", 1.0)
+    assert tally({topk: "0.1", Point("ruler", "4k", "1b", "topk_phi", 1.0, maps="4k-kl_only"): "0.9"}) is None
