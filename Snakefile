@@ -3,6 +3,7 @@
 snakemake --cores 8 all                          the study named in config/config.yaml
 snakemake --cores 8 all --config study=paper     another study (targets come before --config)
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
+snakemake --cores 1 estimate                     what the study will cost
 """
 
 import shlex
@@ -34,6 +35,9 @@ wildcard_constraints:
     backbone=r"[a-z0-9][a-z0-9.-]*",
     benchmark=r"(?!training_)[a-z0-9]+",
     corpus=r"[a-z0-9]+",
+    comparison=r"[a-z0-9]+",
+    group=r"main|mismatch|ablation",
+    ablation=r"[a-z0-9]+",
     label=r"[a-z0-9_]+",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
@@ -47,6 +51,7 @@ include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/diagnostics.smk"
 include: "workflow/rules/paper.smk"
+include: "workflow/rules/estimate.smk"
 
 
 rule all:

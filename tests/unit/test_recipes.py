@@ -24,13 +24,16 @@ MODEL = [
 ]
 ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
 NUMERIC = {
-    "prompts": ["benchmarks/catalogue.py", "benchmarks/prompts.py", "benchmarks/ruler.py"],
+    "prompts": [f"benchmarks/{n}.py" for n in
+                ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories")],
     "train": [*MODEL, "backbones/corpora.py", "core/objectives.py", *sorted(f"training/{n}.py" for n in
               ("initialise", "teacher", "trainer"))],
-    "generate": [*MODEL, *ACCOUNTING, "core/estimators.py", "backbones/engine.py", "benchmarks/generate.py"],
-    "score": ["benchmarks/catalogue.py", "benchmarks/scoring.py", "benchmarks/statistics.py"],
+    "generate": [*MODEL, *ACCOUNTING, "core/estimators.py", "backbones/decoder.py", "backbones/engine.py",
+                 "benchmarks/generate.py", "benchmarks/scorers.py"],
+    "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",
+              "holm.py"],
     "capture": [*MODEL, *ACCOUNTING, "backbones/corpora.py", "backbones/measured.py", "core/measures.py",
-                "diagnostics/capture.py"],
+                "diagnostics/capture.py", "diagnostics/map_errors.py"],
 }  # fmt: skip
 
 

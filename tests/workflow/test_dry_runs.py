@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, Run, dry_run
+from runs import ROOT, Run, dry_run, snakemake
 
 from residual_mass.cli import _parser
 from residual_mass.specs import (
     CaptureSpec,
     GenerateSpec,
+    MapErrorsSpec,
     PromptsSpec,
     ScoreSpec,
     TableSpec,
     TrainSpec,
     parse_spec,
     to_json,
+    tokens_of,
 )
 
 SPECS: dict[str, type[Any]] = {
@@ -26,6 +29,7 @@ SPECS: dict[str, type[Any]] = {
     "train": TrainSpec,
     "generate": GenerateSpec,
     "score": ScoreSpec,
+    "map-errors": MapErrorsSpec,
     "capture": CaptureSpec,
     "table": TableSpec,
 }
@@ -46,8 +50,16 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
     return [flags(command) for command in run.commands if command[0] == stage]
 
 
-MINI = {"assets": 1, "prompts": 2, "train": 1, "generate": 2, "score": 2, "capture": 1, "table": 2, "figure": 1}
-PAPER = {"assets": 1, "prompts": 4, "train": 2, "generate": 104, "score": 8, "capture": 1, "table": 2, "figure": 1}
+MINI = {
+    "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
+    "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 2, "table": 7, "figure": 1,
+}  # fmt: skip
+GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
+"""RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
+PAPER = {
+    "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
+    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 3, "table": 7, "figure": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("study", "jobs"), [("mini", MINI), ("paper", PAPER)])
@@ -79,22 +91,72 @@ def specs(run: Run, stage: str, cls: type[Any]) -> list[Any]:
 
 def test_the_paper_study_is_the_papers_protocol(studies: dict[str, Run]) -> None:
     generated = specs(studies["paper"], "generate", GenerateSpec)
-    assert {(s.backbone.name, s.length) for s in generated} == {
-        (b, length) for b in ("1b", "3b") for length in ("4k", "8k", "16k", "64k")
-    }
-    assert all(len(s.tasks) == 1 and s.maps.length == 65536 and len(s.arms) == 1 + 3 * 4 for s in generated)
-    for trained in specs(studies["paper"], "train", TrainSpec):
-        assert (trained.length, trained.steps, trained.queries_per_step) == ("64k", 200000, 100)
-        assert round(trained.query_window * 65536) == 33000
-        assert trained.objective == parse_spec(TrainSpec, to_json(trained)).objective
+    main = [s for s in generated if len(s.arms) > 1 and s.arms[0].method == "full"]
+    for benchmark, lengths in [("ruler", FOUR), ("babilong", FOUR), ("longbench", {"64k"})]:
+        points = {(s.backbone.name, s.length) for s in main if s.benchmark == benchmark}
+        assert points == {(b, length) for b in ("1b", "3b") for length in lengths}
+    assert all(len(s.tasks) == 1 and s.maps[0].length == 65536 and len(s.arms) == 1 + 3 * 4 for s in main)
+    assert {s.examples for s in main} == {500, 1000, 200} and {s.truncate_to for s in main} == {"64k"}
+    assert not any(s.stop_when_saturated or s.answer_margin is not None for s in generated)
+    trained = specs(studies["paper"], "train", TrainSpec)
+    assert sorted((s.backbone.name, s.length) for s in trained) == [
+        ("1b", "16k"), ("1b", "4k"), ("1b", "4k"), ("1b", "64k"), ("1b", "8k"), ("3b", "64k"),
+    ]  # fmt: skip
+    for each in trained:
+        assert (each.steps, each.queries_per_step) == (200000, 100)
+        assert round(each.query_window * 65536) == 33000
     shared = {tuple(given["prompts"]) for given in told(studies["paper"], "generate")}
-    assert len(shared) == 4, "both backbones read one set of prompts per length"
+    assert len(shared) == 9, "both backbones read one set of prompts per benchmark and length"
+
+
+FOUR = {"4k", "8k", "16k", "64k"}
+
+
+def test_the_ablations_change_one_thing_each(studies: dict[str, Run]) -> None:
+    (variants,) = [s.variants for s in specs(studies["paper"], "train", TrainSpec) if len(s.variants) > 1]
+    (ours,) = {s.variants[0] for s in specs(studies["paper"], "train", TrainSpec) if len(s.variants) == 1}
+    changed = {v.label: (v.map != ours.map, v.objective != ours.objective) for v in variants}
+    assert changed == {
+        "dphi_32": (True, False), "dphi_128": (True, False), "hedgehog_map": (True, False),
+        "lolcats_loss": (False, True), "kl_only": (False, True), "aux_only": (False, True),
+    }  # fmt: skip
+    ablated = [s for s in specs(studies["paper"], "generate", GenerateSpec) if len(s.maps) == 7]
+    assert len(ablated) == 13 + 5 and {s.length for s in ablated} == {"4k"}
+    for s in ablated:
+        assert [arm.maps for arm in s.arms] == ["4k", *(f"4k-{v.label}" for v in variants)]
+        assert {(arm.method, arm.budget_percent) for arm in s.arms} == {("topk_phi", 1.0)}
+
+
+def test_only_the_mismatch_extrapolates(studies: dict[str, Run]) -> None:
+    generated = [s for run in studies.values() for s in specs(run, "generate", GenerateSpec)]
+    for s in generated:
+        mismatch = [maps.label for maps in s.maps] in (["512", "1k"], ["4k", "8k", "16k"])
+        assert s.allow_extrapolation == mismatch
+        assert mismatch or min(maps.length for maps in s.maps) >= tokens_of(s.length)
+    assert {s.length for s in generated if s.allow_extrapolation} == {"1k", "2k", "4k", "8k", "16k"}
+
+
+@pytest.mark.parametrize(("backbone", "length"), [("smol", "2k"), ("1b", "64k")])
+def test_every_result_is_a_target_in_both_studies(backbone: str, length: str, tmp_path: Path) -> None:
+    targets = [f"results/{name}_{backbone}_{length}.csv" for name in ("babilong", "longbench")]
+    targets += [
+        f"results/{name}_{backbone}.csv" for name in ("cross_length_mismatch", "ablation_dphi", "ablation_loss")
+    ]
+    run = dry_run(tmp_path, *targets)
+    assert run.code == 0, run.output
+    outputs = [path for command in run.commands for path in flags(command)["out"]]
+    assert set(targets) <= set(outputs)
+    assert not {f"results/ruler_{backbone}_{length}.csv", f"results/phi/{backbone}_{length}-ours.safetensors"} & set(
+        outputs
+    )
 
 
 def test_what_must_survive_an_interrupted_job_is_no_declared_output(studies: dict[str, Run]) -> None:
     outputs = [path for run in studies.values() for c in run.commands for path in flags(c).get("out", [])]
     kept = [path for run in studies.values() for s in ("generate", "train") for path in kept_files(run, s)]
-    assert len(set(kept)) == len(kept) == 109
+    jobs = [MINI, PAPER]
+    count = sum(counts[rule] for counts in jobs for rule in ("train", "train_variants", "generate"))
+    assert len(set(kept)) == len(kept) == count
     assert not set(kept) & set(outputs)
 
 
@@ -105,6 +167,15 @@ def kept_files(run: Run, stage: str) -> list[str]:
 def test_the_example_count_can_be_set_for_all(tmp_path: Path) -> None:
     run = dry_run(tmp_path, "results/ruler_smol_1k.csv", "--config", "examples=7")
     assert [s.examples for s in specs(run, "prompts", PromptsSpec) + specs(run, "generate", GenerateSpec)] == [7, 7]
+
+
+def test_the_estimate_counts_every_training_and_generation(tmp_path: Path, studies: dict[str, Run]) -> None:
+    for name in ("mini", "paper"):
+        run = snakemake(tmp_path, "--cores", "1", "estimate", "--config", f"study={name}")
+        assert run.code == 0, run.output
+        counts = re.findall(r"^  \w+, (train|generate): (\d+) jobs, no rate", run.output, re.MULTILINE)
+        for stage in ("train", "generate"):
+            assert sum(int(count) for s, count in counts if s == stage) == len(told(studies[name], stage))
 
 
 def test_a_folder_of_assets_made_elsewhere_is_used(tmp_path: Path) -> None:

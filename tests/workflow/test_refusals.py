@@ -15,12 +15,18 @@ from residual_mass import preflight
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),
     ("results/ruler_smol_64k.csv", "length '64k' is not in config/studies/mini.yaml, which has 1k, 2k"),
-    ("results/oracle_1b_4k.csv", "benchmark 'oracle' is not in config/studies/paper.yaml, which has ruler"),
+    (
+        "results/oracle_1b_4k.csv",
+        "benchmark 'oracle' is not in config/studies/paper.yaml, which has ruler, babilong, longbench",
+    ),
     ("results/phi/1b_2k.safetensors", "maps '2k' is not in config/studies/paper.yaml, which has 4k, 8k, 16k, 64k"),
     (
         "paper_tables/mini/no_such_table.tex",
-        "table 'no_such_table' is not in config/studies/mini.yaml, which has ruler_sweep, stress_1pct",
+        "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, "
+        "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation",
     ),
+    ("results/longbench_smol_1k.csv", "length '1k' is not in config/studies/mini.yaml, which has 2k"),
+    ("results/ablation_width_1b.csv", "ablation 'width' is not in config/config.yaml, which has dphi, loss"),
     ("paper_tables/small/ruler_sweep.tex", "study 'small' is not in config/studies, which has mini, paper"),
 ]
 
@@ -55,6 +61,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "config/config.yaml: backbones.1b.tokenizer: llama32 is of study mini; backbones share one within a study",
     ),
     (
+        {"variants": {"narrow": {"map": {"d_phy": 8}}}},
+        "configuration: variants.narrow.map: Additional properties are not allowed ('d_phy' was unexpected)",
+    ),
+    ({"variants": {"ours": {}}}, "configuration: variants: 'ours' does not match"),
+    ({"ablations": {"dphi": ["dphi_8"]}}, "configuration: ablations.dphi: dphi_8 is not ours and not one of dphi_32, "),
+    (
         {"backbones": {"smol": {"study": "paper", "tokenizer": "llama32", "context": 65536}}},
         "study mini has no backbone;",
     ),
@@ -84,7 +96,7 @@ def forget_quotes(study: dict[str, Any]) -> None:
 
 
 def evaluate_untrained_maps(study: dict[str, Any]) -> None:
-    study["maps"]["main"] = "1k"
+    study["maps"]["trained"] = ["512", "1k"]
 
 
 def show_uncaptured_text(study: dict[str, Any]) -> None:
@@ -99,14 +111,29 @@ def go_below_every_task(study: dict[str, Any]) -> None:
     study["lengths"] = ["512"]
 
 
+def compare_untrained_maps(study: dict[str, Any]) -> None:
+    study["mismatch"]["maps"] = ["256", "2k"]
+
+
+def ablate_beyond_the_benchmark(study: dict[str, Any]) -> None:
+    study["benchmarks"]["babilong"]["lengths"] = ["2k"]
+
+
+def ablate_at_another_budget(study: dict[str, Any]) -> None:
+    study["ablations"]["budget"] = 3
+
+
 STUDY_SLIPS = [
+    (compare_untrained_maps, "mismatch.maps: 256 is not one of 512, 1k, 2k"),
+    (ablate_beyond_the_benchmark, "ablations.length: 1k is not one of 2k"),
+    (ablate_at_another_budget, "ablations.budget: 3 is not one of 2, 4, 8"),
     (add_key, "phi.objective: Additional properties are not allowed ('lambda_l' was unexpected)"),
     (drop_key, "diagnostics: 'packs' is a required property"),
     (forget_quotes, "lengths.0: 512 is not of type 'string'"),
-    (evaluate_untrained_maps, "maps.main: 1k is not among maps.trained"),
+    (evaluate_untrained_maps, "maps.main: 2k is not among maps.trained"),
     (show_uncaptured_text, "figures.entropy_gain.corpus: 'poems' is not one of wiki"),
     (ask_for_unknown_table, "tables: table_nine has no template paper_tables/templates/table_nine.tex.j2"),
-    (go_below_every_task, "benchmarks.ruler: length 512: ruler needs at least 1024 tokens"),
+    (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]
 
 

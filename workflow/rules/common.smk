@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jsonschema
+import referencing
 import yaml
-
 from residual_mass import preflight
 from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.estimate import planned
 from residual_mass.recipes import RECIPES
 from residual_mass.specs import (
     METHODS,
     BackboneSpec,
     CaptureSpec,
+    EstimateSpec,
     GenerateSpec,
+    MapErrorsSpec,
     PromptsSpec,
     ScoreSpec,
     TableSpec,
@@ -33,9 +36,12 @@ from residual_mass.specs import (
 
 def checked(data: Any, schema: str, where: str) -> Any:
     """`data` if it fits the schema, else the end of the run in one line."""
-    validator = jsonschema.Draft202012Validator(
-        yaml.safe_load((ROOT / f"workflow/schemas/{schema}.schema.yaml").read_text(encoding="utf-8"))
-    )
+    schemas = {
+        path.name: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in (ROOT / "workflow/schemas").glob("*.schema.yaml")
+    }
+    registry = referencing.Registry().with_contents(schemas.items())
+    validator = jsonschema.Draft202012Validator(schemas[f"{schema}.schema.yaml"], registry=registry)
     error = jsonschema.exceptions.best_match(validator.iter_errors(data))
     if error is not None:
         key = ".".join(map(str, error.absolute_path))
@@ -68,6 +74,9 @@ def contradictions() -> Iterator[str]:
         yield f"study {config['study']!r} is not known; known are {', '.join(STUDIES)} (config/studies)"
     elif not backbones_of(config["study"]):
         yield f"study {config['study']} has no backbone; give one `study: {config['study']}` in config/config.yaml"
+    for name, rows in config["ablations"].items():
+        if strange := sorted(set(rows) - {"ours", *config["variants"]}):
+            yield f"configuration: ablations.{name}: {strange[0]} is not ours and not one of {', '.join(config['variants'])}"
     for name in STUDIES:
         yield from study_contradictions(name)
 
@@ -77,11 +86,13 @@ def study_contradictions(name: str) -> Iterator[str]:
     captured = study["diagnostics"]
     if study["maps"]["main"] not in study["maps"]["trained"]:
         yield f"{where}: maps.main: {study['maps']['main']} is not among maps.trained"
-    for benchmark, length in itertools.product(study["benchmarks"], study["lengths"]):
-        try:
-            tasks_of(benchmark, tokens_of(length))
-        except ValueError as error:
-            yield f"{where}: benchmarks.{benchmark}: {error}"
+    for benchmark in study["benchmarks"]:
+        for length in benchmark_lengths(study, benchmark):
+            try:
+                tasks_of(benchmark, tokens_of(length))
+            except ValueError as error:
+                yield f"{where}: benchmarks.{benchmark}: {error}"
+    yield from comparison_contradictions(name)
     longest = tokens_of(study["maps"]["main"])
     for length in (*study["lengths"], *captured["lengths"]):
         if tokens_of(length) > longest:
@@ -96,6 +107,34 @@ def study_contradictions(name: str) -> Iterator[str]:
         for key, options in shown.items():
             if figure[key] not in options:
                 yield f"{where}: figures.{label}.{key}: {figure[key]!r} is not one of {', '.join(options)}"
+
+
+def comparison_contradictions(name: str) -> Iterator[str]:
+    """Slips in what a study compares maps on: names and points that it does not have elsewhere."""
+    where, study = f"config/studies/{name}.yaml", STUDIES[name]
+    mismatch, ablations = study["mismatch"], study["ablations"]
+    options = [
+        ("mismatch.backbones", mismatch["backbones"], backbones_of(name)),
+        ("mismatch.maps", mismatch["maps"], study["maps"]["trained"]),
+        ("mismatch.lengths", mismatch["lengths"], benchmark_lengths(study, "ruler")),
+        ("mismatch.budget", [mismatch["budget"]], study["budgets"]),
+        ("ablations.backbones", ablations["backbones"], backbones_of(name)),
+        ("ablations.benchmarks", ablations["benchmarks"], study["benchmarks"]),
+        ("ablations.length", [ablations["length"]], study["maps"]["trained"]),
+        ("ablations.budget", [ablations["budget"]], study["budgets"]),
+    ]
+    for benchmark in set(ablations["benchmarks"]) & set(study["benchmarks"]):
+        options.append(("ablations.length", [ablations["length"]], benchmark_lengths(study, benchmark)))
+    for key, values, known_ones in options:
+        for value in (value for value in values if value not in known_ones):
+            yield f"{where}: {key}: {value} is not one of {', '.join(map(str, known_ones))}"
+
+
+def benchmark_lengths(study: dict[str, Any], benchmark: str) -> list[str]:
+    """Lengths at which a study evaluates a benchmark."""
+    if benchmark not in study["benchmarks"]:
+        return []
+    return study["benchmarks"][benchmark]["lengths"] or study["lengths"]
 
 
 def backbones_of(study: str) -> list[str]:
@@ -135,9 +174,12 @@ def study_of(wildcards: Any) -> dict[str, Any]:
     """The protocol of the wildcards' backbone, after a check of every other wildcard against it."""
     name = backbone_of(wildcards).study
     study, where = STUDIES[name], f"config/studies/{name}.yaml"
-    lengths = study["diagnostics"]["lengths"] if "corpus" in wildcards.keys() else study["lengths"]
+    if "benchmark" in wildcards.keys():
+        known("benchmark", wildcards.benchmark, study["benchmarks"], where)
+        lengths = benchmark_lengths(study, wildcards.benchmark)
+    else:
+        lengths = study["diagnostics"]["lengths"] if "corpus" in wildcards.keys() else study["lengths"]
     options = {
-        "benchmark": study["benchmarks"],
         "length": lengths,
         "maps": study["maps"]["trained"],
         "corpus": study["diagnostics"]["corpora"],

@@ -1,7 +1,8 @@
 """Evaluation: generations of every method and budget from one prefill, then their scores.
 
 Needs: frozen prompts, feature maps, the backbone.
-Makes: results/generations/{benchmark}_{backbone}_{length}_{maps}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv
+Makes: results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
+results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv
 """
 
 
@@ -9,13 +10,13 @@ rule generate:
     input:
         assets=assets_for(GENERATIONS),
         prompts=prompts_of,
-        phi=phi_of,
+        phi=phi_of_group,
     output:
         GENERATIONS,
     log:
-        "logs/generate/{benchmark}_{backbone}_{length}_{maps}/{tasks}.log",
+        "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.log",
     benchmark:
-        "logs/generate/{benchmark}_{backbone}_{length}_{maps}/{tasks}.tsv"
+        "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.tsv"
     conda:
         "../../environment.yml"
     threads: 8
@@ -26,9 +27,9 @@ rule generate:
     params:
         spec=generate_spec,
         # Declared nowhere, so that finished rows outlive an interrupted job.
-        store="results/generations/_store/{benchmark}_{backbone}_{length}_{maps}/{tasks}.jsonl",
+        store="results/generations/_store/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl",
     message:
-        "Generating {wildcards.benchmark} ({wildcards.tasks}) at {wildcards.length} with {wildcards.backbone}"
+        "Generating {wildcards.benchmark} ({wildcards.tasks}, {wildcards.group}) at {wildcards.length} with {wildcards.backbone}"
     shell:
         'python -m residual_mass generate --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
         " --prompts {input.prompts} --phi {input.phi} --store {params.store} --out {output} > {log} 2>&1"
@@ -58,3 +59,49 @@ rule score:
     shell:
         "python -m residual_mass score --spec {params.spec:q} --prompts {input.prompts}"
         " --generations {input.generations} --out {output} > {log} 2>&1"
+
+
+use rule score as score_comparison with:
+    output:
+        COMPARED,
+    log:
+        "logs/score/{comparison}_{benchmark}_{backbone}_{length}.log",
+    benchmark:
+        "logs/score/{comparison}_{benchmark}_{backbone}_{length}.tsv"
+    message:
+        "Scoring {wildcards.benchmark} at {wildcards.length} with {wildcards.backbone} for {wildcards.comparison}"
+
+
+rule mismatch:
+    input:
+        results=mismatch_of,
+    output:
+        MISMATCH,
+    log:
+        "logs/join/cross_length_mismatch_{backbone}.log",
+    benchmark:
+        "logs/join/cross_length_mismatch_{backbone}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    message:
+        "Cross-length mismatch of {wildcards.backbone}"
+    shell:
+        "python -m residual_mass join --results {input.results} --out {output} > {log} 2>&1"
+
+
+use rule mismatch as ablation with:
+    input:
+        results=ablation_of,
+    output:
+        ABLATION,
+    log:
+        "logs/join/ablation_{ablation}_{backbone}.log",
+    benchmark:
+        "logs/join/ablation_{ablation}_{backbone}.tsv"
+    message:
+        "Ablation {wildcards.ablation} of {wildcards.backbone}"

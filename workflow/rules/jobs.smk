@@ -2,11 +2,25 @@
 
 PHI = "results/phi/{backbone}_{maps}.safetensors"
 PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json"
-GENERATIONS = "results/generations/{benchmark}_{backbone}_{length}_{maps}/{tasks}.jsonl"
+VARIANTS = expand("results/phi/{{backbone}}_{{maps}}-{variant}.safetensors", variant=sorted(config["variants"]))
+GENERATIONS = "results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl"
 RESULTS = "results/{benchmark}_{backbone}_{length}.csv"
+COMPARED = "results/compared/{comparison}/{benchmark}_{backbone}_{length}.csv"
+MISMATCH = "results/cross_length_mismatch_{backbone}.csv"
+ABLATION = "results/ablation_{ablation}_{backbone}.csv"
+MAP_ERRORS = "results/diagnostics/map_errors_{backbone}_{length}.csv"
 HEADS = "results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet"
 TABLE = "paper_tables/{study}/{label}.tex"
+CELLS = "paper_tables/{study}/{label}.csv"
 FIGURE = "paper_tables/{study}/figures/{label}"
+
+TABLE_BENCHMARKS = {
+    "natural_main": ("longbench",),
+    "ruler_sweep": ("ruler",),
+    "babilong_sweep": ("babilong",),
+    "stress_1pct": ("ruler", "babilong"),
+}
+ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
 
 # ---- specs -----------------------------------------------------------------------------------------------------------
 
@@ -25,8 +39,49 @@ def protocol(wildcards: Any) -> dict[str, Any]:
     return {"study": backbone.study, "backbone": dataclasses.asdict(backbone)}
 
 
-def maps_of(label: str) -> dict[str, Any]:
-    return {"label": label, "length": tokens_of(label)}
+def maps_of(labels: list[str]) -> list[dict[str, Any]]:
+    """A label is the length that the maps were trained at, and after a hyphen the variant that they are."""
+    return [{"label": label, "length": tokens_of(label.partition("-")[0])} for label in labels]
+
+
+def group_maps(study: dict[str, Any], group: str) -> list[str]:
+    """Labels of the maps that a group of arms uses; the main maps are not decoded again for the mismatch."""
+    if group == "main":
+        return [study["maps"]["main"]]
+    if group == "mismatch":
+        return [label for label in study["mismatch"]["maps"] if label != study["maps"]["main"]]
+    length = study["ablations"]["length"]
+    return [length, *(f"{length}-{variant}" for variant in sorted(config["variants"]))]
+
+
+def group_arms(study: dict[str, Any], group: str) -> list[dict[str, Any]]:
+    """What is decoded together: every method at every budget, or one method at one budget under different maps."""
+    labels = group_maps(study, group)
+    if group != "main":
+        budget = study["mismatch" if group == "mismatch" else "ablations"]["budget"]
+        return [{"method": "topk_phi", "budget_percent": budget, "maps": label} for label in labels]
+    budgets = {method: study["budgets"] if method != "full" else [None] for method in study["methods"]}
+    (main,) = labels
+    return [
+        {"method": method, "budget_percent": budget, "maps": main if method.startswith("topk_phi") else None}
+        for method in budgets
+        for budget in budgets[method]
+    ]
+
+
+def compared_maps(study: dict[str, Any], comparison: str) -> list[str]:
+    """Labels of the maps that a comparison is about, in the order of its table's rows."""
+    if comparison == "mismatch":
+        return study["mismatch"]["maps"]
+    length = study["ablations"]["length"]
+    return [length if row == "ours" else f"{length}-{row}" for row in config["ablations"][comparison]]
+
+
+def compared_arms(study: dict[str, Any], comparison: str) -> list[dict[str, Any]]:
+    budget = study["mismatch" if comparison == "mismatch" else "ablations"]["budget"]
+    baselines = [{"method": "full", "budget_percent": None}, {"method": "topk", "budget_percent": budget}]
+    labels = compared_maps(study, comparison)
+    return baselines + [{"method": "topk_phi", "budget_percent": budget, "maps": label} for label in labels]
 
 
 def examples_of(settings: dict[str, Any]) -> int:
@@ -52,14 +107,30 @@ def prompts_spec(wildcards: Any) -> str:
 
 
 def train_spec(wildcards: Any) -> str:
+    """The study's own recipe."""
+    phi = study_of(wildcards)["phi"]
+    return training(wildcards, [{"label": "ours", "map": phi["map"], "objective": phi["objective"]}])
+
+
+def train_variants_spec(wildcards: Any) -> str:
+    phi = study_of(wildcards)["phi"]
+    variants = [
+        {"label": label} | {key: phi[key] | changes.get(key, {}) for key in ("map", "objective")}
+        for label, changes in sorted(config["variants"].items())
+    ]
+    return training(wildcards, variants)
+
+
+def training(wildcards: Any, variants: list[dict[str, Any]]) -> str:
     study = study_of(wildcards)
     return spec(
         TrainSpec,
         backbone=protocol(wildcards)["backbone"],
         length=wildcards.maps,
+        variants=variants,
         anchors=study["anchors"],
         recipe=RECIPES["train"],
-        **study["phi"],
+        **{key: value for key, value in study["phi"].items() if key not in ("map", "objective")},
     )
 
 
@@ -67,7 +138,6 @@ def generate_spec(wildcards: Any) -> str:
     study = study_of(wildcards)
     settings = study["benchmarks"][wildcards.benchmark]
     every_task = tasks_of(wildcards.benchmark, tokens_of(wildcards.length))
-    arms = {method: study["budgets"] if method != "full" else [None] for method in study["methods"]}
     return spec(
         GenerateSpec,
         **protocol(wildcards),
@@ -75,23 +145,28 @@ def generate_spec(wildcards: Any) -> str:
         length=wildcards.length,
         tasks=list(every_task) if wildcards.tasks == "all" else [wildcards.tasks],
         examples=examples_of(settings),
-        arms=[{"method": method, "budget_percent": budget} for method in arms for budget in arms[method]],
+        arms=group_arms(study, wildcards.group),
         anchors=study["anchors"],
-        maps=maps_of(wildcards.maps),
-        allow_extrapolation=False,
+        truncate_to=study["truncate_to"],
+        maps=maps_of(group_maps(study, wildcards.group)),
+        allow_extrapolation=wildcards.group == "mismatch",  # what it shows; refused everywhere else
         recipe=RECIPES["generate"],
-        **{key: settings[key] for key in ("budget_length", "answer_margin", "batch_examples")},
+        **{key: settings[key] for key in ("budget_length", "answer_margin", "stop_when_saturated", "batch_examples")},
     )
 
 
 def score_spec(wildcards: Any) -> str:
+    study = study_of(wildcards)
+    compared = wildcards.get("comparison")
     return spec(
         ScoreSpec,
         **protocol(wildcards),
         benchmark=wildcards.benchmark,
         length=wildcards.length,
+        data_source=study["benchmarks"][wildcards.benchmark]["data_source"],
+        arms=compared_arms(study, compared) if compared else None,
         recipe=RECIPES["score"],
-        **study_of(wildcards)["score"],
+        **study["score"],
     )
 
 
@@ -105,24 +180,101 @@ def capture_spec(wildcards: Any) -> str:
         length=wildcards.length,
         budgets=study["budgets"],
         anchors=study["anchors"],
-        maps=maps_of(study["maps"]["main"]),
+        maps=maps_of([study["maps"]["main"]])[0],
         recipe=RECIPES["capture"],
         **{key: captured[key] for key in ("packs", "queries", "seed")},
     )
 
 
+def map_errors_spec(wildcards: Any) -> str:
+    study = study_of(wildcards)
+    captured = study["diagnostics"]
+    return spec(
+        MapErrorsSpec,
+        backbone=protocol(wildcards)["backbone"],
+        corpus=captured["corpora"][0],
+        length=wildcards.length,
+        budgets=study["budgets"],
+        anchors=study["anchors"],
+        maps=maps_of(maps_at(study, wildcards.length)),
+        recipe=RECIPES["capture"],
+        **{key: captured[key] for key in ("packs", "queries", "seed")},
+    )
+
+
+def maps_at(study: dict[str, Any], length: str) -> list[str]:
+    """Labels of all maps that a study evaluates at a length."""
+    labels = [*study["mismatch"]["maps"], study["maps"]["main"]]
+    if length == study["ablations"]["length"]:
+        labels += group_maps(study, "ablation")
+    return list(dict.fromkeys(labels))
+
+
 def table_spec(wildcards: Any) -> str:
     study, names = STUDIES[wildcards.study], backbones_of(wildcards.study)
+    shown = {
+        "backbones": names,
+        "lengths": study["lengths"],
+        "budgets": study["budgets"],
+        "benchmarks": sorted(study["benchmarks"]),
+    }
+    mismatch, ablations = study["mismatch"], study["ablations"]
+    if wildcards.label == "natural_main":
+        shown |= {"lengths": benchmark_lengths(study, "longbench")}
+    if wildcards.label == "cross_length_mismatch":
+        shown |= {key: mismatch[key] for key in ("backbones", "lengths", "maps")}
+        shown |= {"budgets": [mismatch["budget"]], "benchmarks": ["ruler"]}
+    if comparison := ABLATION_TABLES.get(wildcards.label):
+        shown |= {key: ablations[key] for key in ("backbones", "benchmarks")}
+        shown |= {"lengths": [ablations["length"]], "budgets": [ablations["budget"]]}
+        shown |= {"maps": compared_maps(study, comparison)}
+    titles = {name: config["backbones"][name]["title"] for name in names}
+    return spec(TableSpec, study=wildcards.study, label=wildcards.label, backbone_titles=titles, **shown)
+
+
+class Named(dict):
+    """The wildcards of a job that is not run but counted."""
+
+    __getattr__ = dict.__getitem__
+
+
+def estimate_spec(study: str) -> str:
     return spec(
-        TableSpec,
-        study=wildcards.study,
-        label=wildcards.label,
-        backbones=names,
-        lengths=study["lengths"],
-        budgets=study["budgets"],
-        benchmarks=list(study["benchmarks"]),
-        backbone_titles={name: config["backbones"][name]["title"] for name in names},
+        EstimateSpec, study=study, jobs=list(itertools.chain(planned_training(study), planned_generation(study)))
     )
+
+
+def planned_training(study: str) -> Iterator[dict[str, Any]]:
+    """The jobs that train the maps of everything `all` makes."""
+    protocol = STUDIES[study]
+    for backbone in backbones_of(study):
+        lengths = {protocol["maps"]["main"]}
+        if backbone in protocol["mismatch"]["backbones"]:
+            lengths |= set(protocol["mismatch"]["maps"])
+        ablates = backbone in protocol["ablations"]["backbones"]
+        lengths |= {protocol["ablations"]["length"]} if ablates else set()
+        for length in sorted(lengths, key=tokens_of):
+            named = Named(backbone=backbone, maps=length)
+            yield planned(PHI.format(**named), json.loads(train_spec(named)))
+            if ablates and length == protocol["ablations"]["length"]:
+                yield planned(VARIANTS[0].format(**named), json.loads(train_variants_spec(named)))
+
+
+def planned_generation(study: str) -> Iterator[dict[str, Any]]:
+    protocol = STUDIES[study]
+    mismatch, ablations = protocol["mismatch"], protocol["ablations"]
+    places = [
+        (benchmark, backbone, length, "main")
+        for benchmark in protocol["benchmarks"]
+        for backbone in backbones_of(study)
+        for length in benchmark_lengths(protocol, benchmark)
+    ]
+    places += itertools.product(["ruler"], mismatch["backbones"], mismatch["lengths"], ["mismatch"])
+    places += itertools.product(ablations["benchmarks"], ablations["backbones"], [ablations["length"]], ["ablation"])
+    for benchmark, backbone, length, group in places:
+        for tasks in task_files(protocol, benchmark, length):
+            named = Named(benchmark=benchmark, backbone=backbone, length=length, group=group, tasks=tasks)
+            yield planned(GENERATIONS.format(**named), json.loads(generate_spec(named)))
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -152,12 +304,19 @@ def assets_for(output: str) -> Callable[[Any], str]:
     return assets
 
 
+def assets_for_variants(wildcards: Any) -> str:
+    for output in VARIANTS:
+        assets_for(output)(wildcards)
+    return str(ASSETS)
+
+
 def assets_for_prompts(wildcards: Any) -> str:
     labels = sorted({backbone.tokenizer for backbone in BACKBONES.values()})
     known("tokenizer", wildcards.tokenizer, labels, "config/config.yaml")
     name = tokenizer_owner(wildcards.tokenizer).study
-    for kind, key in (("benchmark", "benchmarks"), ("length", "lengths")):
-        known(kind, wildcards[kind], STUDIES[name][key], f"config/studies/{name}.yaml")
+    study, where = STUDIES[name], f"config/studies/{name}.yaml"
+    known("benchmark", wildcards.benchmark, study["benchmarks"], where)
+    known("length", wildcards.length, benchmark_lengths(study, wildcards.benchmark), where)
     return str(ASSETS)
 
 
@@ -167,22 +326,63 @@ def prompts_of(wildcards: Any) -> str:
 
 
 def phi_of(wildcards: Any) -> str:
-    """The maps that the job's name says, else the main ones."""
-    main = study_of(wildcards)["maps"]["main"]
-    return PHI.format(backbone=wildcards.backbone, maps=wildcards.get("maps", main))
+    """The main maps."""
+    return PHI.format(backbone=wildcards.backbone, maps=study_of(wildcards)["maps"]["main"])
+
+
+def phi_of_group(wildcards: Any) -> list[str]:
+    labels = group_maps(study_of(wildcards), wildcards.group)
+    return expand(PHI, backbone=wildcards.backbone, maps=labels)
+
+
+def phi_at_length(wildcards: Any) -> list[str]:
+    return expand(PHI, backbone=wildcards.backbone, maps=maps_at(study_of(wildcards), wildcards.length))
 
 
 def generations_of(wildcards: Any) -> list[str]:
+    """The main arms, and for a comparison those of its maps as well."""
     study = study_of(wildcards)
     tasks = task_files(study, wildcards.benchmark, wildcards.length)
-    return expand(GENERATIONS, **dict(wildcards.items()), maps=study["maps"]["main"], tasks=tasks)
+    groups = {None: ["main"], "mismatch": ["main", "mismatch"]}.get(wildcards.get("comparison"), ["main", "ablation"])
+    return expand(GENERATIONS, **dict(wildcards.items()), group=groups, tasks=tasks)
+
+
+def mismatch_of(wildcards: Any) -> list[str]:
+    lengths = study_of(wildcards)["mismatch"]["lengths"]
+    return expand(COMPARED, comparison="mismatch", benchmark="ruler", backbone=wildcards.backbone, length=lengths)
+
+
+def ablation_of(wildcards: Any) -> list[str]:
+    known("ablation", wildcards.ablation, config["ablations"], "config/config.yaml")
+    ablations = study_of(wildcards)["ablations"]
+    return expand(
+        COMPARED,
+        comparison=wildcards.ablation,
+        benchmark=ablations["benchmarks"],
+        backbone=wildcards.backbone,
+        length=ablations["length"],
+    )
 
 
 def results_of(wildcards: Any) -> list[str]:
-    """Every result table of a study."""
+    """The result CSVs that a table shows."""
     study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
     known("table", wildcards.label, study["tables"], f"config/studies/{wildcards.study}.yaml")
-    return study_results(wildcards.study)
+    if wildcards.label == "cross_length_mismatch":
+        return expand(MISMATCH, backbone=study["mismatch"]["backbones"])
+    if comparison := ABLATION_TABLES.get(wildcards.label):
+        return expand(ABLATION, ablation=comparison, backbone=study["ablations"]["backbones"])
+    shown = TABLE_BENCHMARKS.get(wildcards.label, tuple(study["benchmarks"]))
+    return [
+        path
+        for benchmark in shown
+        for path in expand(
+            RESULTS,
+            benchmark=benchmark,
+            backbone=backbones_of(wildcards.study),
+            length=benchmark_lengths(study, benchmark),
+        )
+    ]
 
 
 def heads_of(wildcards: Any) -> str:
@@ -201,8 +401,21 @@ def figure_title(wildcards: Any) -> str:
 
 
 def study_results(study: str) -> list[str]:
-    protocol = STUDIES[study]
-    return expand(RESULTS, benchmark=protocol["benchmarks"], backbone=backbones_of(study), length=protocol["lengths"])
+    """Every result CSV of a study."""
+    protocol, names = STUDIES[study], backbones_of(study)
+    mismatch, ablations = protocol["mismatch"], protocol["ablations"]
+    lengths = sorted({*mismatch["lengths"], ablations["length"]}, key=tokens_of)
+    return [
+        *(
+            RESULTS.format(benchmark=benchmark, backbone=name, length=length)
+            for benchmark in protocol["benchmarks"]
+            for name in names
+            for length in benchmark_lengths(protocol, benchmark)
+        ),
+        *expand(MISMATCH, backbone=mismatch["backbones"]),
+        *expand(ABLATION, ablation=config["ablations"], backbone=ablations["backbones"]),
+        *expand(MAP_ERRORS, backbone=mismatch["backbones"], length=lengths),
+    ]
 
 
 def study_targets(study: str) -> list[str]:

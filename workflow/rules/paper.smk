@@ -1,7 +1,7 @@
 """Tables and figures of the paper.
 
 Needs: result tables, diagnostics.
-Makes: paper_tables/{study}/{label}.tex, paper_tables/{study}/figures/{label}.pdf and .png
+Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png
 """
 
 
@@ -9,8 +9,10 @@ rule table:
     input:
         results=results_of,
         template=here("paper_tables/templates/{label}.tex.j2"),
+        frame=here("paper_tables/templates/frame.tex.j2"),
     output:
-        TABLE,
+        tex=TABLE,
+        cells=CELLS,
     log:
         "logs/table/{study}_{label}.log",
     benchmark:
@@ -28,7 +30,7 @@ rule table:
         "Table {wildcards.label} of study {wildcards.study}"
     shell:
         "python -m residual_mass table --spec {params.spec:q} --results {input.results}"
-        " --template {input.template:q} --out {output} > {log} 2>&1"
+        " --template {input.template:q} --out {output.tex} --cells {output.cells} > {log} 2>&1"
 
 
 rule figure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -12,9 +11,8 @@ import torch
 from tests.conftest import TINY
 
 from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.diagnostics import capture
-from residual_mass.specs import AnchorSpec, CaptureSpec, MapSpec, MapsSpec
+from residual_mass.specs import AnchorSpec, CaptureSpec, MapsSpec
 
 LENGTH, QUERIES = 90, 3
 
@@ -25,23 +23,6 @@ def make_spec(**changes: object) -> CaptureSpec:
         maps=MapsSpec("512", 512), packs=2, queries=QUERIES, seed=0, recipe=1,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
-
-
-@pytest.fixture
-def folder(tiny_assets: Path, tmp_path: Path) -> Path:
-    (tmp_path / "qa").mkdir()
-    (tmp_path / "models").symlink_to(tiny_assets / "models")
-    items = [{"context": [[f"Title {i}", [f"Paragraph number {i} of {i * i}. ", "It ends."]]]} for i in range(300)]
-    (tmp_path / "qa" / "hotpotqa.json").write_text(json.dumps(items))
-    return tmp_path
-
-
-@pytest.fixture
-def phi(tiny_backbone: Backbone, tmp_path: Path) -> Path:
-    torch.manual_seed(5)
-    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 512}
-    PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8), facts).save(tmp_path / "phi.safetensors")
-    return tmp_path / "phi.safetensors"
 
 
 def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(

@@ -1,0 +1,93 @@
+"""All arms from one prefill as one batch, against one run of lm-eval's own Hugging Face model per arm; equal scores.
+
+Both sides get the same RULER examples and the harness's own limits on generated tokens. The harness side is the usual
+way to evaluate a decoding method: `HFLM` over the patched model, once for every method and budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from shared_prefill import ARMS, SMOL
+from timing import alternate, report
+
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.backbones.partial import partial_kv
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.benchmarks import ruler
+from residual_mass.benchmarks.examples import Doc, harness_task
+from residual_mass.benchmarks.scorers import harness_score
+from residual_mass.specs import AnchorSpec
+
+Scores = list[list[float]]
+"""By arm, then by task and example."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--assets", type=Path, default=Path("results/assets"))
+    parser.add_argument("--phi", type=Path, default=Path("results/phi/smol_2k.safetensors"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--tasks", nargs="+", default=["ruler_vt", "ruler_qa_squad"])
+    parser.add_argument("--examples", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+
+    backbone = load_backbone(SMOL, options.assets)
+    phi = PhiMaps.load(options.phi)
+    for length in options.lengths:
+        docs = {
+            task: ruler.build_examples(task, backbone.tokenizer, length, options.examples, 0, options.assets)
+            for task in options.tasks
+        }
+        ours: list[Scores] = []
+        theirs: list[Scores] = []
+        sides = {
+            "one harness run per arm": lambda docs=docs, seen=theirs: seen.append(per_arm(backbone, phi, docs)),
+            "shared prefill, arms as a batch": lambda docs=docs, seen=ours: seen.append(together(backbone, phi, docs)),
+        }
+        timings = alternate(sides, options.rounds)
+        if any(scores != ours[0] for scores in (*ours, *theirs)):
+            raise SystemExit(f"the two sides score differently at {length} tokens: {ours[0]} and {theirs[0]}")
+        mean = sum(map(sum, ours[0])) / sum(map(len, ours[0]))
+        print(f"{len(ARMS)} arms, equal scores on both sides (mean {mean:.3f}), {torch.get_num_threads()} threads")
+        report(f"{len(docs)} tasks x {options.examples} examples at {length} tokens, {backbone.device}", timings)
+
+
+def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Scores:
+    """What `generate` and `score` do."""
+    engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi, nominal_length=None)
+    scores: Scores = [[] for _ in ARMS]
+    for task, of_task in docs.items():
+        requests = ruler.build_requests(task, of_task)
+        ids = [backbone.encode(prompt) for prompt, _ in requests]
+        rows = engine.generate(ids, requests[0][1]["max_gen_toks"])
+        for doc, row in zip(of_task, rows, strict=True):
+            for arm, generation in enumerate(row):
+                text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
+                scores[arm].append(harness_score("ruler", task, doc, text))
+    return scores
+
+
+def per_arm(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Scores:
+    """The harness, once for every arm."""
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+
+    lm = HFLM(backbone.model, tokenizer=backbone.tokenizer, batch_size=len(next(iter(docs.values()))))
+    scores: Scores = []
+    for arm in ARMS:
+        budget = None if arm.budget_percent is None else arm.budget_percent / 100
+        tasks: dict[str, Any] = {task: harness_task("ruler", task, of_task) for task, of_task in docs.items()}
+        with partial_kv(backbone.model, method=arm.method, budget=budget, phi=phi):
+            samples = evaluator.evaluate(lm, tasks, bootstrap_iters=0, log_samples=True)["samples"]
+        scores.append([s[str(s["doc"]["max_length"])] for task in docs for s in samples[task]])
+    return scores
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""How well several sets of feature maps stand in for the residual, on one and the same held-out text.
+
+Packs, queries and measured prefix as in `capture`; here every set of maps sees each of them, and only means are kept.
+
+Shape letters: Hq = query heads, Q = queries per pack.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from residual_mass.backbones.corpora import held_out_corpus
+from residual_mass.backbones.hook import attention_hook, exact_attention
+from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.backbones.measured import layer_measures
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.core.support import retrieved_count
+from residual_mass.files import write_meta, write_text
+from residual_mass.specs import MapErrorsSpec, tokens_of
+
+log = logging.getLogger(__name__)
+
+MEASURES = ("e_topk", "e_sub", "e_nosub", "log_z_error")
+COLUMNS = (
+    "backbone maps trained_length length corpus budget_percent k e_topk e_sub e_nosub log_z_error "
+    "heads_below_topk packs rows model_id revision phi_sha"
+).split()
+
+
+def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> None:
+    """The `map-errors` stage: one CSV row per (maps, budget). Maps may be shorter-trained than the text is long.
+
+    `log_z_error` is the mean of log Z_R hat - log Z_R over the rows where both are defined; `heads_below_topk` the
+    share of (layer, query head) whose mean error the residual lowers.
+
+    Args:
+        phi: files of the maps, in the order of `spec.maps`.
+    """
+    if len(phi) != len(spec.maps):
+        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
+    backbone = load_backbone(spec.backbone, assets)
+    maps = [PhiMaps.load(path, backbone.device) for path in phi]
+    for each in maps:
+        each.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
+    length = tokens_of(spec.length)
+    corpus = held_out_corpus(spec.corpus, backbone.tokenizer, length + spec.queries, spec.seed, assets)
+    log.info("%d sets of maps on %d packs of %s at %d tokens", len(maps), spec.packs, spec.corpus, length)
+    packs = [
+        _pack_measures(spec, backbone, maps, corpus.sequence(pack))
+        for pack in tqdm(range(spec.packs), desc="map errors", unit="pack")
+    ]
+    write_text(out, _csv(_line(spec, maps, packs, m, b) for m in range(len(maps)) for b in range(len(spec.budgets))))
+    write_meta(out, spec=asdict(spec), identity=backbone.identity, device=str(backbone.device))
+
+
+@torch.no_grad()
+def _pack_measures(spec: MapErrorsSpec, backbone: Backbone, maps: Sequence[PhiMaps], ids: Sequence[int]) -> np.ndarray:
+    """[maps, budgets, layers, measures, Hq, Q] of one pack, one layer's keys and values alive at a time."""
+    length = tokens_of(spec.length)
+    by_layer: list[np.ndarray] = []
+
+    def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        queries, keys, values = (x[0].float() for x in (q[:, :, length:], k[:, :, :length], v[:, :, :length]))
+
+        def measured(each: PhiMaps, retrieved: int) -> np.ndarray:
+            rows = layer_measures(each, module.layer_idx, queries, keys, values, scale, retrieved, spec.anchors)
+            rows["log_z_error"] = rows["log_z_hat"] - rows["log_z_true"]
+            return np.stack([rows[name].cpu().numpy() for name in MEASURES])
+
+        by_layer.append(np.stack([[measured(each, count) for count in _retrieved(spec)] for each in maps]))
+        return exact_attention(module, q, k, v, mask, scale)
+
+    with attention_hook(backbone.model, handler):
+        inputs = torch.tensor([list(ids)], device=backbone.device)
+        backbone.model.get_decoder()(inputs, use_cache=False)
+    return np.stack(by_layer, axis=2)
+
+
+def _retrieved(spec: MapErrorsSpec) -> list[int]:
+    anchors = spec.anchors.sink + spec.anchors.tail
+    return [retrieved_count(budget, tokens_of(spec.length), anchors) for budget in spec.budgets]
+
+
+def _line(
+    spec: MapErrorsSpec, maps: Sequence[PhiMaps], packs: Sequence[np.ndarray], m: int, b: int
+) -> dict[str, object]:
+    measures = np.stack([pack[m, b] for pack in packs])  # [packs, layers, measures, Hq, Q]
+    values = {name: measures[:, :, i] for i, name in enumerate(MEASURES)}
+    gaps = values["log_z_error"]
+    gain = (values["e_topk"] - values["e_sub"]).mean(axis=(0, 3))  # [layers, Hq]
+    means = {name: values[name].mean() for name in ("e_topk", "e_sub", "e_nosub")}
+    means |= {"log_z_error": gaps[np.isfinite(gaps)].mean(), "heads_below_topk": (gain > 0).mean()}
+    return {
+        "backbone": spec.backbone.name,
+        "maps": spec.maps[m].label,
+        "trained_length": spec.maps[m].length,
+        "length": spec.length,
+        "corpus": spec.corpus,
+        "budget_percent": f"{spec.budgets[b]:g}",
+        "k": _retrieved(spec)[b],
+        **{name: f"{value:.6f}" for name, value in means.items()},
+        "packs": len(packs),
+        "rows": values["e_sub"].size,
+        "model_id": spec.backbone.model_id,
+        "revision": spec.backbone.revision,
+        "phi_sha": maps[m].sha256,
+    }
+
+
+def _csv(lines: Iterable[dict[str, object]]) -> str:
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return stream.getvalue()

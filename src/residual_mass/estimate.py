@@ -1,0 +1,139 @@
+"""What a study will cost, from the rates that its own finished jobs measured; imports nothing heavy.
+
+A finished job leaves its tokens and seconds in its `.meta.json`. Prompt tokens and generated tokens are charged at the
+rates of the finished generate job of the same backbone whose length is nearest, training at the seconds per step of the
+nearest finished training, in proportion to length and number of variants. A backbone that has measured nothing yet gets
+its amount of work and no hours: a rate of another model or machine would be a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from residual_mass.files import read_json
+from residual_mass.specs import EstimateSpec, PlannedJob, tokens_of
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Work and time of one finished job."""
+
+    path: Path
+    stage: str
+    backbone: str
+    length: int
+    device: str
+    prefill_rate: float = 0.0
+    """Prompt tokens per second."""
+    decode_rate: float = 0.0
+    """Generated tokens per second, over all examples and arms of a batch."""
+    step_seconds: float = 0.0
+    """Seconds of one training step of one variant."""
+
+
+def run(spec: EstimateSpec, results: Path) -> None:
+    """Prints one line per result of the study, and the hours that are left by backbone and stage."""
+    finished = list(finished_jobs(results))
+    lines = [("result", "there", "prompt tokens", "generated, at most", "hours, at most")]
+    left: dict[tuple[str, str], list[float | None]] = {}
+    used: dict[str, None] = {}
+    for target, jobs in by_result(spec.jobs).items():
+        rates = [nearest_job(job, finished) for job in jobs]
+        hours = [None if rate is None else hours_of(job, rate) for job, rate in zip(jobs, rates, strict=True)]
+        used |= {describe(rate): None for rate in rates if rate is not None}
+        missing = [not Path(job.target).exists() for job in jobs]
+        for job, missed, cost in zip(jobs, missing, hours, strict=True):
+            if missed:
+                left.setdefault((job.backbone, job.stage), []).append(cost)
+        there = "no" if all(missing) else "partly" if any(missing) else "yes"
+        prompts = sum(job.examples * tokens_of(job.length) for job in jobs)
+        known = [cost for cost in hours if cost is not None]
+        shown = f"{sum(known):.2f}" if len(known) == len(jobs) else "no rate yet"
+        lines.append((target, there, f"{prompts:,}", f"{sum(job.generated for job in jobs):,}", shown))
+    print("\n".join(aligned(lines)))
+    print(f"\nLeft to do in study {spec.study}:")
+    print("\n".join(summary(left, finished)) or "  nothing that trains or generates")
+    print("\nRates: " + ("; ".join(used) or "none measured yet"))
+
+
+def by_result(jobs: Iterable[PlannedJob]) -> dict[str, list[PlannedJob]]:
+    """The jobs of each line: the tasks of one benchmark at one length together, every training alone."""
+    results: dict[str, list[PlannedJob]] = {}
+    for job in jobs:
+        results.setdefault(str(Path(job.target).parent) if job.stage == "generate" else job.target, []).append(job)
+    return results
+
+
+def finished_jobs(results: Path) -> Iterator[Finished]:
+    """Every finished job under `results` that measured its own rate."""
+    for path in sorted([*results.glob("generations/*/*.meta.json"), *results.glob("phi/*.meta.json")]):
+        meta = read_json(path)
+        spec = meta.get("spec", {})
+        common = {"path": path, "backbone": spec["backbone"]["name"], "length": tokens_of(spec["length"])}
+        if meta.get("decode_seconds") and meta.get("prefill_seconds"):
+            prefill = meta["prefill_tokens"] / meta["prefill_seconds"]
+            decode = meta["decode_rows"] / meta["decode_seconds"]
+            yield Finished(**common, stage="generate", device=meta["device"], prefill_rate=prefill, decode_rate=decode)
+        elif meta.get("steps"):
+            seconds = meta["seconds"] / meta["steps"] / len(spec["variants"])
+            yield Finished(**common, stage="train", device=meta["device"], step_seconds=seconds)
+
+
+def nearest_job(job: PlannedJob, finished: Iterable[Finished]) -> Finished | None:
+    """The finished job of the same backbone and stage whose length is nearest; among equals the last by name."""
+    fitting = [f for f in finished if (f.backbone, f.stage) == (job.backbone, job.stage)]
+    length = tokens_of(job.length)
+    return min(reversed(fitting), key=lambda f: abs(math.log(f.length / length)), default=None)
+
+
+def hours_of(job: PlannedJob, rate: Finished) -> float:
+    """Hours of `job` at the rates of a finished one; an upper bound, for answers may end early."""
+    length = tokens_of(job.length)
+    if job.stage == "train":
+        return job.steps * job.variants * rate.step_seconds * length / rate.length / 3600
+    return (job.examples * length / rate.prefill_rate + job.generated / rate.decode_rate) / 3600
+
+
+def describe(rate: Finished) -> str:
+    at = f"{rate.backbone} at {rate.length} tokens on {rate.device}"
+    if rate.stage == "train":
+        return f"{at}: {rate.step_seconds:.2f} s per training step and variant"
+    return f"{at}: {rate.prefill_rate:.0f} prompt and {rate.decode_rate:.0f} generated tokens per second"
+
+
+def summary(left: dict[tuple[str, str], list[float | None]], finished: Iterable[Finished]) -> Iterator[str]:
+    on_gpu = {f.backbone for f in finished if f.device.startswith("cuda")}
+    for (backbone, stage), hours in left.items():
+        known = [h for h in hours if h is not None]
+        if len(known) < len(hours):
+            yield (
+                f"  {backbone}, {stage}: {len(hours)} jobs, no rate measured yet; finish a small one first, "
+                "for one with --config examples=2"
+            )
+        else:
+            unit = "GPU-hours" if backbone in on_gpu else "hours"
+            yield f"  {backbone}, {stage}: {len(hours)} jobs, at most {sum(known):.2f} {unit}"
+
+
+def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        yield "  ".join([first.ljust(widths[0]), *(o.rjust(w) for o, w in zip(others, widths[1:], strict=True))])
+
+
+def planned(target: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """The planned job of a train or generate spec (as parsed JSON)."""
+    job = {"target": target, "backbone": spec["backbone"]["name"], "length": spec["length"]}
+    if "variants" in spec:
+        return {**job, "stage": "train", "steps": spec["steps"], "variants": len(spec["variants"])}
+    from residual_mass.benchmarks.catalogue import task_named
+
+    limits = [task_named(spec["benchmark"], task).max_new_tokens for task in spec["tasks"]]
+    rows = spec["examples"] * len(spec["arms"])
+    return {
+        **job, "stage": "generate", "examples": spec["examples"] * len(spec["tasks"]), "generated": rows * sum(limits)
+    }  # fmt: skip

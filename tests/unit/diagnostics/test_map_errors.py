@@ -1,0 +1,60 @@
+"""Errors of several maps against the rows that `capture` writes for each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tests.conftest import TINY
+from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, make_spec
+
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.diagnostics import capture, map_errors
+from residual_mass.specs import AnchorSpec, MapErrorsSpec, MapSpec, MapsSpec
+
+
+@pytest.fixture
+def spec() -> MapErrorsSpec:
+    maps = (MapsSpec("512", 512), MapsSpec("64-hedgehog", 64))
+    return MapErrorsSpec(TINY, "wiki", str(LENGTH), (25.0, 40.0), AnchorSpec(4, 16), maps, 2, QUERIES, 0, 1)
+
+
+@pytest.fixture
+def hedgehog(tiny_backbone: Backbone, tmp_path: Path) -> Path:
+    torch.manual_seed(6)
+    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 64}
+    PhiMaps(tiny_backbone.shape, MapSpec("hedgehog", d_phi=8), facts).save(tmp_path / "hedgehog.safetensors")
+    return tmp_path / "hedgehog.safetensors"
+
+
+def test_means_are_those_of_the_captured_rows(
+    spec: MapErrorsSpec,
+    folder: Path,
+    phi: Path,
+    hedgehog: Path,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "errors.csv"
+    map_errors.run(spec, folder, [phi, hedgehog], out)
+    table = pd.read_csv(out)
+    assert list(table.maps) == ["512", "512", "64-hedgehog", "64-hedgehog"] and list(table.k) == [3, 16, 3, 16]
+    assert set(table.trained_length) == {512, 64} and set(table.rows) == {2 * 3 * 4 * QUERIES}
+    for file, of_maps in ((phi, table[table.maps == "512"]), (hedgehog, table[table.maps != "512"])):
+        capture.run(make_spec(), folder, file, tmp_path / "heads.parquet")
+        for _, line in of_maps.iterrows():
+            rows = pd.read_parquet(tmp_path / "heads.parquet").query("k == @line.k")
+            for name in ("e_topk", "e_sub", "e_nosub"):
+                assert line[name] == pytest.approx(rows[name].mean(), abs=2e-6)
+            gaps = (rows.log_z_hat - rows.log_z_true).replace([np.inf, -np.inf], np.nan)
+            assert line.log_z_error == pytest.approx(gaps.mean(), abs=1e-5)
+            gains = (rows.e_topk - rows.e_sub).groupby([rows.layer, rows["head"]]).mean()
+            assert line.heads_below_topk == pytest.approx((gains > 0).mean(), abs=1e-6)
+
+
+def test_files_must_match_the_spec(spec: MapErrorsSpec, folder: Path, phi: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--phi has 1 files, but spec.maps names 2 maps"):
+        map_errors.run(spec, folder, [phi], tmp_path / "errors.csv")

@@ -1,0 +1,79 @@
+"""Costs from the work and the seconds that finished jobs wrote down."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from residual_mass import estimate
+from residual_mass.specs import EstimateSpec, PlannedJob
+
+
+def finish(path: Path, **facts: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(path.name + ".meta.json").write_text(json.dumps(facts))
+
+
+def generation(length: str, backbone: str = "smol", **facts: object) -> dict[str, object]:
+    spec = {"backbone": {"name": backbone}, "length": length}
+    return {"spec": spec, "device": "cpu"} | facts
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    work = {"prefill_tokens": 1000, "prefill_seconds": 10.0, "decode_rows": 60, "decode_seconds": 3.0}
+    finish(tmp_path / "generations/ruler_smol_1k_main/all.jsonl", **generation("1k", **work))
+    slow = work | {"prefill_seconds": 40.0}
+    finish(tmp_path / "generations/ruler_smol_4k_main/all.jsonl", **generation("4k", **slow))
+    finish(tmp_path / "generations/ruler_1b_4k_main/all.jsonl", **generation("4k", "1b", **work, device="cuda:0"))
+    nothing_to_do = generation("1k")
+    finish(tmp_path / "generations/babilong_smol_1k_main/all.jsonl", **nothing_to_do)
+    trained = {"spec": {"backbone": {"name": "smol"}, "length": "1k", "variants": [{}, {}]}, "device": "cpu"}
+    finish(tmp_path / "phi/smol_1k.safetensors", **trained, steps=10, seconds=40.0)
+    return tmp_path
+
+
+def test_hours_are_work_over_the_nearest_measured_rate(results: Path) -> None:
+    finished = list(estimate.finished_jobs(results))
+    assert len(finished) == 4, "a job that found everything in its store measured no rate"
+    job = PlannedJob("x", "generate", "smol", "512", examples=5, generated=400)
+    rate = estimate.nearest_job(job, finished)
+    assert rate is not None and rate.length == 1024 and rate.backbone == "smol"
+    assert estimate.hours_of(job, rate) == pytest.approx((5 * 512 / 100 + 400 / 20) / 3600)
+    longer = PlannedJob("x", "generate", "smol", "8k", examples=1, generated=20)
+    rate = estimate.nearest_job(longer, finished)
+    assert rate is not None and rate.length == 4096
+    assert estimate.hours_of(longer, rate) == pytest.approx((8192 / 25 + 20 / 20) / 3600)
+    training = PlannedJob("x", "train", "smol", "2k", steps=150, variants=6)
+    rate = estimate.nearest_job(training, finished)
+    assert rate is not None and estimate.hours_of(training, rate) == pytest.approx(150 * 6 * 2.0 * 2 / 3600)
+    assert estimate.nearest_job(PlannedJob("x", "generate", "3b", "4k"), finished) is None
+
+
+def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = results / "generations/ruler_smol_1k_main"
+    (folder / "a.jsonl").write_text("")
+    jobs = [
+        PlannedJob(str(folder / f"{task}.jsonl"), "generate", "smol", "1k", examples=100, generated=7200)
+        for task in ("a", "b", "c")
+    ]
+    jobs += [PlannedJob("results/generations/ruler_1b_4k_main/a.jsonl", "generate", "1b", "4k", 10, 72000)]
+    jobs += [PlannedJob("results/phi/3b_64k.safetensors", "train", "3b", "64k", steps=5, variants=1)]
+    estimate.run(EstimateSpec("mini", tuple(jobs)), results)
+    said = capsys.readouterr().out
+    assert re.search(rf"{folder}  partly +307,200 +21,600 +1.15\n", said)
+    one = (100 * 1024 / 100 + 7200 / 20) / 3600
+    assert f"smol, generate: 2 jobs, at most {2 * one:.2f} hours\n" in said
+    assert f"1b, generate: 1 jobs, at most {(10 * 4096 / 100 + 72000 / 20) / 3600:.2f} GPU-hours\n" in said
+    assert "3b, train: 1 jobs, no rate measured yet" in said
+
+
+def test_planned_work_counts_tasks_examples_and_arms() -> None:
+    spec = {"backbone": {"name": "1b"}, "length": "4k", "benchmark": "ruler", "examples": 7, "arms": [{}] * 3}
+    job = estimate.planned("out", {**spec, "tasks": ["ruler_vt", "niah_single_1"]})
+    assert job["examples"] == 14 and job["generated"] == 7 * 3 * (30 + 128) and job["stage"] == "generate"
+    trained = estimate.planned("phi", {"backbone": {"name": "1b"}, "length": "4k", "steps": 9, "variants": [{}, {}]})
+    assert trained == {"target": "phi", "stage": "train", "backbone": "1b", "length": "4k", "steps": 9, "variants": 2}
