@@ -56,7 +56,7 @@ def run(spec: EstimateSpec, results: Path) -> None:
         lines.append((target, there, f"{prompts:,}", f"{sum(job.generated for job in jobs):,}", shown))
     print("\n".join(aligned(lines)))
     print(f"\nLeft to do in study {spec.study}:")
-    print("\n".join(summary(left, finished)) or "  nothing that trains or generates")
+    print("\n".join(summary(left, finished)) or "nothing that trains or generates")
     print("\nRates: " + ("; ".join(used) or "none measured yet"))
 
 

@@ -21,8 +21,8 @@ from tests.small_assets import MODEL_ID, REVISION, write_assets
 from residual_mass.assets import read_pins
 
 ROOT = Path(__file__).parents[2]
-STORE = "results/generations/_store/ruler_tiny_1k_1k/all.jsonl"
-GENERATIONS = "results/generations/ruler_tiny_1k_1k/all.jsonl"
+STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
+GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"
 CSV = "results/ruler_tiny_1k.csv"
 
 
@@ -69,18 +69,23 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     config = yaml.safe_load((folder / "config" / "config.yaml").read_text())
     config["backbones"] = {"tiny": tiny}
+    config["variants"] = {"dphi_4": {"map": {"d_phi": 4}}, "kl_only": {"objective": {"name": "kl"}}}
+    config["ablations"] = {"dphi": ["dphi_4", "ours"], "loss": ["ours", "kl_only"]}
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
     study = folder / "config" / "studies" / "mini.yaml"
-    benchmark = {"examples": 2, "answer_margin": 0, "batch_examples": 1}
-    ruler = yaml.safe_load(study.read_text())["benchmarks"]["ruler"] | benchmark
+    benchmarks = yaml.safe_load(study.read_text())["benchmarks"]
+    for settings in benchmarks.values():
+        settings |= {"examples": 2, "answer_margin": 0, "batch_examples": 1}
+    benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
     phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
     phi |= {
         "corpora": ["wiki", "pydoc"],
         "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
     }
     edited(
-        study, lengths=["1k"], maps={"main": "1k", "trained": ["1k"]}, benchmarks={"ruler": ruler}, phi=phi,
+        study, lengths=["1k"], maps={"main": "1k", "trained": ["512", "1k"]}, benchmarks=benchmarks, phi=phi,
+        mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
         diagnostics={"packs": 1, "queries": 2, "lengths": ["1k"]},
         figures={"entropy_gain": {"backbone": "tiny", "corpus": "wiki", "length": "1k"}},
     )  # fmt: skip
@@ -111,6 +116,26 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     assert len(table) == (len(tasks) + 1) * 10
     assert set(table.n[table.task != "all"]) == {2} and set(table.study) == {"mini"}
     assert table.phi_sha.isna().sum() == (len(tasks) + 1) * 4  # full, topk x 3
+    assert set(table.data) == {"original"} and not table["gain"][table.method.str.startswith("topk_phi")].isna().any()
+    mismatch = pd.read_csv(study / "results/cross_length_mismatch_tiny.csv")
+    assert list(mismatch[mismatch.task == "all"].maps.fillna("")) == ["", "", "1k", "512"]
+    loss = pd.read_csv(study / "results/ablation_loss_tiny.csv").query("task == 'all'")
+    assert list(zip(loss.benchmark, loss.maps.fillna(""), strict=True)) == [
+        (benchmark, maps) for benchmark in ("ruler", "babilong") for maps in ("", "", "1k", "1k-kl_only")
+    ]
+    assert set(pd.read_csv(study / "results/babilong_tiny_1k.csv").data) == {"simulated"}
+    longbench = pd.read_csv(study / "results/longbench_tiny_1k.csv")
+    assert set(longbench.task) == {"longbench_gov_report", "longbench_qmsum", "all"}
+    assert set(longbench.data) == {"stand-in"} and set(longbench.metric) == {"rouge_score"}
+    errors = pd.read_csv(study / "results/diagnostics/map_errors_tiny_1k.csv")
+    assert sorted(set(errors.maps)) == ["1k", "1k-dphi_4", "1k-kl_only", "512"]
+    labels = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["tables"]
+    assert len(labels) == 7
+    for label in labels:
+        cells = pd.read_csv(study / "paper_tables" / "mini" / f"{label}.csv", dtype={"text": str})
+        shown = cells[cells.text != "--"]
+        assert len(shown) and shown[["n", "ci_low", "ci_high", "source", "prompts_sha"]].notna().all(axis=None)
+        assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
     rendered = (study / "paper_tables" / "mini" / "ruler_sweep.tex").read_text()
     assert r"Tiny \& random\_Llama" in rendered
     for kind in ("pdf", "png"):
@@ -155,6 +180,12 @@ def test_more_examples_keep_what_is_there(study: Path) -> None:
     assert set(pd.read_csv(study / CSV).query("task != 'all'").n) == {3}
 
 
+def test_the_estimate_uses_the_rates_that_were_measured(study: Path) -> None:
+    code, output = snakemake(study, "estimate", "--config", "examples=100")
+    assert code == 0 and "no rate" not in output and "Left to do in study mini:\nnothing" in output, output
+    assert re.search(r"^results/generations/ruler_tiny_1k_main +yes +1,?\d{3},\d{3} ", output, re.MULTILINE)
+
+
 def test_the_readme_script_runs(study: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (study / "README.md").read_text(), re.DOTALL)
     script = script.replace("smollm2-135m-instruct", "tiny-llama").replace("smol_2k", "tiny_1k")
@@ -177,7 +208,7 @@ def test_a_damaged_input_is_named_in_one_line(study: Path, path: str, says: str)
     (study / path).write_bytes(b"{" + whole[: len(whole) // 2] + b"\n")
     try:
         code, output = snakemake(study, GENERATIONS, "--force", "--rerun-triggers", "mtime", "--config", "examples=3")
-        log = (study / "logs" / "generate" / "ruler_tiny_1k_1k" / "all.log").read_text()
+        log = (study / "logs" / "generate" / "ruler_tiny_1k_main" / "all.log").read_text()
     finally:
         (study / path).write_bytes(whole)
         os.utime(study / path, ns=(times.st_atime_ns, times.st_mtime_ns))

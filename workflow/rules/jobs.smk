@@ -45,13 +45,13 @@ def maps_of(labels: list[str]) -> list[dict[str, Any]]:
 
 
 def group_maps(study: dict[str, Any], group: str) -> list[str]:
-    """Labels of the maps that a group of arms uses; the main maps are not decoded again for the mismatch."""
+    """Labels of the maps that a group of arms uses; what the main group decodes is not decoded again."""
+    main, length = study["maps"]["main"], study["ablations"]["length"]
     if group == "main":
-        return [study["maps"]["main"]]
-    if group == "mismatch":
-        return [label for label in study["mismatch"]["maps"] if label != study["maps"]["main"]]
-    length = study["ablations"]["length"]
-    return [length, *(f"{length}-{variant}" for variant in sorted(config["variants"]))]
+        return [main]
+    variants = [f"{length}-{variant}" for variant in sorted(config["variants"])]
+    labels = study["mismatch"]["maps"] if group == "mismatch" else [length, *variants]
+    return [label for label in labels if label != main]
 
 
 def group_arms(study: dict[str, Any], group: str) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ def maps_at(study: dict[str, Any], length: str) -> list[str]:
     """Labels of all maps that a study evaluates at a length."""
     labels = [*study["mismatch"]["maps"], study["maps"]["main"]]
     if length == study["ablations"]["length"]:
-        labels += group_maps(study, "ablation")
+        labels += [length, *group_maps(study, "ablation")]
     return list(dict.fromkeys(labels))
 
 
@@ -271,7 +271,7 @@ def planned_generation(study: str) -> Iterator[dict[str, Any]]:
     ]
     places += itertools.product(["ruler"], mismatch["backbones"], mismatch["lengths"], ["mismatch"])
     places += itertools.product(ablations["benchmarks"], ablations["backbones"], [ablations["length"]], ["ablation"])
-    for benchmark, backbone, length, group in places:
+    for benchmark, backbone, length, group in (place for place in places if group_maps(protocol, place[-1])):
         for tasks in task_files(protocol, benchmark, length):
             named = Named(benchmark=benchmark, backbone=backbone, length=length, group=group, tasks=tasks)
             yield planned(GENERATIONS.format(**named), json.loads(generate_spec(named)))
@@ -343,7 +343,10 @@ def generations_of(wildcards: Any) -> list[str]:
     """The main arms, and for a comparison those of its maps as well."""
     study = study_of(wildcards)
     tasks = task_files(study, wildcards.benchmark, wildcards.length)
-    groups = {None: ["main"], "mismatch": ["main", "mismatch"]}.get(wildcards.get("comparison"), ["main", "ablation"])
+    groups = ["main"]
+    if compared := wildcards.get("comparison"):
+        group = "mismatch" if compared == "mismatch" else "ablation"
+        groups += [group] if group_maps(study, group) else []
     return expand(GENERATIONS, **dict(wildcards.items()), group=groups, tasks=tasks)
 
 
