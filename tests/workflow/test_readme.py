@@ -18,7 +18,7 @@ COMMANDS = sorted(set(re.findall(r"^snakemake .*?(?=\s+#|$)", README, re.MULTILI
 def test_a_command_plans(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.startswith("workflow/") else word for word in shlex.split(command)[1:]]
     run = dry_run(tmp_path, *words)
-    assert run.code == 0 and run.jobs["total"] > 5, run.output
+    assert run.code == 0 and run.jobs["total"] > (0 if "estimate" in words else 5), run.output
 
 
 def test_the_readme_shows_commands() -> None:
