@@ -170,7 +170,12 @@ def _model(folder: Path) -> None:
     texts = [HAYSTACK, 100 * noise, *(text for _, text in PARAGRAPHS), *(text for text, _ in QUESTIONS)]
     words = [word for category in RandomWord()._categories.values() for word in category]
     bpe.train_from_iterator([*texts, " ".join(words)], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=bpe.get_vocab_size(),

@@ -110,6 +110,8 @@ class GenerateSpec:
     anchors: AnchorSpec
     budget_length: Literal["nominal", "real"]
     """Whether L in K = max(0, ceil(rL) - |A|) is the nominal length or the prompt's own."""
+    chat_template: bool
+    """Whether a prompt is put to the model as a user's message in its chat template, or as it is."""
     truncate_to: str
     """Length label: prompts that leave no room for the answer within it are cut on the left, after the BOS token."""
     maps: tuple[MapsSpec, ...]

@@ -151,7 +151,10 @@ def generate_spec(wildcards: Any) -> str:
         maps=maps_of(group_maps(study, wildcards.group)),
         allow_extrapolation=wildcards.group == "mismatch",  # what it shows; refused everywhere else
         recipe=RECIPES["generate"],
-        **{key: settings[key] for key in ("budget_length", "answer_margin", "stop_when_saturated", "batch_examples")},
+        **{
+            key: settings[key]
+            for key in ("chat_template", "budget_length", "answer_margin", "stop_when_saturated", "batch_examples")
+        },
     )
 
 

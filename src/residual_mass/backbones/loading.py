@@ -14,6 +14,11 @@ from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
 from residual_mass.specs import BackboneSpec
 
+TEMPLATE_DATE = "26 Jul 2024"
+"""For chat templates that tell the date (Llama 3's do): prompts must not change from day to day."""
+GAP = "\ue000"
+"""Stands for a message while its template is taken apart."""
+
 
 @dataclass
 class Backbone:
@@ -48,11 +53,39 @@ class Backbone:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """As `Backbone.encode`: a repeated BOS token is the kind of slip that makes a sparse arm beat the full model."""
     ids = tokenizer(text).input_ids
+    _check_bos(tokenizer, ids, text)
+    return ids
+
+
+def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> None:
     bos = tokenizer.bos_token_id
     wanted = len(special_prefix(tokenizer))
     if ids.count(bos) != wanted or (wanted and ids[0] != bos):
         raise ValueError(f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}")
-    return ids
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+    """Token ids of `text` as a user's only message in the model's chat template, and those of what stands before it.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the BOS tokens are not as in `encode`.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; set chat_template to false")
+
+    def rendered(content: str) -> str:
+        message = [{"role": "user", "content": content}]
+        return tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE
+        )
+
+    def ids_of(part: str) -> list[int]:
+        return tokenizer(part, add_special_tokens=False).input_ids
+
+    ids, front = ids_of(rendered(text)), ids_of(rendered(GAP).partition(GAP)[0])
+    if special_prefix(tokenizer):  # elsewhere the template may well use the BOS token for something else
+        _check_bos(tokenizer, ids, text)
+    return ids, front
 
 
 def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

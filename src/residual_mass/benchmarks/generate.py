@@ -15,7 +15,14 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residual_mass.backbones.loading import backbone_identity, encode, load_backbone, load_tokenizer, special_prefix
+from residual_mass.backbones.loading import (
+    backbone_identity,
+    encode,
+    encode_chat,
+    load_backbone,
+    load_tokenizer,
+    special_prefix,
+)
 from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
@@ -35,7 +42,7 @@ class Example:
 
     prompt: Prompt
     ids: list[int]
-    """Token ids, with at most `cut` of them taken out after the special prefix."""
+    """Token ids, `cut` of them taken out behind BOS or behind the chat template's opening."""
     cut: int
     limit: int
     """Generated tokens at most."""
@@ -147,13 +154,17 @@ def _example(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> Example:
         raise ValueError(
             f"truncate_to {spec.truncate_to}: no room for a prompt beside the {limit} answer tokens of {prompt.task}"
         )
-    ids, cut = cut_to(encode(tokenizer, prompt.prompt), room, special_prefix(tokenizer))
+    if spec.chat_template:
+        ids, front = encode_chat(tokenizer, prompt.prompt)
+    else:
+        ids, front = encode(tokenizer, prompt.prompt), special_prefix(tokenizer)
+    ids, cut = cut_to(ids, room, front)
     return Example(prompt, ids, cut, limit)
 
 
 def cut_to(ids: list[int], room: int, front: list[int]) -> tuple[list[int], int]:
-    """`ids` with tokens taken out on the left until `room` are left, and how many were; the special tokens `front`
-    stay, for a prompt without its BOS has lost its strongest attention sink.
+    """`ids` with tokens taken out on the left until `room` are left, and how many were; what stands in `front` stays,
+    for a prompt without its BOS has lost its strongest attention sink.
     """
     cut = max(0, len(ids) - room)
     return (front + ids[len(front) + cut :] if cut else ids), cut
@@ -183,6 +194,7 @@ def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas
         index=prompt.index,
         prompt=prompt.sha256,
         cut=example.cut,
+        chat_template=spec.chat_template,
         backbone=identity,
         phi=shas[arm.maps] if arm.maps else None,
         arm={"method": arm.method, "budget_percent": arm.budget_percent},

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.conftest import TINY, byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from residual_mass.backbones.loading import Backbone, encode, load_backbone
+from residual_mass.backbones.loading import TEMPLATE_DATE, Backbone, encode, encode_chat, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.files import sha256_of
 from residual_mass.specs import MapSpec
@@ -76,3 +77,19 @@ def test_a_second_bos_is_refused() -> None:
     assert encode(tokenizer, "abc") == tokenizer("abc").input_ids
     with pytest.raises(ValueError, match="BOS"):
         encode(tokenizer, "<s>abc")
+
+
+def test_a_chat_template_keeps_the_count_of_bos() -> None:
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ValueError, match="no chat template; set chat_template to false"):
+        encode_chat(tokenizer, "abc")
+    tokenizer.chat_template = "<s>[{{ messages[0]['content'] }}] {{ date_string }}:"
+    ids, front = encode_chat(tokenizer, "abc")
+    assert tokenizer.decode(ids) == f"<s>[abc] {TEMPLATE_DATE}:" and ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(front) == "<s>["
+    bos = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = bos
+    assert encode_chat(tokenizer, "abc") == (ids, front), "what the tokenizer would add is not added to the template's"
+    tokenizer.chat_template = "[{{ messages[0]['content'] }}]"
+    with pytest.raises(ValueError, match="BOS"):
+        encode_chat(tokenizer, "abc")

@@ -37,6 +37,7 @@ def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
         arms=(ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k")),
         anchors=AnchorSpec(),
         budget_length="nominal",
+        chat_template=False,
         truncate_to="1k",
         maps=(MapsSpec("1k", 1024),),
         answer_margin=0,
@@ -188,6 +189,7 @@ def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, sta
         {"arms": (ArmSpec("topk", 4.0),)},
         {"stop_when_saturated": True},
         {"truncate_to": "512"},
+        {"chat_template": True},
     ],
 )
 def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, stage: Stage, change: dict[str, Any]) -> None:
@@ -327,6 +329,21 @@ def test_long_prompts_are_cut_behind_the_special_tokens(spec: GenerateSpec, stag
         limit = len(row["tokens"]) if row["finish"] == "length" else None
         assert row["cut_tokens"] == before["prompt_tokens"] - row["prompt_tokens"] > 0 == before["cut_tokens"]
         assert limit is None or row["prompt_tokens"] + limit == 512
+
+
+def test_a_chat_template_surrounds_the_prompt_and_survives_the_cut(
+    spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any
+) -> None:
+    spec = replace(spec, chat_template=True, tasks=("ruler_vt",), examples=1)
+    prompt = load_prompts(manifest, "ruler_vt", 1)[0]
+    text = f"<user>{prompt.prompt}</user>\n<assistant>"
+    whole = generate._example(spec, prompt, tokenizer)
+    assert tokenizer.decode(whole.ids) == text and whole.cut == 0
+    cut = generate._example(replace(spec, truncate_to="512"), prompt, tokenizer)
+    assert len(cut.ids) + cut.limit == 512 and cut.cut == len(whole.ids) - len(cut.ids)
+    kept = tokenizer.decode(cut.ids)
+    assert kept.startswith("<user>") and text.endswith(kept.removeprefix("<user>")) and len(kept) < len(text)
+    assert {row["prompt_tokens"] for row in stage(spec)} == {len(whole.ids)}
 
 
 def test_the_longest_prompts_come_first(spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
