@@ -1,4 +1,5 @@
-"""All arms from one prefill as one batch, against one run of lm-eval's own Hugging Face model per arm; equal scores.
+"""All arms from one prefill as one batch, against one run of lm-eval's own Hugging Face model per arm; equal texts and
+scores.
 
 Both sides get the same RULER examples and the harness's own limits on generated tokens. The harness side is the usual
 way to evaluate a decoding method: `HFLM` over the patched model, once for every method and budget.
@@ -7,6 +8,7 @@ way to evaluate a decoding method: `HFLM` over the patched model, once for every
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from residual_mass.benchmarks.examples import Doc, harness_task
 from residual_mass.benchmarks.scorers import harness_score
 from residual_mass.specs import AnchorSpec
 
-Scores = list[list[float]]
-"""By arm, then by task and example."""
+Answers = list[list[tuple[str, float]]]
+"""Text and score by arm, then by task and example."""
 
 
 def main() -> None:
@@ -32,8 +34,8 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
     parser.add_argument("--phi", type=Path, default=Path("results/phi/smol_2k.safetensors"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
-    parser.add_argument("--tasks", nargs="+", default=["ruler_vt", "ruler_qa_squad"])
-    parser.add_argument("--examples", type=int, default=2)
+    parser.add_argument("--tasks", nargs="+", default=["niah_single_2", "ruler_vt"])
+    parser.add_argument("--examples", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
 
@@ -44,24 +46,25 @@ def main() -> None:
             task: ruler.build_examples(task, backbone.tokenizer, length, options.examples, 0, options.assets)
             for task in options.tasks
         }
-        ours: list[Scores] = []
-        theirs: list[Scores] = []
+        ours: list[Answers] = []
+        theirs: list[Answers] = []
         sides = {
             "one harness run per arm": lambda docs=docs, seen=theirs: seen.append(per_arm(backbone, phi, docs)),
             "shared prefill, arms as a batch": lambda docs=docs, seen=ours: seen.append(together(backbone, phi, docs)),
         }
         timings = alternate(sides, options.rounds)
-        if any(scores != ours[0] for scores in (*ours, *theirs)):
-            raise SystemExit(f"the two sides score differently at {length} tokens: {ours[0]} and {theirs[0]}")
-        mean = sum(map(sum, ours[0])) / sum(map(len, ours[0]))
-        print(f"{len(ARMS)} arms, equal scores on both sides (mean {mean:.3f}), {torch.get_num_threads()} threads")
+        if any(answers != ours[0] for answers in (*ours, *theirs)):
+            raise SystemExit(f"the two sides answer differently at {length} tokens: {ours[0]} and {theirs[0]}")
+        scores = [score for of_arm in ours[0] for _, score in of_arm]
+        mean = sum(scores) / len(scores)
+        print(f"{len(ARMS)} arms, equal texts and scores (mean {mean:.3f}), {torch.get_num_threads()} threads")
         report(f"{len(docs)} tasks x {options.examples} examples at {length} tokens, {backbone.device}", timings)
 
 
-def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Scores:
+def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Answers:
     """What `generate` and `score` do."""
     engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi, nominal_length=None)
-    scores: Scores = [[] for _ in ARMS]
+    answers: Answers = [[] for _ in ARMS]
     for task, of_task in docs.items():
         requests = ruler.build_requests(task, of_task)
         ids = [backbone.encode(prompt) for prompt, _ in requests]
@@ -69,24 +72,25 @@ def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Sc
         for doc, row in zip(of_task, rows, strict=True):
             for arm, generation in enumerate(row):
                 text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-                scores[arm].append(harness_score("ruler", task, doc, text))
-    return scores
+                answers[arm].append((text, harness_score("ruler", task, doc, text)))
+    return answers
 
 
-def per_arm(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Scores:
+def per_arm(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Answers:
     """The harness, once for every arm."""
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on every run
     lm = HFLM(backbone.model, tokenizer=backbone.tokenizer, batch_size=len(next(iter(docs.values()))))
-    scores: Scores = []
+    answers: Answers = []
     for arm in ARMS:
         budget = None if arm.budget_percent is None else arm.budget_percent / 100
         tasks: dict[str, Any] = {task: harness_task("ruler", task, of_task) for task, of_task in docs.items()}
         with partial_kv(backbone.model, method=arm.method, budget=budget, phi=phi):
             samples = evaluator.evaluate(lm, tasks, bootstrap_iters=0, log_samples=True)["samples"]
-        scores.append([s[str(s["doc"]["max_length"])] for task in docs for s in samples[task]])
-    return scores
+        answers.append([(s["resps"][0][0], s[str(s["doc"]["max_length"])]) for task in docs for s in samples[task]])
+    return answers
 
 
 if __name__ == "__main__":
