@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
-        _refuse(options.name, f"{error}; lower batch_examples (generate) or phi.queries_per_step (train)")
+        _refuse(options.name, f"{error}; lower batch_tokens (generate) or phi.queries_per_step (train)")
 
 
 def _refuse(stage: str, message: str) -> NoReturn:

@@ -119,7 +119,8 @@ class GenerateSpec:
     """An example stops this many tokens past its references' length; null keeps the harness's limit alone."""
     stop_when_saturated: bool
     """An arm stops as soon as no continuation can change its score."""
-    batch_examples: int
+    batch_tokens: int
+    """Prompt tokens decoded together, padding included; one prompt that is longer makes a batch of its own."""
     allow_extrapolation: bool
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""
     recipe: int

@@ -76,7 +76,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     study = folder / "config" / "studies" / "mini.yaml"
     benchmarks = yaml.safe_load(study.read_text())["benchmarks"]
     for settings in benchmarks.values():
-        settings |= {"examples": 2, "answer_margin": 0, "batch_examples": 1}
+        settings |= {"examples": 2, "answer_margin": 0, "batch_tokens": 1}
     benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
     phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
     phi |= {

@@ -153,7 +153,7 @@ def generate_spec(wildcards: Any) -> str:
         recipe=RECIPES["generate"],
         **{
             key: settings[key]
-            for key in ("chat_template", "budget_length", "answer_margin", "stop_when_saturated", "batch_examples")
+            for key in ("chat_template", "budget_length", "answer_margin", "stop_when_saturated", "batch_tokens")
         },
     )
 

@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from residual_mass.backbones.loading import (
     backbone_identity,
     encode,
@@ -30,7 +32,7 @@ from residual_mass.files import jsonl, sha256_of, write_meta, write_text
 from residual_mass.specs import ArmSpec, GenerateSpec, to_json, tokens_of
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.engine import Generation, Saturated
+    from residual_mass.backbones.engine import Generation, Saturated, SharedPrefillEngine
     from residual_mass.backbones.loading import Backbone
 
 logger = logging.getLogger(__name__)
@@ -142,8 +144,9 @@ def _batches(
 ) -> Iterator[Batch]:
     """Examples of like length together, so that batches hold little padding."""
     examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: -len(e.ids))
-    for start in range(0, len(examples), spec.batch_examples):
-        batch = examples[start : start + spec.batch_examples]
+    while examples:
+        size = max(1, spec.batch_tokens // len(examples[0].ids))
+        batch, examples = examples[:size], examples[size:]
         yield Batch(batch, [[_key(spec, example, arm, identity, shas) for arm in spec.arms] for example in batch])
 
 
@@ -236,9 +239,7 @@ def _compute(
     engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, _nominal_length(spec))
     with tqdm(total=sum(len(batch.examples) for batch in batches), unit="example") as bar:
         for batch in batches:
-            settled = _settled(spec, batch, backbone.tokenizer) if spec.stop_when_saturated else None
-            limits = [example.limit for example in batch.examples]
-            generations = engine.generate([example.ids for example in batch.examples], limits, settled)
+            generations = _decoded(spec, engine, backbone.tokenizer, batch.examples)
             rows = _rows(spec.arms, batch, generations, backbone, shas)
             store.append(row for row in rows if row["key"] not in store.rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
@@ -247,9 +248,26 @@ def _compute(
     return {"device": str(backbone.device), **asdict(engine.work)}
 
 
-def _settled(spec: GenerateSpec, batch: Batch, tokenizer: Any) -> Saturated:
+def _decoded(
+    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, examples: Sequence[Example]
+) -> list[list[Generation]]:
+    """Generations by [example][arm]; what does not fit into the GPU's memory is decoded in halves."""
+    settled = _settled(spec, examples, tokenizer) if spec.stop_when_saturated else None
+    try:
+        return engine.generate([example.ids for example in examples], [e.limit for e in examples], settled)
+    except torch.OutOfMemoryError:
+        if len(examples) == 1:
+            raise
+    torch.cuda.empty_cache()
+    logger.warning("%d examples do not fit into memory together; lower batch_tokens to save this try", len(examples))
+    half = len(examples) // 2
+    parts = (examples[:half], examples[half:])
+    return [row for part in parts for row in _decoded(spec, engine, tokenizer, part)]
+
+
+def _settled(spec: GenerateSpec, examples: Sequence[Example], tokenizer: Any) -> Saturated:
     def settled(example: int, tokens: list[int]) -> bool:
-        prompt = batch.examples[example].prompt
+        prompt = examples[example].prompt
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         return saturated(spec.benchmark, prompt.task, prompt.doc, text)
 

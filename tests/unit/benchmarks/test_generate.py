@@ -42,7 +42,7 @@ def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
         maps=(MapsSpec("1k", 1024),),
         answer_margin=0,
         stop_when_saturated=False,
-        batch_examples=1,
+        batch_tokens=1,
         allow_extrapolation=False,
         recipe=1,
     )
@@ -123,7 +123,7 @@ def test_full_arm_is_greedy_decoding_of_the_prompt(
 
 
 def test_resumed_run_computes_only_missing_rows_and_gives_the_same_bytes(spec: GenerateSpec, stage: Stage) -> None:
-    spec = replace(spec, batch_examples=2)
+    spec = replace(spec, batch_tokens=2100)
     rows = stage(spec)
     assert stage.decoded == [2, 2]
     fresh = stage.out.read_bytes()
@@ -139,7 +139,7 @@ def test_resumed_run_computes_only_missing_rows_and_gives_the_same_bytes(spec: G
 def test_batch_size_and_longer_neighbours_change_no_row(spec: GenerateSpec, stage: Stage) -> None:
     alone = stage(spec)
     stage.store.unlink()
-    assert stage(replace(spec, batch_examples=2)) == alone
+    assert stage(replace(spec, batch_tokens=2100)) == alone
 
 
 def test_without_a_margin_the_harness_limit_holds(
@@ -344,6 +344,32 @@ def test_a_chat_template_surrounds_the_prompt_and_survives_the_cut(
     kept = tokenizer.decode(cut.ids)
     assert kept.startswith("<user>") and text.endswith(kept.removeprefix("<user>")) and len(kept) < len(text)
     assert {row["prompt_tokens"] for row in stage(spec)} == {len(whole.ids)}
+
+
+def test_a_batch_holds_as_many_prompts_as_its_tokens(spec: GenerateSpec, stage: Stage) -> None:
+    longest = max(row["prompt_tokens"] for row in stage(replace(spec, tasks=("ruler_vt",))))
+    for tokens, sizes in ((2 * longest, [2]), (2 * longest - 1, [1, 1]), (1, [1, 1])):
+        stage.store.unlink()
+        stage(replace(spec, tasks=("ruler_vt",), batch_tokens=tokens))
+        assert stage.decoded == sizes
+
+
+def test_what_does_not_fit_into_memory_is_decoded_in_halves(
+    spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    alone = stage(spec)
+    stage.store.unlink()
+    decode = SharedPrefillEngine.generate
+
+    def narrow(engine: SharedPrefillEngine, ids: list[list[int]], *others: Any) -> Any:
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(engine, ids, *others)
+
+    monkeypatch.setattr(SharedPrefillEngine, "generate", narrow)
+    assert stage(replace(spec, batch_tokens=2100)) == alone and stage.decoded == [1] * 4
 
 
 def test_the_longest_prompts_come_first(spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
