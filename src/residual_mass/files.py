@@ -1,13 +1,15 @@
-"""Files that are never half-written: atomic replacement, hashes, JSON lines, provenance sidecars."""
+"""Files that are never half-written: atomic replacement, hashes, JSON lines, CSV, provenance sidecars."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -91,6 +93,39 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}:{number}: not a JSON object; delete the file and rerun the rule that makes it")
         rows.append(row)
     return rows
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A CSV file's text; what a row lacks is empty."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, str]]:
+    """All rows of a CSV file that `stage` wrote, with at least these columns.
+
+    Raises:
+        ValueError: the file is missing, cut short or malformed, or lacks a column; names file and line.
+    """
+    remedy = f"delete it and run the {stage} stage again"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; run the {stage} stage") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); {remedy}") from None
+    if not text.endswith("\n"):
+        raise ValueError(f"{path}: empty or cut short, its last line does not end; {remedy}")
+    header, *rows = csv.reader(io.StringIO(text))
+    if missing := [name for name in columns if name not in header]:
+        raise ValueError(f"{path}: column {missing[0]} is missing; {remedy}")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}; {remedy}")
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def write_meta(output: Path, **facts: Any) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from residual_mass.benchmarks.statistics import (
     estimate_arms,
     estimate_over_tasks,
 )
-from residual_mass.files import read_jsonl, write_meta, write_text
+from residual_mass.files import csv_text, read_csv, read_jsonl, write_meta, write_text
 from residual_mass.holm import holm
 from residual_mass.specs import METHODS, ArmSpec, ScoreSpec, to_json
 
@@ -105,7 +103,7 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
             {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, arm in above)}
             for arm, score in of_task.items()
         ]
-    write_text(out, _csv(lines))
+    write_text(out, csv_text(COLUMNS, lines))
     write_meta(out, spec=json.loads(to_json(spec)), generations=[str(path) for path in generations])
 
 
@@ -115,7 +113,7 @@ def join(files: Sequence[Path], out: Path) -> None:
     Raises:
         ValueError: a file is missing, cut, or has other columns; names it.
     """
-    write_text(out, _csv(line for path in files for line in _read_table(path)))
+    write_text(out, csv_text(COLUMNS, (line for path in files for line in _read_table(path))))
 
 
 def collect(
@@ -322,31 +320,11 @@ def _number(number: float | None) -> str:
     return "" if number is None else f"{round(number, 6) + 0.0:.6f}"  # adding zero takes the sign of -0.0
 
 
-def _csv(lines: Iterable[Line]) -> str:
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
-
-
 def _read_table(path: Path) -> list[Line]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the score stage") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); {RESCORE}") from None
-    if not text.endswith("\n"):
-        raise ValueError(f"{path}: empty or cut short, its last line does not end; {RESCORE}")
-    header, *rows = csv.reader(io.StringIO(text))
-    if header != COLUMNS:
-        raise ValueError(f"{path}: its columns are not those of this version's result tables; {RESCORE}")
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(COLUMNS):
-            raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(COLUMNS)}; {RESCORE}")
-    lines = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    lines = read_csv(path, COLUMNS, "score")
     counts = Counter(line["task"] for line in lines)
     if not counts["all"] or len(set(counts.values())) > 1:  # the rows over all tasks come last
         raise ValueError(f"{path}: cut short, not every task has a row for every arm; {RESCORE}")
+    if set(lines[0]) != set(COLUMNS):
+        raise ValueError(f"{path}: has columns that are not those of this version's result tables; {RESCORE}")
     return lines

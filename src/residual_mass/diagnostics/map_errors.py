@@ -7,10 +7,8 @@ Shape letters: Hq = query heads, Q = queries per pack.
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.support import retrieved_count
-from residual_mass.files import write_meta, write_text
+from residual_mass.files import csv_text, write_meta, write_text
 from residual_mass.specs import MapErrorsSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -59,7 +57,8 @@ def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> No
         _pack_measures(spec, backbone, maps, corpus.sequence(pack))
         for pack in tqdm(range(spec.packs), desc="map errors", unit="pack")
     ]
-    write_text(out, _csv(_line(spec, maps, packs, m, b) for m in range(len(maps)) for b in range(len(spec.budgets))))
+    lines = (_line(spec, maps, packs, m, b) for m in range(len(maps)) for b in range(len(spec.budgets)))
+    write_text(out, csv_text(COLUMNS, lines))
     write_meta(out, spec=asdict(spec), identity=backbone.identity, device=str(backbone.device))
 
 
@@ -115,11 +114,3 @@ def _line(
         "revision": spec.backbone.revision,
         "phi_sha": maps[m].sha256,
     }
-
-
-def _csv(lines: Iterable[dict[str, object]]) -> str:
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from residual_mass.files import csv_text
 from residual_mass.holm import holm
 from residual_mass.paper.cells import LEFT_OUT, Cell, Point, best_of_columns, format_score
 from residual_mass.paper.layouts import Layout, Slice
@@ -87,11 +86,7 @@ def _cells(layout: Layout, texts: Mapping[Point, str], gains: Mapping[Point, Gai
 
 def cells_csv(table: str, content: Content) -> str:
     """One line per printed cell: what it shows, its uncertainty, and what it comes from."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(_lines(table, content))
-    return stream.getvalue()
+    return csv_text(COLUMNS, _lines(table, content))
 
 
 def _lines(table: str, content: Content) -> Iterable[dict[str, str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import typing
 from collections.abc import Iterable
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import Data
+from residual_mass.files import read_csv
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.specs import METHODS
 
@@ -27,7 +26,7 @@ OPTIONAL = "stderr original_value gain gain_ci_low gain_ci_high gain_p mde full_
 SHARES = ("gain_p", "full_gap_p", "cut_share")
 FLAGS = ("beats_full", "ceiling", "floor")
 KINDS: tuple[str, ...] = typing.get_args(Data)
-REMEDY = "delete it and rerun the score stage"
+REMEDY = "delete it and run the score stage again"
 
 Row = dict[str, str]
 Arm = tuple[str, float | None, str | None]
@@ -112,7 +111,7 @@ def load_results(path: Path) -> list[Result]:
     Raises:
         ValueError: the file is missing, cut, inconsistent or holds a value that is not a number; names file and line.
     """
-    rows = _read_rows(path)
+    rows = read_csv(path, COLUMNS, "score")
     facts = {name: _constant(rows, name, path) for name in CONSTANT}
     phi_shas = _phi_shas(rows, path)
     places: dict[tuple[str, ...], dict[str, dict[Arm, Score]]] = {}
@@ -141,24 +140,6 @@ def load_results(path: Path) -> list[Result]:
             )
         )
     return results
-
-
-def _read_rows(path: Path) -> list[Row]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the score stage") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); {REMEDY}") from None
-    if not text.endswith("\n"):
-        raise ValueError(f"{path}: empty or cut short, its last line does not end; {REMEDY}")
-    header, *lines = csv.reader(io.StringIO(text))
-    if missing := [name for name in COLUMNS if name not in header]:
-        raise ValueError(f"{path}: column {missing[0]} is missing; {REMEDY}")
-    for number, line in enumerate(lines, start=2):
-        if len(line) != len(header):
-            raise ValueError(f"{path}:{number}: {len(line)} fields where the header has {len(header)}; {REMEDY}")
-    return [dict(zip(header, line, strict=True)) for line in lines]
 
 
 def _constant(rows: list[Row], name: str, path: Path) -> str:
