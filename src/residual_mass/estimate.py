@@ -2,8 +2,9 @@
 
 A finished job leaves its tokens and seconds in its `.meta.json`. Prompt tokens and generated tokens are charged at the
 rates of the finished generate job of the same backbone whose length is nearest, training at the seconds per step of the
-nearest finished training, in proportion to length and number of variants. A backbone that has measured nothing yet gets
-its amount of work and no hours: a rate of another model or machine would be a guess.
+nearest finished training, in proportion to length and number of variants. That is too little for lengths far above the
+measured one, where attention takes the most time, and too much where answers end early. A backbone that has measured
+nothing yet gets its amount of work and no hours: a rate of another model or machine would be a guess.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Finished:
 def run(spec: EstimateSpec, results: Path) -> None:
     """Prints one line per result of the study, and the hours that are left by backbone and stage."""
     finished = list(finished_jobs(results))
-    lines = [("result", "there", "prompt tokens", "generated, at most", "hours, at most")]
+    lines = [("result", "there", "prompt tokens", "generated, at most", "hours, about")]
     left: dict[tuple[str, str], list[float | None]] = {}
     used: dict[str, None] = {}
     for target, jobs in by_result(spec.jobs).items():
@@ -91,7 +92,7 @@ def nearest_job(job: PlannedJob, finished: Iterable[Finished]) -> Finished | Non
 
 
 def hours_of(job: PlannedJob, rate: Finished) -> float:
-    """Hours of `job` at the rates of a finished one; an upper bound, for answers may end early."""
+    """Hours of `job` at the rates of a finished one."""
     length = tokens_of(job.length)
     if job.stage == "train":
         return job.steps * job.variants * rate.step_seconds * length / rate.length / 3600
@@ -116,7 +117,7 @@ def summary(left: dict[tuple[str, str], list[float | None]], finished: Iterable[
             )
         else:
             unit = "GPU-hours" if backbone in on_gpu else "hours"
-            yield f"  {backbone}, {stage}: {len(hours)} jobs, at most {sum(known):.2f} {unit}"
+            yield f"  {backbone}, {stage}: {len(hours)} jobs, about {sum(known):.2f} {unit}"
 
 
 def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -273,6 +273,8 @@ class TableSpec:
     budgets: tuple[float, ...]
     benchmarks: tuple[str, ...]
     """Benchmarks whose result files exist in this study; cells of the others print `--`."""
+    lengths_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Lengths at which a benchmark is evaluated, where not at all of the table's; other cells print `--`."""
     maps: tuple[str, ...] = ()
     """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
     backbone_titles: dict[str, str] = field(default_factory=dict)

@@ -66,8 +66,8 @@ def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert re.search(rf"{folder}  partly +307,200 +21,600 +1.15\n", said)
     one = (100 * 1024 / 100 + 7200 / 20) / 3600
-    assert f"smol, generate: 2 jobs, at most {2 * one:.2f} hours\n" in said
-    assert f"1b, generate: 1 jobs, at most {(10 * 4096 / 100 + 72000 / 20) / 3600:.2f} GPU-hours\n" in said
+    assert f"smol, generate: 2 jobs, about {2 * one:.2f} hours\n" in said
+    assert f"1b, generate: 1 jobs, about {(10 * 4096 / 100 + 72000 / 20) / 3600:.2f} GPU-hours\n" in said
     assert "3b, train: 1 jobs, no rate measured yet" in said
 
 

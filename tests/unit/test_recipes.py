@@ -26,8 +26,8 @@ ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
 NUMERIC = {
     "prompts": [f"benchmarks/{n}.py" for n in
                 ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories")],
-    "train": [*MODEL, "backbones/corpora.py", "core/objectives.py", *sorted(f"training/{n}.py" for n in
-              ("initialise", "teacher", "trainer"))],
+    "train": [*MODEL, "backbones/corpora.py", "core/accounting.py", "core/objectives.py",
+              *(f"training/{n}.py" for n in ("initialise", "teacher", "trainer"))],
     "generate": [*MODEL, *ACCOUNTING, "core/estimators.py", "backbones/decoder.py", "backbones/engine.py",
                  "benchmarks/generate.py", "benchmarks/scorers.py"],
     "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",

@@ -123,7 +123,32 @@ def ablate_at_another_budget(study: dict[str, Any]) -> None:
     study["ablations"]["budget"] = 3
 
 
+def evaluate_longer_than_the_maps(study: dict[str, Any]) -> None:
+    study["benchmarks"]["longbench"]["lengths"] = ["4k"]
+
+
+def cut_to_more_than_the_maps(study: dict[str, Any]) -> None:
+    study["truncate_to"] = "4k"
+
+
+def show_two_lengths_of_longbench(study: dict[str, Any]) -> None:
+    study["benchmarks"]["longbench"]["lengths"] = None
+
+
+def compare_without_topk(study: dict[str, Any]) -> None:
+    study["methods"], study["tables"] = ["full", "topk_phi"], []
+
+
+def show_an_ablation_of_nothing(study: dict[str, Any]) -> None:
+    study["ablations"]["backbones"] = []
+
+
 STUDY_SLIPS = [
+    (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
+    (cut_to_more_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
+    (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
+    (compare_without_topk, "methods: topk is missing, which mismatch and ablations compare with"),
+    (show_an_ablation_of_nothing, "tables: dphi_ablation needs a backbone in ablations.backbones"),
     (compare_untrained_maps, "mismatch.maps: 256 is not one of 512, 1k, 2k"),
     (ablate_beyond_the_benchmark, "ablations.length: 1k is not one of 2k"),
     (ablate_at_another_budget, "ablations.budget: 3 is not one of 2, 4, 8"),
@@ -145,6 +170,21 @@ def test_a_wrong_study(slip: Callable[[dict[str, Any]], None], line: str, checko
     path.write_text(yaml.safe_dump(study))
     said = configuration_error(checkout)
     assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
+
+
+def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
+    path = checkout / "config" / "studies" / "mini.yaml"
+    study = yaml.safe_load(path.read_text())
+    study["benchmarks"] = {"babilong": study["benchmarks"]["babilong"] | {"lengths": ["2k"]}}
+    study["mismatch"]["backbones"], study["ablations"]["backbones"] = [], []
+    study["tables"] = ["stress_1pct", "babilong_sweep"]
+    path.write_text(yaml.safe_dump(study))
+    assert configuration_error(checkout) == ""
+    run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
+    assert run.jobs == {
+        "all": 1, "assets": 1, "prompts": 1, "train": 1, "generate": 1, "score": 1, "capture": 1, "table": 2,
+        "figure": 1, "total": 10,
+    }, run.output  # fmt: skip
 
 
 def test_a_study_that_is_no_yaml(checkout: Path) -> None:

@@ -65,7 +65,8 @@ def contradictions() -> Iterator[str]:
             yield f"{where}.study: {backbone.study!r} is not a study; known are {', '.join(STUDIES)}"
             continue
         study = STUDIES[backbone.study]
-        for length in (*study["lengths"], *study["maps"]["trained"], *study["diagnostics"]["lengths"]):
+        longest = [study["truncate_to"], *study["maps"]["trained"], *study["diagnostics"]["lengths"]]
+        for length in (*evaluated_lengths(study), *longest):
             if tokens_of(length) > backbone.context:
                 yield f"{where}.context: {backbone.context} tokens, but study {backbone.study} has the length {length}"
         if (other := tokenizer_owner(backbone.tokenizer)).study != backbone.study:
@@ -94,11 +95,20 @@ def study_contradictions(name: str) -> Iterator[str]:
                 yield f"{where}: benchmarks.{benchmark}: {error}"
     yield from comparison_contradictions(name)
     longest = tokens_of(study["maps"]["main"])
-    for length in (*study["lengths"], *captured["lengths"]):
+    for length in (*evaluated_lengths(study), *captured["lengths"], study["truncate_to"]):
         if tokens_of(length) > longest:
             yield f"{where}: length {length} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
     if study["tables"] and set(study["methods"]) != set(METHODS):
         yield f"{where}: tables show every method; methods must be {', '.join(METHODS)}, or tables empty"
+    if "natural_main" in study["tables"] and len(benchmark_lengths(study, "longbench")) != 1:
+        yield f"{where}: tables: natural_main shows one length of longbench; give benchmarks.longbench.lengths one"
+    for label, key in (
+        ("cross_length_mismatch", "mismatch"),
+        ("dphi_ablation", "ablations"),
+        ("loss_ablation", "ablations"),
+    ):
+        if label in study["tables"] and not study[key]["backbones"]:
+            yield f"{where}: tables: {label} needs a backbone in {key}.backbones"
     for label in study["tables"]:
         if not (ROOT / f"paper_tables/templates/{label}.tex.j2").is_file():
             yield f"{where}: tables: {label} has no template paper_tables/templates/{label}.tex.j2"
@@ -113,21 +123,34 @@ def comparison_contradictions(name: str) -> Iterator[str]:
     """Slips in what a study compares maps on: names and points that it does not have elsewhere."""
     where, study = f"config/studies/{name}.yaml", STUDIES[name]
     mismatch, ablations = study["mismatch"], study["ablations"]
-    options = [
-        ("mismatch.backbones", mismatch["backbones"], backbones_of(name)),
-        ("mismatch.maps", mismatch["maps"], study["maps"]["trained"]),
-        ("mismatch.lengths", mismatch["lengths"], benchmark_lengths(study, "ruler")),
-        ("mismatch.budget", [mismatch["budget"]], study["budgets"]),
-        ("ablations.backbones", ablations["backbones"], backbones_of(name)),
-        ("ablations.benchmarks", ablations["benchmarks"], study["benchmarks"]),
-        ("ablations.length", [ablations["length"]], study["maps"]["trained"]),
-        ("ablations.budget", [ablations["budget"]], study["budgets"]),
-    ]
-    for benchmark in set(ablations["benchmarks"]) & set(study["benchmarks"]):
-        options.append(("ablations.length", [ablations["length"]], benchmark_lengths(study, benchmark)))
+    options = []
+    if mismatch["backbones"]:
+        options += [
+            ("mismatch.backbones", mismatch["backbones"], backbones_of(name)),
+            ("mismatch.maps", mismatch["maps"], study["maps"]["trained"]),
+            ("mismatch.lengths", mismatch["lengths"], benchmark_lengths(study, "ruler")),
+            ("mismatch.budget", [mismatch["budget"]], study["budgets"]),
+        ]
+    if ablations["backbones"]:
+        options += [
+            ("ablations.backbones", ablations["backbones"], backbones_of(name)),
+            ("ablations.benchmarks", ablations["benchmarks"], study["benchmarks"]),
+            ("ablations.length", [ablations["length"]], study["maps"]["trained"]),
+            ("ablations.budget", [ablations["budget"]], study["budgets"]),
+        ]
+        for benchmark in (name for name in ablations["benchmarks"] if name in study["benchmarks"]):
+            options.append(("ablations.length", [ablations["length"]], benchmark_lengths(study, benchmark)))
+    if options and (lacking := {"full", "topk", "topk_phi"} - set(study["methods"])):
+        yield f"{where}: methods: {min(lacking)} is missing, which mismatch and ablations compare with"
     for key, values, known_ones in options:
         for value in (value for value in values if value not in known_ones):
             yield f"{where}: {key}: {value} is not one of {', '.join(map(str, known_ones))}"
+
+
+def evaluated_lengths(study: dict[str, Any]) -> list[str]:
+    """Every length at which a study evaluates something."""
+    lengths = [length for benchmark in study["benchmarks"] for length in benchmark_lengths(study, benchmark)]
+    return list(dict.fromkeys([*study["lengths"], *lengths]))
 
 
 def benchmark_lengths(study: dict[str, Any], benchmark: str) -> list[str]:
@@ -177,8 +200,10 @@ def study_of(wildcards: Any) -> dict[str, Any]:
     if "benchmark" in wildcards.keys():
         known("benchmark", wildcards.benchmark, study["benchmarks"], where)
         lengths = benchmark_lengths(study, wildcards.benchmark)
+    elif "corpus" in wildcards.keys():
+        lengths = study["diagnostics"]["lengths"]
     else:
-        lengths = study["diagnostics"]["lengths"] if "corpus" in wildcards.keys() else study["lengths"]
+        lengths = list(dict.fromkeys([*study["mismatch"]["lengths"], study["ablations"]["length"], *study["lengths"]]))
     options = {
         "length": lengths,
         "maps": study["maps"]["trained"],

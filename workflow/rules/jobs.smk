@@ -215,15 +215,16 @@ def maps_at(study: dict[str, Any], length: str) -> list[str]:
 
 def table_spec(wildcards: Any) -> str:
     study, names = STUDIES[wildcards.study], backbones_of(wildcards.study)
+    benchmarks = TABLE_BENCHMARKS.get(wildcards.label, ())
+    lengths_of = {name: benchmark_lengths(study, name) for name in benchmarks if name in study["benchmarks"]}
     shown = {
         "backbones": names,
-        "lengths": study["lengths"],
+        "lengths": sorted({length for lengths in lengths_of.values() for length in lengths}, key=tokens_of),
+        "lengths_of": lengths_of,
         "budgets": study["budgets"],
         "benchmarks": sorted(study["benchmarks"]),
     }
     mismatch, ablations = study["mismatch"], study["ablations"]
-    if wildcards.label == "natural_main":
-        shown |= {"lengths": benchmark_lengths(study, "longbench")}
     if wildcards.label == "cross_length_mismatch":
         shown |= {key: mismatch[key] for key in ("backbones", "lengths", "maps")}
         shown |= {"budgets": [mismatch["budget"]], "benchmarks": ["ruler"]}
@@ -259,7 +260,7 @@ def planned_training(study: str) -> Iterator[dict[str, Any]]:
         for length in sorted(lengths, key=tokens_of):
             named = Named(backbone=backbone, maps=length)
             yield planned(PHI.format(**named), json.loads(train_spec(named)))
-            if ablates and length == protocol["ablations"]["length"]:
+            if ablates and VARIANTS and length == protocol["ablations"]["length"]:
                 yield planned(VARIANTS[0].format(**named), json.loads(train_variants_spec(named)))
 
 
@@ -378,7 +379,7 @@ def results_of(wildcards: Any) -> list[str]:
         return expand(MISMATCH, backbone=study["mismatch"]["backbones"])
     if comparison := ABLATION_TABLES.get(wildcards.label):
         return expand(ABLATION, ablation=comparison, backbone=study["ablations"]["backbones"])
-    shown = TABLE_BENCHMARKS.get(wildcards.label, tuple(study["benchmarks"]))
+    shown = [name for name in TABLE_BENCHMARKS[wildcards.label] if name in study["benchmarks"]]
     return [
         path
         for benchmark in shown
@@ -410,7 +411,9 @@ def study_results(study: str) -> list[str]:
     """Every result CSV of a study."""
     protocol, names = STUDIES[study], backbones_of(study)
     mismatch, ablations = protocol["mismatch"], protocol["ablations"]
-    lengths = sorted({*mismatch["lengths"], ablations["length"]}, key=tokens_of)
+    compared = [*mismatch["lengths"]] * bool(mismatch["backbones"]) + [ablations["length"]] * bool(
+        ablations["backbones"]
+    )
     return [
         *(
             RESULTS.format(benchmark=benchmark, backbone=name, length=length)
@@ -420,7 +423,7 @@ def study_results(study: str) -> list[str]:
         ),
         *expand(MISMATCH, backbone=mismatch["backbones"]),
         *expand(ABLATION, ablation=config["ablations"], backbone=ablations["backbones"]),
-        *expand(MAP_ERRORS, backbone=mismatch["backbones"], length=lengths),
+        *expand(MAP_ERRORS, backbone=mismatch["backbones"] or ablations["backbones"], length=dict.fromkeys(compared)),
     ]
 
 

@@ -11,8 +11,10 @@ Doc = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
 """The prompt text and the generation settings that the harness sends for an example."""
 
-FILES = {"ruler": "{}", "babilong": "babilong_{}", "longbench": "{}"}
-"""Name of a task's YAML in the harness's folder of the benchmark, given the task's name without the benchmark's."""
+FILES = {"babilong": "babilong_{}"}
+"""What the harness's folder of a benchmark calls a task's YAML, where that is not the task's name without the
+benchmark's.
+"""
 
 
 class DoesNotFitError(Exception):
@@ -24,7 +26,7 @@ def harness_config(benchmark: str, task: str) -> dict[str, Any]:
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    name = FILES[benchmark].format(task.removeprefix(f"{benchmark}_")) + ".yaml"
+    name = FILES.get(benchmark, "{}").format(task.removeprefix(f"{benchmark}_")) + ".yaml"
     config = load_yaml(Path(lm_eval.tasks.__file__).parent / benchmark / name)
     assert config["task"] == task, f"the harness's {benchmark}/{name} configures {config['task']}"
     return {key: value for key, value in config.items() if key != "tag"}

@@ -1,7 +1,8 @@
 """Generations of every arm for every frozen prompt; what the store holds is not decoded again.
 
 The unit is a batch: its composition never depends on the store, so that an interrupted run ends with the bytes of an
-undisturbed one. A batch that lacks a row is decoded whole, and the rows it lacked are added.
+undisturbed one (unless memory runs out and batches are halved). A batch that lacks a row is decoded whole, and the rows
+it lacked are added.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from residual_mass.backbones.loading import (
 from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
-from residual_mass.files import jsonl, sha256_of, write_meta, write_text
+from residual_mass.files import jsonl, sha256_of, sha256_text, write_meta, write_text
 from residual_mass.specs import ArmSpec, GenerateSpec, to_json, tokens_of
 
 if TYPE_CHECKING:
@@ -108,15 +109,17 @@ def _longest(batch: Batch) -> int:
 
 
 def _check_lengths(spec: GenerateSpec) -> None:
-    length = tokens_of(spec.length)
-    if length > spec.backbone.context:
+    """Prompts are as long as the label says, or without a nominal length as long as truncation lets them be."""
+    key = "length" if spec.budget_length == "nominal" else "truncate_to"
+    label = spec.length if key == "length" else spec.truncate_to
+    if tokens_of(label) > spec.backbone.context:
         context = f"the context of {spec.backbone.name} ({spec.backbone.context} tokens)"
-        raise ValueError(f"length {spec.length}: longer than {context}; choose a shorter one")
+        raise ValueError(f"{key} {label}: longer than {context}; choose a shorter one")
     used = {arm.maps for arm in spec.arms}
     for maps in (maps for maps in spec.maps if maps.label in used):
-        if length > maps.length and not spec.allow_extrapolation:
+        if tokens_of(label) > maps.length and not spec.allow_extrapolation:
             raise ValueError(
-                f"length {spec.length}: longer than what the maps {maps.label} were trained on ({maps.length}); "
+                f"{key} {label}: longer than what the maps {maps.label} were trained on ({maps.length}); "
                 "train longer ones or set allow_extrapolation"
             )
 
@@ -177,17 +180,15 @@ def _limit(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> int:
     """Generated tokens at most: the harness's limit, or less where the references tell how long an answer can be."""
     if spec.answer_margin is None:
         return prompt.max_generation_tokens
-    references = [
-        tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(spec.benchmark, prompt.doc)
-    ]
+    references = [tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(prompt.doc)]
     return min(prompt.max_generation_tokens, max(map(len, references)) + spec.answer_margin)
 
 
-def reference_texts(benchmark: str, doc: dict[str, Any]) -> list[str]:
-    """What right answers look like: RULER asks for all of its outputs at once, LongBench for one of its answers."""
-    if benchmark == "ruler":
+def reference_texts(doc: dict[str, Any]) -> list[str]:
+    """What right answers look like: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
+    if "outputs" in doc:
         return [" ".join(doc["outputs"])]
-    return [doc["target"]] if benchmark == "babilong" else list(doc["answers"])
+    return list(doc["answers"]) if "answers" in doc else [doc["target"]]
 
 
 def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas: dict[str, str]) -> str:
@@ -196,8 +197,7 @@ def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas
         task=prompt.task,
         index=prompt.index,
         prompt=prompt.sha256,
-        cut=example.cut,
-        chat_template=spec.chat_template,
+        ids=sha256_text(json.dumps(example.ids)),
         backbone=identity,
         phi=shas[arm.maps] if arm.maps else None,
         arm={"method": arm.method, "budget_percent": arm.budget_percent},
@@ -207,7 +207,7 @@ def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas
             "greedy": True,
             "max_new_tokens": example.limit,
             "stop": prompt.stop,
-            "stop_when_saturated": spec.stop_when_saturated,
+            "settled_by": reference_texts(prompt.doc) if spec.stop_when_saturated else None,
         },
         recipe=spec.recipe,
     )

@@ -80,11 +80,11 @@ class Draft:
 def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
     """Examples in the fields of the hub's data set.
 
-    From the hub (`assets` None) come the first `count`, or all where there are fewer. From an assets folder come
-    exactly `count`; prompt and answer take `length` tokens at most, and the first n of m examples are the n examples.
+    From the hub (`assets` None) as from an assets folder come the first `count`, or all where there are fewer. With
+    assets, prompt and answer take `length` tokens at most, and the first n of m examples are the n examples.
 
     Raises:
-        DoesNotFitError: fewer than `count` examples of the assets fit.
+        DoesNotFitError: not one example of the assets fits.
         ValueError: the data cannot be read.
     """
     config = harness_config("longbench", task)
@@ -99,8 +99,10 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
         doc = _longest_that_fits(draft, config, tokens, length)
         docs += [doc] if doc else []
         if len(docs) == count:
-            return docs
-    raise DoesNotFitError(f"{len(docs)} of its examples fit {length} tokens with this tokenizer, {count} are wanted")
+            break
+    if not docs:
+        raise DoesNotFitError(f"none of its examples fits {length} tokens with this tokenizer")
+    return docs
 
 
 def build_requests(task: str, docs: list[Doc]) -> list[Request]:

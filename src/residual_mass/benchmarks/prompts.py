@@ -90,7 +90,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
 
 
 def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -> Iterator[dict[str, Any]]:
-    long_fields = LONG_FIELDS[benchmark]
+    long_fields = LONG_FIELDS.get(benchmark, ())
     for index, (doc, (prompt, settings)) in enumerate(zip(docs, requests, strict=True)):
         yield {
             "task": task,

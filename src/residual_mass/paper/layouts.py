@@ -74,8 +74,12 @@ def layout_of(spec: TableSpec) -> Layout:
 
 
 def evaluated(point: Point, spec: TableSpec) -> bool:
-    """Whether the study has this point: its benchmark, and a task that fits the length."""
-    return point.benchmark in spec.benchmarks and point.task not in too_long(point.benchmark, tokens_of(point.length))
+    """Whether the study has this point: its benchmark at the length, and a task that fits it."""
+    return (
+        point.benchmark in spec.benchmarks
+        and point.length in spec.lengths_of.get(point.benchmark, spec.lengths)
+        and point.task not in too_long(point.benchmark, tokens_of(point.length))
+    )
 
 
 def _sweep(benchmark: str) -> Callable[[TableSpec], Layout]:

@@ -164,7 +164,7 @@ def test_no_model_is_loaded_when_nothing_is_missing(
     spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(spec)
-    monkeypatch.setattr("residual_mass.backbones.loading.load_backbone", None)
+    monkeypatch.setattr("residual_mass.benchmarks.generate.load_backbone", None)
     monkeypatch.setattr("residual_mass.backbones.phi_maps.PhiMaps.load", None)
     assert len(stage(spec)) == 12
 
@@ -198,6 +198,19 @@ def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, stage: Stage, c
     assert before["key"] != after["key"] and stage.decoded == [1]
 
 
+def test_rows_that_were_settled_by_other_references_are_not_reused(
+    spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any
+) -> None:
+    prompt = load_prompts(manifest, "ruler_vt", 1)[0]
+    other = replace(prompt, doc=prompt.doc | {"outputs": prompt.doc["outputs"][::-1]})
+    for stops, same in ((True, False), (False, True)):
+        told = replace(spec, stop_when_saturated=stops, answer_margin=None)
+        keys = [
+            generate._key(told, generate._example(told, p, tokenizer), spec.arms[0], "", {}) for p in (prompt, other)
+        ]
+        assert (keys[0] == keys[1]) == same
+
+
 def test_other_maps_recompute_only_the_arms_that_use_them(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
     before = stage(spec)
     maps = PhiMaps.load(stage.phi)
@@ -228,7 +241,15 @@ def test_other_weights_are_another_backbone(spec: GenerateSpec, stage: Stage, tm
     [
         ({"length": "2k", "maps": (MapsSpec("1k", 4096),)}, "length is 1k, not 2k"),
         ({"benchmark": "babilong"}, "benchmark is ruler, not babilong"),
-        ({"length": "4k"}, "longer than the context of tiny (2048 tokens)"),
+        ({"length": "4k"}, "length 4k: longer than the context of tiny (2048"),
+        (
+            {"budget_length": "real", "truncate_to": "4k"},
+            "truncate_to 4k: longer than the context of",
+        ),
+        (
+            {"budget_length": "real", "truncate_to": "2k"},
+            "truncate_to 2k: longer than what the maps 1k",
+        ),
         ({"maps": (MapsSpec("1k", 512),)}, "longer than what the maps 1k were trained on (512)"),
         ({"examples": 3}, "has 2 examples a task, not 3"),
     ],
@@ -241,7 +262,7 @@ def test_wrong_request_is_refused_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     error_line: ErrorLine,
 ) -> None:
-    monkeypatch.setattr("residual_mass.backbones.loading.load_backbone", None)
+    monkeypatch.setattr("residual_mass.benchmarks.generate.load_backbone", None)
     with pytest.raises(ValueError) as error:
         stage(replace(spec, **change))
     assert complaint in error_line(error)

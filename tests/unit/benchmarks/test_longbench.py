@@ -180,13 +180,14 @@ def test_small_assets_hold_every_task(task: str, benchmark_assets: Path, tokeniz
 
 @pytest.mark.parametrize("task", TASKS)
 def test_length_too_short_is_told(task: str, library: Path, tokenizer: Any) -> None:
-    with pytest.raises(DoesNotFitError, match="0 of its examples fit 90 tokens with this tokenizer, 1 are wanted"):
+    with pytest.raises(DoesNotFitError, match="none of its examples fits 90 tokens with this tokenizer"):
         longbench.build_examples(task, tokenizer, 90, 1, 0, library)
 
 
-def test_too_few_examples_are_told(library: Path, tokenizer: Any) -> None:
-    with pytest.raises(DoesNotFitError, match=f"{ARTICLES} of its examples fit 1024 tokens .*, 13 are wanted"):
-        longbench.build_examples("longbench_gov_report", tokenizer, 1024, 13, 0, library)
+def test_where_there_are_fewer_than_asked_for_all_come(library: Path, tokenizer: Any) -> None:
+    docs = longbench.build_examples("longbench_gov_report", tokenizer, 1024, 13, 0, library)
+    assert len(docs) == ARTICLES < 13
+    assert docs == longbench.build_examples("longbench_gov_report", tokenizer, 1024, ARTICLES, 0, library)
 
 
 def test_answers_that_cannot_score_are_left_out_and_entities_resolved(tmp_path: Path, tokenizer: Any) -> None:
@@ -200,9 +201,7 @@ def test_answers_that_cannot_score_are_left_out_and_entities_resolved(tmp_path: 
     _write(tmp_path, items, [])
     scorable = 0
     for task in QUESTION_TASKS:
-        with pytest.raises(DoesNotFitError) as error:
-            longbench.build_examples(task, tokenizer, 1024, 21, 0, tmp_path)
-        scorable += int(str(error.value).split()[0])
+        scorable += len(longbench.build_examples(task, tokenizer, 1024, 21, 0, tmp_path))
         (doc,) = longbench.build_examples(task, tokenizer, 1024, 1, 0, tmp_path)
         assert doc["answers"] != ["The !"] and 'The "Title' in doc["context"] and "&quot;" not in doc["context"]
     comparisons_of_musique = sum(item["type"] != "bridge" and longbench._for_musique(item) for item in items[:10])

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,21 @@ def test_the_one_percent_table_with_both_benchmarks(tmp_path: Path) -> None:
     cells = printed_cells(tex := table(tmp_path, spec, *files))
     assert {block for block, _, _ in cells} == {"RULER", r"\shortstack[l]{BABILong\\(simulated)}"}
     assert LEFT_OUT not in cells.values() and "A dash" not in caption_of(tex)
+
+
+def test_a_length_at_which_a_benchmark_is_not_evaluated_is_a_dash(tmp_path: Path) -> None:
+    babilong = {"benchmark": "babilong", "data": "simulated", "tasks": ("babilong_qa1", "babilong_qa2")}
+    files = [
+        write_rows(tmp_path / f"{number}.csv", result_rows(**facts))
+        for number, facts in enumerate([{"length": "1k"}, {"length": "2k"}, babilong | {"length": "2k"}])
+    ]
+    spec = table_spec("stress_1pct", lengths=("1k", "2k"), benchmarks=("babilong", "ruler"))
+    with pytest.raises(ValueError, match="no cell for babilong"):
+        table(tmp_path, spec, *files)
+    cells = printed_cells(table(tmp_path, replace(spec, lengths_of={"babilong": ("2k",)}), *files))
+    assert len(cells) == 2 * 4 * 2
+    for (block, _, column), cell in cells.items():
+        assert (cell == LEFT_OUT) == ("BABILong" in block and column == 0), (block, column)
 
 
 def test_the_middle_of_the_papers_budgets_is_one_percent() -> None:
