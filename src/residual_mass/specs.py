@@ -135,6 +135,8 @@ class ScoreSpec:
     data_source: Literal["assets", "hub"]
     arms: tuple[ArmSpec, ...] | None
     """Arms to score; null scores every arm that the generations hold."""
+    decoding: str
+    """How the texts were generated, in words that the result CSV repeats."""
     bootstrap_resamples: int
     seed: int
     recipe: int

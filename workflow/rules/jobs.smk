@@ -168,9 +168,24 @@ def score_spec(wildcards: Any) -> str:
         length=wildcards.length,
         data_source=study["benchmarks"][wildcards.benchmark]["data_source"],
         arms=compared_arms(study, compared) if compared else None,
+        decoding=decoding_of(study, wildcards.benchmark),
         recipe=RECIPES["score"],
         **study["score"],
     )
+
+
+def decoding_of(study: dict[str, Any], benchmark: str) -> str:
+    """What tells one way to generate a benchmark's texts from another, for its result CSV."""
+    settings = study["benchmarks"][benchmark]
+    margin = settings["answer_margin"]
+    parts = {
+        "chat template": settings["chat_template"],
+        f"up to {margin} tokens past the references": margin is not None,
+        "stops when settled": settings["stop_when_saturated"],
+        f"budgets of the {settings['budget_length']} length": True,
+        f"cut to {study['truncate_to']}": True,
+    }
+    return "; ".join(["greedy", *(text for text, holds in parts.items() if holds)])
 
 
 def capture_spec(wildcards: Any) -> str:

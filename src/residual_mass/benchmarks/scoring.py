@@ -33,7 +33,7 @@ COLUMNS = (
     "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high "
     "original_value original_stderr original_ci_low original_ci_high n "
     "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p flags data k_mean k_zero_share cut_share "
-    "study model_id revision phi_sha prompts_sha weights"
+    "decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
 FLOOR, CEILING = 0.02, 0.98
 """Up to the one and from the other on, a score says little of the difference between arms."""
@@ -280,6 +280,7 @@ def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> Line:
         "task": task,
         "metric": metrics.pop() if len(metrics) == 1 else "mean",
         "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
+        "decoding": spec.decoding,
         "study": spec.study,
         "model_id": spec.backbone.model_id,
         "revision": spec.backbone.revision,

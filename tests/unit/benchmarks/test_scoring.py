@@ -35,6 +35,7 @@ SPEC = ScoreSpec(
     length="1k",
     data_source="assets",
     arms=None,
+    decoding="greedy; cut to 2k",
     bootstrap_resamples=200,
     seed=0,
     recipe=1,
@@ -131,7 +132,7 @@ def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path)
         "benchmark,backbone,length,task,method,budget_percent,maps,metric,value,stderr,ci_low,ci_high,"
         "original_value,original_stderr,original_ci_low,original_ci_high,n,"
         "gain,gain_ci_low,gain_ci_high,gain_p,mde,full_gap,full_gap_p,flags,data,k_mean,k_zero_share,cut_share,"
-        "study,model_id,revision,phi_sha,prompts_sha,weights"
+        "decoding,study,model_id,revision,phi_sha,prompts_sha,weights"
     )
     phi = line_of(table, "all", "topk_phi")
     assert (phi["benchmark"], phi["backbone"], phi["length"]) == ("ruler", "tiny", "1k")
@@ -146,6 +147,7 @@ def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path)
         "random",
         "original",
     )
+    assert phi["decoding"] == SPEC.decoding
     assert phi["prompts_sha"] == json.loads(manifest.read_text())["sha256"]
     full = line_of(table, "niah_single_1", "full")
     assert (full["budget_percent"], full["maps"], full["phi_sha"], full["k_mean"], full["n"]) == (
@@ -511,7 +513,7 @@ def test_join_puts_tables_one_after_the_other(manifest: Path, rows: list[Row], t
         (lambda text: "".join(text.splitlines(keepends=True)[:4]), "cut.csv: cut short"),
         (lambda text: text.splitlines()[0] + "\n", "cut.csv: cut short"),
         (lambda text: text.replace("flags", "notes", 1), "cut.csv: column flags is missing"),
-        (lambda text: text.replace("niah_single_1,", "", 1), "cut.csv:2: 34 fields where the header has 35"),
+        (lambda text: text.replace("niah_single_1,", "", 1), "cut.csv:2: 35 fields where the header has 36"),
     ],
 )
 def test_join_refuses_what_is_cut_or_other(

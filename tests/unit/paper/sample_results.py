@@ -19,7 +19,7 @@ LABELS = (
 COLUMNS = (
     "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high original_value "
     "original_stderr original_ci_low original_ci_high n gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p "
-    "flags data k_mean k_zero_share cut_share study model_id revision phi_sha prompts_sha weights"
+    "flags data k_mean k_zero_share cut_share decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
 BUDGETS = (2.0, 4.0, 8.0)
 LONGBENCH = tuple(f"longbench_{name}" for name in ("gov_report", "qmsum", "musique", "hotpotqa"))
@@ -60,6 +60,7 @@ def result_rows(
         "benchmark": "ruler", "backbone": "smol", "length": "1k", "metric": "string_match", "stderr": "0.100000",
         "n": 8, "k_mean": 21, "k_zero_share": 0, "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
         "prompts_sha": "cd" * 32, "weights": "pretrained", "data": "original", "flags": "", "cut_share": "0.000000",
+        "decoding": "greedy",
     }  # fmt: skip
     rows = []
     for task in (*tasks, "all"):
