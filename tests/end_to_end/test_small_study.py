@@ -84,7 +84,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
     }
     edited(
-        study, lengths=["1k"], maps={"main": "1k", "trained": ["512", "1k"]}, benchmarks=benchmarks, phi=phi,
+        study, lengths=["1k"], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
+        benchmarks=benchmarks, phi=phi,
         mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
         diagnostics={"packs": 1, "queries": 2, "lengths": ["1k"]},
         figures={"entropy_gain": {"backbone": "tiny", "corpus": "wiki", "length": "1k"}},

@@ -145,7 +145,7 @@ def show_an_ablation_of_nothing(study: dict[str, Any]) -> None:
 
 STUDY_SLIPS = [
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
-    (cut_to_more_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
+    (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
     (compare_without_topk, "methods: topk is missing, which mismatch and ablations compare with"),
     (show_an_ablation_of_nothing, "tables: dphi_ablation needs a backbone in ablations.backbones"),

@@ -95,9 +95,10 @@ def study_contradictions(name: str) -> Iterator[str]:
                 yield f"{where}: benchmarks.{benchmark}: {error}"
     yield from comparison_contradictions(name)
     longest = tokens_of(study["maps"]["main"])
-    for length in (*evaluated_lengths(study), *captured["lengths"], study["truncate_to"]):
+    lengths = [(f"length {length}", length) for length in (*evaluated_lengths(study), *captured["lengths"])]
+    for what, length in [*lengths, (f"truncate_to: {study['truncate_to']}", study["truncate_to"])]:
         if tokens_of(length) > longest:
-            yield f"{where}: length {length} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
+            yield f"{where}: {what} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
     if study["tables"] and set(study["methods"]) != set(METHODS):
         yield f"{where}: tables show every method; methods must be {', '.join(METHODS)}, or tables empty"
     if "natural_main" in study["tables"] and len(benchmark_lengths(study, "longbench")) != 1:
