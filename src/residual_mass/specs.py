@@ -144,9 +144,9 @@ class ScoreSpec:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """Weights of the training objective (the paper's equations in its appendix on training)."""
+    """Weights of the training objective (the paper's equations in its appendix on training; `residual` is ours)."""
 
-    name: Literal["ours", "kl", "aux", "lolcats"] = "ours"
+    name: Literal["ours", "kl", "aux", "lolcats", "residual"] = "ours"
     tau: float = 10.0
     lambda_kl: float = 0.99
     lambda_top: float = 1.0
@@ -155,6 +155,8 @@ class ObjectiveSpec:
     band: float = 12.0
     """Delta: keys within this many nats of the row maximum form the top band."""
     huber_delta: float = 1.0
+    weight_z: float = 0.05
+    """Of the residual's log-mass error beside its output error, in the objective `residual`."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ HELD_OUT = "wiki"
 """Text that progress is measured on; needs the assets."""
 HELD_OUT_PACKS, HELD_OUT_QUERIES = 2, 4
 LOG_COLUMNS = "variant,step,k,e_topk,e_sub,e_nosub,log_z_error"
+READ_VALUES = ("lolcats", "residual")
+"""Objectives that need the values, which are kept with a teacher pass only for them."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Traces = list[LayerTrace]
 """Every layer's trace of one teacher pass."""
@@ -83,6 +85,7 @@ class Learner:
 
     def __init__(self, spec: TrainSpec, variant: VariantSpec, backbone: Backbone, first_pass: Callable[[], Traces]):
         self.label, self.objective = variant.label, variant.objective
+        self.anchors, self.budgets = spec.anchors, spec.eval_budgets
         torch.manual_seed(spec.seed)
         self.maps = PhiMaps(backbone.shape, variant.map, _facts(spec, variant)).to(backbone.device)
         if variant.map.init == "positive_random_features":
@@ -92,7 +95,7 @@ class Learner:
         )
 
     def backward(self, layer: int, trace: LayerTrace, step: int) -> float:
-        loss = layer_loss(self.maps, layer, trace, self.objective)
+        loss = layer_loss(self.maps, layer, trace, self.objective, self.anchors, self.budgets)
         if not torch.isfinite(loss):
             where = f"layer {layer} at step {step}"
             raise ValueError(f"{self.label}: loss is {loss.item()} in {where}; the last checkpoint is kept")
@@ -184,7 +187,7 @@ class Trainer:
         """A pass of the pool, made if it is not there."""
         if index not in self.pool:
             count = self.spec.queries_per_step * self.spec.replay.reuse
-            keep_values = any(variant.objective.name == "lolcats" for variant in self.spec.variants)
+            keep_values = any(variant.objective.name in READ_VALUES for variant in self.spec.variants)
             sequence, positions = self.corpus.sequence(index), self._positions(index, count)
             self.pool[index] = record_traces(self.backbone, sequence, positions, keep_values)
         return self.pool[index]
@@ -246,8 +249,19 @@ def _facts(spec: TrainSpec, variant: VariantSpec) -> dict[str, object]:
     }
 
 
-def layer_loss(maps: PhiMaps, layer: int, trace: LayerTrace, spec: ObjectiveSpec) -> Tensor:
-    """Objective of one layer's maps on one trace, averaged over its query heads and positions."""
+def layer_loss(
+    maps: PhiMaps,
+    layer: int,
+    trace: LayerTrace,
+    spec: ObjectiveSpec,
+    anchors: AnchorSpec,
+    budgets: Sequence[float],
+) -> Tensor:
+    """Objective of one layer's maps on one trace, averaged over its query heads and positions.
+
+    Args:
+        anchors, budgets: the supports of the objective `residual`, as shares of what each query sees.
+    """
     keys = trace.keys[:, : int(trace.positions.max()) + 1]
     group = trace.queries.shape[0] // keys.shape[0]
     queries = trace.queries.unflatten(0, (-1, group)).flatten(1, 2)  # [Hkv, G * Q, D]
@@ -258,7 +272,20 @@ def layer_loss(maps: PhiMaps, layer: int, trace: LayerTrace, spec: ObjectiveSpec
     if spec.name == "lolcats":
         x = objectives.shifted(scores, student, visible)
         return objectives.lolcats_term(x, trace.values[:, : keys.shape[1]])
+    if spec.name == "residual":
+        last = trace.positions.repeat(group)  # the last key that a row sees
+        columns = torch.arange(keys.shape[1], device=keys.device)
+        mid = (columns >= anchors.sink) & (columns <= last.unsqueeze(-1) - anchors.tail)
+        ks = [_retrieved(budget, last, anchors) for budget in budgets]
+        values = trace.values[:, : keys.shape[1]]
+        return objectives.residual_term(scores, student, values, visible, mid.expand(scores.shape), ks, spec.weight_z)
     return objectives.weighted_terms(scores, student, visible, objective_weights(spec))
+
+
+def _retrieved(budget: float, last: Tensor, anchors: AnchorSpec) -> Tensor:
+    """K of each row that sees the positions up to `last`."""
+    counts = {p: retrieved_count(budget, p + 1, anchors.sink + anchors.tail) for p in last.unique().tolist()}
+    return torch.tensor([counts[p] for p in last.tolist()], device=last.device)
 
 
 def objective_weights(spec: ObjectiveSpec) -> objectives.Weights:

@@ -122,3 +122,60 @@ def test_closed_form_gradient_is_autograd_through_the_terms(seed: int, spread: f
     (3 * ours).backward()
     assert written.grad.abs().max() > 0
     torch.testing.assert_close(fused.grad, written.grad, rtol=1e-10, atol=1e-13)
+
+
+def residual_by_hand(
+    s: list[float], s_hat: list[float], v: list[list[float]], mid: list[bool], k: int, weight_z: float
+) -> float:
+    """One row, over its visible keys alone."""
+    best = sorted((j for j in range(len(s)) if mid[j]), key=lambda j: -s[j])[:k]
+    left = [j for j in range(len(s)) if mid[j] and j not in best]
+    if not left:
+        return 0.0
+    full_z = sum(math.exp(x) for x in s)
+    full = [sum(math.exp(s[j]) * v[j][d] for j in range(len(s))) / full_z for d in range(len(v[0]))]
+    mixed = [s_hat[j] if j in left else s[j] for j in range(len(s))]
+    z = sum(math.exp(x) for x in mixed)
+    output = [sum(math.exp(mixed[j]) * v[j][d] for j in range(len(s))) / z for d in range(len(v[0]))]
+    error = sum(abs(a - b) for a, b in zip(output, full, strict=True)) / sum(map(abs, full))
+    gap = math.log(sum(math.exp(s_hat[j]) for j in left)) - math.log(sum(math.exp(s[j]) for j in left))
+    return error + weight_z * rho(gap)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_residual_term_is_the_error_of_subtractive_completion(seed: int) -> None:
+    scores, student, visible = rows(seed)
+    values = torch.randn(L, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    positions = torch.tensor([[0], [3], [6], [8]])
+    mid = (torch.arange(L) >= 1) & (torch.arange(L) <= positions - 2)
+    ks = [torch.tensor([0, 0, 0, 0]), torch.tensor([1, 1, 2, 3]), torch.tensor([9, 9, 9, 9])]
+    expected = []
+    for k in ks:
+        for row in range(R):
+            keep = visible[row].nonzero().flatten().tolist()
+            args = ([t[row][j].item() for j in keep] for t in (scores, student))
+            of_row = [mid[row][j].item() for j in keep]
+            expected.append(residual_by_hand(*args, values[keep].tolist(), of_row, int(k[row]), 0.05))
+    assert mean(expected) > 0.01
+    assert ob.residual_term(scores, student, values, visible, mid, ks, 0.05).item() == pytest.approx(
+        mean(expected), rel=1e-12
+    )
+    exact = ob.residual_term(scores, scores.clone(), values, visible, mid, ks, 0.05)
+    assert exact.item() < 1e-14
+
+
+def test_residual_term_has_the_gradient_of_its_value_and_survives_extremes() -> None:
+    scores, student, visible = rows(7)
+    values = torch.randn(L, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    mid = (torch.arange(L) >= 1) & (torch.arange(L) <= torch.tensor([[0], [3], [6], [8]]) - 2)
+    ks = [torch.tensor(1).expand(R), torch.tensor(3).expand(R)]
+
+    def loss(x: Tensor) -> Tensor:
+        return ob.residual_term(scores, x, values, visible, mid, ks, 0.05)
+
+    assert torch.autograd.gradcheck(loss, student.requires_grad_())
+    for size in (1e3, -1e3):
+        x = torch.full_like(scores, size, dtype=torch.float32).requires_grad_()
+        value = ob.residual_term(scores.float() * 50, x, values.float(), visible, mid, ks, 0.05)
+        value.backward()
+        assert value.isfinite() and x.grad is not None and bool(x.grad.isfinite().all())

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core import objectives
 from residual_mass.core.feature_maps import log_kernel
+from residual_mass.core.support import retrieved_count
 from residual_mass.specs import AnchorSpec, MapSpec, ObjectiveSpec, ReplaySpec, TrainSpec, VariantSpec
 from residual_mass.training import trainer
 from residual_mass.training.initialise import positive_random_features
@@ -76,10 +78,34 @@ def test_layer_loss_is_the_mean_of_the_heads_own_losses(tiny_backbone: Backbone)
             s_hat = log_kernel(log_q[row : row + 1], log_k[: position + 1])
             x = objectives.shifted(s, s_hat, torch.ones_like(s, dtype=torch.bool))
             losses.append(0.3 * objectives.kl_term(x, 10.0) + 0.7 * objectives.aux_term(x, 1.0, 2.0, 4.0, 12.0, 1.0))
-    torch.testing.assert_close(layer_loss(maps, 1, trace, weights), torch.stack(losses).mean(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        layer_loss(maps, 1, trace, weights, AnchorSpec(), ()), torch.stack(losses).mean(), rtol=1e-10, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("name", ["ours", "kl", "aux", "lolcats"])
+def test_residual_loss_is_the_error_that_is_measured(tiny_backbone: Backbone) -> None:
+    """Without the log-mass term it is e_sub of the diagnostics, with the anchors and K of what a query sees."""
+    torch.manual_seed(0)
+    maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8))
+    anchors, budgets = AnchorSpec(4, 16), (40.0, 60.0)
+    positions = torch.tensor([95, 60, 71])
+    trace = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), positions, True)[1]
+    errors = []
+    for column, position in enumerate(positions.tolist()):
+        seen = position + 1
+        row = trace.at(torch.tensor([column]))
+        for budget in budgets:
+            k = retrieved_count(budget, seen, 20)
+            assert 0 < k < seen - 20
+            measured = layer_measures(
+                maps, 1, row.queries, row.keys[:, :seen], row.values[:, :seen], row.scale, k, anchors
+            )
+            errors.append(measured["e_sub"].mean())
+    loss = layer_loss(maps, 1, trace, ObjectiveSpec(name="residual", weight_z=0.0), anchors, budgets)
+    torch.testing.assert_close(loss, torch.stack(errors).mean(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ours", "kl", "aux", "lolcats", "residual"])
 def test_every_objective_moves_the_maps(tiny_backbone: Backbone, held_out: list[list[LayerTrace]], name: str) -> None:
     t = make(tiny_backbone, held_out, variants=(replace(OURS, objective=ObjectiveSpec(name=name)),), steps=2)
     before = parameters(t)
