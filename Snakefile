@@ -28,6 +28,7 @@ shell.prefix(f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PY
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/jobs.smk"
+include: "workflow/rules/planned.smk"
 
 
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.
