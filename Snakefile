@@ -27,7 +27,8 @@ shell.prefix(f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PY
 
 
 include: "workflow/rules/common.smk"
-include: "workflow/rules/jobs.smk"
+include: "workflow/rules/specs.smk"
+include: "workflow/rules/inputs.smk"
 include: "workflow/rules/planned.smk"
 
 

@@ -1,0 +1,166 @@
+"""What a job waits for and how much of the machine it takes, from its wildcards alone; no rules."""
+
+ON_A_BACKBONE: dict[str, set[Path]] = {}
+"""By backbone, the outputs that need it and that this run's targets lead to."""
+
+
+def backbones_to_run() -> list[BackboneSpec]:
+    """The backbones for which something that needs them is missing."""
+    return [BACKBONES[name] for name, outputs in ON_A_BACKBONE.items() if not all(map(Path.exists, outputs))]
+
+
+def here(path: str) -> str:
+    """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
+    return os.path.relpath(ROOT / path)
+
+
+def assets_for(output: str) -> Callable[[Any], str]:
+    """The assets manifest as input of a job that needs its backbone to make `output`."""
+
+    def assets(wildcards: Any) -> str:
+        study_of(wildcards)
+        ON_A_BACKBONE.setdefault(wildcards.backbone, set()).add(Path(output.format(**dict(wildcards.items()))))
+        return str(ASSETS)
+
+    return assets
+
+
+def assets_for_variants(wildcards: Any) -> str:
+    for output in VARIANTS:
+        assets_for(output)(wildcards)
+    return str(ASSETS)
+
+
+def assets_for_prompts(wildcards: Any) -> str:
+    labels = sorted({backbone.tokenizer for backbone in BACKBONES.values()})
+    known("tokenizer", wildcards.tokenizer, labels, "config/config.yaml")
+    name = tokenizer_owner(wildcards.tokenizer).study
+    study, where = STUDIES[name], f"config/studies/{name}.yaml"
+    known("benchmark", wildcards.benchmark, study["benchmarks"], where)
+    known("length", wildcards.length, benchmark_lengths(study, wildcards.benchmark), where)
+    return str(ASSETS)
+
+
+def prompts_of(wildcards: Any) -> str:
+    tokenizer = backbone_of(wildcards).tokenizer
+    return PROMPTS.format(benchmark=wildcards.benchmark, tokenizer=tokenizer, length=wildcards.length)
+
+
+def phi_of(wildcards: Any) -> str:
+    """The main maps."""
+    return PHI.format(backbone=wildcards.backbone, maps=study_of(wildcards)["maps"]["main"])
+
+
+def phi_of_group(wildcards: Any) -> list[str]:
+    labels = group_maps(study_of(wildcards), wildcards.group)
+    return expand(PHI, backbone=wildcards.backbone, maps=labels)
+
+
+def phi_at_length(wildcards: Any) -> list[str]:
+    return expand(PHI, backbone=wildcards.backbone, maps=maps_at(study_of(wildcards), wildcards.length))
+
+
+def generations_of(wildcards: Any) -> list[str]:
+    """The main arms, and for a comparison those of its maps as well."""
+    study = study_of(wildcards)
+    tasks = task_files(study, wildcards.benchmark, wildcards.length)
+    groups = ["main"]
+    if compared := wildcards.get("comparison"):
+        group = "mismatch" if compared == "mismatch" else "ablation"
+        groups += [group] if group_maps(study, group) else []
+    return expand(GENERATIONS, **dict(wildcards.items()), group=groups, tasks=tasks)
+
+
+def mismatch_of(wildcards: Any) -> list[str]:
+    lengths = study_of(wildcards)["mismatch"]["lengths"]
+    return expand(COMPARED, comparison="mismatch", benchmark="ruler", backbone=wildcards.backbone, length=lengths)
+
+
+def ablation_of(wildcards: Any) -> list[str]:
+    known("ablation", wildcards.ablation, config["ablations"], "config/config.yaml")
+    ablations = study_of(wildcards)["ablations"]
+    return expand(
+        COMPARED,
+        comparison=wildcards.ablation,
+        benchmark=ablations["benchmarks"],
+        backbone=wildcards.backbone,
+        length=ablations["length"],
+    )
+
+
+def results_of(wildcards: Any) -> list[str]:
+    """The result CSVs that a table shows."""
+    study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
+    known("table", wildcards.label, study["tables"], f"config/studies/{wildcards.study}.yaml")
+    if wildcards.label == "cross_length_mismatch":
+        return expand(MISMATCH, backbone=study["mismatch"]["backbones"])
+    if comparison := ABLATION_TABLES.get(wildcards.label):
+        return expand(ABLATION, ablation=comparison, backbone=study["ablations"]["backbones"])
+    shown = [name for name in TABLE_BENCHMARKS[wildcards.label] if name in study["benchmarks"]]
+    return [
+        path
+        for benchmark in shown
+        for path in expand(
+            RESULTS,
+            benchmark=benchmark,
+            backbone=backbones_of(wildcards.study),
+            length=benchmark_lengths(study, benchmark),
+        )
+    ]
+
+
+def heads_of(wildcards: Any) -> str:
+    return HEADS.format(**figure_of(wildcards))
+
+
+def figure_of(wildcards: Any) -> dict[str, str]:
+    study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
+    known("figure", wildcards.label, study["figures"], f"config/studies/{wildcards.study}.yaml")
+    return study["figures"][wildcards.label]
+
+
+def figure_title(wildcards: Any) -> str:
+    shown = figure_of(wildcards)
+    return f"{config['backbones'][shown['backbone']]['title']}, {shown['corpus']}, {shown['length']}"
+
+
+def study_results(study: str) -> list[str]:
+    """Every result CSV of a study."""
+    protocol, names = STUDIES[study], backbones_of(study)
+    mismatch, ablations = protocol["mismatch"], protocol["ablations"]
+    compared = [*mismatch["lengths"]] * bool(mismatch["backbones"]) + [ablations["length"]] * bool(
+        ablations["backbones"]
+    )
+    return [
+        *(
+            RESULTS.format(benchmark=benchmark, backbone=name, length=length)
+            for benchmark in protocol["benchmarks"]
+            for name in names
+            for length in benchmark_lengths(protocol, benchmark)
+        ),
+        *expand(MISMATCH, backbone=mismatch["backbones"]),
+        *expand(ABLATION, ablation=config["ablations"], backbone=ablations["backbones"]),
+        *expand(MAP_ERRORS, backbone=mismatch["backbones"] or ablations["backbones"], length=dict.fromkeys(compared)),
+    ]
+
+
+def study_targets(study: str) -> list[str]:
+    """Everything that `all` makes for a study."""
+    figures = expand(f"{FIGURE}.{{kind}}", study=study, label=STUDIES[study]["figures"], kind=["pdf", "png"])
+    return [*study_results(study), *expand(TABLE, study=study, label=STUDIES[study]["tables"]), *figures]
+
+
+# ---- resources -------------------------------------------------------------------------------------------------------
+
+
+def gpus(wildcards: Any) -> int:
+    return int(preflight.needs_gpu(backbone_of(wildcards)))
+
+
+def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:
+    """One number for jobs that ask for a GPU and one for jobs that do not."""
+
+    def choose(wildcards: Any) -> int:
+        return there if gpus(wildcards) else otherwise
+
+    return choose
