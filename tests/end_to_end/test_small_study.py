@@ -88,7 +88,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         benchmarks=benchmarks, phi=phi,
         mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
         diagnostics={"packs": 1, "queries": 2, "lengths": ["1k"]},
-        figures={"entropy_gain": {"backbone": "tiny", "corpus": "wiki", "length": "1k"}},
+        recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
+        figures={
+            "entropy_gain": {"backbone": "tiny", "corpus": "wiki", "length": "1k"},
+            "training_curves": {"backbone": "tiny", "maps": ["512", "1k"]},
+            "recipe_costs": {"backbone": "tiny"},
+        },
     )  # fmt: skip
     return folder
 

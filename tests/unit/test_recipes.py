@@ -26,8 +26,10 @@ ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
 NUMERIC = {
     "prompts": [f"benchmarks/{n}.py" for n in
                 ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories")],
-    "train": [*MODEL, "backbones/corpora.py", "core/accounting.py", "core/objectives.py",
-              *(f"training/{n}.py" for n in ("initialise", "teacher", "trainer"))],
+    "train": [*MODEL, "backbones/corpora.py", "core/accounting.py", "core/measures.py", "core/objectives.py",
+              "core/output_matching.py", "core/score_matching.py", "core/selection.py",
+              *(f"training/{n}.py" for n in ("held_out", "initialise", "learner", "losses", "passes", "processes",
+                                             "side_by_side", "teacher", "trainer"))],
     "generate": [*MODEL, *ACCOUNTING, "core/estimators.py", "backbones/decoder.py", "backbones/engine.py",
                  "benchmarks/generate.py", "benchmarks/scorers.py"],
     "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",

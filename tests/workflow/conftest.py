@@ -22,7 +22,8 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     for name in ("config", "workflow"):
         shutil.copytree(ROOT / name, folder / name)
-    shutil.copy(ROOT / "Snakefile", folder)
+    for name in ("Snakefile", "environment.yml"):
+        shutil.copy(ROOT / name, folder)
     (folder / "src").symlink_to(ROOT / "src")
     (folder / "paper_tables").symlink_to(ROOT / "paper_tables")
     return folder

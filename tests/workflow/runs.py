@@ -38,8 +38,9 @@ class Run:
 
     @property
     def commands(self) -> list[list[str]]:
-        """Arguments of every `python -m residual_mass`, in sorted order."""
-        lines = re.findall(r"^Shell command: python -m residual_mass (.*) > \S+ 2>&1$", self.output, re.MULTILINE)
+        """Arguments of every `python -m residual_mass` (or `torchrun -m residual_mass`), in sorted order."""
+        start = r"^Shell command: (?:python|torchrun --standalone --nproc-per-node \d+) -m residual_mass "
+        lines = re.findall(rf"{start}(.*) > \S+ 2>&1$", self.output, re.MULTILINE)
         return sorted(shlex.split(line.replace('"$(dirname ', "").replace(')"', "")) for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from residual_mass.specs import (
     ScoreSpec,
     TableSpec,
     TrainSpec,
+    VariantSpec,
     parse_spec,
     to_json,
     tokens_of,
@@ -52,13 +54,13 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
-    "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 2, "table": 7, "figure": 1,
+    "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 2, "table": 7, "figure": 2,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
-    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 3, "table": 7, "figure": 1,
+    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 3, "table": 7, "figure": 2,
 }  # fmt: skip
 
 
@@ -119,8 +121,9 @@ def test_the_ablations_change_one_thing_each(studies: dict[str, Run]) -> None:
     assert changed == {
         "dphi_32": (True, False), "dphi_128": (True, False), "hedgehog_map": (True, False),
         "lolcats_loss": (False, True), "kl_only": (False, True), "aux_only": (False, True),
+        "residual_loss": (False, True),
     }  # fmt: skip
-    ablated = [s for s in specs(studies["paper"], "generate", GenerateSpec) if len(s.maps) == 7]
+    ablated = [s for s in specs(studies["paper"], "generate", GenerateSpec) if len(s.maps) == 8]
     assert len(ablated) == 13 + 5 and {s.length for s in ablated} == {"4k"}
     for s in ablated:
         assert [arm.maps for arm in s.arms] == ["4k", *(f"4k-{v.label}" for v in variants)]
@@ -158,6 +161,97 @@ def test_what_must_survive_an_interrupted_job_is_no_declared_output(studies: dic
     count = sum(counts[rule] for counts in jobs for rule in ("train", "train_variants", "generate"))
     assert len(set(kept)) == len(kept) == count
     assert not set(kept) & set(outputs)
+
+
+@pytest.mark.parametrize(
+    ("study", "recipes", "lengths"),
+    [
+        ("mini", ["no_replay", "ours", "residual"], ["1k", "2k"]),
+        ("paper", ["study", "fast", "fast_residual"], ["4k"]),
+    ],
+)
+def test_recipes_change_what_they_say_of_the_study(
+    study: str, recipes: list[str], lengths: list[str], tmp_path: Path, studies: dict[str, Run]
+) -> None:
+    run = dry_run(tmp_path, "recipes", "--config", f"study={study}")
+    jobs = {"assets": 1, "train_recipe": len(recipes) * len(lengths), "recipe_logs": len(lengths), "figure": 1}
+    assert run.jobs == {**jobs, "recipes": 1, "total": sum(jobs.values()) + 1}, run.output
+    trained = specs(run, "train", TrainSpec)
+    assert {(s.name, s.length) for s in trained} == {(name, length) for name in recipes for length in lengths}
+    assert all([v.label for v in s.variants] == [s.name] and s.seed == 0 for s in trained)
+    files = {f"results/recipes/{name}_{trained[0].backbone.name}_{length}_0" for name in recipes for length in lengths}
+    assert {path for given in told(run, "train") for path in given["out"]} == {f"{file}.safetensors" for file in files}
+    assert {path for given in told(run, "join-training") for path in given["logs"]} == {f"{f}.csv" for f in files}
+    own = {s.length: s for s in specs(studies[study], "train", TrainSpec) if len(s.variants) == 1}
+    for s in trained:
+        assert (same_training(s) == same_training(own[s.length])) == (s.name == "study")
+
+
+def same_training(spec: TrainSpec) -> TrainSpec:
+    """The spec without the label of what it trains."""
+    variants = tuple(VariantSpec("", v.map, v.objective) for v in spec.variants)
+    return dataclasses.replace(spec, name="", variants=variants)
+
+
+def test_recipes_are_merged_key_by_key(tmp_path: Path) -> None:
+    run = dry_run(tmp_path, *(f"results/recipes/{name}.csv" for name in ("paper_smol_1k_0", "study_smol_1k_7")))
+    paper, study = sorted(specs(run, "train", TrainSpec), key=lambda s: s.name)
+    assert (paper.seed, study.seed) == (0, 7)
+    changed = {f.name for f in dataclasses.fields(TrainSpec) if getattr(paper, f.name) != getattr(study, f.name)}
+    assert changed == {
+        "name", "variants", "steps", "learning_rate", "schedule", "warmup_steps", "query_window", "replay",
+        "eval_every", "seed",
+    }  # fmt: skip
+    (of_paper,), (of_study,) = paper.variants, study.variants
+    assert of_paper.map == dataclasses.replace(of_study.map, init="default")
+    assert of_paper.objective == dataclasses.replace(of_study.objective, lambda_kl=0.99)
+    assert run.jobs == {"assets": 1, "train_recipe": 2, "total": 3}
+
+
+def set_phi(checkout: Path, study: str, **changes: Any) -> None:
+    path = checkout / "config" / "studies" / f"{study}.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["phi"] |= changes
+    path.write_text(yaml.safe_dump(content))
+
+
+def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
+    targets = [f"results/phi/{name}.safetensors" for name in ("1b_4k", "1b_4k-kl_only", "smol_1k")]
+    targets.append("results/recipes/residual_1b_4k_0.csv")
+    alone = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
+    for study in ("mini", "paper"):
+        set_phi(checkout, study, gpus=2)
+    refused = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
+    line = "config/studies/mini.yaml: phi: sequences_per_step (1) is not a multiple of gpus (2), which share them out;"
+    assert (refused.code, refused.said) == (1, [f"{line} change one of the two"])
+    for study in ("mini", "paper"):
+        set_phi(checkout, study, gpus=2, sequences_per_step=4)
+    run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
+    # The mini study's backbone runs on the CPU, in one process.
+    assert launchers(run) == ["python", *["torchrun --standalone --nproc-per-node 2"] * 3], run.output
+    on_one = dry_run(checkout, *targets, "--resources", "gpu=1", snakefile=checkout / "Snakefile")
+    assert launchers(on_one) == ["python"] * 4 and on_one.commands == run.commands
+    assert {s.sequences_per_step for s in specs(run, "train", TrainSpec)} == {4}
+    assert [set(given) for given in told(run, "train")] == [set(given) for given in told(alone, "train")]
+
+
+def launchers(run: Run) -> list[str]:
+    return sorted(re.findall(r"^Shell command: (.*?) -m residual_mass train ", run.output, re.MULTILINE))
+
+
+def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:
+    set_phi(checkout, "paper", sequences_per_step=2)
+    made = ["results/phi/1b_4k.safetensors", "results/training_1b_4k.csv", "results/assets/manifest.json"]
+    for path in made:
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / path).write_text("{}")
+    snakefile = checkout / "Snakefile"
+    touched = snakemake(checkout, "--cores", "1", "--touch", "--force", made[0], snakefile=snakefile)
+    assert touched.code == 0, touched.output
+    set_phi(checkout, "paper", sequences_per_step=2, gpus=2)
+    assert dry_run(checkout, made[0], snakefile=snakefile).commands == []
+    set_phi(checkout, "paper", sequences_per_step=4, gpus=2)
+    assert len(dry_run(checkout, made[0], snakefile=snakefile).commands) == 1
 
 
 def kept_files(run: Run, stage: str) -> list[str]:

@@ -26,6 +26,16 @@ TARGETS = [
         "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation",
     ),
     ("results/longbench_smol_1k.csv", "length '1k' is not in config/studies/mini.yaml, which has 2k"),
+    (
+        "results/recipes/quick_smol_1k_0.csv",
+        "recipe 'quick' is not in config/config.yaml, which has study, no_replay, paper, ours, residual, "
+        "residual_more_queries, residual_whole_sequence, residual_curriculum, fast, fast_residual",
+    ),
+    ("results/recipes_smol_4k.csv", "maps '4k' is not in config/studies/mini.yaml, which has 512, 1k, 2k"),
+    (
+        "paper_tables/mini/figures/heat.pdf",
+        "figure 'heat' is not in config/studies/mini.yaml, which has entropy_gain, training_curves, recipe_costs",
+    ),
     ("results/ablation_width_1b.csv", "ablation 'width' is not in config/config.yaml, which has dphi, loss"),
     ("paper_tables/small/ruler_sweep.tex", "study 'small' is not in config/studies, which has mini, paper"),
 ]
@@ -65,6 +75,24 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "configuration: variants.narrow.map: Additional properties are not allowed ('d_phy' was unexpected)",
     ),
     ({"variants": {"ours": {}}}, "configuration: variants: 'ours' does not match"),
+    (
+        {"recipes": {"quick": {"step": 10}}},
+        "configuration: recipes.quick: Additional properties are not allowed ('step' was unexpected)",
+    ),
+    ({"recipes": {"quick": {"map": {"d_phy": 8}}}}, "configuration: recipes.quick.map: Additional properties are not"),
+    (
+        {"recipes": {"quick": {"seed": 1}}},
+        "configuration: recipes.quick.seed: seeds are those of recipes.seeds in config/studies; remove it",
+    ),
+    (
+        {"recipes": {"quick": {"gpus": 2}}},
+        "config/studies/mini.yaml: phi, as recipe fast changes it: sequences_per_step (1) is not a multiple of gpus",
+    ),
+    (
+        {"recipes": {"study": {"curriculum": {"length": "4k", "share": 0.5}}}},
+        "config/studies/mini.yaml: phi, as recipe study changes it: curriculum.length (4k) is beyond the trained",
+    ),
+    ({"variants": {"wide": {"objective": {"budgets": []}}}}, "configuration: variants.wide.objective.budgets: [] "),
     ({"ablations": {"dphi": ["dphi_8"]}}, "configuration: ablations.dphi: dphi_8 is not ours and not one of dphi_32, "),
     (
         {"backbones": {"smol": {"study": "paper", "tokenizer": "llama32", "context": 65536}}},
@@ -143,7 +171,47 @@ def show_an_ablation_of_nothing(study: dict[str, Any]) -> None:
     study["ablations"]["backbones"] = []
 
 
+def share_out_unevenly(study: dict[str, Any]) -> None:
+    study["phi"] |= {"gpus": 2, "sequences_per_step": 3}
+
+
+def start_longer_than_trained(study: dict[str, Any]) -> None:
+    study["phi"]["curriculum"] = {"length": "1k", "share": 0.5}
+
+
+def start_without_a_share(study: dict[str, Any]) -> None:
+    study["phi"]["curriculum"] = {"length": "512"}
+
+
+def compare_an_unknown_recipe(study: dict[str, Any]) -> None:
+    study["recipes"]["names"] = ["quick"]
+
+
+def compare_recipes_at_an_untrained_length(study: dict[str, Any]) -> None:
+    study["recipes"]["lengths"] = ["4k"]
+
+
+def show_curves_of_untrained_maps(study: dict[str, Any]) -> None:
+    study["figures"]["training_curves"]["maps"] = ["1k", "4k"]
+
+
+def show_costs_of_no_recipes(study: dict[str, Any]) -> None:
+    study["recipes"]["backbones"] = []
+
+
+def ask_for_unknown_figure(study: dict[str, Any]) -> None:
+    study["figures"]["heat"] = {}
+
+
 STUDY_SLIPS = [
+    (share_out_unevenly, "phi: sequences_per_step (3) is not a multiple of gpus (2), which share them out; change one"),
+    (start_longer_than_trained, "phi: curriculum.length (1k) is beyond the trained length 512"),
+    (start_without_a_share, "phi.curriculum: 'share' is a required property"),
+    (compare_an_unknown_recipe, "recipes.names: quick is not one of study, no_replay, paper, "),
+    (compare_recipes_at_an_untrained_length, "recipes.lengths: 4k is not one of 512, 1k, 2k"),
+    (show_curves_of_untrained_maps, "figures.training_curves.maps: '4k' is not one of 512, 1k, 2k"),
+    (show_costs_of_no_recipes, "figures.recipe_costs.backbone: 'smol' is not one of none"),
+    (ask_for_unknown_figure, "figures: Additional properties are not allowed ('heat' was unexpected)"),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
@@ -178,13 +246,16 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     study["benchmarks"] = {"babilong": study["benchmarks"]["babilong"] | {"lengths": ["2k"]}}
     study["mismatch"]["backbones"], study["ablations"]["backbones"] = [], []
     study["tables"] = ["stress_1pct", "babilong_sweep"]
+    study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
+    study["recipes"]["backbones"] = []
     path.write_text(yaml.safe_dump(study))
     assert configuration_error(checkout) == ""
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
     assert run.jobs == {
-        "all": 1, "assets": 1, "prompts": 1, "train": 1, "generate": 1, "score": 1, "capture": 1, "table": 2,
-        "figure": 1, "total": 10,
+        "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "figure": 1,
+        "total": 10,
     }, run.output  # fmt: skip
+    assert dry_run(checkout, "recipes", snakefile=checkout / "Snakefile").jobs == {"recipes": 1, "total": 1}
 
 
 def test_a_study_that_is_no_yaml(checkout: Path) -> None:

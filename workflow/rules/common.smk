@@ -78,6 +78,8 @@ def contradictions() -> Iterator[str]:
     for name, rows in config["ablations"].items():
         if strange := sorted(set(rows) - {"ours", *config["variants"]}):
             yield f"configuration: ablations.{name}: {strange[0]} is not ours and not one of {', '.join(config['variants'])}"
+    for label in (label for label, changes in config["recipes"].items() if "seed" in changes):
+        yield f"configuration: recipes.{label}.seed: seeds are those of recipes.seeds in config/studies; remove it"
     for name in STUDIES:
         yield from study_contradictions(name)
 
@@ -94,6 +96,7 @@ def study_contradictions(name: str) -> Iterator[str]:
             except ValueError as error:
                 yield f"{where}: benchmarks.{benchmark}: {error}"
     yield from comparison_contradictions(name)
+    yield from training_contradictions(name)
     longest = tokens_of(study["maps"]["main"])
     lengths = [(f"length {length}", length) for length in (*evaluated_lengths(study), *captured["lengths"])]
     for what, length in [*lengths, (f"truncate_to: {study['truncate_to']}", study["truncate_to"])]:
@@ -114,10 +117,48 @@ def study_contradictions(name: str) -> Iterator[str]:
         if not (ROOT / f"paper_tables/templates/{label}.tex.j2").is_file():
             yield f"{where}: tables: {label} has no template paper_tables/templates/{label}.tex.j2"
     for label, figure in study["figures"].items():
-        shown = {"backbone": backbones_of(name), "corpus": captured["corpora"], "length": captured["lengths"]}
-        for key, options in shown.items():
-            if figure[key] not in options:
-                yield f"{where}: figures.{label}.{key}: {figure[key]!r} is not one of {', '.join(options)}"
+        shown = {
+            "backbone": study["recipes"]["backbones"] if label == COSTS else backbones_of(name),
+            "corpus": captured["corpora"],
+            "length": captured["lengths"],
+            "maps": study["maps"]["trained"],
+        }
+        for key, options in ((key, shown[key]) for key in figure):
+            for value in figure[key] if key == "maps" else [figure[key]]:
+                if value not in options:
+                    yield f"{where}: figures.{label}.{key}: {value!r} is not one of {', '.join(options) or 'none'}"
+
+
+def training_contradictions(name: str) -> Iterator[str]:
+    """Slips in how a study trains, its recipes included."""
+    where, study = f"config/studies/{name}.yaml", STUDIES[name]
+    recipes = study["recipes"]
+    for key, options in (
+        ("names", config["recipes"]),
+        ("backbones", backbones_of(name)),
+        ("lengths", study["maps"]["trained"]),
+    ):
+        for value in (value for value in recipes[key] if value not in options and recipes["backbones"]):
+            yield f"{where}: recipes.{key}: {value} is not one of {', '.join(options)}"
+    trainings = [("phi", study["phi"], study["maps"]["trained"])]
+    for label, changes in config["recipes"].items() if backbones_of(name) else ():
+        lengths = recipes["lengths"] if label in recipes["names"] and recipes["backbones"] else []
+        trainings.append((f"phi, as recipe {label} changes it", changed_phi(study, changes), lengths))
+    for what, phi, lengths in trainings:
+        if phi["sequences_per_step"] % phi["gpus"]:
+            yield (
+                f"{where}: {what}: sequences_per_step ({phi['sequences_per_step']}) is not a multiple of gpus "
+                f"({phi['gpus']}), which share them out; change one of the two"
+            )
+        short = phi["curriculum"] and min(lengths, key=tokens_of, default=None)
+        if short and tokens_of(phi["curriculum"]["length"]) > tokens_of(short):
+            yield f"{where}: {what}: curriculum.length ({phi['curriculum']['length']}) is beyond the trained length {short}"
+
+
+def changed_phi(study: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A study's phi with what a recipe changes of it: key by key, one level deeper in map, objective and replay."""
+    phi = study["phi"]
+    return phi | changes | {key: phi[key] | changes.get(key, {}) for key in ("map", "objective", "replay")}
 
 
 def comparison_contradictions(name: str) -> Iterator[str]:
@@ -170,6 +211,9 @@ def tokenizer_owner(tokenizer: str) -> BackboneSpec:
     return next(backbone for backbone in BACKBONES.values() if backbone.tokenizer == tokenizer)
 
 
+COSTS = "recipe_costs"
+"""The figure that shows recipes, which `all` does not train."""
+
 checked(config, "config", "configuration")
 STUDIES = {path.stem: load_study(path) for path in sorted((ROOT / "config/studies").glob("*.yaml"))}
 BACKBONES = {
@@ -212,6 +256,8 @@ def study_of(wildcards: Any) -> dict[str, Any]:
     }
     for kind in (kind for kind in options if kind in wildcards.keys()):
         known(kind, wildcards[kind], options[kind], where)
+    if "recipe" in wildcards.keys():
+        known("recipe", wildcards.recipe, config["recipes"], "config/config.yaml")
     if "tasks" in wildcards.keys():
         known("task file", wildcards.tasks, task_files(study, wildcards.benchmark, wildcards.length), where)
     return study

@@ -109,11 +109,24 @@ def results_of(wildcards: Any) -> list[str]:
     ]
 
 
-def heads_of(wildcards: Any) -> str:
-    return HEADS.format(**figure_of(wildcards))
+def recipe_logs_of(wildcards: Any) -> list[str]:
+    """The logs of every recipe and seed that a study compares."""
+    recipes = study_of(wildcards)["recipes"]
+    return expand(RECIPE_LOG, **dict(wildcards.items()), recipe=recipes["names"], seed=recipes["seeds"])
 
 
-def figure_of(wildcards: Any) -> dict[str, str]:
+def figure_data(wildcards: Any) -> list[str]:
+    """The files that a figure shows, in the order of its lines or rows."""
+    shown = figure_of(wildcards)
+    if wildcards.label == "training_curves":
+        return expand(TRAINING_LOG, **shown)
+    if wildcards.label == COSTS:
+        lengths = STUDIES[wildcards.study]["recipes"]["lengths"]
+        return expand(RECIPES_LOG, backbone=shown["backbone"], maps=lengths)
+    return expand(HEADS, **shown)
+
+
+def figure_of(wildcards: Any) -> dict[str, Any]:
     study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
     known("figure", wildcards.label, study["figures"], f"config/studies/{wildcards.study}.yaml")
     return study["figures"][wildcards.label]
@@ -121,7 +134,8 @@ def figure_of(wildcards: Any) -> dict[str, str]:
 
 def figure_title(wildcards: Any) -> str:
     shown = figure_of(wildcards)
-    return f"{config['backbones'][shown['backbone']]['title']}, {shown['corpus']}, {shown['length']}"
+    details = [shown[key] for key in ("corpus", "length") if key in shown]
+    return ", ".join([config["backbones"][shown["backbone"]]["title"], *details])
 
 
 def study_results(study: str) -> list[str]:
@@ -146,8 +160,19 @@ def study_results(study: str) -> list[str]:
 
 def study_targets(study: str) -> list[str]:
     """Everything that `all` makes for a study."""
-    figures = expand(f"{FIGURE}.{{kind}}", study=study, label=STUDIES[study]["figures"], kind=["pdf", "png"])
+    figures = figure_files(study, [label for label in STUDIES[study]["figures"] if label != COSTS])
     return [*study_results(study), *expand(TABLE, study=study, label=STUDIES[study]["tables"]), *figures]
+
+
+def recipe_targets(study: str) -> list[str]:
+    """Everything that `recipes` makes for a study."""
+    recipes = STUDIES[study]["recipes"]
+    figures = figure_files(study, [label for label in STUDIES[study]["figures"] if label == COSTS])
+    return [*expand(RECIPES_LOG, backbone=recipes["backbones"], maps=recipes["lengths"]), *figures]
+
+
+def figure_files(study: str, labels: list[str]) -> list[str]:
+    return expand(f"{FIGURE}.{{kind}}", study=study, label=labels, kind=["pdf", "png"])
 
 
 # ---- resources -------------------------------------------------------------------------------------------------------
@@ -155,6 +180,28 @@ def study_targets(study: str) -> list[str]:
 
 def gpus(wildcards: Any) -> int:
     return int(preflight.needs_gpu(backbone_of(wildcards)))
+
+
+def training_gpus(wildcards: Any) -> int:
+    """GPUs of one training job; none for a backbone that needs none, whatever the study says."""
+    return gpus(wildcards) * recipe_phi(wildcards)["gpus"]
+
+
+def training_memory(on_a_gpu: int, otherwise: int) -> Callable[[Any], int]:
+    """Every GPU has a process of its own, with the backbone's weights."""
+
+    def choose(wildcards: Any) -> int:
+        return on_a_gpu * training_gpus(wildcards) or otherwise
+
+    return choose
+
+
+def launcher(wildcards: Any, resources: Any) -> str:
+    """What starts a training's processes.
+
+    As a function of the resources it is no reason to train again: another number of GPUs leaves the spec as it is.
+    """
+    return "python" if resources.gpu < 2 else f"torchrun --standalone --nproc-per-node {resources.gpu}"
 
 
 def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:

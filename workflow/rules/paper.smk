@@ -1,6 +1,6 @@
 """Tables and figures of the paper.
 
-Needs: result tables, diagnostics.
+Needs: result tables, diagnostics, training logs.
 Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png
 """
 
@@ -35,7 +35,7 @@ rule table:
 
 rule figure:
     input:
-        data=heads_of,
+        data=figure_data,
     output:
         pdf=f"{FIGURE}.pdf",
         png=f"{FIGURE}.png",

@@ -22,6 +22,8 @@ def planned_training(study: str) -> Iterator[dict[str, Any]]:
             lengths |= set(protocol["mismatch"]["maps"])
         ablates = backbone in protocol["ablations"]["backbones"]
         lengths |= {protocol["ablations"]["length"]} if ablates else set()
+        curves = protocol["figures"].get("training_curves", {})
+        lengths |= set(curves["maps"]) if curves.get("backbone") == backbone else set()
         for length in sorted(lengths, key=tokens_of):
             named = Named(backbone=backbone, maps=length)
             yield planned(PHI.format(**named), json.loads(train_spec(named)))

@@ -1,8 +1,12 @@
 """The files of a job, and the spec that it is told, from its wildcards alone; no rules."""
 
 PHI = "results/phi/{backbone}_{maps}.safetensors"
+TRAINING_LOG = "results/training_{backbone}_{maps}.csv"
 PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json"
 VARIANTS = expand("results/phi/{{backbone}}_{{maps}}-{variant}.safetensors", variant=sorted(config["variants"]))
+RECIPE_PHI = "results/recipes/{recipe}_{backbone}_{maps}_{seed}.safetensors"
+RECIPE_LOG = "results/recipes/{recipe}_{backbone}_{maps}_{seed}.csv"
+RECIPES_LOG = "results/recipes_{backbone}_{maps}.csv"
 GENERATIONS = "results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl"
 RESULTS = "results/{benchmark}_{backbone}_{length}.csv"
 COMPARED = "results/compared/{comparison}/{benchmark}_{backbone}_{length}.csv"
@@ -106,29 +110,46 @@ def prompts_spec(wildcards: Any) -> str:
 
 def train_spec(wildcards: Any) -> str:
     """The study's own recipe."""
-    phi = study_of(wildcards)["phi"]
-    return training(wildcards, [{"label": "ours", "map": phi["map"], "objective": phi["objective"]}])
+    return training(wildcards, "study", study_of(wildcards)["phi"], {"ours": {}})
 
 
 def train_variants_spec(wildcards: Any) -> str:
-    phi = study_of(wildcards)["phi"]
-    variants = [
-        {"label": label} | {key: phi[key] | changes.get(key, {}) for key in ("map", "objective")}
-        for label, changes in sorted(config["variants"].items())
-    ]
-    return training(wildcards, variants)
+    return training(wildcards, "study", study_of(wildcards)["phi"], config["variants"])
 
 
-def training(wildcards: Any, variants: list[dict[str, Any]]) -> str:
+def train_recipe_spec(wildcards: Any) -> str:
+    """A named recipe under one seed."""
+    phi = recipe_phi(wildcards) | {"seed": int(wildcards.seed)}
+    return training(wildcards, wildcards.recipe, phi, {wildcards.recipe: {}})
+
+
+def recipe_phi(wildcards: Any) -> dict[str, Any]:
+    """How a job trains: as its study says, with what the recipe changes where it is of one."""
     study = study_of(wildcards)
+    recipe = wildcards.get("recipe")
+    return changed_phi(study, config["recipes"][recipe] if recipe else {})
+
+
+def training(wildcards: Any, name: str, phi: dict[str, Any], variants: dict[str, dict[str, Any]]) -> str:
+    """The spec of one training job.
+
+    Args:
+        phi: how it trains; its GPUs are a resource of the job and no part of the spec.
+        variants: what each of the maps changes of the map and the objective, by label.
+    """
+    apart = ("map", "objective", "gpus")
     return spec(
         TrainSpec,
+        name=name,
         backbone=protocol(wildcards)["backbone"],
         length=wildcards.maps,
-        variants=variants,
-        anchors=study["anchors"],
+        variants=[
+            {"label": label} | {key: phi[key] | changes.get(key, {}) for key in ("map", "objective")}
+            for label, changes in sorted(variants.items())
+        ],
+        anchors=study_of(wildcards)["anchors"],
         recipe=RECIPES["train"],
-        **{key: value for key, value in study["phi"].items() if key not in ("map", "objective")},
+        **{key: value for key, value in phi.items() if key not in apart},
     )
 
 

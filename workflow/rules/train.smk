@@ -2,7 +2,8 @@
 
 Needs: the assets; for backbones with source hub also the hub.
 Makes: results/phi/{backbone}_{maps}.safetensors, results/training_{backbone}_{maps}.csv,
-and the same of every variant of the ablations: results/phi/{backbone}_{maps}-{variant}.safetensors
+the same of every variant of the ablations: results/phi/{backbone}_{maps}-{variant}.safetensors,
+and of named recipes: results/recipes/{recipe}_{backbone}_{maps}_{seed}.safetensors and .csv, results/recipes_{backbone}_{maps}.csv
 """
 
 
@@ -11,7 +12,7 @@ rule train:
         assets=assets_for(PHI),
     output:
         phi=PHI,
-        csv="results/training_{backbone}_{maps}.csv",
+        csv=TRAINING_LOG,
     log:
         "logs/train/{backbone}_{maps}.log",
     benchmark:
@@ -20,17 +21,18 @@ rule train:
         "../../environment.yml"
     threads: 8
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(64000, 6000),
+        gpu=training_gpus,
+        mem_mb=training_memory(64000, 6000),
         runtime=with_gpu(10080, 120),
     params:
         spec=train_spec,
+        launcher=launcher,
         # Declared nowhere, for Snakemake deletes the declared outputs of a job that did not finish.
         checkpoint="results/phi/_checkpoints/{backbone}_{maps}.safetensors",
     message:
         "Training the feature maps of {wildcards.backbone} at {wildcards.maps}"
     shell:
-        'python -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        '{params.launcher} -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
         " --checkpoint {params.checkpoint} --out {output.phi} --log-csv {output.csv} > {log} 2>&1"
 
 
@@ -48,14 +50,55 @@ rule train_variants:
         "../../environment.yml"
     threads: 8
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(96000, 8000),
+        gpu=training_gpus,
+        mem_mb=training_memory(96000, 8000),
         runtime=with_gpu(10080, 240),
     params:
         spec=train_variants_spec,
+        launcher=launcher,
         checkpoint="results/phi/_checkpoints/{backbone}_{maps}-variants.safetensors",
     message:
         "Training the variants of {wildcards.backbone} at {wildcards.maps}, each teacher pass shared by all"
     shell:
-        'python -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        '{params.launcher} -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
         " --checkpoint {params.checkpoint} --out {output.phi} --log-csv {output.csv} > {log} 2>&1"
+
+
+use rule train as train_recipe with:
+    input:
+        assets=assets_for(RECIPE_PHI),
+    output:
+        phi=RECIPE_PHI,
+        csv=RECIPE_LOG,
+    log:
+        "logs/train/{recipe}_{backbone}_{maps}_{seed}.log",
+    benchmark:
+        "logs/train/{recipe}_{backbone}_{maps}_{seed}.tsv"
+    params:
+        spec=train_recipe_spec,
+        launcher=launcher,
+        checkpoint="results/recipes/_checkpoints/{recipe}_{backbone}_{maps}_{seed}.safetensors",
+    message:
+        "Training {wildcards.backbone} at {wildcards.maps} by the recipe {wildcards.recipe}, seed {wildcards.seed}"
+
+
+rule recipe_logs:
+    input:
+        logs=recipe_logs_of,
+    output:
+        RECIPES_LOG,
+    log:
+        "logs/join/recipes_{backbone}_{maps}.log",
+    benchmark:
+        "logs/join/recipes_{backbone}_{maps}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    message:
+        "Recipes of {wildcards.backbone} at {wildcards.maps}"
+    shell:
+        "python -m residual_mass join-training --logs {input.logs} --out {output} > {log} 2>&1"

@@ -84,9 +84,7 @@ class PhiMaps(nn.Module):
 
     def save(self, path: Path) -> None:
         facts = {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={HEADER: json.dumps(facts, sort_keys=True)})
+        write_safetensors(path, self.state_dict(), {HEADER: json.dumps(facts, sort_keys=True)})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> PhiMaps:
@@ -117,6 +115,15 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path}: no such file") from None
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: damaged safetensors file ({error}); delete it and make it again") from None
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Writes the file whole or leaves what was there; raises OSError naming it when that fails (a full disk)."""
+    with replacing(path) as temporary:
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise OSError(f"{path}: cannot be written ({error}); what was there before is kept") from None
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

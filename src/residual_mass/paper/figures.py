@@ -1,7 +1,10 @@
-"""Figures from diagnostics (Parquet): what each shows is computed in a function of its own, apart from the drawing."""
+"""Figures by their label, and the one from diagnostics (Parquet): what it shows is computed in a function of its own,
+apart from the drawing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +13,12 @@ from matplotlib.figure import Figure
 from pyarrow import ArrowInvalid
 
 from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, paper_style, save
+from residual_mass.paper.training_figures import (
+    draw_recipe_costs,
+    draw_training_curves,
+    recipe_costs_points,
+    training_curves_points,
+)
 
 HEAD = ["layer", "head"]
 BUDGET = ["k", "budget_percent"]
@@ -19,18 +28,17 @@ LINEAR_GAIN = 0.1
 
 
 def run(label: str, title: str, data: list[Path], pdf: Path, png: Path) -> None:
-    """Draws figure `label` from one diagnostics file, as PDF and PNG.
+    """Draws figure `label` from its data, as PDF and PNG.
 
     Raises:
         ValueError: the label is unknown, or the data are missing, incomplete or not numbers; names the file.
     """
-    if label != "entropy_gain":
-        raise ValueError(f"figure {label!r} is unknown; known is entropy_gain")
-    if len(data) != 1:
-        raise ValueError(f"figure {label} shows one diagnostics file, {len(data)} were given; pass one to --data")
-    points = entropy_gain_points(read_diagnostics(data[0], HEAD + BUDGET + ERRORS))
+    if label not in FIGURES:
+        raise ValueError(f"figure {label!r} is unknown; known are {', '.join(FIGURES)}")
+    points_of, draw = FIGURES[label]
+    points = points_of(data)
     with paper_style():
-        save(draw_entropy_gain(points, title), pdf, png)
+        save(draw(points, title), pdf, png)
 
 
 def read_diagnostics(path: Path, columns: list[str]) -> pd.DataFrame:
@@ -53,6 +61,13 @@ def read_diagnostics(path: Path, columns: list[str]) -> pd.DataFrame:
     if frame.empty:
         raise ValueError(f"{path}: has no rows; delete it and rerun the capture stage")
     return frame[columns]
+
+
+def read_entropy_gain(data: Sequence[Path]) -> pd.DataFrame:
+    """The points of one diagnostics file."""
+    if len(data) != 1:
+        raise ValueError(f"figure entropy_gain shows one diagnostics file, {len(data)} were given; pass one to --data")
+    return entropy_gain_points(read_diagnostics(data[0], HEAD + BUDGET + ERRORS))
 
 
 def entropy_gain_points(frame: pd.DataFrame) -> pd.DataFrame:
@@ -88,3 +103,11 @@ def _draw_heads(axis: Axes, heads: pd.DataFrame) -> None:
         axis.scatter(x, y, s=9, c=colour, marker=marker, alpha=0.6, linewidths=line_width)
     axis.margins(y=0.06)
     axis.axhline(0, color=GREY, linewidth=0.7, zorder=0)
+
+
+FIGURES: dict[str, tuple[Callable[[Sequence[Path]], pd.DataFrame], Callable[[pd.DataFrame, str], Figure]]] = {
+    "entropy_gain": (read_entropy_gain, draw_entropy_gain),
+    "training_curves": (training_curves_points, draw_training_curves),
+    "recipe_costs": (recipe_costs_points, draw_recipe_costs),
+}
+"""What a figure shows of its files, and the drawing of it."""

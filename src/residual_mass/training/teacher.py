@@ -6,28 +6,33 @@ Shape letters: Hq / Hkv = query / KV heads, Q = sampled query positions, L = key
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone
+from residual_mass.core.output_matching import Targets
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Rotary-applied queries [Hq, Q, D] at `positions` [Q], and all keys and values [Hkv, L, D] of one layer."""
+    """Rotary-applied queries [Hq, Q, D] that see the keys up to `positions` [Q], and all keys and values [Hkv, L, D] of
+    one layer, float32. Targets are there for objectives on attention outputs.
+    """
 
     queries: Tensor
     keys: Tensor
     values: Tensor
     positions: Tensor
     scale: float
+    targets: Targets | None = None
 
     def at(self, chosen: Tensor) -> LayerTrace:
         """The trace at a subset of its query positions, given as indices [q] into them."""
-        return LayerTrace(self.queries[:, chosen], self.keys, self.values, self.positions[chosen], self.scale)
+        targets = None if self.targets is None else self.targets.at(chosen)
+        return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
 
 
 class _LastLayerDone(Exception):
@@ -61,13 +66,10 @@ def stream_traces(
         pass
 
 
-def record_traces(backbone: Backbone, ids: Sequence[int], positions: Tensor, keep_values: bool) -> list[LayerTrace]:
-    """All layers' traces of one pass, for replay. Values, which most objectives never read, are kept on demand."""
+def record_traces(
+    backbone: Backbone, ids: Sequence[int], positions: Tensor, prepare: Callable[[LayerTrace], LayerTrace]
+) -> list[LayerTrace]:
+    """All layers' traces of one pass, each as `prepare` leaves it."""
     traces: list[LayerTrace] = []
-
-    def keep(_: int, trace: LayerTrace) -> None:
-        values = trace.values if keep_values else trace.values[:, :0]
-        traces.append(LayerTrace(trace.queries, trace.keys, values, trace.positions, trace.scale))
-
-    stream_traces(backbone, ids, positions, keep)
+    stream_traces(backbone, ids, positions, lambda _, trace: traces.append(prepare(trace)))
     return traces

@@ -1,18 +1,31 @@
-"""The gain figure shows the points that a slow reading of the rows gives, in reproducible bytes."""
+"""Figures show the points that a slow reading of the rows gives, in reproducible bytes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from sample_results import diagnostics
 
+from residual_mass.files import csv_text
 from residual_mass.paper.figures import draw_entropy_gain, entropy_gain_points, run
+from residual_mass.paper.training_figures import (
+    LOOKS,
+    draw_recipe_costs,
+    draw_training_curves,
+    recipe_costs_points,
+    round_ticks,
+    training_curves_points,
+)
+from residual_mass.paper.training_log import COLUMNS, join
 
 
 def slow_points(frame: pd.DataFrame, k: int) -> list[tuple[float, float]]:
@@ -98,7 +111,167 @@ def test_a_cut_or_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_figure_and_two_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="figure 'nothing' is unknown; known is entropy_gain"):
+    with pytest.raises(ValueError, match="figure 'nothing' is unknown; known are entropy_gain, training_curves, "):
         run("nothing", "", [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
     with pytest.raises(ValueError, match="shows one diagnostics file, 2 were given"):
         run("entropy_gain", "", [tmp_path, tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+
+
+def log_rows(recipe: str = "study", seed: int = 0, ks: Sequence[int] = (1, 21), scale: float = 1.0) -> list[Row]:
+    """A log of three measurements, of which figures show the rows of all layers on wiki."""
+    rows = []
+    for number, (step, corpus, k, layer) in enumerate(product((0, 20, 30), ("wiki", "books"), ks, ("all", 0, 1))):
+        shown = corpus == "wiki" and layer == "all"
+        e_sub = scale * (2 - step / 20) / (1 + k) if shown else 100.0
+        rows.append({
+            "recipe": recipe, "variant": recipe, "seed": seed, "step": step, "seconds": f"{step * (1 + seed):.1f}",
+            "corpus": corpus, "k": k, "layer": layer, "e_topk": 1 / (1 + k), "e_sub": e_sub, "e_nosub": 1.1 * e_sub,
+            "heads_below_topk": 0.5, "kl": 1 + (60 - step) / 60 if shown else number, "log_z_error": "nan",
+        })  # fmt: skip
+    return rows
+
+
+def write_log(path: Path, *logs: list[Row]) -> Path:
+    path.write_text(csv_text(COLUMNS, [row for rows in logs for row in rows]))
+    return path
+
+
+def lines(axis: Axes) -> dict[str, list[tuple[float, float]]]:
+    """Points of a panel's lines by colour and style; a level has two."""
+    return {
+        f"{line.get_color()} {line.get_linestyle()} {line.get_linewidth()}": [
+            (float(x), float(y)) for x, y in line.get_xydata()
+        ]
+        for line in axis.lines
+    }
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> list[Path]:
+    """Logs of two lengths; at the shorter one two budgets have the same K."""
+    short = write_log(tmp_path / "training_smol_512.csv", log_rows(ks=(0, 0, 1)))
+    return [short, write_log(tmp_path / "training_smol_1k.csv", log_rows(ks=(1, 21, 62), scale=2))]
+
+
+def test_training_curves_show_the_errors_of_every_length(training: list[Path]) -> None:
+    points = training_curves_points(training)
+    assert len(points) == 3 * 2 + 3 * 3 and set(points["corpus"]) == {"wiki"}
+    figure = draw_training_curves(points, "a title")
+    assert [axis.get_title() for axis in figure.axes[:3]] == ["$K$ = 1", "$K$ = 0, 21", "$K$ = 1, 62"]
+    for axis, shown in zip(figure.axes, [{"1k": 1}, {"512": 0, "1k": 21}, {"512": 1, "1k": 62}], strict=False):
+        seen = lines(axis)
+        assert len(seen) == 3 * len(shown)
+        for length, k in shown.items():
+            look = LOOKS[["512", "1k"].index(length)]
+            curve = [(step, (2 - step / 20) / (1 + k) * (1 + (length == "1k"))) for step in (0, 20, 30)]
+            np.testing.assert_allclose(seen[f"{look.colour} - 1.2"], curve)
+            np.testing.assert_allclose(seen[f"{look.colour} - 0.5"], [(x, 1.1 * y) for x, y in curve])
+            np.testing.assert_allclose([y for _, y in seen[f"{look.colour} -- 0.8"]], 1 / (1 + k))
+    divergence = figure.axes[3]
+    for curve in lines(divergence).values():
+        np.testing.assert_allclose(curve, [(step, 1 + (60 - step) / 60) for step in (0, 20, 30)])
+    assert len(divergence.lines) == 2 and len(figure.axes) == 4
+
+
+def test_recipe_costs_are_relative_and_span_the_seeds(tmp_path: Path) -> None:
+    logs = [log_rows("paper", seed, scale=scale) for seed, scale in ((0, 1.0), (1, 1.5))] + [log_rows("no_replay")]
+    points = recipe_costs_points([write_log(tmp_path / "recipes_smol_1k.csv", *logs)])
+    assert len(points) == 2 * 2 * 2 and set(points["step"]) == {20, 30}  # no step without any time
+    paper = points[(points["recipe"] == "paper") & (points["k"] == 21)]
+    np.testing.assert_allclose(paper["seconds"], [30, 45])  # seed 1 takes twice the time of seed 0
+    np.testing.assert_allclose(paper["ratio"], [1.25, 0.625])
+    np.testing.assert_allclose(paper[["low", "high"]], [[1, 1.5], [0.5, 0.75]])
+    figure = draw_recipe_costs(points, "a title")
+    assert [axis.get_title() for axis in figure.axes] == ["1k, $K$ = 1", "1k, $K$ = 21"]
+    for axis in figure.axes:
+        level, *curves = axis.lines
+        assert set(level.get_ydata()) == {1} and level.get_linestyle() == "--"
+        np.testing.assert_allclose(curves[0].get_xydata(), [[30, 1.25], [45, 0.625]])
+        np.testing.assert_allclose(curves[1].get_xydata(), [[20, 1.0], [30, 0.5]])
+        assert axis.collections[0].get_datalim(axis.transData).y1 == pytest.approx(1.5)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["paper", "no replay"]
+
+
+def test_training_figures_are_the_same_bytes_twice(training: list[Path], tmp_path: Path) -> None:
+    costs = [write_log(tmp_path / f"recipes_smol_{length}.csv", log_rows()) for length in ("1k", "2k")]
+    for label, data in (("training_curves", training), ("recipe_costs", costs)):
+        made = []
+        for name in ("first", "second"):
+            run(label, "Costs $5 & more_", data, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
+            made.append((pdf.read_bytes(), png.read_bytes()))
+        assert made[0] == made[1] and made[0][0].startswith(b"%PDF") and b"CreationDate" not in made[0][0]
+
+
+def change(column: str, value: object) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: [rows[0] | {column: value}, *rows[1:]]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change("e_sub", "nan"), "e_sub holds 'nan', which is not a finite number; delete it and run the train stage"),
+        (change("k", "few"), "k holds 'few', which is not a whole number; delete it and run the train stage again"),
+        (change("seed", 1), "seed has 2 values, but a line shows one training; pass its own log"),
+        (lambda rows: [], "has no rows; delete it and run the train stage again"),
+        (lambda rows: [row for row in rows if row["layer"] != "all"], r"recipe study \(study, seed 0\) has no rows of"),
+    ],
+)
+def test_a_bad_log_is_refused(tmp_path: Path, edit: Callable[[list[Row]], list[Row]], message: str) -> None:
+    data = write_log(tmp_path / "training_smol_1k.csv", edit(log_rows()))
+    with pytest.raises(ValueError, match=f"^{data}: {message}"):
+        training_curves_points([data])
+
+
+def test_logs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    first = write_log(tmp_path / "training_smol_1k.csv", log_rows())
+    other = write_log(tmp_path / "training_smol_2k.csv", [row for row in log_rows() if row["corpus"] == "books"])
+    with pytest.raises(ValueError, match=f"^{other}: measured on books, but {first} on wiki"):
+        training_curves_points([first, other])
+    with pytest.raises(ValueError, match=f"^{first}: a second file of the length 1k"):
+        training_curves_points([first, first])
+    with pytest.raises(ValueError, match="log.csv: its name does not say the trained length"):
+        training_curves_points([write_log(tmp_path / "log.csv", log_rows())])
+    with pytest.raises(ValueError, match=r"training_smol_4k\.csv: no such file; run the train stage"):
+        training_curves_points([tmp_path / "training_smol_4k.csv"])
+    cut = tmp_path / "training_smol_8k.csv"
+    cut.write_text(first.read_text().rstrip("\n"))
+    with pytest.raises(ValueError, match=f"^{cut}: empty or cut short"):
+        training_curves_points([cut])
+
+
+def test_recipes_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipes_smol_1k.csv"
+    write_log(path, [row for row in log_rows() if row["step"] == 0])
+    with pytest.raises(ValueError, match=f"^{path}: recipe study has no row of more than 0 seconds"):
+        recipe_costs_points([path])
+    write_log(path, log_rows(), [row for row in log_rows("paper") if row["corpus"] == "books"])
+    with pytest.raises(ValueError, match=rf"^{path}: recipe paper \(paper, seed 0\) has no rows of layer all on wiki"):
+        recipe_costs_points([path])
+    write_log(path, change("e_topk", 0)(log_rows()))
+    with pytest.raises(ValueError, match=f"^{path}: e_topk is 0 somewhere"):
+        recipe_costs_points([path])
+    points = recipe_costs_points([write_log(path, *(log_rows(f"r{i}") for i in range(8)))])
+    with pytest.raises(ValueError, match="tells 7 lines apart, but 8 were given: r0, r1, "):
+        draw_recipe_costs(points, "")
+
+
+def test_logs_are_joined_and_a_training_counts_once(tmp_path: Path) -> None:
+    files = [write_log(tmp_path / f"{seed}.csv", log_rows("paper", seed)) for seed in (1, 0)]
+    join(files, out := tmp_path / "recipes_smol_1k.csv")
+    assert out.read_text() == files[0].read_text() + files[1].read_text().partition("\n")[2]
+    with pytest.raises(ValueError, match=rf"{files[0]}: recipe paper \(paper, seed 1\) is in {files[0]} as well"):
+        join([*files, files[0]], out)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0.5, 5, [0.5, 1, 2, 5]), (0.82, 1.33, [0.9, 1, 1.1, 1.2, 1.3]), (10, 20000, [10, 100, 1000, 10000])],
+)
+def test_ticks_are_round_numbers_within_the_range(low: float, high: float, ticks: list[float]) -> None:
+    np.testing.assert_allclose(round_ticks(low, high), ticks)

@@ -1,121 +1,63 @@
-"""The trainer on a tiny backbone: gradients, replay, resume, failure."""
+"""The trainer on a tiny backbone: objectives, replay, resume, several processes, failure."""
 
 from __future__ import annotations
 
-import csv
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.conftest import TINY
-from torch import Tensor
+from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 
-from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.core import objectives
-from residual_mass.core.feature_maps import log_kernel
-from residual_mass.core.support import retrieved_count
-from residual_mass.specs import AnchorSpec, MapSpec, ObjectiveSpec, ReplaySpec, TrainSpec, VariantSpec
-from residual_mass.training import trainer
+from residual_mass.files import read_csv
+from residual_mass.specs import (
+    CurriculumSpec,
+    MapSpec,
+    ObjectiveSpec,
+    ReplaySpec,
+    TrainSpec,
+    VariantSpec,
+    to_json,
+)
+from residual_mass.training import trainer as trainer_module
 from residual_mass.training.initialise import positive_random_features
+from residual_mass.training.learner import learning_rate
+from residual_mass.training.passes import Passes
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
-from residual_mass.training.trainer import Trainer, layer_loss, learning_rate
+from residual_mass.training.trainer import COLUMNS, Trainer
 
-LENGTH = 96
-
-
-OURS = VariantSpec("ours", MapSpec(d_emb=20, d_phi=8, init="positive_random_features"), ObjectiveSpec(lambda_kl=0.5))
+Files = tuple[Path, Path]
 
 
-def spec(**changes: object) -> TrainSpec:
-    base = TrainSpec(
-        backbone=TINY, length=str(LENGTH), corpora=("text",), steps=12, learning_rate=3e-3, weight_decay=1e-4,
-        schedule="cosine", warmup_steps=2, queries_per_step=5, query_window=0.5,
-        variants=(OURS,),
-        replay=ReplaySpec(pool=3, reuse=2), anchors=AnchorSpec(4, 16), eval_budgets=(30.0, 50.0), eval_every=4,
-        checkpoint_every=5, seed=0, recipe=1,
-    )  # fmt: skip
-    return replace(base, **changes)
-
-
-def corpus(backbone: Backbone, length: int = LENGTH) -> PackedDocuments:
-    documents = [f"Document {i} says {i * 7919 % 10007} things about {chr(97 + i % 26) * 9}." * 3 for i in range(40)]
-    return PackedDocuments("text", documents, backbone.tokenizer, length, seed=0)
-
-
-@pytest.fixture(scope="module")
-def held_out(tiny_backbone: Backbone) -> list[list[LayerTrace]]:
-    ids = corpus(tiny_backbone, LENGTH + 3).sequence(99)
-    traces = record_traces(tiny_backbone, ids, torch.arange(LENGTH, LENGTH + 3), keep_values=True)
-    return [[LayerTrace(t.queries, t.keys[:, :LENGTH], t.values[:, :LENGTH], t.positions, t.scale) for t in traces]]
-
-
-def make(backbone: Backbone, held_out: list[list[LayerTrace]], **changes: object) -> Trainer:
-    return Trainer(spec(**changes), backbone, corpus(backbone), held_out)
-
-
-def parameters(t: Trainer) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in t.learners[0].maps.named_parameters()}
-
-
-def test_layer_loss_is_the_mean_of_the_heads_own_losses(tiny_backbone: Backbone) -> None:
-    torch.manual_seed(0)
-    maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8)).double()
-    positions = torch.tensor([95, 60, 71])
-    trace = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), positions, True)[1]
-    trace = LayerTrace(trace.queries.double(), trace.keys.double(), trace.values.double(), positions, trace.scale)
-    weights = ObjectiveSpec(lambda_kl=0.3)
-    losses = []
-    for head in range(4):
-        log_q = maps.query[1](trace.queries)[head]
-        log_k = maps.key[1](trace.keys)[head // 2]  # heads 0, 1 read KV head 0
-        for row, position in enumerate(positions.tolist()):
-            keys = trace.keys[head // 2, : position + 1]
-            s = (keys @ trace.queries[head, row] * trace.scale)[None]
-            s_hat = log_kernel(log_q[row : row + 1], log_k[: position + 1])
-            x = objectives.shifted(s, s_hat, torch.ones_like(s, dtype=torch.bool))
-            losses.append(0.3 * objectives.kl_term(x, 10.0) + 0.7 * objectives.aux_term(x, 1.0, 2.0, 4.0, 12.0, 1.0))
-    torch.testing.assert_close(
-        layer_loss(maps, 1, trace, weights, AnchorSpec(), ()), torch.stack(losses).mean(), rtol=1e-10, atol=1e-12
-    )
-
-
-def test_residual_loss_is_the_error_that_is_measured(tiny_backbone: Backbone) -> None:
-    """Without the log-mass term it is e_sub of the diagnostics, with the anchors and K of what a query sees."""
-    torch.manual_seed(0)
-    maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8))
-    anchors, budgets = AnchorSpec(4, 16), (40.0, 60.0)
-    positions = torch.tensor([95, 60, 71])
-    trace = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), positions, True)[1]
-    errors = []
-    for column, position in enumerate(positions.tolist()):
-        seen = position + 1
-        row = trace.at(torch.tensor([column]))
-        for budget in budgets:
-            k = retrieved_count(budget, seen, 20)
-            assert 0 < k < seen - 20
-            measured = layer_measures(
-                maps, 1, row.queries, row.keys[:, :seen], row.values[:, :seen], row.scale, k, anchors
-            )
-            errors.append(measured["e_sub"].mean())
-    loss = layer_loss(maps, 1, trace, ObjectiveSpec(name="residual", weight_z=0.0), anchors, budgets)
-    torch.testing.assert_close(loss, torch.stack(errors).mean(), rtol=1e-4, atol=1e-6)
+def logged(trainer: Trainer, label: str | None = None) -> list[dict[str, Any]]:
+    """The log without its times."""
+    rows = [row for row in trainer.log_rows if label in (None, row["variant"])]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
 @pytest.mark.parametrize("name", ["ours", "kl", "aux", "lolcats", "residual"])
-def test_every_objective_moves_the_maps(tiny_backbone: Backbone, held_out: list[list[LayerTrace]], name: str) -> None:
-    t = make(tiny_backbone, held_out, variants=(replace(OURS, objective=ObjectiveSpec(name=name)),), steps=2)
+@pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(2, 3)], ids=["streamed", "replayed"])
+def test_every_objective_moves_the_maps(make: Make, files: Files, name: str, replay: ReplaySpec) -> None:
+    t = make(variants=(replace(OURS, objective=ObjectiveSpec(name=name)),), steps=2, replay=replay)
+    t._initialise()
     before = parameters(t)
-    t.train()
+    t.train(*files)
     assert all(bool((before[n] != p).any()) for n, p in parameters(t).items() if "key.0.out" in n)
 
 
 def test_streamed_training_is_training_on_the_recorded_traces(tiny_backbone: Backbone) -> None:
     ids, positions = corpus(tiny_backbone).sequence(1), torch.tensor([50, 95, 70])
-    recorded = record_traces(tiny_backbone, ids, positions, True)
+    recorded = record_traces(tiny_backbone, ids, positions, lambda trace: trace)
     seen: list[LayerTrace] = []
     stream_traces(tiny_backbone, ids, positions, lambda layer, trace: seen.append(trace))
     assert len(seen) == 3
@@ -126,80 +68,115 @@ def test_streamed_training_is_training_on_the_recorded_traces(tiny_backbone: Bac
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(3, 2), ReplaySpec(2, 5)])
+class Killed(BaseException):
+    pass
+
+
+def killed_at(trainer: Trainer, step: int) -> None:
+    """Makes the trainer die when it begins this step."""
+    update = trainer._update
+
+    def dying(checkpoint: Path) -> float:
+        if trainer.step == step:
+            raise Killed
+        return update(checkpoint)
+
+    trainer._update = dying  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replay": ReplaySpec(1, 1)},
+        {"replay": ReplaySpec(3, 2)},
+        {"replay": ReplaySpec(2, 5), "curriculum": CurriculumSpec("64", 0.5)},
+        {"sequences_per_step": 2, "replay": ReplaySpec(1, 3)},
+        {"variants": (replace(OURS, objective=ObjectiveSpec(name="residual")),)},
+    ],
+    ids=["streamed", "replayed", "curriculum", "two sequences", "residual"],
+)
 def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
-    tiny_backbone: Backbone, held_out: list[list[LayerTrace]], tmp_path: Path, replay: ReplaySpec
+    make: Make, files: Files, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    undisturbed = make(tiny_backbone, held_out, replay=replay)
-    undisturbed.train()
-    for stop in (5, 10):
-        checkpoint = tmp_path / f"{stop}.safetensors"
-        first = make(tiny_backbone, held_out, replay=replay)
-        update = first._update
-
-        def killed(first: Trainer = first, update=update, stop: int = stop) -> float:  # noqa: ANN001
-            if first.step == stop + 1:
-                raise KeyboardInterrupt
-            return update()
-
-        first._update = killed  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            first.train(checkpoint)
-        second = make(tiny_backbone, held_out, replay=replay)
+    undisturbed = make(**changes)
+    undisturbed.train(*files)
+    expected, log = parameters(undisturbed), logged(undisturbed)
+    for step in (6, 7, 9, 11):
+        checkpoint = tmp_path / f"{step}.safetensors"
+        first = make(**changes)
+        killed_at(first, step)
+        with pytest.raises(Killed):
+            first.train(checkpoint, files[1])
+        second = make(**changes)
         second.resume(checkpoint)
-        assert second.step == stop
-        second.train(checkpoint)
-        assert second.log_rows == undisturbed.log_rows
-        expected = parameters(undisturbed)
+        assert second.step == (5 if step < 10 else 10)
+        second.train(checkpoint, files[1])
+        assert logged(second) == log
         assert all(torch.equal(p, expected[name]) for name, p in parameters(second).items())
+    assert [row["step"] for row in read_csv(files[1], COLUMNS, "train")] == [str(row["step"]) for row in log]
 
 
-def test_a_checkpoint_of_another_spec_is_ignored(
-    tiny_backbone: Backbone, held_out: list[list[LayerTrace]], tmp_path: Path
-) -> None:
-    t = make(tiny_backbone, held_out, steps=5)
-    t.train(tmp_path / "c.safetensors")
-    other = make(tiny_backbone, held_out, steps=5, learning_rate=1e-4)
-    other.resume(tmp_path / "c.safetensors")
+def test_a_checkpoint_of_another_spec_is_ignored(make: Make, files: Files) -> None:
+    checkpoint, _ = files
+    t = make(steps=5)
+    t.train(*files)
+    other = make(steps=5, learning_rate=1e-4)
+    other.resume(checkpoint)
     assert other.step == 0
-    (tmp_path / "c.safetensors").write_bytes(b"half")
-    with pytest.raises(ValueError, match="c.safetensors: damaged"):
-        t.resume(tmp_path / "c.safetensors")
+    checkpoint.write_bytes(b"half")
+    with pytest.raises(ValueError, match="checkpoint.safetensors: damaged"):
+        t.resume(checkpoint)
 
 
-def test_training_lowers_the_held_out_error(tiny_backbone: Backbone, held_out: list[list[LayerTrace]]) -> None:
-    t = make(tiny_backbone, held_out, steps=60, eval_every=20, replay=ReplaySpec(8, 4))
-    t._log_held_out()
-    t.train()
-    rows = list(csv.DictReader([trainer.LOG_COLUMNS, *t.log_rows]))
+@pytest.mark.parametrize("objective", ["ours", "residual"])
+def test_training_lowers_the_held_out_error(make: Make, files: Files, objective: str) -> None:
+    variant = replace(OURS, objective=ObjectiveSpec(name=objective, lambda_kl=0.5))
+    t = make(variants=(variant,), steps=60, eval_every=20, replay=ReplaySpec(8, 4))
+    t.train(*files)
+    rows = [row for row in read_csv(files[1], COLUMNS, "train") if row["layer"] == "all"]
     first, last = rows[0], rows[-2]
-    assert first["k"] == last["k"] and first["e_topk"] == last["e_topk"]
+    assert (first["step"], last["step"]) == ("0", "60") and first["k"] == last["k"]
+    assert first["e_topk"] == last["e_topk"] and float(first["seconds"]) < float(last["seconds"])
     assert float(last["e_sub"]) < float(first["e_sub"])
     assert abs(float(last["log_z_error"])) < abs(float(first["log_z_error"]))
 
 
-def test_nan_stops_with_layer_and_step_and_keeps_the_checkpoint(
-    tiny_backbone: Backbone, held_out: list[list[LayerTrace]], tmp_path: Path
-) -> None:
-    t = make(tiny_backbone, held_out)
-    checkpoint = tmp_path / "c.safetensors"
-    save = t.save_checkpoint
+def poison_after_saving(trainer: Trainer, poison: Callable[[PhiMaps], None]) -> None:
+    save = trainer.save_checkpoint
 
-    def save_then_poison(path: Path) -> None:
+    def poisoned(path: Path) -> None:
         save(path)
-        t.learners[0].maps.query[2].out.data[0, 0, 0] = torch.nan
+        poison(trainer.learners[0].maps)
 
-    t.save_checkpoint = save_then_poison  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="ours: loss is nan in layer 2 at step 5"):
-        t.train(checkpoint)
-    fresh = make(tiny_backbone, held_out)
-    fresh.resume(checkpoint)
+    trainer.save_checkpoint = poisoned  # type: ignore[method-assign]
+
+
+def test_a_loss_that_is_nan_stops_with_its_place_and_keeps_the_checkpoint(make: Make, files: Files) -> None:
+    def poison(maps: PhiMaps) -> None:
+        maps.query[2].out.data[3, 0, 0] = torch.nan
+
+    t = make()
+    poison_after_saving(t, poison)
+    with pytest.raises(ValueError, match=r"ours: the loss is nan in layer 2, head 3, step 5 \(the last checkpoint"):
+        t.train(*files)
+    fresh = make()
+    fresh.resume(files[0])
     assert fresh.step == 5 and all(bool(p.isfinite().all()) for p in fresh.learners[0].maps.parameters())
+
+
+def test_a_gradient_that_is_infinite_stops_before_it_reaches_the_maps(make: Make, files: Files) -> None:
+    t = make(checkpoint_every=100)
+    t._initialise()
+    before = parameters(t)
+    t.learners[0].maps.key[1].out.register_hook(lambda g: g.index_fill(0, torch.tensor([1]), torch.inf))
+    with pytest.raises(ValueError, match=r"gradient of out is not finite in layer 1, key head 1, step 0 \(no check"):
+        t.train(*files)
+    assert all(torch.equal(p, before[name]) for name, p in parameters(t).items())
 
 
 def test_positive_random_features_match_the_mean_log_partition(tiny_backbone: Backbone) -> None:
     positions = torch.tensor([95, 60, 71, 50])
-    traces = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), positions, False)
+    traces = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), positions, lambda trace: trace)
     maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=32))
     positive_random_features(maps, traces, seed=0)
     for layer, trace in enumerate(traces):
@@ -214,42 +191,152 @@ def test_positive_random_features_match_the_mean_log_partition(tiny_backbone: Ba
             assert torch.stack(gaps).mean().abs() < 1e-4
 
 
-@pytest.mark.parametrize("pool", [ReplaySpec(1, 1), ReplaySpec(3, 2)])
+@pytest.mark.parametrize("pool", [ReplaySpec(1, 1), ReplaySpec(3, 2)], ids=["streamed", "replayed"])
 def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
-    tiny_backbone: Backbone, held_out: list[list[LayerTrace]], tmp_path: Path, pool: ReplaySpec
+    make: Make, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: ReplaySpec
 ) -> None:
-    hedgehog = MapSpec("hedgehog", d_phi=8)
+    residual = ObjectiveSpec(name="residual", budgets=(30.0,))
     variants = (
         OURS,
         VariantSpec("wide", replace(OURS.map, d_phi=12), OURS.objective),
-        VariantSpec("hedgehog", hedgehog, OURS.objective),
+        VariantSpec("hedgehog", MapSpec("hedgehog", d_phi=8), OURS.objective),
         VariantSpec("lolcats", OURS.map, ObjectiveSpec(name="lolcats")),
+        VariantSpec("residual", OURS.map, residual),
+        VariantSpec("residual_at_all", OURS.map, ObjectiveSpec(name="residual")),
     )
+    together = make(variants=variants, replay=pool)
     passes = []
-    text = corpus(tiny_backbone)
-    counted = type("Counted", (), {"sequence": lambda _, index: passes.append(index) or text.sequence(index)})()
-    together = Trainer(spec(variants=variants, replay=pool), tiny_backbone, counted, held_out)
-    together.train()
-    steps = range(12) if pool == ReplaySpec(1, 1) else range(6)
-    assert sorted(passes) == sorted([0, *steps] if pool == ReplaySpec(1, 1) else steps)
-    for variant, learner in zip(variants, together.learners, strict=True):
-        alone = make(tiny_backbone, held_out, variants=(variant,), replay=pool)
-        alone.train()
+    sequence = Passes._sequence
+    monkeypatch.setattr(Passes, "_sequence", lambda self, i, step: passes.append(i) or sequence(self, i, step))
+    together.train(*files)
+    streamed = pool == ReplaySpec(1, 1)
+    assert sorted(passes) == sorted([0, *range(12)] if streamed else range(6))
+    for i, variant in enumerate(variants):
+        alone = make(variants=(variant,), replay=pool)
+        alone.train(*files)
         alone.learners[0].maps.save(tmp_path / "alone.safetensors")
-        learner.maps.save(tmp_path / "together.safetensors")
+        together.learners[i].maps.save(tmp_path / "together.safetensors")
         assert (tmp_path / "alone.safetensors").read_bytes() == (tmp_path / "together.safetensors").read_bytes()
-        assert [row for row in together.log_rows if row.startswith(f"{variant.label},")] == alone.log_rows
+        assert logged(together, variant.label) == logged(alone)
 
 
 def test_learning_rate_schedules() -> None:
-    constant = spec(schedule="constant", warmup_steps=0)
+    constant = replace(SPEC, schedule="constant", warmup_steps=0)
     assert {learning_rate(constant, step) for step in range(12)} == {3e-3}
-    cosine = [learning_rate(spec(), step) for step in range(12)]
+    cosine = [learning_rate(SPEC, step) for step in range(12)]
     assert cosine[0] == pytest.approx(1.5e-3) and cosine[1] > cosine[2] > cosine[11] > 0
 
 
-def test_query_positions_come_from_the_final_share(tiny_backbone: Backbone) -> None:
-    t = make(tiny_backbone, [], query_window=0.25)
-    positions = t._positions(3, 10)
+def test_query_positions_come_from_the_final_share(make: Make) -> None:
+    passes = make(query_window=0.25).passes[0]
+    positions = passes._positions(3, 0, 10)
     assert len(set(positions.tolist())) == 10 and int(positions.min()) >= 72 and int(positions.max()) < LENGTH
-    assert not torch.equal(positions, t._positions(4, 10))
+    assert not torch.equal(positions, passes._positions(4, 0, 10))
+
+
+def test_a_curriculum_begins_with_the_front_of_each_sequence(make: Make) -> None:
+    passes = make(curriculum=CurriculumSpec("64", 0.5), replay=ReplaySpec(1, 1)).passes[0]
+    seen: dict[int, LayerTrace] = {}
+    for step in range(12):
+        passes.run(step, lambda layer, trace, step=step: seen.setdefault(step, trace))
+    assert [seen[step].keys.shape[1] for step in range(12)] == [64] * 6 + [LENGTH] * 6
+    assert all(32 <= int(p) < 64 for step in range(6) for p in seen[step].positions)
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+TWO = replace(
+    SPEC, corpora=("pydoc",), sequences_per_step=2, held_out=("wiki",), steps=4, replay=ReplaySpec(2, 2), eval_every=2,
+    checkpoint_every=3, variants=(OURS, replace(OURS, label="residual", objective=ObjectiveSpec(name="residual"))),
+)  # fmt: skip
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def assets(tiny_assets: Path) -> Path:
+    """The tiny backbone, and paragraphs to measure on."""
+    (tiny_assets / "qa").mkdir()
+    items = [{"context": [[f"Title {i}", [f"Paragraph {i} is about {i % 7}. " * 4]]]} for i in range(200)]
+    (tiny_assets / "qa" / "hotpotqa.json").write_text(json.dumps(items))
+    return tiny_assets
+
+
+def command(spec: TrainSpec, assets: Path, out: Path, processes: int = 1) -> list[str]:
+    """As the rule starts it."""
+    launcher = [sys.executable, "-m"]
+    if processes > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    flags = ["--spec", to_json(spec), "--assets", str(assets), "--checkpoint", str(out / "checkpoint.safetensors")]
+    maps = [str(out / f"{variant.label}.safetensors") for variant in spec.variants]
+    return [*launcher, "residual_mass", "train", *flags, "--log-csv", str(out / "log.csv"), "--out", *maps]
+
+
+def train(
+    spec: TrainSpec, assets: Path, out: Path, processes: int = 1, largest_file: int = -1
+) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end; no file may grow beyond `largest_file` bytes, where it is positive."""
+    out.mkdir(exist_ok=True)
+    return subprocess.run(
+        command(spec, assets, out, processes), capture_output=True, text=True, env=ENVIRONMENT, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)),
+    )  # fmt: skip
+
+
+def test_two_processes_train_what_one_does(assets: Path, tmp_path: Path) -> None:
+    for count in (1, 2):
+        done = train(TWO, assets, tmp_path / str(count), count)
+        assert done.returncode == 0, done.stderr
+    for variant in TWO.variants:
+        alone, both = (PhiMaps.load(tmp_path / n / f"{variant.label}.safetensors").state_dict() for n in "12")
+        for name, parameter in alone.items():
+            torch.testing.assert_close(both[name], parameter, rtol=1e-4, atol=1e-5)
+    alone_log, both_log = (read_csv(tmp_path / n / "log.csv", COLUMNS, "train") for n in "12")
+    assert len(alone_log) == len(both_log) == 3 * 2 * 2 * 4  # evaluations, variants, budgets, layers and all
+    for ours, expected in zip(both_log, alone_log, strict=True):
+        assert float(ours["e_sub"]) == pytest.approx(float(expected["e_sub"]), rel=1e-3)
+
+
+def test_sequences_that_cannot_be_shared_out_are_refused(assets: Path, tmp_path: Path) -> None:
+    done = train(replace(TWO, sequences_per_step=1), assets, tmp_path / "out", 2)
+    assert done.returncode != 0
+    assert "phi.sequences_per_step (1) must be a multiple of the 2 processes" in done.stderr
+
+
+def test_a_killed_run_and_a_full_disk_lose_nothing(assets: Path, tmp_path: Path) -> None:
+    """Killed after a checkpoint, resumed onto a disk that takes no second one, resumed again: the undisturbed maps.
+
+    A limit on the size of files stands for the full disk.
+    """
+    spec = replace(TWO, sequences_per_step=1, steps=60, eval_every=60, checkpoint_every=10)
+    assert train(spec, assets, tmp_path / "undisturbed").returncode == 0
+    out, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint.safetensors"
+    out.mkdir()
+    with subprocess.Popen(command(spec, assets, out), env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
+        while not checkpoint.exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+    kept = checkpoint.read_bytes()
+    full = train(spec, assets, out, largest_file=40_000)
+    assert full.returncode == 2
+    last = full.stderr.splitlines()[-1]
+    assert f"{checkpoint}: cannot be written" in last and "what was there before is kept" in last
+    assert checkpoint.read_bytes() == kept
+    assert {path.name for path in out.iterdir()} == {"checkpoint.safetensors", "log.csv"}
+    assert train(spec, assets, out).returncode == 0
+    assert not checkpoint.exists()
+    for variant in spec.variants:
+        name = f"{variant.label}.safetensors"
+        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def test_specs_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    def refused(match: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            trainer_module.run(replace(SPEC, **changes), tmp_path, tmp_path / "c", [tmp_path / "o"], tmp_path / "l")
+
+    refused("'poems' is unknown", corpora=("poems",))
+    refused("longer than the context", length="4k")
+    refused("phi.curriculum.length", curriculum=CurriculumSpec("128", 0.5))
+    refused("--out has 1 files", variants=(OURS, replace(OURS, label="b")))

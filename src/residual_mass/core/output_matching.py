@@ -1,0 +1,235 @@
+"""Objectives on attention outputs: their cost grows with the keys plus the queries, not with the product of both.
+
+The student's share of an output is a sum of phi(k) v^T over a prefix, multiplied by phi(q): exactly the summaries that
+decoding uses. So one pass over the keys serves every query position, and the retrieved tokens' share is subtracted as it
+is in decoding. What the teacher contributes is computed once per teacher pass (`exact_targets`).
+
+Shape letters: H = KV heads, Q = query positions, G = query heads of a KV head, S = supports, L = keys, D = value
+dimension, M = features, K = most tokens that a support retrieves. `D + 1`: values with a one appended, whose weighted
+sums are numerator and denominator at once.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from residual_mass.core.accounting import CLAMP_RELATIVE
+from residual_mass.core.measures import rel_l1
+from residual_mass.core.objectives import huber
+from residual_mass.core.selection import exhaustive_topk
+
+LEAST = -80.0
+"""Exponents are held above this: float32 has the exponential, and what underflows takes CPUs thirty times as long."""
+
+
+class Window(NamedTuple):
+    """The prefix of each query position: keys up to `last`, of which the first `sink` and the last `tail` are anchors."""
+
+    last: Tensor
+    """[Q] integer."""
+    sink: int
+    tail: int
+
+
+class Targets(NamedTuple):
+    """The teacher's side of every query row, in units of e^shift."""
+
+    shift: Tensor
+    """[H, Q, G] largest visible score."""
+    output: Tensor
+    """[H, Q, G, D] full attention."""
+    exact: Tensor
+    """[H, Q, G, S, D + 1] exact terms of each support: anchors and retrieved tokens."""
+    log_rest: Tensor
+    """[H, Q, G, S] log Z_R; -inf where the support leaves nothing."""
+    best: Tensor
+    """[H, Q, G, K] int32, mid-region keys in falling score order."""
+    ks: Tensor
+    """[Q, S] tokens that each support retrieves, |M| at most."""
+
+    def at(self, chosen: Tensor) -> Targets:
+        """The targets at a subset of the query positions, given as indices into them."""
+        of_rows = (self.shift, self.output, self.exact, self.log_rest, self.best)
+        return Targets(*(x[:, chosen] for x in of_rows), self.ks[chosen])
+
+    def of_supports(self, chosen: list[int]) -> Targets:
+        """The targets of some of the supports."""
+        exact, log_rest = self.exact[..., chosen, :], self.log_rest[..., chosen]
+        return self._replace(exact=exact, log_rest=log_rest, ks=self.ks[:, chosen])
+
+
+class Completion(NamedTuple):
+    """The student's residual terms, in units of e^unit."""
+
+    rest: Tensor
+    """[H, Q, G, S, D + 1] after subtraction; zero where the subtraction left nothing but rounding."""
+    whole: Tensor
+    """[H, Q, G, 1, D + 1] of the whole mid-region (NoSub)."""
+    unit: Tensor
+    """[H, Q, G], relative to the targets' shift."""
+
+
+@torch.no_grad()
+def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) -> Targets:
+    """What full attention gives, and the exact part of each support.
+
+    Args:
+        scores: [H, Q, G, L] of the teacher; values: [H, L, D].
+        ks: [Q, S] integer, tokens that the supports retrieve from the mid-region; more than |M| retrieves all of it.
+            S = 0 leaves full attention alone.
+    """
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    last = window.last[:, None, None]
+    visible = columns <= last  # [Q, 1, L]
+    mid = visible & (columns >= window.sink) & (columns <= last - window.tail)
+    shift = scores.masked_fill(~visible, -torch.inf).amax(-1)
+    weights = torch.where(visible, (scores - shift.unsqueeze(-1)).clamp_(LEAST, 0).exp_(), 0)
+    of_mid = weights * mid
+    values = _with_one(values)
+    ks = ks.minimum(mid.sum(-1))
+    most = ks.amax(-1, keepdim=True) if ks.shape[-1] else ks.new_zeros(len(ks), 1)
+    best = exhaustive_topk(scores, mid, most.expand(scores.shape[:-1]))
+    of_best = of_mid.gather(-1, best.indices).mul_(best.valid)
+    retrieved = _sum_of_first(of_best, ks, values, best.indices)
+    anchors = ((weights - of_mid).flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
+    total = (weights.flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
+    return Targets(
+        shift,
+        total[..., :-1] / total[..., -1:],
+        anchors.unsqueeze(-2) + retrieved,
+        _log_rest(of_mid, best.indices, ks),
+        best.indices.int(),
+        ks,
+    )
+
+
+def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Completion:
+    """Residual terms of every row and support; differentiable in log_query and log_key.
+
+    Args:
+        log_query: [H, Q, G, M] log phi_q; log_key: [H, L, M] log phi_k; values: [H, L, D].
+    """
+    values = _with_one(values)
+    ends = (window.last + 1 - window.tail).clamp_min(window.sink)
+    features, log_shift = _key_features(log_key[:, window.sink : int(ends.max())])
+    states = _prefix_sums(features, values[:, window.sink :], ends - window.sink)
+    weights, largest = _query_weights(log_query, log_shift)
+    whole = weights @ states
+    # All of the kernel to read a few entries: as many multiplications as reading those keys' features costs in memory.
+    kernel = (weights.flatten(1, 2) @ features.transpose(-1, -2)).unflatten(1, weights.shape[1:3])
+    best = targets.best.long()
+    # A slot that no support counts may point anywhere.
+    of_best = kernel.gather(-1, (best - window.sink).clamp(0, max(kernel.shape[-1] - 1, 0)))
+    taken = _sum_of_first(of_best, targets.ks, values, best)
+    rest = whole.unsqueeze(-2) - taken
+    kept = rest[..., -1:] > CLAMP_RELATIVE * whole[..., None, -1:]
+    return Completion(torch.where(kept, rest, 0), whole.unsqueeze(-2), largest - targets.shift)
+
+
+def residual_losses(completion: Completion, targets: Targets, weight_z: float, relative: bool = False) -> Tensor:
+    """Ours, not the paper's: what subtractive completion gets wrong, [H, Q, G], the mean over the supports.
+
+    Per support the relative l1 error of the completed output against full attention, plus `weight_z` times the Huber of
+    log Z_R hat - log Z_R. A support that leaves no residual contributes 0.
+
+    Args:
+        relative: divide a support's errors by TopK's mean error with it, over the rows at hand. Otherwise the supports
+            with the smallest K, where most is missing, take nearly all of the loss.
+    """
+    errors = output_errors(completion.rest, completion.unit, targets)
+    if relative:
+        dropped = output_errors(torch.zeros_like(completion.whole), completion.unit, targets)
+        errors = errors / dropped.mean((0, 1, 2)).clamp_min(1e-6)
+    gap = log_mass_error(completion, targets)
+    losses = errors + weight_z * huber(torch.where(gap.isfinite(), gap, 0), 1.0)
+    return torch.where(targets.log_rest > -torch.inf, losses, 0).mean(-1)
+
+
+def output_errors(residual: Tensor, unit: Tensor, targets: Targets) -> Tensor:
+    """[H, Q, G, S]: relative l1 error of the exact terms and `residual` [H, Q, G, 1 or S, D + 1] under one division."""
+    common = unit.clamp_min(0)[..., None, None]  # exact terms are in units of e^0, and neither may overflow
+    both = (
+        targets.exact * (-common).clamp_min(LEAST).exp()
+        + residual * (unit[..., None, None] - common).clamp_min(LEAST).exp()
+    )
+    return rel_l1(both[..., :-1] / both[..., -1:], targets.output.unsqueeze(-2))
+
+
+def log_mass_error(completion: Completion, targets: Targets) -> Tensor:
+    """[H, Q, G, S]: log Z_R hat - log Z_R; not finite where a support leaves nothing or the estimate was dropped."""
+    mass = completion.rest[..., -1]
+    estimated = torch.where(mass > 0, mass, 1).log() + completion.unit.unsqueeze(-1)
+    return torch.where(mass > 0, estimated, -torch.inf) - targets.log_rest
+
+
+def lolcats_losses(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Tensor:
+    """L_lolcats of every row, [H, Q, G]: mean squared error between feature-map attention over all visible keys and full
+    attention. Arguments as for `complete`.
+    """
+    features, log_shift = _key_features(log_key)
+    weights, _ = _query_weights(log_query, log_shift)
+    output = weights @ _prefix_sums(features, _with_one(values), window.last + 1)
+    return (output[..., :-1] / output[..., -1:] - targets.output).square().mean(-1)
+
+
+def _prefix_sums(features: Tensor, values: Tensor, ends: Tensor) -> Tensor:
+    """[H, Q, M, D + 1]: sum of phi(k) v^T over the first ends[i] keys, for every i."""
+    order = ends.argsort()
+    bounds = [0, *ends[order].tolist()]
+    widths = [stop - start for start, stop in pairwise(bounds)]
+    parts = zip(features[:, : bounds[-1]].split(widths, 1), values[:, : bounds[-1]].split(widths, 1), strict=True)
+    sums = torch.stack([f.transpose(-1, -2) @ v for f, v in parts], 1).cumsum(1)
+    return sums[:, order.argsort()]
+
+
+def _key_features(log_key: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [H, L, M] in [0, 1] and their log scale [H, M], as decoding keeps them."""
+    if not log_key.shape[1]:
+        return log_key, log_key.new_zeros(log_key.shape[0], log_key.shape[2])
+    log_shift = log_key.amax(1).detach()
+    return (log_key - log_shift.unsqueeze(1)).clamp_min(LEAST).exp(), log_shift
+
+
+def _query_weights(log_query: Tensor, log_shift: Tensor) -> tuple[Tensor, Tensor]:
+    """phi_q [H, Q, G, M] times the keys' scale, in units of e^(its largest entry [H, Q, G])."""
+    log_weights = log_query + log_shift[:, None, None]
+    largest = log_weights.amax(-1).detach()
+    return (log_weights - largest.unsqueeze(-1)).clamp_min(LEAST).exp(), largest
+
+
+def _with_one(values: Tensor) -> Tensor:
+    return F.pad(values, (0, 1), value=1.0)
+
+
+def _sum_of_first(weights: Tensor, ks: Tensor, values: Tensor, best: Tensor) -> Tensor:
+    """[H, Q, G, S, D + 1]: per support, the weighted sum of the values [H, L, D + 1] at its first K of `best`.
+
+    weights, best: [H, Q, G, K].
+    """
+    heads, length, width = values.shape
+    counted = weights.unsqueeze(-2) * (torch.arange(weights.shape[-1], device=ks.device) < ks.unsqueeze(-1)).unsqueeze(
+        1
+    )
+    rows = best + torch.arange(heads, device=best.device).mul(length).view(-1, 1, 1, 1)
+    rows = rows.unsqueeze(-2).expand(counted.shape)
+    if not counted.numel():
+        return values.new_zeros(*counted.shape[:-1], width)
+    sums = F.embedding_bag(
+        rows.flatten(0, -2), values.flatten(0, 1), mode="sum", per_sample_weights=counted.flatten(0, -2)
+    )
+    return sums.unflatten(0, counted.shape[:-1])
+
+
+def _log_rest(of_mid: Tensor, best: Tensor, ks: Tensor) -> Tensor:
+    """[H, Q, G, S]: log of the mid-region's mass that a support leaves, summed over what it leaves, not subtracted."""
+    rank = torch.arange(best.shape[-1], device=best.device)
+    rest = [
+        of_mid.scatter(-1, best, of_mid.gather(-1, best).mul_(rank >= k[:, None, None])).sum(-1).log()
+        for k in ks.unbind(-1)
+    ]
+    return torch.stack(rest, -1) if rest else of_mid.new_zeros(*of_mid.shape[:3], 0)

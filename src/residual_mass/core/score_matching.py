@@ -1,0 +1,266 @@
+"""The paper's weighted objective and its gradient, streamed over keys: memory grows with the block, not with L.
+
+Three passes over blocks of keys: the teacher's row maxima; the sums behind every term, hence the loss; the gradient in
+closed form, for which the blocks' scores are made again. Nothing of size [R, L] is ever kept.
+
+Shape letters: H = KV heads, R = query rows of a KV head (of all its query heads), L = keys, D = head dimension, M =
+features, B = keys of a block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residual_mass.core.objectives import MASKED, Weights, huber
+
+PAIRS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+"""Query-key pairs of a block: on CPUs what a core's cache holds, on GPUs enough to fill the device."""
+LEAST = -80.0
+"""Exponents are held above this: float32 has the exponential, and what underflows takes CPUs thirty times as long."""
+
+
+class Pairs(NamedTuple):
+    """A block's scores relative to the teacher's row maximum; r = r_hat = MASKED where a row does not see the key."""
+
+    rows: slice
+    """The rows that see any of the block; T of them."""
+    teacher: Tensor
+    """r [H, T, B]."""
+    student: Tensor
+    """r_hat [H, T, B]."""
+    kernel: Tensor
+    """z [H, T, B] in units of its row's and its key's largest feature."""
+    hidden: Tensor | None
+    """[T, B] bool; None where all of them see all of the block."""
+
+
+class Sums(NamedTuple):
+    """What the loss and its gradient need to know of a row's keys; all [H, R]."""
+
+    log_warm: Tensor
+    """log sum exp(r / tau)."""
+    log_warm_hat: Tensor
+    log_z: Tensor
+    """log sum exp(r)."""
+    log_z_hat: Tensor
+    crossed: Tensor
+    """Sum of exp(r / tau) (r - r_hat) / tau."""
+    in_band: Tensor
+    """Number of keys within the band, at least 1."""
+    top: Tensor
+    """Sum of Huber errors within the band."""
+    beyond: Tensor
+    """Number of visible keys beyond the band."""
+    false_positive: Tensor
+    """Sum of Huber errors beyond it."""
+
+
+class _Blocks:
+    """The score matrices of one layer, a block of keys at a time; rows are in rising order of `last`."""
+
+    def __init__(self, log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, last: Tensor, scale: float):
+        self.order = last.argsort()
+        self.last = last[self.order]
+        self.first_beyond = self.last.tolist()
+        self.queries, self.keys = queries[:, self.order] * scale, keys
+        log_query = log_query[:, self.order]
+        self.query_shift = log_query.amax(-1, keepdim=True)
+        self.key_shift = log_key.amax(-1)
+        self.query = (log_query - self.query_shift).clamp_min_(LEAST).exp_()
+        self.key = (log_key - self.key_shift.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+        self.width = max(16, PAIRS_AT_ONCE[queries.device.type] // (queries.shape[0] * queries.shape[1]))
+        self.maxima = self._maxima()
+
+    def __iter__(self) -> Iterator[slice]:
+        """Keys that every row sees come in blocks of their own: nothing needs to be hidden in these."""
+        all_see, length = self.first_beyond[0] + 1, self.first_beyond[-1] + 1
+        for start, stop in ((0, all_see), (all_see, length)):
+            for first in range(start, stop, self.width):
+                yield slice(first, min(first + self.width, stop))
+
+    def backwards(self) -> Iterator[slice]:
+        return reversed(list(self))
+
+    def pairs(self, block: slice) -> Pairs:
+        rows, hidden = self._visibility(block)
+        teacher = (self.queries[:, rows] @ self.keys[:, block].transpose(-1, -2)).sub_(self.maxima[:, rows])
+        floor = torch.finfo(teacher.dtype).tiny * 1e8  # so that 1 / z stays finite in the gradient
+        kernel = (self.query[:, rows] @ self.key[:, block].transpose(-1, -2)).clamp_min_(floor)
+        student = kernel.log().add_((self.query_shift - self.maxima)[:, rows]).add_(self.key_shift[:, None, block])
+        if hidden is not None:
+            teacher.masked_fill_(hidden, MASKED)
+            student.masked_fill_(hidden, MASKED)
+        return Pairs(rows, teacher, student, kernel, hidden)
+
+    def key_mass(self, block: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of a block that all its rows see, exp(r_hat) = z * mass * e^unit with mass [H, B] and unit [H, T]."""
+        shift = self.key_shift[:, block]
+        largest = shift.amax(-1, keepdim=True)
+        unit = (self.query_shift - self.maxima)[:, rows, 0] + largest
+        return (shift - largest).clamp_min_(LEAST).exp_(), unit
+
+    def _maxima(self) -> Tensor:
+        """[H, R, 1]."""
+        best = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
+        for block in self:
+            rows, hidden = self._visibility(block)
+            scores = self.queries[:, rows] @ self.keys[:, block].transpose(-1, -2)
+            if hidden is not None:
+                scores.masked_fill_(hidden, -torch.inf)
+            best[:, rows] = torch.maximum(best[:, rows], scores.amax(-1, keepdim=True))
+        return best
+
+    def _visibility(self, block: slice) -> tuple[slice, Tensor | None]:
+        rows = slice(bisect_left(self.first_beyond, block.start), None)
+        if block.stop <= self.first_beyond[rows.start] + 1:
+            return rows, None
+        columns = torch.arange(block.start, block.stop, device=self.last.device)
+        return rows, columns > self.last[rows].unsqueeze(-1)
+
+
+class _ScoreMatching(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        log_query: Tensor,
+        log_key: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        scale: float,
+        last: Tensor,
+        weights: Weights,
+    ) -> Tensor:
+        ctx.blocks = blocks = _Blocks(log_query, log_key, queries, keys, last, scale)
+        ctx.weights = weights
+        ctx.sums, ctx.newest = _sums(blocks, weights)
+        return torch.empty_like(blocks.maxima[..., 0]).index_copy_(1, blocks.order, _losses(ctx.sums, weights))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        blocks: _Blocks = ctx.blocks
+        for_query, for_key = torch.zeros_like(blocks.query), torch.zeros_like(blocks.key)
+        upstream, newest = upstream[:, blocks.order], ctx.newest
+        # From the last block to the first: the scores of the last one are still there, so one block is never made twice.
+        for block in blocks.backwards():
+            pairs = newest if newest is not None else blocks.pairs(block)
+            newest = None
+            slope = _slopes(blocks, block, pairs, ctx.sums, ctx.weights, upstream)
+            for_query[:, pairs.rows] += slope @ blocks.key[:, block]
+            for_key[:, block] = slope.transpose(-1, -2) @ blocks.query[:, pairs.rows]
+        ctx.newest = None
+        in_place = torch.empty_like(for_query).index_copy_(1, blocks.order, for_query.mul_(blocks.query))
+        return in_place, for_key.mul_(blocks.key), None, None, None, None, None
+
+
+def score_matching_losses(
+    log_query: Tensor,
+    log_key: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    last: Tensor,
+    weights: Weights,
+) -> Tensor:
+    """lambda_KL L_KL + lambda_top L_top + lambda_fp L_fp + lambda_Z L_Z of every row, [H, R].
+
+    Differentiable, once, in log_query and log_key.
+
+    Args:
+        log_query: [H, R, M] log phi_q of the rows; log_key: [H, L, M] log phi_k.
+        queries: [H, R, D]; keys: [H, L, D]; the teacher's scores are scale * q . k.
+        last: [R] integer, the last key that a row sees; at least 0.
+    """
+    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights)
+
+
+def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
+    """The rows' sums over all blocks, and the last block's scores."""
+    shape = blocks.queries.shape[:2]
+    warm, cold, crossed, in_band, top, false_positive = blocks.queries.new_zeros(6, *shape)
+    warm_hat, cold_hat = _RunningLogSum(shape, blocks.queries), _RunningLogSum(shape, blocks.queries)
+    for block in blocks:
+        pairs = blocks.pairs(block)
+        rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
+        share = (r / weights.tau).clamp_min_(LEAST).exp_()
+        gap = r - r_hat
+        warm[:, rows] += share.sum(-1)
+        crossed[:, rows] += share.mul_(gap).sum(-1)
+        cold[:, rows] += torch.clamp_min(r, LEAST, out=share).exp_().sum(-1)
+        largest = r_hat.amax(-1)
+        torch.sub(r_hat, largest.unsqueeze(-1), out=share).div_(weights.tau).clamp_min_(LEAST).exp_()
+        warm_hat.add(rows, share.sum(-1), largest / weights.tau)
+        if pairs.hidden is None:
+            mass, unit = blocks.key_mass(block, rows)
+            cold_hat.add(rows, (pairs.kernel @ mass.unsqueeze(-1)).squeeze(-1), unit)
+        else:
+            torch.sub(r_hat, largest.unsqueeze(-1), out=share).clamp_min_(LEAST).exp_()
+            cold_hat.add(rows, share.sum(-1), largest)
+        band = r >= -weights.band
+        in_band[:, rows] += band.sum(-1)
+        # A hidden key counts as a far one with r_hat = MASKED, where the false-positive error vanishes.
+        errors = huber(torch.where(band, gap, (r_hat + weights.band).clamp_min_(0)), weights.huber_delta)
+        false_positive[:, rows] += errors.sum(-1)
+        top[:, rows] += errors.mul_(band).sum(-1)
+    beyond = (blocks.last + 1 - in_band).clamp_min_(0)
+    sums = Sums(
+        warm.log(), warm_hat.value(), cold.log(), cold_hat.value(), crossed / weights.tau, in_band, top, beyond,
+        false_positive - top,
+    )  # fmt: skip
+    return sums, pairs
+
+
+class _RunningLogSum:
+    """log of a sum over blocks, in units of the largest exponent so far."""
+
+    def __init__(self, shape: torch.Size, like: Tensor):
+        self.unit, self.sum = like.new_full(shape, MASKED), like.new_zeros(shape)
+
+    def add(self, rows: slice, value: Tensor, unit: Tensor) -> None:
+        """Adds value * e^unit; both [H, T] of the rows."""
+        largest = torch.maximum(self.unit[:, rows], unit)
+        before = self.sum[:, rows] * (self.unit[:, rows] - largest).exp()
+        self.sum[:, rows] = before + value * (unit - largest).exp()
+        self.unit[:, rows] = largest
+
+    def value(self) -> Tensor:
+        return self.unit + self.sum.log()
+
+
+def _losses(sums: Sums, weights: Weights) -> Tensor:
+    divergence = sums.crossed * (-sums.log_warm).exp() - sums.log_warm + sums.log_warm_hat
+    excess = (sums.log_z_hat - sums.log_z).clamp(min=0)
+    return (
+        weights.kl * weights.tau**2 * divergence
+        + weights.top * sums.top / sums.in_band
+        + weights.fp * sums.false_positive / sums.beyond.clamp_min(1)
+        + weights.z * huber(excess, weights.huber_delta)
+    )
+
+
+def _slopes(blocks: _Blocks, block: slice, pairs: Pairs, sums: Sums, weights: Weights, upstream: Tensor) -> Tensor:
+    """[H, T, B]: derivative of the rows' losses, times `upstream` [H, R], by z."""
+    rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
+    delta = weights.huber_delta
+    sums = Sums(*(x[:, rows] for x in sums))
+    upstream = upstream[:, rows]
+    slope = (r_hat / weights.tau).sub_(sums.log_warm_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+    slope -= (r / weights.tau).sub_(sums.log_warm.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+    slope *= (weights.kl * weights.tau * upstream).unsqueeze(-1)
+    band = r >= -weights.band
+    error = torch.where(band, r_hat - r, (r_hat + weights.band).clamp_min_(0)).clamp_(-delta, delta)
+    of_band = (weights.top * upstream / sums.in_band).unsqueeze(-1)
+    beyond = (weights.fp * upstream / sums.beyond.clamp_min(1)).unsqueeze(-1)
+    slope += error.mul_(torch.where(band, of_band, beyond))
+    excess = weights.z * (sums.log_z_hat - sums.log_z).clamp(0, delta) * upstream
+    if pairs.hidden is not None:
+        slope += (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_().mul_(excess.unsqueeze(-1))
+        return slope.masked_fill_(pairs.hidden, 0).div_(pairs.kernel)
+    # d exp(r_hat) / dz does not depend on z: this term's slope is a row's factor times a key's.
+    mass, unit = blocks.key_mass(block, rows)
+    of_row = (excess * (unit - sums.log_z_hat).exp()).unsqueeze(-1)
+    return slope.div_(pairs.kernel).addcmul_(of_row, mass.unsqueeze(-2))

@@ -1,0 +1,104 @@
+"""How well maps do on text that training never sees: the diagnostics' errors, over few queries and all layers.
+
+Shape letters: Hq / Hkv = query / KV heads, Q = queries, G = Hq / Hkv, S = budgets, L = keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.corpora import held_out_corpus
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.core.feature_maps import log_kernel
+from residual_mass.core.output_matching import Window, complete, log_mass_error, output_errors
+from residual_mass.core.support import retrieved_count
+from residual_mass.specs import AnchorSpec, TrainSpec, tokens_of
+from residual_mass.training.losses import by_kv_head, with_targets
+from residual_mass.training.teacher import LayerTrace, record_traces
+
+PACKS, QUERIES = 3, 4
+"""Per corpus, and per pack right after its prefix."""
+MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error")
+
+
+class HeldOut(NamedTuple):
+    """Packs of one corpus: for each, every layer's trace with targets for the budgets of the evaluation."""
+
+    corpus: str
+    packs: list[list[LayerTrace]]
+
+
+def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[HeldOut]:
+    """`length` keys, and the queries of the tokens right after them, each of which sees exactly those keys."""
+    length = tokens_of(spec.length)
+    positions = torch.arange(length, length + QUERIES, device=backbone.device)
+
+    def prefix_alone(trace: LayerTrace) -> LayerTrace:
+        last = torch.full_like(positions, length - 1)
+        cut = replace(trace, keys=trace.keys[:, :length], values=trace.values[:, :length], positions=last)
+        return with_targets(cut, spec.anchors, spec.eval_budgets)
+
+    found = []
+    for name in spec.held_out:
+        corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
+        packs = [record_traces(backbone, corpus.sequence(i), positions, prefix_alone) for i in range(PACKS)]
+        found.append(HeldOut(name, packs))
+    return found
+
+
+@torch.no_grad()
+def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator[dict[str, object]]:
+    """Log rows, per budget: `layer` "all", then every layer. Means over packs, heads and queries; `log_z_error` over
+    the rows where it is defined.
+    """
+    anchors = spec.anchors
+    by_layer = [
+        [_measures(maps, layer, pack[layer], anchors) for pack in held_out.packs] for layer in range(maps.shape.layers)
+    ]
+    for s, budget in enumerate(spec.eval_budgets):
+        k = retrieved_count(budget, tokens_of(spec.length), anchors.sink + anchors.tail)
+        for layer in ("all", *range(maps.shape.layers)):
+            chosen = by_layer if layer == "all" else [by_layer[layer]]
+            means = _means([[{name: x[..., s] for name, x in pack.items()} for pack in packs] for packs in chosen])
+            rounded = {name: f"{value:.6f}" for name, value in means.items()}
+            yield {"corpus": held_out.corpus, "k": k, "layer": layer, **rounded}
+
+
+def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
+    """Errors of one layer's rows, each [Hkv, Q, G, S]."""
+    assert trace.targets is not None
+    kv_heads = trace.keys.shape[0]
+    log_query = by_kv_head(maps.query[layer](trace.queries), kv_heads)
+    log_key = maps.key[layer](trace.keys)
+    window = Window(trace.positions, anchors.sink, anchors.tail)
+    completion = complete(log_query, log_key, trace.values, window, trace.targets)
+    nothing = torch.zeros_like(completion.whole)
+    supports = torch.zeros_like(completion.rest)
+    queries = by_kv_head(trace.queries, kv_heads).flatten(1, 2)
+    teacher = (queries @ trace.keys.transpose(-1, -2) * trace.scale).log_softmax(-1)
+    student = log_kernel(log_query.flatten(1, 2), log_key).log_softmax(-1)
+    divergence = (teacher.exp() * (teacher - student)).sum(-1).view(log_query.shape[:3])
+    return {
+        "e_topk": output_errors(nothing, completion.unit, trace.targets),
+        "e_sub": output_errors(completion.rest, completion.unit, trace.targets),
+        "e_nosub": output_errors(completion.whole + supports, completion.unit, trace.targets),
+        "kl": divergence.unsqueeze(-1).expand(completion.rest.shape[:-1]),
+        "log_z_error": log_mass_error(completion, trace.targets),
+    }
+
+
+def _means(by_layer: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, float]:
+    """Of measures [Hkv, Q, G] by layer and pack."""
+    rows = {name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in by_layer]) for name in
+            ("e_topk", "e_sub", "e_nosub", "kl", "log_z_error")}  # fmt: skip
+    gain = (rows["e_topk"] - rows["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
+    means = {name: values[values.isfinite()].mean().item() for name, values in rows.items()}
+    means["heads_below_topk"] = (gain > 0).float().mean().item()
+    return {name: means[name] for name in MEASURES}

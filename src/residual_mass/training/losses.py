@@ -1,0 +1,117 @@
+"""From a layer's trace to the losses of its maps.
+
+Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = query positions, L = keys, D = head dimension, M =
+features, S = supports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from residual_mass.core.objectives import Weights
+from residual_mass.core.output_matching import (
+    Targets,
+    Window,
+    complete,
+    exact_targets,
+    lolcats_losses,
+    residual_losses,
+)
+from residual_mass.core.score_matching import score_matching_losses
+from residual_mass.core.support import retrieved_count
+from residual_mass.specs import AnchorSpec, ObjectiveSpec
+from residual_mass.training.teacher import LayerTrace
+
+ON_OUTPUTS = ("lolcats", "residual")
+"""Objectives that need values and the teacher's targets."""
+VECTORS_AT_ONCE = {"cpu": 2**13, "cuda": 2**18}
+"""Keys, over all heads, that go through a map together; the map's inner width times this is what a layer's backward
+keeps.
+"""
+SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
+"""Query-key pairs whose scores are formed together for the targets."""
+
+
+def row_losses(
+    query_map: nn.Module, key_map: nn.Module, trace: LayerTrace, objective: ObjectiveSpec, anchors: AnchorSpec
+) -> Tensor:
+    """The objective of one layer's maps on a trace, [Hq, Q]: one loss per query head and position.
+
+    For objectives ON_OUTPUTS the trace has targets; `residual` averages over all their supports.
+    """
+    seen = int(trace.positions.max()) + 1
+    keys = trace.keys[:, :seen]
+    log_query, log_key = query_map(trace.queries), _in_blocks(key_map.fold(), keys)
+    kv_heads = keys.shape[0]
+    if objective.name not in ON_OUTPUTS:
+        group = trace.queries.shape[0] // kv_heads
+        queries, log_query = (x.unflatten(0, (kv_heads, group)).flatten(1, 2) for x in (trace.queries, log_query))
+        last = trace.positions.repeat(group)
+        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, _weights(objective))
+        return losses.view(trace.queries.shape[:2])
+    assert trace.targets is not None
+    by_position = by_kv_head(log_query, kv_heads)
+    window = Window(trace.positions, anchors.sink, anchors.tail)
+    values = trace.values[:, :seen]
+    if objective.name == "lolcats":
+        losses = lolcats_losses(by_position, log_key, values, window, trace.targets)
+    else:
+        completion = complete(by_position, log_key, values, window, trace.targets)
+        losses = residual_losses(completion, trace.targets, objective.weight_z, objective.relative)
+    return losses.transpose(1, 2).flatten(0, 1)
+
+
+def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float]) -> LayerTrace:
+    """The trace with the teacher's targets for the supports of these budgets (percent of what each query sees)."""
+    seen = int(trace.positions.max()) + 1
+    at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
+    parts = [_targets(trace.at(rows), seen, anchors, budgets) for rows in _indices(trace.positions).split(at_once)]
+    most = max(targets.best.shape[-1] for targets in parts)
+    parts = [t._replace(best=F.pad(t.best, (0, most - t.best.shape[-1]))) for t in parts]
+    by_head = (torch.cat(part, 1) for part in zip(*(targets[:5] for targets in parts), strict=True))
+    return replace(trace, targets=Targets(*by_head, torch.cat([targets.ks for targets in parts])))
+
+
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[Hq, Q, C] -> [Hkv, Q, G, C]."""
+    return x.unflatten(0, (kv_heads, -1)).transpose(1, 2)
+
+
+def _targets(trace: LayerTrace, seen: int, anchors: AnchorSpec, budgets: Sequence[float]) -> Targets:
+    keys, values = trace.keys[:, :seen], trace.values[:, :seen]
+    queries = by_kv_head(trace.queries, keys.shape[0])
+    scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
+    window = Window(trace.positions, anchors.sink, anchors.tail)
+    return exact_targets(scores, values, window, _retrieved(trace.positions, anchors, budgets))
+
+
+def _retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
+    """[Q, S]: K of every support for a query that sees the keys up to its position."""
+    num_anchors = anchors.sink + anchors.tail
+    counts = [[retrieved_count(budget, p + 1, num_anchors) for budget in budgets] for p in positions.tolist()]
+    return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
+
+
+def _in_blocks(key_map: Callable[[Tensor], Tensor], keys: Tensor) -> Tensor:
+    """log phi_k of [Hkv, L, D] -> [Hkv, L, M]; what a block's backward needs is made again when it is due."""
+    at_once = max(1, VECTORS_AT_ONCE[keys.device.type] // keys.shape[0])
+    if keys.shape[1] <= at_once:
+        return key_map(keys)
+    return torch.cat([checkpoint(key_map, block, use_reentrant=False) for block in keys.split(at_once, 1)], 1)
+
+
+def _indices(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+def _weights(objective: ObjectiveSpec) -> Weights:
+    """L_ours = lambda_KL L_KL + (1 - lambda_KL) L_aux, or one of the two alone."""
+    kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
+    top, fp, z = ((1 - kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
+    return Weights(kl, top, fp, z, objective.tau, objective.band, objective.huber_delta)

@@ -1,0 +1,144 @@
+"""Teacher passes: which text a step trains on, and at which query positions.
+
+A pass is one sequence through the teacher. Without replay every step makes its own and keeps nothing of it: each layer's
+maps train the moment the teacher reaches it. With replay a pool of the newest passes is kept and each step takes one of
+them. All of it is a function of (seed, step), so a resumed run sees what the undisturbed one would have seen.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.corpora import Corpus
+from residual_mass.backbones.loading import Backbone
+from residual_mass.files import sha256_text
+from residual_mass.specs import ReplaySpec, TrainSpec, tokens_of
+from residual_mass.training.losses import ON_OUTPUTS, with_targets
+from residual_mass.training.side_by_side import side_by_side
+from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
+
+Traces = list[LayerTrace]
+"""Every layer's trace of one teacher pass."""
+Consume = Callable[[int, LayerTrace], None]
+
+
+class Passes:
+    """The passes of one of the sequences that a step trains on in parallel."""
+
+    def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Corpus, slot: int):
+        self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
+        self.pool: dict[int, Traces] = {}
+        self.starts: dict[int, Any] = {}
+        """Where in the corpus the passes that a resumed run makes again begin."""
+
+    def run(self, step: int, consume: Consume) -> float:
+        """Hands every layer's trace of the step to `consume`; recorded ones several at a time, so in any order.
+
+        Returns:
+            Seconds that `consume` took by the clock.
+        """
+        if not self._replays():
+            return self._streamed(step, consume)
+        traces = self._replayed(step)
+        rng = torch.Generator().manual_seed(self._seed("queries", step))
+        chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
+        started = time.perf_counter()
+        side_by_side(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), self.backbone.device)
+        return time.perf_counter() - started
+
+    def first(self) -> Traces:
+        """The first pass, for initial values; a run from the beginning uses the same text."""
+        if self._replays():
+            return self._replayed(0)
+        start = self.corpus.position()
+        traces = self._recorded(0, 0)
+        self.corpus.seek(start)
+        return traces
+
+    def position(self, step: int) -> Any:
+        """Where the corpus must stand for a run that continues at `step`."""
+        if self._replays() and (wanted := self._wanted(step)).start in self.starts:
+            return self.starts[wanted.start]
+        return self.corpus.position()
+
+    def seek(self, position: Any) -> None:
+        self.pool.clear()
+        self.corpus.seek(position)
+
+    def length(self, step: int) -> int:
+        """Tokens of a sequence that are used at this step."""
+        early = self.spec.curriculum
+        if early is not None and step < round(early.share * self.spec.steps):
+            return tokens_of(early.length)
+        return tokens_of(self.spec.length)
+
+    def _streamed(self, step: int, consume: Consume) -> float:
+        seconds = 0.0
+
+        def timed(layer: int, trace: LayerTrace) -> None:
+            nonlocal seconds
+            trace = self._prepared(trace)
+            started = time.perf_counter()
+            consume(layer, trace)
+            seconds += time.perf_counter() - started
+
+        positions = self._positions(step, step, self.spec.queries_per_step)
+        stream_traces(self.backbone, self._sequence(step, step), positions, timed)
+        return seconds
+
+    def _replays(self) -> bool:
+        return self.spec.replay != ReplaySpec(pool=1, reuse=1)
+
+    def _wanted(self, step: int) -> range:
+        """Indices of the passes in the pool."""
+        newest = step // self.spec.replay.reuse
+        return range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
+
+    def _replayed(self, step: int) -> Traces:
+        wanted = self._wanted(step)
+        for index in wanted:
+            if index not in self.pool:
+                self.starts[index] = self.corpus.position()
+                self.pool[index] = self._recorded(index, index * self.spec.replay.reuse)
+        self.pool = {index: self.pool[index] for index in wanted}
+        self.starts = {index: self.starts[index] for index in wanted}
+        return self.pool[random.Random(self._seed("pass", step)).choice(wanted)]
+
+    def _recorded(self, index: int, step: int) -> Traces:
+        count = self.spec.queries_per_step * self.spec.replay.reuse
+        sequence, positions = self._sequence(index, step), self._positions(index, step, count)
+        return record_traces(self.backbone, sequence, positions, self._prepared)
+
+    def _sequence(self, index: int, step: int) -> list[int]:
+        return self.corpus.sequence(index)[: self.length(step)]
+
+    def _positions(self, index: int, step: int, count: int) -> Tensor:
+        """Distinct query positions of a pass, uniform over the final share of the sequence."""
+        length = self.length(step)
+        window = min(length, round(length * self.spec.query_window))
+        rng = torch.Generator().manual_seed(self._seed("positions", index))
+        return (torch.randperm(window, generator=rng)[:count] + length - window).to(self.backbone.device)
+
+    def _prepared(self, trace: LayerTrace) -> LayerTrace:
+        """With targets if an objective needs them; otherwise without values, which nothing then reads."""
+        if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
+            return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
+        return replace(trace, values=trace.values[:, :0])
+
+    def _seed(self, what: str, index: int) -> int:
+        """A 63-bit seed that is the same on every machine and Python process."""
+        global_index = index * self.spec.sequences_per_step + self.slot
+        return int(sha256_text(f"{self.spec.seed}/{what}/{global_index}")[:15], 16)
+
+
+def training_budgets(spec: TrainSpec) -> tuple[float, ...]:
+    """Every budget whose supports a variant trains on, ascending; none where no variant does."""
+    residual = [v.objective for v in spec.variants if v.objective.name == "residual"]
+    return tuple(sorted({b for objective in residual for b in objective.budgets or spec.eval_budgets}))

@@ -1,0 +1,196 @@
+"""Objectives on attention outputs against loops over keys in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from residual_mass.core.output_matching import (
+    Targets,
+    Window,
+    complete,
+    exact_targets,
+    log_mass_error,
+    lolcats_losses,
+    output_errors,
+    residual_losses,
+)
+
+H, Q, G, L, D, M = 2, 4, 3, 30, 3, 5
+SINK, TAIL = 2, 3
+LAST = torch.tensor([25, 2, 12, 29])  # out of order; the second sees fewer keys than there are anchors
+KS = torch.tensor([[0, 1, 5, 99], [0, 0, 0, 0], [0, 2, 4, 99], [0, 1, 7, 25]])
+
+
+class Case:
+    def __init__(self, seed: int, spread: float = 1.0, dtype: torch.dtype = torch.float64):
+        g = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, dtype=dtype)
+
+        self.scores, self.values = draw(H, Q, G, L) * 2, draw(H, L, D)
+        self.log_query = (draw(H, Q, G, M) * spread).requires_grad_()
+        self.log_key = (draw(H, L, M) * spread).requires_grad_()
+        self.window = Window(LAST, SINK, TAIL)
+
+    def targets(self, ks: Tensor = KS) -> Targets:
+        return exact_targets(self.scores, self.values, self.window, ks)
+
+    def student(self, h: int, q: int, g: int) -> list[float]:
+        """z_j = <phi_q, phi_k(k_j)> for every key."""
+        return (self.log_query[h, q, g] + self.log_key[h]).exp().sum(-1).tolist()
+
+
+def mix(weights: dict[int, float], values: Tensor) -> list[float]:
+    total = sum(weights.values())
+    return [sum(w * values[j, d].item() for j, w in weights.items()) / total for d in range(D)]
+
+
+def rho(x: float) -> float:
+    return 0.5 * x * x if abs(x) <= 1 else abs(x) - 0.5
+
+
+def by_hand(case: Case, h: int, q: int, g: int, k: int) -> tuple[float, float, float, float] | None:
+    """e_topk, e_sub, e_nosub and log Z_R hat - log Z_R of one row and support; None if nothing is left."""
+    last = LAST[q].item()
+    s = case.scores[h, q, g].tolist()
+    mid = [j for j in range(last + 1) if SINK <= j <= last - TAIL]
+    best = sorted(mid, key=lambda j: -s[j])[:k]
+    rest = [j for j in mid if j not in best]
+    if not rest:
+        return None
+    z = case.student(h, q, g)
+    exact = {j: math.exp(s[j]) for j in range(last + 1) if j not in rest}
+    full = mix({j: math.exp(s[j]) for j in range(last + 1)}, case.values[h])
+
+    def error(output: list[float]) -> float:
+        return sum(abs(a - b) for a, b in zip(output, full, strict=True)) / sum(map(abs, full))
+
+    sub = mix(exact | {j: z[j] for j in rest}, case.values[h])
+    with_all = {j: exact.get(j, 0) + (z[j] if j in mid else 0) for j in range(last + 1)}
+    gap = math.log(sum(z[j] for j in rest)) - math.log(sum(math.exp(s[j]) for j in rest))
+    return error(mix(exact, case.values[h])), error(sub), error(mix(with_all, case.values[h])), gap
+
+
+ROWS = [(h, q, g, s) for h in range(H) for q in range(Q) for g in range(G) for s in range(KS.shape[1])]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_errors_and_losses_equal_loops_over_the_keys(seed: int) -> None:
+    case = Case(seed)
+    targets = case.targets()
+    completion = complete(case.log_query, case.log_key, case.values, case.window, targets)
+    nothing = torch.zeros_like(completion.whole)
+    topk, sub, nosub = (
+        output_errors(x, completion.unit, targets)
+        for x in (nothing, completion.rest, completion.whole + torch.zeros_like(completion.rest))
+    )
+    gaps, losses = log_mass_error(completion, targets), residual_losses(completion, targets, 0.05)
+    expected_losses = torch.zeros(H, Q, G, dtype=torch.float64)
+    nowhere = 0
+    for row in ROWS:
+        h, q, g, s = row
+        expected = by_hand(case, h, q, g, int(KS[q, s]))
+        if expected is None:
+            nowhere += 1
+            assert targets.log_rest[row] == -torch.inf and not gaps[row].isfinite()
+            continue
+        found = [x[row].item() for x in (topk, sub, nosub, gaps)]
+        assert found == pytest.approx(list(expected), rel=1e-9, abs=1e-11)
+        expected_losses[h, q, g] += (expected[1] + 0.05 * rho(expected[3])) / KS.shape[1]
+    assert nowhere >= H * G * (4 + 2 + 1)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=1e-11)
+
+
+def test_full_attention_is_what_all_visible_keys_give() -> None:
+    case = Case(5)
+    output = case.targets(torch.zeros(Q, 0, dtype=torch.long)).output
+    for h, q, g, _ in ROWS[:: KS.shape[1]]:
+        s = case.scores[h, q, g].tolist()
+        expected = mix({j: math.exp(s[j]) for j in range(int(LAST[q]) + 1)}, case.values[h])
+        assert output[h, q, g].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_lolcats_is_the_squared_distance_of_the_two_outputs() -> None:
+    case = Case(6)
+    targets = case.targets(torch.zeros(Q, 0, dtype=torch.long))
+    losses = lolcats_losses(case.log_query, case.log_key, case.values, case.window, targets)
+    for h, q, g, _ in ROWS[:: KS.shape[1]]:
+        seen, s, z = range(int(LAST[q]) + 1), case.scores[h, q, g].tolist(), case.student(h, q, g)
+        exact = mix({j: math.exp(s[j]) for j in seen}, case.values[h])
+        student = mix({j: z[j] for j in seen}, case.values[h])
+        expected = sum((a - b) ** 2 for a, b in zip(student, exact, strict=True)) / D
+        assert losses[h, q, g].item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["residual", "lolcats"])
+def test_gradients_are_those_of_the_values(name: str) -> None:
+    case = Case(7)
+    targets = case.targets()
+
+    def loss(log_query: Tensor, log_key: Tensor) -> Tensor:
+        if name == "lolcats":
+            return lolcats_losses(log_query, log_key, case.values, case.window, targets)
+        completion = complete(log_query, log_key, case.values, case.window, targets)
+        return residual_losses(completion, targets, 0.05)
+
+    assert torch.autograd.gradcheck(loss, (case.log_query, case.log_key), atol=1e-6)
+    (gradient,) = torch.autograd.grad(loss(case.log_query, case.log_key).sum(), case.log_key)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_a_student_that_is_the_teacher_has_no_residual_loss() -> None:
+    case = Case(8)
+    log_key = torch.randn(H, L, 1, dtype=torch.float64)
+    log_query = torch.randn(H, Q, G, 1, dtype=torch.float64)
+    case.scores = log_query + log_key.squeeze(-1)[:, None, None]
+    targets = case.targets()
+    completion = complete(log_query, log_key, case.values, case.window, targets)
+    assert residual_losses(completion, targets, 1.0).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("size", [1e3, -1e3, 60.0])
+def test_extreme_students_have_finite_losses_and_gradients(size: float) -> None:
+    """An estimate far above everything exact still has a gradient that leads back."""
+    case = Case(9, dtype=torch.float32)
+    case.scores *= 30
+    targets = case.targets()
+    log_query = (case.log_query.detach() + size).requires_grad_()
+    completion = complete(log_query, case.log_key, case.values, case.window, targets)
+    residual_losses(completion, targets, 0.05).sum().backward()
+    for x in (log_query.grad, case.log_key.grad):
+        assert x is not None and bool(x.isfinite().all())
+    if size > 0:
+        assert log_query.grad is not None and log_query.grad[:, 0].abs().max() > 1e-3
+
+
+def test_keys_that_a_row_does_not_see_change_nothing() -> None:
+    case = Case(10)
+    plain = residual_losses(
+        complete(case.log_query, case.log_key, case.values, case.window, case.targets()), case.targets(), 0.05
+    )
+    first = torch.tensor([1, 2])  # see keys up to 12 at most
+    case.scores[:, first, :, 13:] = 1e4
+    case.values[:, 13:] = torch.nan
+    window = case.window._replace(last=LAST[first])
+    values = case.values[:, :13]
+    targets = exact_targets(case.scores[:, first, :, :13], values, window, KS[first])
+    again = residual_losses(complete(case.log_query[:, first], case.log_key, values, window, targets), targets, 0.05)
+    torch.testing.assert_close(again, plain[:, first], rtol=1e-10, atol=1e-12)
+
+
+def test_positions_and_supports_can_be_picked_from_targets() -> None:
+    case = Case(11)
+    targets = case.targets()
+    rows, supports = torch.tensor([3, 0]), [1, 2]
+    picked = targets.at(rows).of_supports(supports)
+    window = case.window._replace(last=LAST[rows])
+    direct = exact_targets(case.scores[:, rows], case.values, window, KS[rows][:, supports])
+    most = direct.best.shape[-1]
+    for name, ours in picked._asdict().items():
+        ours = ours[..., :most] if name == "best" else ours
+        torch.testing.assert_close(ours, getattr(direct, name), rtol=1e-12, atol=0)

@@ -1,0 +1,47 @@
+"""The log's held-out numbers against the diagnostics' own measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.training.conftest import LENGTH, SPEC, Make
+
+from residual_mass.backbones.measured import layer_measures
+from residual_mass.core.feature_maps import log_kernel
+from residual_mass.training.held_out import MEASURES, HeldOut, held_out_rows
+
+KS = (9, 28)
+"""Of the budgets 30 and 50 % at 96 tokens: 29 - 20 and 48 - 20."""
+
+
+def test_rows_are_the_means_of_the_diagnostics_by_layer_and_over_all(make: Make, held_out: list[HeldOut]) -> None:
+    maps = make(steps=3).learners[0].maps
+    rows = {(row["k"], row["layer"]): row for row in held_out_rows(maps, held_out[0], SPEC)}
+    assert set(rows) == {(k, layer) for k in KS for layer in ("all", 0, 1, 2)}
+    for k in KS:
+        by_layer = []
+        for layer, trace in enumerate(held_out[0].packs[0]):
+            assert trace.keys.shape[1] == LENGTH
+            measured = layer_measures(
+                maps, layer, trace.queries, trace.keys, trace.values, trace.scale, k, SPEC.anchors
+            )
+            student = log_kernel(
+                maps.query[layer](trace.queries).unflatten(0, (2, 2)), maps.key[layer](trace.keys).unsqueeze(1)
+            )
+            teacher = trace.queries.unflatten(0, (2, 2)) @ trace.keys.unsqueeze(1).transpose(-1, -2) * trace.scale
+            p = teacher.double().softmax(-1)
+            kl = (p * (p.log() - student.double().log_softmax(-1))).sum(-1).mean().item()
+            gain = (measured["e_topk"] - measured["e_sub"]).mean(-1)
+            expected = {name: measured[name].mean().item() for name in ("e_topk", "e_sub", "e_nosub")} | {
+                "heads_below_topk": (gain > 0).double().mean().item(),
+                "kl": kl,
+                "log_z_error": (measured["log_z_hat"] - measured["log_z_true"]).mean().item(),
+            }
+            found = rows[k, layer]
+            assert [float(found[name]) for name in MEASURES] == pytest.approx(  # type: ignore[arg-type]
+                [expected[name] for name in MEASURES], rel=1e-3, abs=2e-6
+            )
+            by_layer.append(expected)
+        for name in MEASURES:
+            mean = torch.tensor([of_layer[name] for of_layer in by_layer]).mean().item()
+            assert float(rows[k, "all"][name]) == pytest.approx(mean, rel=1e-3, abs=2e-6)  # type: ignore[arg-type]

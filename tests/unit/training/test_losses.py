@@ -1,0 +1,87 @@
+"""Losses of a layer's maps: head by head, against the terms as written and against the diagnostics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.unit.training.conftest import corpus
+
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.measured import layer_measures
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.core import objectives
+from residual_mass.core.feature_maps import log_kernel
+from residual_mass.core.support import retrieved_count
+from residual_mass.specs import AnchorSpec, MapSpec, ObjectiveSpec
+from residual_mass.training import losses
+from residual_mass.training.losses import row_losses, with_targets
+from residual_mass.training.teacher import LayerTrace, record_traces
+
+ANCHORS = AnchorSpec(4, 16)
+POSITIONS = torch.tensor([95, 60, 71])
+
+
+@pytest.fixture(scope="module")
+def trace(tiny_backbone: Backbone) -> LayerTrace:
+    """Layer 1, in float64."""
+    found = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), POSITIONS, lambda trace: trace)[1]
+    queries, keys, values = found.queries.double(), found.keys.double(), found.values.double()
+    return replace(found, queries=queries, keys=keys, values=values)
+
+
+@pytest.fixture
+def maps(tiny_backbone: Backbone) -> PhiMaps:
+    torch.manual_seed(0)
+    return PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8)).double()
+
+
+def test_every_row_has_the_objective_of_its_own_head_and_position(trace: LayerTrace, maps: PhiMaps) -> None:
+    found = row_losses(maps.query[1], maps.key[1], trace, ObjectiveSpec(lambda_kl=0.3), ANCHORS)
+    for head in range(4):
+        log_q = maps.query[1](trace.queries)[head]
+        log_k = maps.key[1](trace.keys)[head // 2]  # heads 0, 1 read KV head 0
+        for row, position in enumerate(POSITIONS.tolist()):
+            keys = trace.keys[head // 2, : position + 1]
+            s = (keys @ trace.queries[head, row] * trace.scale)[None]
+            s_hat = log_kernel(log_q[row : row + 1], log_k[: position + 1])
+            x = objectives.shifted(s, s_hat, torch.ones_like(s, dtype=torch.bool))
+            expected = 0.3 * objectives.kl_term(x, 10.0) + 0.7 * objectives.aux_term(x, 1.0, 2.0, 4.0, 12.0, 1.0)
+            torch.testing.assert_close(found[head, row], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_residual_loss_is_the_error_that_the_diagnostics_measure(trace: LayerTrace, maps: PhiMaps) -> None:
+    """Without the log-mass term it is e_sub, with the anchors and K of what a query sees."""
+    budgets = (40.0, 60.0)
+    maps, objective = maps.float(), ObjectiveSpec(name="residual", weight_z=0.0)
+    trace = replace(trace, queries=trace.queries.float(), keys=trace.keys.float(), values=trace.values.float())
+    found = row_losses(maps.query[1], maps.key[1], with_targets(trace, ANCHORS, budgets), objective, ANCHORS)
+    for column, position in enumerate(POSITIONS.tolist()):
+        seen = position + 1
+        errors = []
+        for budget in budgets:
+            k = retrieved_count(budget, seen, 20)
+            assert 0 < k < seen - 20
+            queries, keys, values = trace.queries[:, column : column + 1], trace.keys[:, :seen], trace.values[:, :seen]
+            errors.append(layer_measures(maps, 1, queries, keys, values, trace.scale, k, ANCHORS)["e_sub"][:, 0])
+        torch.testing.assert_close(found[:, column], torch.stack(errors).mean(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ours", "residual", "lolcats"])
+def test_blocks_of_keys_and_of_rows_change_nothing(
+    trace: LayerTrace, maps: PhiMaps, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def gradients() -> list[torch.Tensor]:
+        maps.zero_grad()
+        prepared = with_targets(trace, ANCHORS, (40.0, 60.0))
+        row_losses(maps.query[1], maps.key[1], prepared, ObjectiveSpec(name=name), ANCHORS).mean().backward()
+        return [p.grad.clone() for p in maps.parameters() if p.grad is not None]
+
+    whole = gradients()
+    monkeypatch.setitem(losses.VECTORS_AT_ONCE, "cpu", 26)
+    monkeypatch.setitem(losses.SCORES_AT_ONCE, "cpu", 4 * 96)
+    in_blocks = gradients()
+    assert len(whole) == len(in_blocks) == 18
+    for ours, expected in zip(in_blocks, whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
