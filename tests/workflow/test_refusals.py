@@ -85,12 +85,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "configuration: recipes.quick.seed: seeds are those of recipes.seeds in config/studies; remove it",
     ),
     (
-        {"recipes": {"quick": {"gpus": 2}}},
-        "config/studies/mini.yaml: phi, as recipe fast changes it: sequences_per_step (1) is not a multiple of gpus",
+        {"recipes": {"ours": {"gpus": 2}}},
+        "config/studies/mini.yaml: phi, as recipe ours changes it: sequences_per_step (1) is not a multiple of gpus",
     ),
     (
-        {"recipes": {"study": {"curriculum": {"length": "4k", "share": 0.5}}}},
-        "config/studies/mini.yaml: phi, as recipe study changes it: curriculum.length (4k) is beyond the trained",
+        {"recipes": {"ours": {"curriculum": {"length": "4k", "share": 0.5}}}},
+        "config/studies/mini.yaml: phi, as recipe ours changes it: curriculum.length (4k) is beyond the trained",
     ),
     ({"variants": {"wide": {"objective": {"budgets": []}}}}, "configuration: variants.wide.objective.budgets: [] "),
     ({"ablations": {"dphi": ["dphi_8"]}}, "configuration: ablations.dphi: dphi_8 is not ours and not one of dphi_32, "),

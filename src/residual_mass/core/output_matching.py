@@ -1,8 +1,8 @@
 """Objectives on attention outputs: their cost grows with the keys plus the queries, not with the product of both.
 
 The student's share of an output is a sum of phi(k) v^T over a prefix, multiplied by phi(q): exactly the summaries that
-decoding uses. So one pass over the keys serves every query position, and the retrieved tokens' share is subtracted as it
-is in decoding. What the teacher contributes is computed once per teacher pass (`exact_targets`).
+decoding uses. So one pass over the keys serves every query position, and the retrieved tokens' share is subtracted as
+in decoding. What the teacher contributes is computed once per teacher pass (`exact_targets`).
 
 Shape letters: H = KV heads, Q = query positions, G = query heads of a KV head, S = supports, L = keys, D = value
 dimension, M = features, K = most tokens that a support retrieves. `D + 1`: values with a one appended, whose weighted
@@ -28,7 +28,7 @@ LEAST = -80.0
 
 
 class Window(NamedTuple):
-    """The prefix of each query position: keys up to `last`, of which the first `sink` and the last `tail` are anchors."""
+    """The prefix of each query position: keys up to `last`; its first `sink` and last `tail` are anchors."""
 
     last: Tensor
     """[Q] integer."""
@@ -168,7 +168,7 @@ def log_mass_error(completion: Completion, targets: Targets) -> Tensor:
 
 
 def lolcats_losses(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Tensor:
-    """L_lolcats of every row, [H, Q, G]: mean squared error between feature-map attention over all visible keys and full
+    """L_lolcats of every row, [H, Q, G]: mean squared error of feature-map attention over all visible keys against full
     attention. Arguments as for `complete`.
     """
     features, log_shift = _key_features(log_key)

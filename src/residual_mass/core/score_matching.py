@@ -145,7 +145,7 @@ class _ScoreMatching(torch.autograd.Function):
         blocks: _Blocks = ctx.blocks
         for_query, for_key = torch.zeros_like(blocks.query), torch.zeros_like(blocks.key)
         upstream, newest = upstream[:, blocks.order], ctx.newest
-        # From the last block to the first: the scores of the last one are still there, so one block is never made twice.
+        # From the last block to the first: the last one's scores are still there, so a single block is made once.
         for block in blocks.backwards():
             pairs = newest if newest is not None else blocks.pairs(block)
             newest = None

@@ -1,8 +1,8 @@
 """Teacher passes: which text a step trains on, and at which query positions.
 
-A pass is one sequence through the teacher. Without replay every step makes its own and keeps nothing of it: each layer's
-maps train the moment the teacher reaches it. With replay a pool of the newest passes is kept and each step takes one of
-them. All of it is a function of (seed, step), so a resumed run sees what the undisturbed one would have seen.
+A pass is one sequence through the teacher. Without replay every step makes its own and keeps nothing of it: the maps of
+a layer train the moment the teacher reaches it. With replay a pool of the newest passes is kept and each step takes one
+of them. All of it is a function of (seed, step), so a resumed run sees what the undisturbed one would have seen.
 """
 
 from __future__ import annotations

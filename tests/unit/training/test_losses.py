@@ -54,7 +54,7 @@ def test_every_row_has_the_objective_of_its_own_head_and_position(trace: LayerTr
 def test_residual_loss_is_the_error_that_the_diagnostics_measure(trace: LayerTrace, maps: PhiMaps) -> None:
     """Without the log-mass term it is e_sub, with the anchors and K of what a query sees."""
     budgets = (40.0, 60.0)
-    maps, objective = maps.float(), ObjectiveSpec(name="residual", weight_z=0.0)
+    maps, objective = maps.float(), ObjectiveSpec(name="residual", weight_z=0.0, relative=False)
     trace = replace(trace, queries=trace.queries.float(), keys=trace.keys.float(), values=trace.values.float())
     found = row_losses(maps.query[1], maps.key[1], with_targets(trace, ANCHORS, budgets), objective, ANCHORS)
     for column, position in enumerate(POSITIONS.tolist()):
