@@ -18,6 +18,7 @@ class FoldedMap:
     def __init__(self, a: Tensor, b: Tensor, c: Tensor, c_bias: Tensor, e_bias: Tensor) -> None:
         """A: [H, D, M], B: [H, I, M], C: [H, D, I], c_bias: [H, 1, I], e_bias: [H, 1, M] (applied from the right)."""
         self.a, self.b, self.c, self.c_bias, self.e_bias = a, b, c, c_bias, e_bias
+        self.width = c.shape[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[H, N, D] -> log phi [H, N, M]."""
@@ -82,6 +83,7 @@ class HedgehogMap(nn.Module):
         if d_phi % 2:
             raise ValueError(f"map.d_phi must be even for the hedgehog map, got {d_phi}")
         self.weight, self.bias = _linear(heads, d_in, d_phi // 2)
+        self.width = d_phi // 2
 
     def forward(self, x: Tensor) -> Tensor:
         """log phi: [H, N, D] -> [H, N, M]."""

@@ -6,7 +6,7 @@ features, S = supports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from residual_mass.core.feature_maps import FoldedMap, HedgehogMap
 from residual_mass.core.objectives import Weights
 from residual_mass.core.output_matching import (
     Targets,
@@ -30,10 +31,8 @@ from residual_mass.training.teacher import LayerTrace
 
 ON_OUTPUTS = ("lolcats", "residual")
 """Objectives that need values and the teacher's targets."""
-VECTORS_AT_ONCE = {"cpu": 2**13, "cuda": 2**18}
-"""Keys, over all heads, that go through a map together; the map's inner width times this is what a layer's backward
-keeps.
-"""
+ACTIVATIONS_AT_ONCE = {"cpu": 2**21, "cuda": 2**27}
+"""Inner values of a map, over all heads and keys, that are kept for its backward together."""
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
 """Query-key pairs whose scores are formed together for the targets."""
 
@@ -98,9 +97,9 @@ def _retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float])
     return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
 
 
-def _in_blocks(key_map: Callable[[Tensor], Tensor], keys: Tensor) -> Tensor:
+def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor) -> Tensor:
     """log phi_k of [Hkv, L, D] -> [Hkv, L, M]; what a block's backward needs is made again when it is due."""
-    at_once = max(1, VECTORS_AT_ONCE[keys.device.type] // keys.shape[0])
+    at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // (keys.shape[0] * key_map.width))
     if keys.shape[1] <= at_once:
         return key_map(keys)
     return torch.cat([checkpoint(key_map, block, use_reentrant=False) for block in keys.split(at_once, 1)], 1)

@@ -79,7 +79,7 @@ def test_blocks_of_keys_and_of_rows_change_nothing(
         return [p.grad.clone() for p in maps.parameters() if p.grad is not None]
 
     whole = gradients()
-    monkeypatch.setitem(losses.VECTORS_AT_ONCE, "cpu", 26)
+    monkeypatch.setitem(losses.ACTIVATIONS_AT_ONCE, "cpu", 26 * 20)
     monkeypatch.setitem(losses.SCORES_AT_ONCE, "cpu", 4 * 96)
     in_blocks = gradients()
     assert len(whole) == len(in_blocks) == 18
