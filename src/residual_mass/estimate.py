@@ -80,7 +80,7 @@ def finished_jobs(results: Path) -> Iterator[Finished]:
             decode = meta["decode_rows"] / meta["decode_seconds"]
             yield Finished(**common, stage="generate", device=meta["device"], prefill_rate=prefill, decode_rate=decode)
         elif meta.get("steps"):
-            seconds = meta["seconds"] / meta["steps"] / len(spec["variants"])
+            seconds = meta["seconds"] * meta["processes"] / meta["steps"] / spec["sequences_per_step"]
             yield Finished(**common, stage="train", device=meta["device"], step_seconds=seconds)
 
 
@@ -95,14 +95,14 @@ def hours_of(job: PlannedJob, rate: Finished) -> float:
     """Hours of `job` at the rates of a finished one."""
     length = tokens_of(job.length)
     if job.stage == "train":
-        return job.steps * job.variants * rate.step_seconds * length / rate.length / 3600
+        return job.sequences * job.variants * rate.step_seconds * length / rate.length / 3600
     return (job.examples * length / rate.prefill_rate + job.generated / rate.decode_rate) / 3600
 
 
 def describe(rate: Finished) -> str:
     at = f"{rate.backbone} at {rate.length} tokens on {rate.device}"
     if rate.stage == "train":
-        return f"{at}: {rate.step_seconds:.2f} s per training step and variant"
+        return f"{at}: {rate.step_seconds:.2f} s per training sequence and variant"
     return f"{at}: {rate.prefill_rate:.0f} prompt and {rate.decode_rate:.0f} generated tokens per second"
 
 
@@ -130,7 +130,12 @@ def planned(target: str, spec: dict[str, Any]) -> dict[str, Any]:
     """The planned job of a train or generate spec (as parsed JSON)."""
     job = {"target": target, "backbone": spec["backbone"]["name"], "length": spec["length"]}
     if "variants" in spec:
-        return {**job, "stage": "train", "steps": spec["steps"], "variants": len(spec["variants"])}
+        return {
+            **job,
+            "stage": "train",
+            "sequences": spec["steps"] * spec["sequences_per_step"],
+            "variants": len(spec["variants"]),
+        }
     from residual_mass.benchmarks.catalogue import task_named
 
     limits = [task_named(spec["benchmark"], task).max_new_tokens for task in spec["tasks"]]

@@ -278,7 +278,8 @@ class PlannedJob:
     """Prompts, over all tasks of the job."""
     generated: int = 0
     """Generated tokens at most, over all prompts and arms."""
-    steps: int = 0
+    sequences: int = 0
+    """Of a training, over all its steps; each counts as if its variant were trained alone."""
     variants: int = 0
 
 

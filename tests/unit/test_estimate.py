@@ -31,8 +31,9 @@ def results(tmp_path: Path) -> Path:
     finish(tmp_path / "generations/ruler_1b_4k_main/all.jsonl", **generation("4k", "1b", **work, device="cuda:0"))
     nothing_to_do = generation("1k")
     finish(tmp_path / "generations/babilong_smol_1k_main/all.jsonl", **nothing_to_do)
-    trained = {"spec": {"backbone": {"name": "smol"}, "length": "1k", "variants": [{}, {}]}, "device": "cpu"}
-    finish(tmp_path / "phi/smol_1k.safetensors", **trained, steps=10, seconds=40.0)
+    trained = {"backbone": {"name": "smol"}, "length": "1k", "variants": [{}, {}], "sequences_per_step": 4}
+    facts = {"device": "cpu", "processes": 2, "steps": 10, "seconds": 40.0}  # 80 seconds of a device, 40 sequences
+    finish(tmp_path / "phi/smol_1k.safetensors", spec=trained, **facts)
     return tmp_path
 
 
@@ -47,7 +48,7 @@ def test_hours_are_work_over_the_nearest_measured_rate(results: Path) -> None:
     rate = estimate.nearest_job(longer, finished)
     assert rate is not None and rate.length == 4096
     assert estimate.hours_of(longer, rate) == pytest.approx((8192 / 25 + 20 / 20) / 3600)
-    training = PlannedJob("x", "train", "smol", "2k", steps=150, variants=6)
+    training = PlannedJob("x", "train", "smol", "2k", sequences=150, variants=6)
     rate = estimate.nearest_job(training, finished)
     assert rate is not None and estimate.hours_of(training, rate) == pytest.approx(150 * 6 * 2.0 * 2 / 3600)
     assert estimate.nearest_job(PlannedJob("x", "generate", "3b", "4k"), finished) is None
@@ -61,7 +62,7 @@ def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureF
         for task in ("a", "b", "c")
     ]
     jobs += [PlannedJob("results/generations/ruler_1b_4k_main/a.jsonl", "generate", "1b", "4k", 10, 72000)]
-    jobs += [PlannedJob("results/phi/3b_64k.safetensors", "train", "3b", "64k", steps=5, variants=1)]
+    jobs += [PlannedJob("results/phi/3b_64k.safetensors", "train", "3b", "64k", sequences=5, variants=1)]
     estimate.run(EstimateSpec("mini", tuple(jobs)), results)
     said = capsys.readouterr().out
     assert re.search(rf"{folder}  partly +307,200 +21,600 +1.15\n", said)
@@ -75,5 +76,14 @@ def test_planned_work_counts_tasks_examples_and_arms() -> None:
     spec = {"backbone": {"name": "1b"}, "length": "4k", "benchmark": "ruler", "examples": 7, "arms": [{}] * 3}
     job = estimate.planned("out", {**spec, "tasks": ["ruler_vt", "niah_single_1"]})
     assert job["examples"] == 14 and job["generated"] == 7 * 3 * (30 + 128) and job["stage"] == "generate"
-    trained = estimate.planned("phi", {"backbone": {"name": "1b"}, "length": "4k", "steps": 9, "variants": [{}, {}]})
-    assert trained == {"target": "phi", "stage": "train", "backbone": "1b", "length": "4k", "steps": 9, "variants": 2}
+    trained = estimate.planned(
+        "phi", {"backbone": {"name": "1b"}, "length": "4k", "steps": 9, "sequences_per_step": 2, "variants": [{}, {}]}
+    )
+    assert trained == {
+        "target": "phi",
+        "stage": "train",
+        "backbone": "1b",
+        "length": "4k",
+        "sequences": 18,
+        "variants": 2,
+    }

@@ -1,7 +1,8 @@
 """Long texts as token sequences of one exact length, addressable by index so that an interrupted run finds its place.
 
 A corpus is a list of documents (the assets) or a stream of them (the hub). Documents are packed until the length is
-reached. Several slots may draw on one corpus at the same time; no two of them give the same sequence.
+reached. Several slots may draw on one corpus at the same time; no two of them share a draw from documents at hand or a
+stretch of a stream.
 """
 
 from __future__ import annotations
@@ -374,7 +375,7 @@ def training_corpus(
     slot: int = 0,
     slots: int = 1,
 ) -> Cycle:
-    """The named corpora in turn, as one of `slots` parallel streams gets them: no two give the same sequence.
+    """The named corpora in turn, as one of `slots` parallel streams gets them: no two share a draw or a stretch.
 
     Raises:
         ValueError: a name is unknown or held out, or its files are not there.

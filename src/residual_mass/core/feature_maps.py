@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LEAST = -80.0
+"""Exponents are held above this: float32 has the exponential, and what underflows takes CPUs thirty times as long."""
+
 
 class FoldedMap:
     """log phi(x) = A x + B gelu(C x + c) + e: a ReZero map with its linear chains multiplied out."""
@@ -116,8 +119,7 @@ def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
     """
     query_shift = log_query.amax(-1, keepdim=True).detach()
     key_shift = log_key.amax(-1, keepdim=True).detach()
-    # Features 80 nats below a row's largest one change nothing, and exp of what underflows is slow on CPUs.
-    query, key = ((x - shift).clamp_min(-80).exp() for x, shift in ((log_query, query_shift), (log_key, key_shift)))
+    query, key = ((x - shift).clamp_min(LEAST).exp() for x, shift in ((log_query, query_shift), (log_key, key_shift)))
     z = query @ key.transpose(-1, -2)
     return z.clamp_min(1e-30).log() + query_shift + key_shift.transpose(-1, -2)
 

@@ -1,4 +1,4 @@
-"""Objectives on attention outputs: their cost grows with the keys plus the queries, not with the product of both.
+"""Objectives on attention outputs: per query and key they need one product, where scores need a dozen functions.
 
 The student's share of an output is a sum of phi(k) v^T over a prefix, multiplied by phi(q): exactly the summaries that
 decoding uses. So one pass over the keys serves every query position, and the retrieved tokens' share is subtracted as
@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
+from residual_mass.core.feature_maps import LEAST
 from residual_mass.core.measures import rel_l1
 from residual_mass.core.objectives import huber
 from residual_mass.core.selection import exhaustive_topk
-
-LEAST = -80.0
-"""Exponents are held above this: float32 has the exponential, and what underflows takes CPUs thirty times as long."""
 
 
 class Window(NamedTuple):
@@ -120,11 +118,13 @@ def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window,
     states = _prefix_sums(features, values[:, window.sink :], ends - window.sink)
     weights, largest = _query_weights(log_query, log_shift)
     whole = weights @ states
-    # All of the kernel to read a few entries: as many multiplications as reading those keys' features costs in memory.
+    # All of the kernel to read a few entries: no slower than gathering those keys' features.
+    if not features.shape[1]:  # no row has a mid-region, but its slots must point somewhere
+        features = F.pad(features, (0, 0, 0, 1))
     kernel = (weights.flatten(1, 2) @ features.transpose(-1, -2)).unflatten(1, weights.shape[1:3])
     best = targets.best.long()
     # A slot that no support counts may point anywhere.
-    of_best = kernel.gather(-1, (best - window.sink).clamp(0, max(kernel.shape[-1] - 1, 0)))
+    of_best = kernel.gather(-1, (best - window.sink).clamp(0, kernel.shape[-1] - 1))
     taken = _sum_of_first(of_best, targets.ks, values, best)
     rest = whole.unsqueeze(-2) - taken
     kept = rest[..., -1:] > CLAMP_RELATIVE * whole[..., None, -1:]
@@ -135,7 +135,8 @@ def residual_losses(completion: Completion, targets: Targets, weight_z: float, r
     """Ours, not the paper's: what subtractive completion gets wrong, [H, Q, G], the mean over the supports.
 
     Per support the relative l1 error of the completed output against full attention, plus `weight_z` times the Huber of
-    log Z_R hat - log Z_R. A support that leaves no residual contributes 0.
+    log Z_R hat - log Z_R. A support that leaves no residual contributes 0; where the subtraction leaves nothing but
+    rounding, as in decoding, the error is TopK's and has no gradient.
 
     Args:
         relative: divide a support's errors by TopK's mean error with it, over the rows at hand. Otherwise the supports

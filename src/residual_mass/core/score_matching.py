@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from residual_mass.core.feature_maps import LEAST
 from residual_mass.core.objectives import MASKED, Weights, huber
 
 PAIRS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 """Query-key pairs of a block: on CPUs what a core's cache holds, on GPUs enough to fill the device."""
-LEAST = -80.0
-"""Exponents are held above this: float32 has the exponential, and what underflows takes CPUs thirty times as long."""
 
 
 class Pairs(NamedTuple):
@@ -66,7 +66,7 @@ class _Blocks:
     def __init__(self, log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, last: Tensor, scale: float):
         self.order = last.argsort()
         self.last = last[self.order]
-        self.first_beyond = self.last.tolist()
+        self.last_seen = self.last.tolist()
         self.queries, self.keys = queries[:, self.order] * scale, keys
         log_query = log_query[:, self.order]
         self.query_shift = log_query.amax(-1, keepdim=True)
@@ -78,7 +78,7 @@ class _Blocks:
 
     def __iter__(self) -> Iterator[slice]:
         """Keys that every row sees come in blocks of their own: nothing needs to be hidden in these."""
-        all_see, length = self.first_beyond[0] + 1, self.first_beyond[-1] + 1
+        all_see, length = self.last_seen[0] + 1, self.last_seen[-1] + 1
         for start, stop in ((0, all_see), (all_see, length)):
             for first in range(start, stop, self.width):
                 yield slice(first, min(first + self.width, stop))
@@ -116,8 +116,8 @@ class _Blocks:
         return best
 
     def _visibility(self, block: slice) -> tuple[slice, Tensor | None]:
-        rows = slice(bisect_left(self.first_beyond, block.start), None)
-        if block.stop <= self.first_beyond[rows.start] + 1:
+        rows = slice(bisect_left(self.last_seen, block.start), None)
+        if block.stop <= self.last_seen[rows.start] + 1:
             return rows, None
         columns = torch.arange(block.start, block.stop, device=self.last.device)
         return rows, columns > self.last[rows].unsqueeze(-1)
@@ -141,6 +141,7 @@ class _ScoreMatching(torch.autograd.Function):
         return torch.empty_like(blocks.maxima[..., 0]).index_copy_(1, blocks.order, _losses(ctx.sums, weights))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         blocks: _Blocks = ctx.blocks
         for_query, for_key = torch.zeros_like(blocks.query), torch.zeros_like(blocks.key)

@@ -49,6 +49,7 @@ def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[He
     for name in spec.held_out:
         corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
         packs = [record_traces(backbone, corpus.sequence(i), positions, prefix_alone) for i in range(PACKS)]
+        packs = [[trace.to(torch.device("cpu")) for trace in pack] for pack in packs]  # GPUs have no room for all
         found.append(HeldOut(name, packs))
     return found
 
@@ -73,6 +74,7 @@ def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator
 
 def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
     """Errors of one layer's rows, each [Hkv, Q, G, S]."""
+    trace = trace.to(next(maps.parameters()).device)
     assert trace.targets is not None
     kv_heads = trace.keys.shape[0]
     log_query = by_kv_head(maps.query[layer](trace.queries), kv_heads)
@@ -80,7 +82,6 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
     window = Window(trace.positions, anchors.sink, anchors.tail)
     completion = complete(log_query, log_key, trace.values, window, trace.targets)
     nothing = torch.zeros_like(completion.whole)
-    supports = torch.zeros_like(completion.rest)
     queries = by_kv_head(trace.queries, kv_heads).flatten(1, 2)
     teacher = (queries @ trace.keys.transpose(-1, -2) * trace.scale).log_softmax(-1)
     student = log_kernel(log_query.flatten(1, 2), log_key).log_softmax(-1)
@@ -88,7 +89,7 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
     return {
         "e_topk": output_errors(nothing, completion.unit, trace.targets),
         "e_sub": output_errors(completion.rest, completion.unit, trace.targets),
-        "e_nosub": output_errors(completion.whole + supports, completion.unit, trace.targets),
+        "e_nosub": output_errors(completion.whole, completion.unit, trace.targets),
         "kl": divergence.unsqueeze(-1).expand(completion.rest.shape[:-1]),
         "log_z_error": log_mass_error(completion, trace.targets),
     }

@@ -1,6 +1,6 @@
 """Positive random features as a starting point: phi linear before the exponential, calibrated on one teacher pass.
 
-Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, M = features, D = head dimension.
+Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries, L = keys, M = features, D = head dimension.
 """
 
 from __future__ import annotations
@@ -13,18 +13,28 @@ from torch import Tensor
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.feature_maps import ReZeroMap, log_kernel, orthogonal_directions
+from residual_mass.core.selection import exhaustive_topk
+from residual_mass.specs import AnchorSpec
+from residual_mass.training.losses import retrieved
 from residual_mass.training.teacher import LayerTrace
 
 DIRECTION_SCALE = 0.3
 """Random directions are shortened to this: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi
 = 64.
 """
+QUERIES = 64
+"""Query positions of the trace that are looked at."""
 
 
 @torch.no_grad()
-def positive_random_features(maps: PhiMaps, traces: Sequence[LayerTrace], seed: int) -> None:
-    """Sets every map to log phi(x) = w x + b, with orthogonal w shared by a KV head's group and b so that the mean
-    log-partition function over the trace's queries equals the teacher's.
+def positive_random_features(
+    maps: PhiMaps, traces: Sequence[LayerTrace], anchors: AnchorSpec, budgets: Sequence[float], seed: int
+) -> None:
+    """Sets every map to log phi(x) = w x + b, with orthogonal w shared by a KV head's group and b so that each query
+    head estimates the mass of what the budgets leave right in the mean of its logarithm.
+
+    Matching the whole mass instead would start from a residual that is a hundred times too large: most of the mass is
+    in the anchors and the retrieved tokens, which such broad features cannot tell from the rest.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = maps.shape
@@ -35,22 +45,26 @@ def positive_random_features(maps: PhiMaps, traces: Sequence[LayerTrace], seed: 
             raise ValueError("map.init positive_random_features is for rezero maps")
         w = orthogonal_directions(shape.kv_heads, maps.map.d_phi, shape.head_dim, generator)
         w = (w * DIRECTION_SCALE * trace.scale**0.5).to(trace.keys.device)  # [Hkv, M, D]
-        bias = _log_partition_gap(trace, w, group) / 2  # half in phi_q, half in phi_k
-        biases = bias.unsqueeze(-1).expand(-1, maps.map.d_phi)
-        key_map.set_log_linear(w, biases)
-        query_map.set_log_linear(w.repeat_interleave(group, 0), biases.repeat_interleave(group, 0))
+        bias = _log_mass_gap(trace.at(torch.arange(min(QUERIES, len(trace.positions)))), w, anchors, budgets)
+        key_map.set_log_linear(w, torch.zeros_like(w[..., 0]))
+        query_map.set_log_linear(w.repeat_interleave(group, 0), bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
 
 
-def _log_partition_gap(trace: LayerTrace, w: Tensor, group: int) -> Tensor:
-    """[Hkv]: mean over the group's queries of log Z of the teacher minus log Z of the bias-free maps, over visible
-    keys.
-    """
-    queries = trace.queries.unflatten(0, (-1, group)).flatten(1, 2)  # [Hkv, G * Q, D]
-    length = trace.keys.shape[1]
-    visible = torch.arange(length, device=trace.keys.device) <= trace.positions.repeat(group).unsqueeze(-1)
-    teacher = attention_scores(queries, trace.keys, trace.scale)
-    student = log_kernel(queries @ w.transpose(-1, -2), trace.keys @ w.transpose(-1, -2))
-    gap = teacher.masked_fill(~visible, -torch.inf).logsumexp(-1) - student.masked_fill(~visible, -torch.inf).logsumexp(
-        -1
-    )
-    return gap.mean(-1)
+def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
+    """[Hq]: mean over queries and budgets of log Z_R - log Z_R hat of maps without bias; 0 where nothing is left."""
+    kv_heads = trace.keys.shape[0]
+    queries = trace.queries.unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, G * Q, D]
+    group = queries.shape[1] // len(trace.positions)
+    keys = trace.keys[:, : int(trace.positions.max()) + 1]
+    last = trace.positions.repeat(group).unsqueeze(-1)
+    columns = torch.arange(keys.shape[1], device=keys.device)
+    mid = (columns >= anchors.sink) & (columns <= last - anchors.tail)
+    teacher = attention_scores(queries, keys, trace.scale)
+    student = log_kernel(queries @ w.transpose(-1, -2), keys @ w.transpose(-1, -2))
+    gaps = []
+    for k in retrieved(trace.positions, anchors, budgets).unbind(-1):
+        best = exhaustive_topk(teacher, mid, k.repeat(group)).mask(keys.shape[1])
+        left = mid & ~best
+        of_teacher, of_student = (x.masked_fill(~left, -torch.inf).logsumexp(-1) for x in (teacher, student))
+        gaps.append(torch.where(left.any(-1), of_teacher - of_student, torch.nan))
+    return torch.stack(gaps).unflatten(-1, (group, -1)).nanmean((0, -1)).flatten().nan_to_num()

@@ -20,16 +20,12 @@ from residual_mass.training.teacher import LayerTrace
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class NotFiniteError(ValueError):
-    """A loss or gradient is NaN or infinite; the message names where."""
-
-
 class Learner:
     """A variant's maps and optimiser.
 
     Attributes:
         seconds: spent on this variant alone since the training began; on a GPU, which runs behind, only roughly so.
-        worked: seconds of the step in progress that its losses and gradients took, summed over cores.
+        worked: seconds that the losses and gradients of each layer took in the step in progress.
     """
 
     def __init__(self, spec: TrainSpec, variant: VariantSpec, shape: HeadShape, device: torch.device):
@@ -40,7 +36,8 @@ class Learner:
             self.maps.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay, fused=True
         )
         self.calibrated = variant.map.init == "positive_random_features"
-        self.seconds = self.worked = 0.0
+        self.seconds = 0.0
+        self.worked: dict[int, float] = {}
         self.losses: dict[int, Tensor] = {}
         """By layer, the mean loss of every query head [Hq] over the sequences of the step in progress."""
         wanted = self.objective.budgets or spec.eval_budgets
@@ -49,7 +46,8 @@ class Learner:
     def initialise(self, first_pass: Traces) -> None:
         """Positive random features, where the variant asks for them."""
         if self.calibrated:
-            positive_random_features(self.maps, first_pass, self.spec.seed)
+            spec = self.spec
+            positive_random_features(self.maps, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
 
     def backward(self, layer: int, trace: LayerTrace) -> None:
         """Adds one sequence's gradient of one layer, divided by the number of sequences of a step."""
@@ -61,7 +59,7 @@ class Learner:
         losses = losses.mean(-1) / self.spec.sequences_per_step
         losses.mean().backward()
         self.losses[layer] = self.losses.get(layer, 0) + losses.detach()
-        self.worked += time.perf_counter() - started
+        self.worked[layer] = self.worked.get(layer, 0.0) + time.perf_counter() - started
 
     def problem(self) -> str | None:
         """Where a loss or a gradient of this step is not finite; None if nowhere."""
@@ -90,7 +88,7 @@ class Learner:
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         self.losses.clear()
-        self.worked = 0.0
+        self.worked.clear()
         self.seconds += time.perf_counter() - started
 
     def _by_layer(self) -> Tensor:

@@ -87,10 +87,10 @@ def _targets(trace: LayerTrace, seen: int, anchors: AnchorSpec, budgets: Sequenc
     queries = by_kv_head(trace.queries, keys.shape[0])
     scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
     window = Window(trace.positions, anchors.sink, anchors.tail)
-    return exact_targets(scores, values, window, _retrieved(trace.positions, anchors, budgets))
+    return exact_targets(scores, values, window, retrieved(trace.positions, anchors, budgets))
 
 
-def _retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
+def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
     """[Q, S]: K of every support for a query that sees the keys up to its position."""
     num_anchors = anchors.sink + anchors.tail
     counts = [[retrieved_count(budget, p + 1, num_anchors) for budget in budgets] for p in positions.tolist()]

@@ -37,6 +37,8 @@ class Passes:
         self.pool: dict[int, Traces] = {}
         self.starts: dict[int, Any] = {}
         """Where in the corpus the passes that a resumed run makes again begin."""
+        self.tokens = 0
+        """That the teacher has read."""
 
     def run(self, step: int, consume: Consume) -> float:
         """Hands every layer's trace of the step to `consume`; recorded ones several at a time, so in any order.
@@ -49,6 +51,7 @@ class Passes:
         traces = self._replayed(step)
         rng = torch.Generator().manual_seed(self._seed("queries", step))
         chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
+        chosen = chosen.to(self.backbone.device)
         started = time.perf_counter()
         side_by_side(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), self.backbone.device)
         return time.perf_counter() - started
@@ -117,12 +120,14 @@ class Passes:
         return record_traces(self.backbone, sequence, positions, self._prepared)
 
     def _sequence(self, index: int, step: int) -> list[int]:
-        return self.corpus.sequence(index)[: self.length(step)]
+        ids = self.corpus.sequence(index)[: self.length(step)]
+        self.tokens += len(ids)
+        return ids
 
     def _positions(self, index: int, step: int, count: int) -> Tensor:
         """Distinct query positions of a pass, uniform over the final share of the sequence."""
         length = self.length(step)
-        window = min(length, round(length * self.spec.query_window))
+        window = min(length, max(1, round(length * self.spec.query_window)))
         rng = torch.Generator().manual_seed(self._seed("positions", index))
         return (torch.randperm(window, generator=rng)[:count] + length - window).to(self.backbone.device)
 
@@ -130,7 +135,7 @@ class Passes:
         """With targets if an objective needs them; otherwise without values, which nothing then reads."""
         if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
             return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
-        return replace(trace, values=trace.values[:, :0])
+        return replace(trace, values=trace.values[:, :0].clone())  # a view would keep them all
 
     def _seed(self, what: str, index: int) -> int:
         """A 63-bit seed that is the same on every machine and Python process."""

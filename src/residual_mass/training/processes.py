@@ -88,7 +88,5 @@ def processes() -> Iterator[Processes]:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield Processes(dist.get_rank(), world, local_rank)
-    finally:
-        dist.destroy_process_group()
+    yield Processes(dist.get_rank(), world, local_rank)
+    dist.destroy_process_group()  # not after an error, when it might wait for processes that wait for this one

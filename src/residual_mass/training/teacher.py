@@ -34,6 +34,14 @@ class LayerTrace:
         targets = None if self.targets is None else self.targets.at(chosen)
         return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
 
+    def to(self, device: torch.device) -> LayerTrace:
+        """The trace on a device; itself if it is there."""
+        if self.keys.device == device:
+            return self
+        targets = None if self.targets is None else Targets(*(x.to(device) for x in self.targets))
+        queries, keys, values = (x.to(device) for x in (self.queries, self.keys, self.values))
+        return LayerTrace(queries, keys, values, self.positions.to(device), self.scale, targets)
+
 
 class _LastLayerDone(Exception):
     """Leaves the forward pass once nothing that follows is needed."""

@@ -60,17 +60,16 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
         held_out = held_out_packs(spec, backbone, assets) if group.leads else []
         trainer = Trainer(spec, backbone, corpora, held_out, group)
         labels = ", ".join(variant.label for variant in spec.variants)
-        where = f"{backbone.device} x {group.world}"
+        where = f"{backbone.device}, {group.world} processes"
         log.info("training phi (%s) of %s at %d tokens on %s", labels, spec.backbone.model_id, length, where)
         trainer.resume(checkpoint)
-        first = trainer.step
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        facts = {"device": where, "identity": backbone.identity, "steps": spec.steps - first}
+        facts = {"device": str(backbone.device), "processes": group.world, "identity": backbone.identity}
         for learner, out in zip(trainer.learners, outs, strict=True):
             learner.maps.save(out)
-            write_meta(out, spec=asdict(spec), seconds=trainer.seconds_of(learner), **facts)
+            write_meta(out, spec=asdict(spec), steps=spec.steps, seconds=trainer.seconds_of(learner), **facts)
         checkpoint.unlink(missing_ok=True)
 
 
@@ -115,16 +114,16 @@ class Trainer:
             self._initialise()
             self._evaluate(log_csv)
         curves = Curves(checkpoint) if self.group.leads else None
-        started, tokens = self.seconds, 0
+        started = self.seconds
         with tqdm(
             total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
             disable=not self.group.leads,
         ) as bar:  # fmt: skip
             while self.step < spec.steps:
-                tokens += spec.sequences_per_step * next(iter(self.passes.values())).length(self.step)
                 loss = self._update(checkpoint)
-                rate = tokens / (self.seconds - started)
-                bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s", refresh=False)
+                read = sum(passes.tokens for passes in self.passes.values()) * self.group.world
+                rate = read / (self.seconds - started)
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s of text", refresh=False)
                 bar.update()
                 if curves is not None:
                     curves.add(self.step, loss)
@@ -150,7 +149,7 @@ class Trainer:
         self.seconds += time.perf_counter() - started
 
     def _update(self, checkpoint: Path) -> float:
-        """One step of every variant; the mean loss of the first one."""
+        """One step of every variant; the mean loss of the first one over this process's sequences."""
         started = time.perf_counter()
 
         def backward(layer: int, trace: LayerTrace) -> None:
@@ -158,13 +157,13 @@ class Trainer:
                 learner.backward(layer, trace)
 
         clock = sum(of_sequence.run(self.step, backward) for of_sequence in self.passes.values())
-        worked = sum(learner.worked for learner in self.learners)
+        worked = sum(sum(learner.worked.values()) for learner in self.learners)
         for learner in self.learners:
-            learner.seconds += clock * learner.worked / worked
+            learner.seconds += clock * sum(learner.worked.values()) / worked
         for learner in self.learners:
             self.group.sum_gradients(learner.maps.parameters())
         self._refuse_what_is_not_finite(checkpoint)
-        loss = self.learners[0].loss()
+        loss = self.learners[0].loss() * self.group.world
         for learner in self.learners:
             learner.update(self.step)
         self.step += 1
@@ -180,7 +179,7 @@ class Trainer:
             if problem is not None:
                 kept = f"the last checkpoint, {checkpoint}, is kept" if checkpoint.exists() else "no checkpoint yet"
                 raise ValueError(f"{label}: {problem}, step {self.step} ({kept}); lower phi.learning_rate")
-        raise ValueError(f"another process stopped at step {self.step}; its message says why")
+        raise ValueError(f"process {self.group.rank}: another one stopped at step {self.step}; its message says why")
 
     def _evaluate(self, log_csv: Path) -> list[dict[str, Any]]:
         """Measures every variant on the held-out texts; returns the new rows and writes all of them."""

@@ -183,6 +183,17 @@ def test_keys_that_a_row_does_not_see_change_nothing() -> None:
     torch.testing.assert_close(again, plain[:, first], rtol=1e-10, atol=1e-12)
 
 
+def test_rows_without_a_mid_region_alone_have_no_loss() -> None:
+    case = Case(12)
+    only = torch.tensor([1])
+    targets, window = case.targets().at(only), case.window._replace(last=LAST[only])
+    completion = complete(case.log_query[:, only], case.log_key, case.values, window, targets)
+    losses = residual_losses(completion, targets, 0.05)
+    assert bool((losses == 0).all())
+    losses.sum().backward()
+    assert case.log_query.grad is not None and bool((case.log_query.grad == 0).all())
+
+
 def test_positions_and_supports_can_be_picked_from_targets() -> None:
     case = Case(11)
     targets = case.targets()

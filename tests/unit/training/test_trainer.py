@@ -13,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 
+from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
+from residual_mass.paper import training_log
 from residual_mass.specs import (
     CurriculumSpec,
     MapSpec,
@@ -55,7 +59,7 @@ def test_every_objective_moves_the_maps(make: Make, files: Files, name: str, rep
     assert all(bool((before[n] != p).any()) for n, p in parameters(t).items() if "key.0.out" in n)
 
 
-def test_streamed_training_is_training_on_the_recorded_traces(tiny_backbone: Backbone) -> None:
+def test_the_pass_leaves_no_hook_and_streams_what_it_records(tiny_backbone: Backbone) -> None:
     ids, positions = corpus(tiny_backbone).sequence(1), torch.tensor([50, 95, 70])
     recorded = record_traces(tiny_backbone, ids, positions, lambda trace: trace)
     seen: list[LayerTrace] = []
@@ -66,6 +70,13 @@ def test_streamed_training_is_training_on_the_recorded_traces(tiny_backbone: Bac
     model = tiny_backbone.model
     assert not any(hasattr(m, "residual_mass_handler") for m in model.modules())
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_passes_keep_values_only_where_an_objective_reads_them(make: Make) -> None:
+    for name, kept in (("ours", False), ("residual", True)):
+        t = make(variants=(replace(OURS, objective=ObjectiveSpec(name=name)),))
+        (trace, *_) = t.passes[0].first()
+        assert (trace.values.untyped_storage().nbytes() > 0) == kept == (trace.targets is not None)
 
 
 class Killed(BaseException):
@@ -116,6 +127,47 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
     assert [row["step"] for row in read_csv(files[1], COLUMNS, "train")] == [str(row["step"]) for row in log]
 
 
+class Forward(PackedDocuments):
+    """Knows only how to go on, like a stream."""
+
+    at = 0
+
+    def sequence(self, index: int) -> list[int]:
+        assert index == self.at, f"sequence {index} is asked for at {self.at}"
+        self.at += 1
+        return super().sequence(index)
+
+    def position(self) -> int:  # type: ignore[override]
+        return self.at
+
+    def seek(self, position: int) -> None:
+        self.at = position
+
+
+@pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(1, 4), ReplaySpec(3, 2), ReplaySpec(2, 5)])
+def test_a_resumed_run_finds_its_place_in_a_stream(
+    tiny_backbone: Backbone, files: Files, tmp_path: Path, replay: ReplaySpec
+) -> None:
+    def trainer() -> Trainer:
+        text = Forward("text", corpus(tiny_backbone).documents, tiny_backbone.tokenizer, LENGTH, 0)
+        spec = replace(SPEC, replay=replay, checkpoint_every=1)
+        return Trainer(spec, tiny_backbone, {0: text}, [])
+
+    undisturbed = trainer()
+    undisturbed.train(*files)
+    for step in range(1, 12):
+        checkpoint = tmp_path / f"{step}.safetensors"
+        first, second = trainer(), trainer()
+        killed_at(first, step)
+        with pytest.raises(Killed):
+            first.train(checkpoint, files[1])
+        second.resume(checkpoint)
+        assert second.step == step
+        second.train(checkpoint, files[1])
+        expected = parameters(undisturbed)
+        assert all(torch.equal(p, expected[name]) for name, p in parameters(second).items())
+
+
 def test_a_checkpoint_of_another_spec_is_ignored(make: Make, files: Files) -> None:
     checkpoint, _ = files
     t = make(steps=5)
@@ -138,7 +190,6 @@ def test_training_lowers_the_held_out_error(make: Make, files: Files, objective:
     assert (first["step"], last["step"]) == ("0", "60") and first["k"] == last["k"]
     assert first["e_topk"] == last["e_topk"] and float(first["seconds"]) < float(last["seconds"])
     assert float(last["e_sub"]) < float(first["e_sub"])
-    assert abs(float(last["log_z_error"])) < abs(float(first["log_z_error"]))
 
 
 def poison_after_saving(trainer: Trainer, poison: Callable[[PhiMaps], None]) -> None:
@@ -174,21 +225,24 @@ def test_a_gradient_that_is_infinite_stops_before_it_reaches_the_maps(make: Make
     assert all(torch.equal(p, before[name]) for name, p in parameters(t).items())
 
 
-def test_positive_random_features_match_the_mean_log_partition(tiny_backbone: Backbone) -> None:
+def test_positive_random_features_match_the_mean_log_mass_of_what_is_left(tiny_backbone: Backbone) -> None:
     positions = torch.tensor([95, 60, 71, 50])
     traces = record_traces(tiny_backbone, corpus(tiny_backbone).sequence(0), positions, lambda trace: trace)
     maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=32))
-    positive_random_features(maps, traces, seed=0)
+    positive_random_features(maps, traces, SPEC.anchors, (30.0, 50.0), seed=0)
     for layer, trace in enumerate(traces):
         log_q, log_k = maps.query[layer](trace.queries), maps.key[layer](trace.keys)
-        for group in range(2):
+        for head in range(4):
             gaps = []
-            for head in (2 * group, 2 * group + 1):
-                for row, position in enumerate(positions.tolist()):
-                    s = trace.keys[group, : position + 1] @ trace.queries[head, row] * trace.scale
-                    s_hat = (log_q[head, row] + log_k[group, : position + 1]).logsumexp(-1)
-                    gaps.append(s.logsumexp(0) - s_hat.logsumexp(0))
-            assert torch.stack(gaps).mean().abs() < 1e-4
+            for row, position in enumerate(positions.tolist()):
+                s = (trace.keys[head // 2] @ trace.queries[head, row] * trace.scale).tolist()
+                s_hat = (log_q[head, row] + log_k[head // 2]).logsumexp(-1)
+                for budget in (30.0, 50.0):
+                    k = retrieved_count(budget, position + 1, 20)
+                    mid = sorted(range(4, position + 1 - 16), key=lambda j: -s[j])
+                    if rest := mid[k:]:
+                        gaps.append(torch.tensor([s[j] for j in rest]).logsumexp(0) - s_hat[rest].logsumexp(0))
+            assert len(gaps) == 8 and torch.stack(gaps).mean().abs() < 1e-4
 
 
 @pytest.mark.parametrize("pool", [ReplaySpec(1, 1), ReplaySpec(3, 2)], ids=["streamed", "replayed"])
@@ -218,6 +272,10 @@ def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
         together.learners[i].maps.save(tmp_path / "together.safetensors")
         assert (tmp_path / "alone.safetensors").read_bytes() == (tmp_path / "together.safetensors").read_bytes()
         assert logged(together, variant.label) == logged(alone)
+
+
+def test_the_log_has_the_columns_that_figures_read() -> None:
+    assert COLUMNS == training_log.COLUMNS
 
 
 def test_learning_rate_schedules() -> None:
@@ -279,8 +337,19 @@ def train(
     out.mkdir(exist_ok=True)
     return subprocess.run(
         command(spec, assets, out, processes), capture_output=True, text=True, env=ENVIRONMENT, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)), timeout=120,
     )  # fmt: skip
+
+
+def kill_after_a_checkpoint(spec: TrainSpec, assets: Path, out: Path, processes: int = 1) -> None:
+    out.mkdir()
+    started = command(spec, assets, out, processes)
+    with subprocess.Popen(started, env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
+        while not (out / "checkpoint.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        for job in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            job.kill()
 
 
 def test_two_processes_train_what_one_does(assets: Path, tmp_path: Path) -> None:
@@ -297,6 +366,26 @@ def test_two_processes_train_what_one_does(assets: Path, tmp_path: Path) -> None
         assert float(ours["e_sub"]) == pytest.approx(float(expected["e_sub"]), rel=1e-3)
 
 
+def test_two_processes_are_resumed_by_one(assets: Path, tmp_path: Path) -> None:
+    spec = replace(TWO, steps=40, eval_every=40, checkpoint_every=10)
+    assert train(spec, assets, tmp_path / "undisturbed").returncode == 0
+    out = tmp_path / "out"
+    kill_after_a_checkpoint(spec, assets, out, 2)
+    done = train(spec, assets, out)
+    assert done.returncode == 0 and "resumed from" in done.stderr, done.stderr
+    for variant in spec.variants:
+        name = f"{variant.label}.safetensors"
+        expected = PhiMaps.load(tmp_path / "undisturbed" / name).state_dict()
+        for key, parameter in PhiMaps.load(out / name).state_dict().items():
+            torch.testing.assert_close(parameter, expected[key], rtol=1e-3, atol=1e-4)
+
+
+def test_a_process_that_fails_alone_ends_the_others(assets: Path, tmp_path: Path) -> None:
+    """Only the leading one writes; here it cannot."""
+    done = train(TWO, assets, tmp_path / "out", 2, largest_file=40_000)
+    assert done.returncode != 0 and "cannot be written" in done.stderr
+
+
 def test_sequences_that_cannot_be_shared_out_are_refused(assets: Path, tmp_path: Path) -> None:
     done = train(replace(TWO, sequences_per_step=1), assets, tmp_path / "out", 2)
     assert done.returncode != 0
@@ -311,12 +400,7 @@ def test_a_killed_run_and_a_full_disk_lose_nothing(assets: Path, tmp_path: Path)
     spec = replace(TWO, sequences_per_step=1, steps=60, eval_every=60, checkpoint_every=10)
     assert train(spec, assets, tmp_path / "undisturbed").returncode == 0
     out, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint.safetensors"
-    out.mkdir()
-    with subprocess.Popen(command(spec, assets, out), env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
-        while not checkpoint.exists():
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
+    kill_after_a_checkpoint(spec, assets, out)
     kept = checkpoint.read_bytes()
     full = train(spec, assets, out, largest_file=40_000)
     assert full.returncode == 2
