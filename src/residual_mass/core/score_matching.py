@@ -201,10 +201,10 @@ def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
         else:
             torch.sub(r_hat, largest.unsqueeze(-1), out=share).clamp_min_(LEAST).exp_()
             cold_hat.add(rows, share.sum(-1), largest)
-        band = r >= -weights.band
+        band = _band(r, weights.band)
         in_band[:, rows] += band.sum(-1)
         # A hidden key counts as a far one with r_hat = MASKED, where the false-positive error vanishes.
-        errors = huber(torch.where(band, gap, (r_hat + weights.band).clamp_min_(0)), weights.huber_delta)
+        errors = huber((r_hat + weights.band).clamp_min_(0).lerp_(gap, band), weights.huber_delta)
         false_positive[:, rows] += errors.sum(-1)
         top[:, rows] += errors.mul_(band).sum(-1)
     beyond = (blocks.last + 1 - in_band).clamp_min_(0)
@@ -213,6 +213,13 @@ def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
         false_positive - top,
     )  # fmt: skip
     return sums, pairs
+
+
+def _band(r: Tensor, width: float) -> Tensor:
+    """1 within the top band and 0 beyond it, as numbers: `lerp` between two values is several times faster than
+    `where`.
+    """
+    return torch.ge(r, -width, out=torch.empty_like(r))
 
 
 class _RunningLogSum:
@@ -252,11 +259,11 @@ def _slopes(blocks: _Blocks, block: slice, pairs: Pairs, sums: Sums, weights: We
     slope = (r_hat / weights.tau).sub_(sums.log_warm_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
     slope -= (r / weights.tau).sub_(sums.log_warm.unsqueeze(-1)).clamp_min_(LEAST).exp_()
     slope *= (weights.kl * weights.tau * upstream).unsqueeze(-1)
-    band = r >= -weights.band
-    error = torch.where(band, r_hat - r, (r_hat + weights.band).clamp_min_(0)).clamp_(-delta, delta)
+    band = _band(r, weights.band)
+    error = (r_hat + weights.band).clamp_min_(0).lerp_(r_hat - r, band).clamp_(-delta, delta)
     of_band = (weights.top * upstream / sums.in_band).unsqueeze(-1)
     beyond = (weights.fp * upstream / sums.beyond.clamp_min(1)).unsqueeze(-1)
-    slope += error.mul_(torch.where(band, of_band, beyond))
+    slope += error.mul_(torch.lerp(beyond, of_band, band))
     excess = weights.z * (sums.log_z_hat - sums.log_z).clamp(0, delta) * upstream
     if pairs.hidden is not None:
         slope += (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_().mul_(excess.unsqueeze(-1))

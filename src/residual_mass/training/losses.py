@@ -31,7 +31,7 @@ from residual_mass.training.teacher import LayerTrace
 
 ON_OUTPUTS = ("lolcats", "residual")
 """Objectives that need values and the teacher's targets."""
-ACTIVATIONS_AT_ONCE = {"cpu": 2**21, "cuda": 2**27}
+ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
 """Inner values of a map, over all heads and keys, that are kept for its backward together."""
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
 """Query-key pairs whose scores are formed together for the targets."""
