@@ -22,11 +22,12 @@ MODEL = [
     "core/feature_maps.py",
     "core/support.py",
 ]
+TEXTS = ["backbones/asset_texts.py", "backbones/corpora.py", "backbones/hub_stream.py"]
 ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
 NUMERIC = {
     "prompts": [f"benchmarks/{n}.py" for n in
                 ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories")],
-    "train": [*MODEL, "backbones/corpora.py", "core/accounting.py", "core/measures.py", "core/objectives.py",
+    "train": [*MODEL, *TEXTS, "core/accounting.py", "core/measures.py", "core/objectives.py",
               "core/output_matching.py", "core/score_matching.py", "core/selection.py",
               *(f"training/{n}.py" for n in ("held_out", "initialise", "learner", "losses", "passes", "processes",
                                              "side_by_side", "teacher", "trainer"))],
@@ -34,7 +35,7 @@ NUMERIC = {
                  "benchmarks/generate.py", "benchmarks/scorers.py"],
     "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",
               "holm.py"],
-    "capture": [*MODEL, *ACCOUNTING, "backbones/corpora.py", "backbones/measured.py", "core/measures.py",
+    "capture": [*MODEL, *ACCOUNTING, *TEXTS, "backbones/measured.py", "core/measures.py",
                 "diagnostics/capture.py", "diagnostics/map_errors.py"],
 }  # fmt: skip
 

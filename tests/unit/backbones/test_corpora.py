@@ -23,17 +23,16 @@ from huggingface_hub.utils import httpx
 from tests.conftest import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from residual_mass.backbones import corpora
+from residual_mass.backbones import asset_texts, hub_stream
 from residual_mass.backbones.corpora import (
     Cycle,
-    HubStream,
-    HubText,
     PackedDocuments,
     check_corpora,
     held_out_corpus,
     is_held_out,
     training_corpus,
 )
+from residual_mass.backbones.hub_stream import HubStream, HubText
 
 TOKENIZER = byte_tokenizer()
 PARTS = [f"Part {number} is told here.\n{'It goes on and on. ' * 7}END." for number in range(400)]
@@ -122,7 +121,7 @@ def test_books_are_held_out_whole_and_read_on_in_order(assets: Path) -> None:
     assert isinstance(corpus, PackedDocuments)
     assert "\n\n".join(corpus.documents) == f"{BOOKS[0]}\n\n{BOOKS[1]}"
     sizes = [len(document) for document in corpus.documents]
-    assert len(sizes) == 4 and all(abs(size - corpora.BOOK_CHARACTERS) < 200 for size in (sizes[0], sizes[2]))
+    assert len(sizes) == 4 and all(abs(size - asset_texts.BOOK_CHARACTERS) < 200 for size in (sizes[0], sizes[2]))
     text = TOKENIZER.decode(corpus.sequence(0))
     numbers = [int(number) for number in re.findall(r"Part (\d+) ", text)]
     assert len(numbers) > 100 and sum(b != a + 1 for a, b in zip(numbers, numbers[1:], strict=False)) <= 1
@@ -164,9 +163,9 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setitem(corpora.HUB, "fineweb", HubText(str(folder), None, "train", "text"))
-    monkeypatch.setattr(corpora, "BLOCK", 8)
-    monkeypatch.setattr(corpora, "LANES", 2)
+    monkeypatch.setitem(hub_stream.HUB, "fineweb", HubText(str(folder), None, "train", "text"))
+    monkeypatch.setattr(hub_stream, "BLOCK", 8)
+    monkeypatch.setattr(hub_stream, "LANES", 2)
 
 
 NUMBERS = set(range(40)) - {17}
@@ -265,8 +264,8 @@ def test_a_test_split_is_read_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     texts = [document(number) for number in range(30)]
     for shard in range(3):
         write_jsonl(tmp_path / f"test-{shard:05}-of-00003", texts[10 * shard : 10 * (shard + 1)])
-    monkeypatch.setitem(corpora.HUB, "wikitext", HubText(str(tmp_path), None, "test", "text"))
-    monkeypatch.setattr(corpora, "BLOCK", 7)
+    monkeypatch.setitem(hub_stream.HUB, "wikitext", HubText(str(tmp_path), None, "test", "text"))
+    monkeypatch.setattr(hub_stream, "BLOCK", 7)
     stream = held_out_corpus("wikitext", TOKENIZER, 64, 0, tmp_path)
     everything = TOKENIZER("".join(t + "\n\n" for t in texts) * 2, add_special_tokens=False).input_ids
     for index in range(len(everything) // 64):
@@ -320,7 +319,7 @@ class Flaky:
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that would have been waited."""
     seconds: list[float] = []
-    monkeypatch.setattr(corpora.time, "sleep", seconds.append)
+    monkeypatch.setattr(hub_stream.time, "sleep", seconds.append)
     return seconds
 
 
@@ -363,12 +362,12 @@ def test_a_failure_that_passes_leaves_no_mark(
 ) -> None:
     def sequences(times: int) -> list[list[int]]:
         monkeypatch.setattr(datasets, "load_dataset", Flaky(error, times).load_dataset)
-        monkeypatch.setattr(corpora, "BLOCK", 8)
+        monkeypatch.setattr(hub_stream, "BLOCK", 8)
         stream = HubStream("fineweb", TOKENIZER, 50, 0)
         return [stream.sequence(index) for index in range(40)]
 
     assert sequences(0) == sequences(3)
-    assert waited == list(corpora.WAITS) == sorted(set(waited))
+    assert waited == list(hub_stream.WAITS) == sorted(set(waited))
     waited.clear()
     assert "fineweb" in error_of(lambda: sequences(4)) and len(waited) == 3
 
@@ -378,7 +377,7 @@ def test_a_failure_that_lasts_is_told_at_once(
     error: Exception, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets, "load_dataset", Flaky(error, 1).load_dataset)
-    monkeypatch.setattr(corpora, "BLOCK", 8)
+    monkeypatch.setattr(hub_stream, "BLOCK", 8)
     stream = HubStream("fineweb", TOKENIZER, 50, 0)
     told = error_of(lambda: stream.sequence(39))
     assert told.startswith(f"corpus 'fineweb': data set HuggingFaceFW/fineweb cannot be read ({named(error)}: ")

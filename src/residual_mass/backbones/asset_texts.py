@@ -1,0 +1,88 @@
+"""Documents of the assets, by the name of the corpus that they make up."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+SEPARATOR = "\n\n"
+"""Between two documents, or two paragraphs of one."""
+ASSET_CORPORA = ("sotu", "wiki", "pydoc")
+"""Texts of the assets that are trained on, but for the documents held out."""
+BOOK_CHARACTERS = 20_000
+"""Length from which a run of paragraphs of a book is a document: some 5,000 tokens."""
+BOOK_BEGINS = re.compile(r"\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG", re.IGNORECASE)
+BOOK_IS_OVER = re.compile(
+    r"The Project Gutenberg eBook of|End of (the )?Project Gutenberg|\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG",
+    re.IGNORECASE,
+)
+"""Lines between which books of Project Gutenberg stand; what is outside is headers and licences, much alike."""
+
+
+def documents_of(name: str, assets: Path) -> list[str]:
+    """Raises ValueError where the assets lack them."""
+    readers = {"sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts}
+    return readers[name](assets)
+
+
+def _speeches(assets: Path) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in _files(assets / "corpora" / "sotu")]
+
+
+def _paragraphs(assets: Path) -> list[str]:
+    """The distinct Wikipedia paragraphs among HotpotQA's contexts, titled."""
+    file = assets / "qa" / "hotpotqa.json"
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; run the assets stage")
+    items = json.loads(file.read_text(encoding="utf-8"))
+    return sorted({f"{title}\n{''.join(sentences)}" for item in items for title, sentences in item["context"]})
+
+
+def _topics(assets: Path) -> list[str]:
+    """Python's own language reference as it ships with the interpreter: technical prose."""
+    from pydoc_data.topics import topics
+
+    return [text for _, text in sorted(topics.items())]
+
+
+def _book_parts(assets: Path) -> list[str]:
+    """Runs of paragraphs in the order of the books, so that a sequence longer than one reads on in the same book."""
+    files = _files(assets / "corpora" / "books")
+    return [part for file in files for book in _books(file.read_text(encoding="utf-8")) for part in _runs(book)]
+
+
+def _books(text: str) -> list[list[str]]:
+    """Paragraphs of each book of a file."""
+    books: list[list[str]] = [[]]
+    inside = True  # the first book may have lost its header
+    for line in text.splitlines():
+        if BOOK_BEGINS.match(line):
+            inside = True
+            books.append([])
+        elif BOOK_IS_OVER.match(line):
+            inside = False
+        elif inside:
+            books[-1].append(line)
+    return [re.split(r"\n\s*\n", "\n".join(lines).strip()) for lines in books if any(lines)]
+
+
+def _runs(paragraphs: Sequence[str]) -> list[str]:
+    """Consecutive paragraphs joined to documents of BOOK_CHARACTERS or a little more; the last may be shorter."""
+    runs: list[list[str]] = []
+    size = BOOK_CHARACTERS
+    for paragraph in paragraphs:
+        if size >= BOOK_CHARACTERS:
+            runs.append([])
+            size = 0
+        runs[-1].append(paragraph)
+        size += len(paragraph) + len(SEPARATOR)
+    return [SEPARATOR.join(run) for run in runs]
+
+
+def _files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"{folder}: no texts in it; run the assets stage")
+    return files
