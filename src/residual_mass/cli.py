@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from residual_mass.specs import (
+    AuditSpec,
     BackboneSpec,
     CaptureSpec,
     EstimateSpec,
+    FigureSpec,
+    FindingsSpec,
     GenerateSpec,
+    KernelsSpec,
     MapErrorsSpec,
     PromptsSpec,
     ScoreSpec,
@@ -28,6 +32,8 @@ from residual_mass.specs import (
 )
 
 Stage = Callable[[argparse.Namespace], None]
+FINDINGS = ("accounting", "state-dtype", "claims")
+"""The CSVs that the findings stage writes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,14 +78,18 @@ def _parser() -> argparse.ArgumentParser:
     add("generate", _generate, "decode every arm from one prefill each", "assets", "prompts", "phi+", "store", "out")
     add("score", _score, "score stored generations into a result CSV", "prompts", "generations+", "out")
     add("join", _join, "put result CSVs into one", "results+", "out", spec=False)
-    add("capture", _capture, "measure attention rows on held-out text", "assets", "phi", "out")
+    add("capture", _capture, "measure attention rows on held-out text", "assets", "phi", "heads", "mass", "rows")
+    add("audit", _audit, "measure stored attention rows again, in float64", "rows", "heads", "phi", "out")
+    add("kernels", _kernels, "compare kernels with the scores of feature maps", "assets", "phi+", "out")
+    for name in ("capture", "kernels"):
+        stages.choices[name].add_argument(
+            "--prompts", type=Path, nargs="?", help="RULER's frozen prompts, for the corpus cwe"
+        )
+    add("findings", _findings, "read means, precision and claims out of captured rows", "heads+", "mass+", *FINDINGS)
     add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
     add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
     add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
-    add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png", spec=False)
-    figure = stages.choices["figure"]
-    figure.add_argument("--label", required=True)
-    figure.add_argument("--title", required=True)
+    add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png")
     add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
     return parser
 
@@ -145,7 +155,29 @@ def _capture(options: argparse.Namespace) -> None:
     from residual_mass.diagnostics import capture
 
     _use_allotted_threads()
-    capture.run(spec, options.assets, options.phi, options.out)
+    capture.run(spec, options.assets, options.phi, options.prompts, options.heads, options.mass, options.rows)
+
+
+def _audit(options: argparse.Namespace) -> None:
+    spec = parse_spec(AuditSpec, options.spec)
+    from residual_mass.diagnostics import audit
+
+    audit.run(spec, options.rows, options.heads, options.phi, options.out)
+
+
+def _kernels(options: argparse.Namespace) -> None:
+    spec = parse_spec(KernelsSpec, options.spec)
+    from residual_mass.diagnostics import kernels
+
+    _use_allotted_threads()
+    kernels.run(spec, options.assets, options.phi, options.prompts, options.out)
+
+
+def _findings(options: argparse.Namespace) -> None:
+    spec = parse_spec(FindingsSpec, options.spec)
+    from residual_mass.diagnostics import findings
+
+    findings.run(spec, options.heads, options.mass, options.accounting, options.state_dtype, options.claims)
 
 
 def _map_errors(options: argparse.Namespace) -> None:
@@ -170,9 +202,10 @@ def _table(options: argparse.Namespace) -> None:
 
 
 def _figure(options: argparse.Namespace) -> None:
+    spec = parse_spec(FigureSpec, options.spec)
     from residual_mass.paper import figures
 
-    figures.run(options.label, options.title, options.data, options.pdf, options.png)
+    figures.run(spec, options.data, options.pdf, options.png)
 
 
 def _preflight(options: argparse.Namespace) -> None:

@@ -2,4 +2,4 @@
 Snakemake reruns it.
 """
 
-RECIPES = {"prompts": 2, "generate": 2, "score": 3, "train": 3, "capture": 2}
+RECIPES = {"prompts": 2, "generate": 2, "score": 3, "train": 3, "capture": 3, "audit": 1, "findings": 1}

@@ -245,9 +245,69 @@ class CaptureSpec:
     packs: int
     queries: int
     """Teacher-forced decode queries right after the prefill, per pack."""
+    audited: int
+    """Attention rows whose query, keys and values are stored, to be measured again in float64."""
     seed: int
     recipe: int
     allow_extrapolation: bool = False
+
+
+@dataclass(frozen=True)
+class AuditSpec:
+    """Recomputation of stored attention rows in float64, and the largest differences that it lets pass."""
+
+    anchors: AnchorSpec
+    error_tolerance: float
+    """Of relative errors, shares and entropies: absolute, and relative to those above 1."""
+    log_mass_tolerance: float
+    """Of log Z, in nats."""
+    recipe: int
+
+
+@dataclass(frozen=True)
+class KernelsSpec:
+    """Exact kernels and scores of feature maps, key by key, of one query head."""
+
+    study: str
+    backbone: BackboneSpec
+    corpus: str
+    length: str
+    budget_percent: float
+    """Which keys count as retrieved."""
+    anchors: AnchorSpec
+    maps: tuple[MapsSpec, ...]
+    layer: int
+    head: int
+    queries: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
+class FindingsSpec:
+    """What is read out of captured rows: means, the summaries' precision, and the paper's statements as checks."""
+
+    study: str
+    budget_percent: float
+    """The budget at which the statements are checked."""
+    corpus: str
+    length: str
+    """With `corpus`, where the paper's figures make their statements."""
+    bootstrap_resamples: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    label: str
+    """Name of the figure; where there are several of a kind, the kind's name, an underscore and what tells them
+    apart."""
+    title: str
+    budget_percent: float | None = None
+    """What a figure of one K shows."""
+    maps: tuple[str, ...] = ()
+    """Labels of the feature maps that a figure compares, the study's own first."""
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,22 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         study, lengths=["1k"], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
         benchmarks=benchmarks, phi=phi,
         mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
-        diagnostics={"packs": 1, "queries": 2, "lengths": ["1k"]},
+        diagnostics={
+            "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
+            "head": {"layer": 1, "head": 3},
+        },
         recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
         figures={
-            "entropy_gain": {"backbone": "tiny", "corpus": "wiki", "length": "1k"},
+            "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
+            **{
+                label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}
+                for label in (
+                    "kernel_sanity", "entropy_heatmap", "mass_curves", "quartile_error", "fixedk_breakdown_tiny",
+                )
+            },
+            "logz_calibration": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
+            "fullsub_nosub_delta": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
+            "ablation_kernel_fidelity": {"backbone": "tiny", "corpus": "wiki", "variants": ["kl_only", "dphi_4"]},
             "training_curves": {"backbone": "tiny", "maps": ["512", "1k"]},
             "recipe_costs": {"backbone": "tiny"},
         },
@@ -136,18 +148,34 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     errors = pd.read_csv(study / "results/diagnostics/map_errors_tiny_1k.csv")
     assert sorted(set(errors.maps)) == ["1k", "1k-dphi_4", "1k-kl_only", "512"]
     labels = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["tables"]
-    assert len(labels) == 7
+    assert len(labels) == 8
     for label in labels:
+        assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
+    for label in (label for label in labels if label != "exact_accounting"):
         cells = pd.read_csv(study / "paper_tables" / "mini" / f"{label}.csv", dtype={"text": str})
         shown = cells[cells.text != "--"]
         assert len(shown) and shown[["n", "ci_low", "ci_high", "source", "prompts_sha"]].notna().all(axis=None)
-        assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
     rendered = (study / "paper_tables" / "mini" / "ruler_sweep.tex").read_text()
     assert r"Tiny \& random\_Llama" in rendered
-    for kind in ("pdf", "png"):
-        assert (study / "paper_tables" / "mini" / "figures" / f"entropy_gain.{kind}").stat().st_size > 1000
+    figures = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["figures"]
+    for name in (f"{label}.{kind}" for label in figures if label != "recipe_costs" for kind in ("pdf", "png")):
+        assert (study / "paper_tables" / "mini" / "figures" / name).stat().st_size > 1000
+    check_diagnostics(study / "results" / "diagnostics")
     code, output = snakemake(study, "all")
     assert code == 0 and "Nothing to be done" in output
+
+
+def check_diagnostics(folder: Path) -> None:
+    accounting = pd.read_csv(folder / "accounting_tiny.csv")
+    assert list(accounting.corpus) == ["wiki"] * 3 + ["cwe"] * 3 and set(accounting.packs) == {2}
+    assert (accounting.e_exact_sub < 1e-6).all() and set(accounting.study) == {"mini"}
+    claims = pd.read_csv(folder / "claims_tiny.csv")
+    assert set(claims.verdict) <= {"holds", "does not hold", "undecided"}
+    assert list(claims[claims.claim == "exact_sub_is_exact"].verdict) == ["holds"]
+    assert set(pd.read_csv(folder / "state_dtype_tiny.csv").state_dtype) == {"float32", "bfloat16"}
+    for corpus in ("wiki", "cwe"):
+        audit = pd.read_csv(folder / f"audit_tiny_{corpus}_1k.csv")
+        assert audit.groupby(["pack", "layer", "head", "query"]).ngroups == 3
 
 
 def test_a_killed_generate_job_continues_where_it_was(study: Path) -> None:

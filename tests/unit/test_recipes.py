@@ -36,7 +36,9 @@ NUMERIC = {
     "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",
               "holm.py"],
     "capture": [*MODEL, *ACCOUNTING, *TEXTS, "backbones/measured.py", "core/measures.py",
-                "diagnostics/capture.py", "diagnostics/map_errors.py"],
+                *(f"diagnostics/{n}.py" for n in ("capture", "kernels", "map_errors", "packs"))],
+    "audit": ["backbones/phi_maps.py", "diagnostics/audit.py"],
+    "findings": [f"diagnostics/{n}.py" for n in ("captured", "claims", "claim_statistics", "findings", "resampling")],
 }  # fmt: skip
 
 

@@ -54,13 +54,15 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
-    "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 2, "table": 7, "figure": 2,
+    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2, "table": 8,
+    "figure": 11,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
-    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 1, "map_errors": 3, "table": 7, "figure": 2,
+    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4, "kernels": 2, "findings": 1,
+    "map_errors": 3, "table": 8, "figure": 11,
 }  # fmt: skip
 
 
@@ -306,4 +308,6 @@ def test_the_order_of_keys_changes_nothing(checkout: Path, studies: dict[str, Ru
 
 def specs_by_output(run: Run) -> dict[str, list[str]]:
     given = [flags(command) for command in run.commands if "--spec" in command]
-    return {g["out"][0]: g["spec"] for g in given}
+    outputs = [next(g[flag][0] for flag in ("out", "accounting", "heads", "pdf") if flag in g) for g in given]
+    assert len(set(outputs)) == len(given)
+    return dict(zip(outputs, [g["spec"] for g in given], strict=True))

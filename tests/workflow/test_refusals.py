@@ -23,7 +23,7 @@ TARGETS = [
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, "
-        "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation",
+        "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting",
     ),
     ("results/longbench_smol_1k.csv", "length '1k' is not in config/studies/mini.yaml, which has 2k"),
     (
@@ -34,7 +34,9 @@ TARGETS = [
     ("results/recipes_smol_4k.csv", "maps '4k' is not in config/studies/mini.yaml, which has 512, 1k, 2k"),
     (
         "paper_tables/mini/figures/heat.pdf",
-        "figure 'heat' is not in config/studies/mini.yaml, which has entropy_gain, training_curves, recipe_costs",
+        "figure 'heat' is not in config/studies/mini.yaml, which has entropy_gain, kernel_sanity, logz_calibration, "
+        "fullsub_nosub_delta, ablation_kernel_fidelity, entropy_heatmap, mass_curves, quartile_error, "
+        "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
     ("results/ablation_width_1b.csv", "ablation 'width' is not in config/config.yaml, which has dphi, loss"),
     ("paper_tables/small/ruler_sweep.tex", "study 'small' is not in config/studies, which has mini, paper"),
@@ -199,6 +201,41 @@ def show_costs_of_no_recipes(study: dict[str, Any]) -> None:
     study["recipes"]["backbones"] = []
 
 
+def show_ablations_where_nothing_is_captured(study: dict[str, Any]) -> None:
+    study["diagnostics"]["lengths"] = ["2k"]
+    for label in ("logz_calibration", "fullsub_nosub_delta"):
+        study["figures"][label]["lengths"] = ["2k"]
+
+
+def show_an_unknown_variant(study: dict[str, Any]) -> None:
+    study["figures"]["ablation_kernel_fidelity"]["variants"] = ["dphi_7"]
+
+
+def capture_at_another_budget(study: dict[str, Any]) -> None:
+    study["diagnostics"]["budget"] = 3
+
+
+def capture_a_foreign_backbone(study: dict[str, Any]) -> None:
+    study["diagnostics"]["backbones"] = ["1b"]
+
+
+def make_packs_of_prompts_that_are_not_there(study: dict[str, Any]) -> None:
+    study["benchmarks"]["ruler"]["lengths"] = ["2k"]
+    study["mismatch"]["lengths"], study["ablations"]["benchmarks"] = ["2k"], ["babilong"]
+
+
+def compare_maps_on_prompts(study: dict[str, Any]) -> None:
+    study["diagnostics"]["corpora"] = ["cwe", "wiki"]
+
+
+def tabulate_no_diagnostics(study: dict[str, Any]) -> None:
+    study["diagnostics"]["backbones"] = []
+
+
+def break_down_without_a_length(study: dict[str, Any]) -> None:
+    study["figures"]["fixedk_breakdown_other"] = {"backbone": "smol", "corpus": "wiki"}
+
+
 def ask_for_unknown_figure(study: dict[str, Any]) -> None:
     study["figures"]["heat"] = {}
 
@@ -211,7 +248,15 @@ STUDY_SLIPS = [
     (compare_recipes_at_an_untrained_length, "recipes.lengths: 4k is not one of 512, 1k, 2k"),
     (show_curves_of_untrained_maps, "figures.training_curves.maps: '4k' is not one of 512, 1k, 2k"),
     (show_costs_of_no_recipes, "figures.recipe_costs.backbone: 'smol' is not one of none"),
-    (ask_for_unknown_figure, "figures: Additional properties are not allowed ('heat' was unexpected)"),
+    (show_ablations_where_nothing_is_captured, "figures.ablation_kernel_fidelity: needs ablations.length (1k) in diag"),
+    (show_an_unknown_variant, "figures.ablation_kernel_fidelity.variants: 'dphi_7' is not one of dphi_32, "),
+    (capture_at_another_budget, "diagnostics.budget: 3 is not one of 2, 4, 8"),
+    (capture_a_foreign_backbone, "diagnostics.backbones: 1b is not one of smol"),
+    (make_packs_of_prompts_that_are_not_there, "diagnostics.corpora: cwe is made of RULER's prompts, which the study"),
+    (compare_maps_on_prompts, "diagnostics.corpora: cwe comes first, where the text that all maps are compared on"),
+    (tabulate_no_diagnostics, "tables: exact_accounting needs a backbone in diagnostics.backbones"),
+    (break_down_without_a_length, "figures.fixedk_breakdown_other: 'length' is a required property"),
+    (ask_for_unknown_figure, "figures: 'heat' does not match any of the regexes: '^fixedk_breakdown"),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
@@ -248,6 +293,7 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     study["tables"] = ["stress_1pct", "babilong_sweep"]
     study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
     study["recipes"]["backbones"] = []
+    study["diagnostics"] |= {"backbones": [], "corpora": ["wiki"]}
     path.write_text(yaml.safe_dump(study))
     assert configuration_error(checkout) == ""
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")

@@ -17,10 +17,14 @@ from residual_mass.estimate import planned
 from residual_mass.recipes import RECIPES
 from residual_mass.specs import (
     METHODS,
+    AuditSpec,
     BackboneSpec,
     CaptureSpec,
     EstimateSpec,
+    FigureSpec,
+    FindingsSpec,
     GenerateSpec,
+    KernelsSpec,
     MapErrorsSpec,
     PromptsSpec,
     ScoreSpec,
@@ -86,7 +90,6 @@ def contradictions() -> Iterator[str]:
 
 def study_contradictions(name: str) -> Iterator[str]:
     where, study = f"config/studies/{name}.yaml", STUDIES[name]
-    captured = study["diagnostics"]
     if study["maps"]["main"] not in study["maps"]["trained"]:
         yield f"{where}: maps.main: {study['maps']['main']} is not among maps.trained"
     for benchmark in study["benchmarks"]:
@@ -98,7 +101,8 @@ def study_contradictions(name: str) -> Iterator[str]:
     yield from comparison_contradictions(name)
     yield from training_contradictions(name)
     longest = tokens_of(study["maps"]["main"])
-    lengths = [(f"length {length}", length) for length in (*evaluated_lengths(study), *captured["lengths"])]
+    captured = study["diagnostics"]["lengths"]
+    lengths = [(f"length {length}", length) for length in (*evaluated_lengths(study), *captured)]
     for what, length in [*lengths, (f"truncate_to: {study['truncate_to']}", study["truncate_to"])]:
         if tokens_of(length) > longest:
             yield f"{where}: {what} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
@@ -110,23 +114,55 @@ def study_contradictions(name: str) -> Iterator[str]:
         ("cross_length_mismatch", "mismatch"),
         ("dphi_ablation", "ablations"),
         ("loss_ablation", "ablations"),
+        (ACCOUNTING_TABLE, "diagnostics"),
     ):
         if label in study["tables"] and not study[key]["backbones"]:
             yield f"{where}: tables: {label} needs a backbone in {key}.backbones"
     for label in study["tables"]:
         if not (ROOT / f"paper_tables/templates/{label}.tex.j2").is_file():
             yield f"{where}: tables: {label} has no template paper_tables/templates/{label}.tex.j2"
+    yield from diagnostics_contradictions(name)
+
+
+def diagnostics_contradictions(name: str) -> Iterator[str]:
+    """Slips in what a study captures, and in what its figures show."""
+    where, study = f"config/studies/{name}.yaml", STUDIES[name]
+    captured, ablations = study["diagnostics"], study["ablations"]
+    for backbone in captured["backbones"]:
+        if backbone not in backbones_of(name):
+            yield f"{where}: diagnostics.backbones: {backbone} is not one of {', '.join(backbones_of(name))}"
+    if captured["budget"] not in study["budgets"]:
+        yield f"{where}: diagnostics.budget: {captured['budget']:g} is not one of {', '.join(map(str, study['budgets']))}"
+    if captured["corpora"][0] == CWE:
+        yield f"{where}: diagnostics.corpora: {CWE} comes first, where the text that all maps are compared on belongs"
+    for length in captured["lengths"] if CWE in captured["corpora"] else ():
+        if length not in benchmark_lengths(study, "ruler"):
+            yield (
+                f"{where}: diagnostics.corpora: {CWE} is made of RULER's prompts, which the study does not have at "
+                f"{length}; take {CWE} out, or evaluate ruler there"
+            )
+    if FIDELITY in study["figures"] and ablations["length"] not in captured["lengths"]:
+        yield f"{where}: figures.{FIDELITY}: needs ablations.length ({ablations['length']}) in diagnostics.lengths"
+    options = {
+        "backbone": backbones_of(name),
+        "corpus": captured["corpora"],
+        "length": captured["lengths"],
+        "maps": study["maps"]["trained"],
+        "variants": list(config["variants"]),
+    }
+    options |= {"backbones": options["backbone"], "corpora": options["corpus"], "lengths": options["length"]}
     for label, figure in study["figures"].items():
-        shown = {
-            "backbone": study["recipes"]["backbones"] if label == COSTS else backbones_of(name),
-            "corpus": captured["corpora"],
-            "length": captured["lengths"],
-            "maps": study["maps"]["trained"],
-        }
-        for key, options in ((key, shown[key]) for key in figure):
-            for value in figure[key] if key == "maps" else [figure[key]]:
-                if value not in options:
-                    yield f"{where}: figures.{label}.{key}: {value!r} is not one of {', '.join(options) or 'none'}"
+        if label == COSTS:
+            options |= {"backbone": study["recipes"]["backbones"]}
+        elif label == FIDELITY:
+            options |= {"backbone": ablations["backbones"]}
+        else:
+            options |= {"backbone": backbones_of(name)}
+        for key, shown in figure.items():
+            for value in shown if isinstance(shown, list) else [shown]:
+                if value not in options[key]:
+                    known_ones = ", ".join(options[key]) or "none"
+                    yield f"{where}: figures.{label}.{key}: {value!r} is not one of {known_ones}"
 
 
 def training_contradictions(name: str) -> Iterator[str]:
@@ -213,6 +249,12 @@ def tokenizer_owner(tokenizer: str) -> BackboneSpec:
 
 COSTS = "recipe_costs"
 """The figure that shows recipes, which `all` does not train."""
+FIDELITY = "ablation_kernel_fidelity"
+"""The figure that shows the maps of the ablations, at their length."""
+ACCOUNTING_TABLE = "exact_accounting"
+"""The table of the diagnostics."""
+CWE = "cwe"
+"""The corpus of packs that are made of RULER's prompts."""
 
 checked(config, "config", "configuration")
 STUDIES = {path.stem: load_study(path) for path in sorted((ROOT / "config/studies").glob("*.yaml"))}

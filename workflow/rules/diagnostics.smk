@@ -1,7 +1,8 @@
-"""Per-head quantities on packed held-out text.
+"""Per-head quantities on packed held-out text, and what is read out of them.
 
-Needs: the assets, the main feature maps, the backbone.
-Makes: results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet, results/diagnostics/map_errors_{backbone}_{length}.csv
+Needs: the assets, feature maps, the backbone; RULER's prompts for the corpus cwe.
+Makes: results/diagnostics/: heads, mass, rows, kernels_{backbone}_{corpus}_{length}; audit_{backbone}_{corpus}_{length}.csv;
+accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv
 """
 
 
@@ -9,8 +10,11 @@ rule capture:
     input:
         assets=assets_for(HEADS),
         phi=phi_of,
+        prompts=prompts_of_packs,
     output:
-        HEADS,
+        heads=HEADS,
+        mass=MASS,
+        rows=ROWS,
     log:
         "logs/capture/{backbone}_{corpus}_{length}.log",
     benchmark:
@@ -28,7 +32,88 @@ rule capture:
         "Measuring every head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
     shell:
         'python -m residual_mass capture --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --phi {input.phi} --prompts {input.prompts} --heads {output.heads} --mass {output.mass} --rows {output.rows}"
+        " > {log} 2>&1"
+
+
+rule audit:
+    input:
+        rows=ROWS,
+        heads=HEADS,
+        phi=phi_of,
+    output:
+        AUDIT,
+    log:
+        "logs/audit/{backbone}_{corpus}_{length}.log",
+    benchmark:
+        "logs/audit/{backbone}_{corpus}_{length}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        spec=audit_spec,
+    message:
+        "Measuring a sample of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length} again in float64"
+    shell:
+        "python -m residual_mass audit --spec {params.spec:q} --rows {input.rows} --heads {input.heads}"
         " --phi {input.phi} --out {output} > {log} 2>&1"
+
+
+rule kernels:
+    input:
+        assets=assets_for(KERNELS),
+        phi=phi_of_kernels,
+        prompts=prompts_of_packs,
+    output:
+        KERNELS,
+    log:
+        "logs/kernels/{backbone}_{corpus}_{length}.log",
+    benchmark:
+        "logs/kernels/{backbone}_{corpus}_{length}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 8
+    resources:
+        gpu=gpus,
+        mem_mb=with_gpu(64000, 6000),
+        runtime=with_gpu(60, 30),
+    params:
+        spec=kernels_spec,
+    message:
+        "Kernels of one head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
+    shell:
+        'python -m residual_mass kernels --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --phi {input.phi} --prompts {input.prompts} --out {output} > {log} 2>&1"
+
+
+rule findings:
+    input:
+        heads=captured_by(HEADS),
+        mass=captured_by(MASS),
+    output:
+        accounting=ACCOUNTING,
+        state_dtype=STATE_DTYPE,
+        claims=CLAIMS,
+    log:
+        "logs/findings/{backbone}.log",
+    benchmark:
+        "logs/findings/{backbone}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=30,
+    params:
+        spec=findings_spec,
+    message:
+        "Means and claims out of the rows of {wildcards.backbone}"
+    shell:
+        "python -m residual_mass findings --spec {params.spec:q} --heads {input.heads} --mass {input.mass}"
+        " --accounting {output.accounting} --state-dtype {output.state_dtype} --claims {output.claims} > {log} 2>&1"
 
 
 rule map_errors:

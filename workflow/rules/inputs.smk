@@ -9,6 +9,14 @@ def backbones_to_run() -> list[BackboneSpec]:
     return [BACKBONES[name] for name, outputs in ON_A_BACKBONE.items() if not all(map(Path.exists, outputs))]
 
 
+CAPTURED = {
+    "kernel_sanity": [KERNELS, HEADS],
+    "ablation_kernel_fidelity": [KERNELS],
+    "mass_curves": [MASS, HEADS],
+}
+"""The captured files that a figure shows, where they are not those of the heads alone."""
+
+
 def here(path: str) -> str:
     """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
     return os.path.relpath(ROOT / path)
@@ -49,6 +57,29 @@ def prompts_of(wildcards: Any) -> str:
 def phi_of(wildcards: Any) -> str:
     """The main maps."""
     return PHI.format(backbone=wildcards.backbone, maps=study_of(wildcards)["maps"]["main"])
+
+
+def prompts_of_packs(wildcards: Any) -> list[str]:
+    """RULER's frozen prompts, where the packs are made of them."""
+    if wildcards.corpus != CWE:
+        return []
+    tokenizer = backbone_of(wildcards).tokenizer
+    return [PROMPTS.format(benchmark="ruler", tokenizer=tokenizer, length=wildcards.length)]
+
+
+def phi_of_kernels(wildcards: Any) -> list[str]:
+    return expand(PHI, backbone=wildcards.backbone, maps=kernel_maps(study_of(wildcards), wildcards.length))
+
+
+def captured_by(pattern: str) -> Callable[[Any], list[str]]:
+    """The files of all corpora and lengths that a backbone's findings are read out of."""
+
+    def files(wildcards: Any) -> list[str]:
+        captured = study_of(wildcards)["diagnostics"]
+        known("backbone", wildcards.backbone, captured["backbones"], "diagnostics.backbones of its study")
+        return expand(pattern, backbone=wildcards.backbone, corpus=captured["corpora"], length=captured["lengths"])
+
+    return files
 
 
 def phi_of_group(wildcards: Any) -> list[str]:
@@ -94,6 +125,8 @@ def results_of(wildcards: Any) -> list[str]:
     known("table", wildcards.label, study["tables"], f"config/studies/{wildcards.study}.yaml")
     if wildcards.label == "cross_length_mismatch":
         return expand(MISMATCH, backbone=study["mismatch"]["backbones"])
+    if wildcards.label == ACCOUNTING_TABLE:
+        return expand(ACCOUNTING, backbone=study["diagnostics"]["backbones"])
     if comparison := ABLATION_TABLES.get(wildcards.label):
         return expand(ABLATION, ablation=comparison, backbone=study["ablations"]["backbones"])
     shown = [name for name in TABLE_BENCHMARKS[wildcards.label] if name in study["benchmarks"]]
@@ -118,24 +151,25 @@ def recipe_logs_of(wildcards: Any) -> list[str]:
 def figure_data(wildcards: Any) -> list[str]:
     """The files that a figure shows, in the order of its lines or rows."""
     shown = figure_of(wildcards)
+    study = STUDIES[wildcards.study]
     if wildcards.label == "training_curves":
         return expand(TRAINING_LOG, **shown)
     if wildcards.label == COSTS:
-        lengths = STUDIES[wildcards.study]["recipes"]["lengths"]
-        return expand(RECIPES_LOG, backbone=shown["backbone"], maps=lengths)
-    return expand(HEADS, **shown)
+        return expand(RECIPES_LOG, backbone=shown["backbone"], maps=study["recipes"]["lengths"])
+    if wildcards.label == FIDELITY:
+        shown = shown | {"length": study["ablations"]["length"]}
+    place = {
+        "backbone": shown.get("backbones") or shown["backbone"],
+        "corpus": shown.get("corpora") or shown["corpus"],
+        "length": shown.get("lengths") or shown["length"],
+    }
+    return [path for pattern in CAPTURED.get(wildcards.label, [HEADS]) for path in expand(pattern, **place)]
 
 
 def figure_of(wildcards: Any) -> dict[str, Any]:
     study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
     known("figure", wildcards.label, study["figures"], f"config/studies/{wildcards.study}.yaml")
     return study["figures"][wildcards.label]
-
-
-def figure_title(wildcards: Any) -> str:
-    shown = figure_of(wildcards)
-    details = [shown[key] for key in ("corpus", "length") if key in shown]
-    return ", ".join([config["backbones"][shown["backbone"]]["title"], *details])
 
 
 def study_results(study: str) -> list[str]:
@@ -155,6 +189,16 @@ def study_results(study: str) -> list[str]:
         *expand(MISMATCH, backbone=mismatch["backbones"]),
         *expand(ABLATION, ablation=config["ablations"], backbone=ablations["backbones"]),
         *expand(MAP_ERRORS, backbone=mismatch["backbones"] or ablations["backbones"], length=dict.fromkeys(compared)),
+        *diagnostics_results(study),
+    ]
+
+
+def diagnostics_results(study: str) -> list[str]:
+    captured = STUDIES[study]["diagnostics"]
+    backbones = captured["backbones"]
+    return [
+        *expand(AUDIT, backbone=backbones, corpus=captured["corpora"], length=captured["lengths"]),
+        *(path for pattern in (ACCOUNTING, STATE_DTYPE, CLAIMS) for path in expand(pattern, backbone=backbones)),
     ]
 
 

@@ -51,9 +51,9 @@ rule figure:
         mem_mb=2000,
         runtime=10,
     params:
-        title=figure_title,
+        spec=figure_spec,
     message:
         "Figure {wildcards.label} of study {wildcards.study}"
     shell:
-        "python -m residual_mass figure --label {wildcards.label} --title {params.title:q} --data {input.data}"
+        "python -m residual_mass figure --spec {params.spec:q} --data {input.data}"
         " --pdf {output.pdf} --png {output.png} > {log} 2>&1"

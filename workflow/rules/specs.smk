@@ -14,6 +14,13 @@ MISMATCH = "results/cross_length_mismatch_{backbone}.csv"
 ABLATION = "results/ablation_{ablation}_{backbone}.csv"
 MAP_ERRORS = "results/diagnostics/map_errors_{backbone}_{length}.csv"
 HEADS = "results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet"
+MASS = "results/diagnostics/mass_{backbone}_{corpus}_{length}.parquet"
+ROWS = "results/diagnostics/rows_{backbone}_{corpus}_{length}.safetensors"
+AUDIT = "results/diagnostics/audit_{backbone}_{corpus}_{length}.csv"
+KERNELS = "results/diagnostics/kernels_{backbone}_{corpus}_{length}.parquet"
+ACCOUNTING = "results/diagnostics/accounting_{backbone}.csv"
+STATE_DTYPE = "results/diagnostics/state_dtype_{backbone}.csv"
+CLAIMS = "results/diagnostics/claims_{backbone}.csv"
 TABLE = "paper_tables/{study}/{label}.tex"
 CELLS = "paper_tables/{study}/{label}.csv"
 FIGURE = "paper_tables/{study}/figures/{label}"
@@ -219,7 +226,56 @@ def capture_spec(wildcards: Any) -> str:
         anchors=study["anchors"],
         maps=maps_of([study["maps"]["main"]])[0],
         recipe=RECIPES["capture"],
-        **{key: captured[key] for key in ("packs", "queries", "seed")},
+        **{key: captured[key] for key in ("packs", "queries", "audited", "seed")},
+    )
+
+
+def audit_spec(wildcards: Any) -> str:
+    return spec(
+        AuditSpec,
+        anchors=study_of(wildcards)["anchors"],
+        error_tolerance=1e-5,
+        log_mass_tolerance=1e-4,
+        recipe=RECIPES["audit"],
+    )
+
+
+def kernels_spec(wildcards: Any) -> str:
+    study = study_of(wildcards)
+    captured = study["diagnostics"]
+    return spec(
+        KernelsSpec,
+        **protocol(wildcards),
+        corpus=wildcards.corpus,
+        length=wildcards.length,
+        budget_percent=captured["budget"],
+        anchors=study["anchors"],
+        maps=maps_of(kernel_maps(study, wildcards.length)),
+        recipe=RECIPES["capture"],
+        **captured["head"],
+        **{key: captured[key] for key in ("queries", "seed")},
+    )
+
+
+def kernel_maps(study: dict[str, Any], length: str) -> list[str]:
+    """Labels of the maps whose kernels are shown at a length: the main ones, and at the ablations' length theirs."""
+    labels = [study["maps"]["main"]]
+    if study["ablations"]["backbones"] and length == study["ablations"]["length"]:
+        labels += [length, *group_maps(study, "ablation")]
+    return list(dict.fromkeys(labels))
+
+
+def findings_spec(wildcards: Any) -> str:
+    study = study_of(wildcards)
+    captured = study["diagnostics"]
+    return spec(
+        FindingsSpec,
+        study=backbone_of(wildcards).study,
+        budget_percent=captured["budget"],
+        corpus=captured["corpora"][0],
+        length=max(captured["lengths"], key=tokens_of),
+        recipe=RECIPES["findings"],
+        **study["score"],
     )
 
 
@@ -266,5 +322,28 @@ def table_spec(wildcards: Any) -> str:
         shown |= {key: ablations[key] for key in ("backbones", "benchmarks")}
         shown |= {"lengths": [ablations["length"]], "budgets": [ablations["budget"]]}
         shown |= {"maps": compared_maps(study, comparison)}
+    if wildcards.label == ACCOUNTING_TABLE:
+        captured = study["diagnostics"]
+        shown |= {"backbones": captured["backbones"], "lengths": captured["lengths"], "budgets": [captured["budget"]]}
     titles = {name: config["backbones"][name]["title"] for name in names}
     return spec(TableSpec, study=wildcards.study, label=wildcards.label, backbone_titles=titles, **shown)
+
+
+def figure_spec(wildcards: Any) -> str:
+    study = STUDIES[wildcards.study]
+    shown = figure_of(wildcards)
+    backbones = shown.get("backbones", [shown.get("backbone")])
+    titles = [config["backbones"][name]["title"] for name in backbones] if len(backbones) == 1 else []
+    maps = []
+    if wildcards.label == "kernel_sanity":
+        maps = [study["maps"]["main"]]
+    if wildcards.label == FIDELITY:
+        length = study["ablations"]["length"]
+        maps = [length, *(f"{length}-{variant}" for variant in shown["variants"])]
+    return spec(
+        FigureSpec,
+        label=wildcards.label,
+        title=", ".join([*titles, *(shown[key] for key in ("corpus", "length") if key in shown)]),
+        budget_percent=study["diagnostics"]["budget"],
+        maps=maps,
+    )

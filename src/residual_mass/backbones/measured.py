@@ -6,6 +6,8 @@ Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,29 +21,36 @@ from residual_mass.specs import AnchorSpec
 
 @torch.no_grad()
 def layer_measures(
-    maps: PhiMaps, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, k: int, anchors: AnchorSpec
+    maps: PhiMaps,
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    ks: Sequence[int],
+    anchors: AnchorSpec,
 ) -> dict[str, Tensor]:
-    """`core.row_measures` of every query head; entries [Hq, Q].
+    """`core.row_measures` of every query head at every K; entries [Hq, Q, len(ks)].
 
     Args:
         queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all float32.
     """
     kv_heads, length, _ = keys.shape
-
-    def grouped(x: Tensor) -> Tensor:
-        """[Hq, Q, C] -> [Hkv, G * Q, C]."""
-        return x.unflatten(0, (kv_heads, -1)).flatten(1, 2)
-
     masks = partition(full_prefix(length, keys.device), anchors.sink, anchors.tail)
     features, log_shift = key_features(map_heads(maps.key[layer], keys[None])[0], masks.mid)
-    log_query = grouped(map_heads(maps.query[layer], queries[None])[0])
+    log_query = grouped(map_heads(maps.query[layer], queries[None])[0], kv_heads)
     rows = row_measures(
-        attention_scores(grouped(queries), keys, scale),
+        attention_scores(grouped(queries, kv_heads), keys, scale),
         values,
         Partition(masks.anchors[None], masks.mid[None]),
-        k,
+        ks,
         summarise(features, log_shift, values),
         features,
         log_query,
     )
-    return {name: value.reshape(queries.shape[:2]) for name, value in rows.items()}
+    return {name: value.reshape(*queries.shape[:2], len(ks)) for name, value in rows.items()}
+
+
+def grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """Query rows by the KV head that they share: [Hq, Q, C] -> [Hkv, G * Q, C]."""
+    return x.unflatten(0, (kv_heads, -1)).flatten(1, 2)

@@ -20,7 +20,15 @@ from residual_mass.core.accounting import (
     summarise,
 )
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
-from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, row_measures, subset_bias
+from residual_mass.core.measures import (
+    mass_curve,
+    mass_recovery,
+    mid_entropy,
+    rel_l1,
+    residual_share,
+    row_measures,
+    subset_bias,
+)
 from residual_mass.core.selection import Selected, exhaustive_topk, members
 from residual_mass.core.support import Partition, partition, retrieved_count
 
@@ -39,6 +47,7 @@ __all__ = [
     "exhaustive_topk",
     "gather_retrieved",
     "key_features",
+    "mass_curve",
     "mass_recovery",
     "members",
     "merge",

@@ -5,10 +5,13 @@ Shape letters: R = query rows, L = keys, D = value dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import (
+    Retrieved,
     SummaryState,
     Terms,
     exact_terms,
@@ -16,7 +19,7 @@ from residual_mass.core.accounting import (
     merge,
     residual_terms,
 )
-from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.selection import Selected, exhaustive_topk
 from residual_mass.core.support import Partition
 
 REL_L1_EPS = 1e-12
@@ -61,44 +64,77 @@ def mass_recovery(scores: Tensor, mid: Tensor, retrieved: Tensor) -> Tensor:
     return torch.where(retrieved, p, 0).sum(-1)
 
 
+def mass_curve(scores: Tensor, mid: Tensor, ks: Sequence[int]) -> Tensor:
+    """C_mid(K) of every row for several K at once, each in [1, |M|]: [..., R, len(ks)] float64.
+
+    scores [..., R, L], mid [..., 1 or R, L] bool.
+    """
+    p = scores.masked_fill(~mid, -torch.inf).softmax(-1)
+    recovered = p.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    return recovered[..., torch.tensor(ks, device=scores.device) - 1]
+
+
 def row_measures(
     scores: Tensor,
     values: Tensor,
     masks: Partition,
-    k: int,
+    ks: Sequence[int],
     state: SummaryState,
     features: Tensor,
     log_query: Tensor,
 ) -> dict[str, Tensor]:
-    """Everything the diagnostics report about attention rows over one prefix at one K; each entry is [..., R].
+    """Everything the diagnostics report about attention rows over one prefix; each entry is [..., R, len(ks)].
 
     e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without (nosub)
     subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are
     log Z_R estimated and true (-inf where nothing is left), residual_share* their share of the total, h_mid and c_mid
-    entropy and mass recovery of the teacher, clamped whether the subtraction left nothing but rounding.
+    entropy and mass recovery of the teacher, clamped whether the subtraction left nothing but rounding. What depends on
+    the summaries is there a second time, *_bf16, with summaries rounded to bfloat16.
 
     Args:
         scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R,
         M]: of phi.
     """
-    selected = exhaustive_topk(scores, masks.mid, torch.full(scores.shape[-2:-1], k, device=scores.device))
-    retrieved = selected.mask(scores.shape[-1])
-    exact = exact_terms(scores, values, masks.anchors | retrieved)
-    rest = exact_terms(scores, values, masks.mid & ~retrieved)
+    everything = (masks.anchors | masks.mid).expand(scores.shape)
+    full = merge(exact_terms(scores, values, everything))
     whole_mid = exact_terms(scores, values, masks.mid.expand(scores.shape))
-    full = merge(exact_terms(scores, values, (masks.anchors | masks.mid).expand(scores.shape)))
-    estimate = residual_terms(state, log_query, gather_retrieved(features, values, selected))
-    return {
-        "e_topk": rel_l1(merge(exact), full),
-        "e_sub": rel_l1(merge(exact, estimate), full),
-        "e_nosub": rel_l1(merge(exact, residual_terms(state, log_query)), full),
-        "e_exact_sub": rel_l1(merge(exact, rest), full),
-        "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
-        "log_z_hat": estimate.log_mass(),
-        "log_z_true": rest.log_mass(),
-        "residual_share_hat": residual_share(exact, estimate),
-        "residual_share": residual_share(exact, rest),
-        "h_mid": mid_entropy(scores, masks.mid),
-        "c_mid": mass_recovery(scores, masks.mid, retrieved),
-        "clamped": (estimate.denominator == 0) & (rest.denominator > 0),
-    }
+    shared = {"h_mid": mid_entropy(scores, masks.mid)}
+    wanted = torch.full(scores.shape[-2:-1], max(ks), device=scores.device)
+    most = exhaustive_topk(scores, masks.mid, wanted)
+    gathered = gather_retrieved(features, values, most)
+    states = {"": state, "_bf16": in_bfloat16(state)}
+    of_k: list[dict[str, Tensor]] = []
+    for k in ks:
+        # Slots are in falling order of score, so the first k of them are the top k.
+        selected = Selected(most.indices[..., :k], most.valid[..., :k])
+        of_selected = Retrieved(gathered.features[..., :k, :], gathered.values[..., :k, :])
+        retrieved = selected.mask(scores.shape[-1])
+        exact = exact_terms(scores, values, masks.anchors | retrieved)
+        rest = exact_terms(scores, values, masks.mid & ~retrieved)
+        rows = shared | {
+            "e_topk": rel_l1(merge(exact), full),
+            "e_exact_sub": rel_l1(merge(exact, rest), full),
+            "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
+            "log_z_true": rest.log_mass(),
+            "residual_share": residual_share(exact, rest),
+            "c_mid": mass_recovery(scores, masks.mid, retrieved),
+        }
+        for suffix, stored in states.items():
+            estimate = residual_terms(stored, log_query, of_selected)
+            rows |= {
+                f"e_sub{suffix}": rel_l1(merge(exact, estimate), full),
+                f"e_nosub{suffix}": rel_l1(merge(exact, residual_terms(stored, log_query)), full),
+                f"log_z_hat{suffix}": estimate.log_mass(),
+                f"residual_share_hat{suffix}": residual_share(exact, estimate),
+                f"clamped{suffix}": (estimate.denominator == 0) & (rest.denominator > 0),
+            }
+        of_k.append(rows)
+    return {name: torch.stack([rows[name] for rows in of_k], dim=-1) for name in of_k[0]}
+
+
+def in_bfloat16(state: SummaryState) -> SummaryState:
+    """The summaries as the paper stores them: S and u rounded to bfloat16 once they are summed; the shift, a choice of
+    unit, is kept.
+    """
+    numerator, mass = (x.bfloat16().to(x.dtype) for x in (state.numerator, state.mass))
+    return SummaryState(numerator, mass, state.log_shift)

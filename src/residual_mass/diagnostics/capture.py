@@ -8,30 +8,46 @@ Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per pack, 
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.backbones.corpora import held_out_corpus
-from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.measured import layer_measures
-from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.core.support import retrieved_count
+from residual_mass.backbones.measured import grouped, layer_measures
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
+from residual_mass.core.accounting import attention_scores
+from residual_mass.core.measures import mass_curve
+from residual_mass.core.support import full_prefix, partition, retrieved_count
+from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with_place
 from residual_mass.files import replacing, write_meta
 from residual_mass.specs import CaptureSpec, tokens_of
 
 log = logging.getLogger(__name__)
 
+ROWS_HEADER = "residual_mass_rows"
+"""The one key of the metadata of stored rows: JSON of the scale and of what each row is."""
+ROUND_DIGITS = (1, 1.5, 2, 3, 5, 7)
+"""Of the K at which the mass curves are read."""
 
-def run(spec: CaptureSpec, assets: Path, phi: Path, out: Path) -> None:
-    """The `capture` stage: writes one Parquet row per (pack, layer, head, query, k)."""
+
+def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads: Path, mass: Path, rows: Path) -> None:
+    """The `capture` stage.
+
+    Writes:
+        heads: Parquet, one row per (pack, layer, head, query, k), of `core.row_measures`.
+        mass: Parquet, one row per (pack, layer, head, k): C_mid(K), mean over the pack's queries.
+        rows: safetensors, query, keys and values of a random sample of attention rows, for the `audit` stage.
+    """
     length = tokens_of(spec.length)
     if length > spec.maps.length and not spec.allow_extrapolation:
         raise ValueError(
@@ -42,51 +58,115 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, out: Path) -> None:
     backbone = load_backbone(spec.backbone, assets)
     maps.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
     maps = maps.to(backbone.device)
-    corpus = held_out_corpus(spec.corpus, backbone.tokenizer, length + spec.queries, spec.seed, assets)
-    log.info("%d packs of %s, %d + %d tokens, on %s", spec.packs, spec.corpus, length, spec.queries, backbone.device)
-    frames = []
-    for pack in tqdm(range(spec.packs), desc="capture", unit="pack"):
-        frames += pack_measures(spec, backbone, maps, corpus.sequence(pack), pack)
-    with replacing(out) as temporary:
-        pd.concat(frames, ignore_index=True).to_parquet(temporary, index=False)
-    write_meta(out, spec=asdict(spec), identity=backbone.identity, phi_sha=maps.sha256, device=str(backbone.device))
+    packs = make_packs(spec.corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, prompts)
+    log.info("%d packs of %s, %d + %d tokens, on %s", len(packs), spec.corpus, length, spec.queries, backbone.device)
+    captured = Captured(spec, backbone, maps, audited_rows(spec, len(packs), backbone.shape))
+    for number, pack in enumerate(tqdm(packs, desc="capture", unit="pack")):
+        captured.add(number, pack)
+    captured.write(heads, mass, rows)
+    write_meta(heads, spec=asdict(spec), identity=backbone.identity, phi_sha=maps.sha256, device=str(backbone.device))
 
 
-@torch.no_grad()
-def pack_measures(
-    spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, ids: Sequence[int], pack: int
-) -> list[pd.DataFrame]:
-    """One frame per (layer, budget) of one pack."""
-    length = tokens_of(spec.length)
-    frames: list[pd.DataFrame] = []
-
-    def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        layer = module.layer_idx
-        queries, keys, values = (x[0].float() for x in (q[:, :, length:], k[:, :, :length], v[:, :, :length]))
-        for budget in spec.budgets:
-            retrieved = retrieved_count(budget, length, spec.anchors.sink + spec.anchors.tail)
-            rows = layer_measures(maps, layer, queries, keys, values, scale, retrieved, spec.anchors)
-            frames.append(_frame(rows, pack, layer, budget, retrieved))
-        return exact_attention(module, q, k, v, mask, scale)
-
-    with attention_hook(backbone.model, handler):
-        inputs = torch.tensor([list(ids)], device=backbone.device)
-        backbone.model.get_decoder()(inputs, use_cache=False)
-    return frames
+Row = tuple[int, int, int, int]
+"""(pack, layer, query head, query)."""
 
 
-def _frame(rows: dict[str, Tensor], pack: int, layer: int, budget: float, k: int) -> pd.DataFrame:
-    """rows: entries [Hq, Q]."""
-    heads, queries = next(iter(rows.values())).shape
-    frame = pd.DataFrame({name: value.cpu().flatten().numpy() for name, value in rows.items()})
-    index = {
-        "pack": pack,
-        "layer": layer,
-        "head": torch.arange(heads).repeat_interleave(queries).numpy(),
-        "query": torch.arange(queries).repeat(heads).numpy(),
-        "k": k,
-        "budget_percent": budget,
-    }
-    for position, (name, value) in enumerate(index.items()):
-        frame.insert(position, name, value)
-    return frame
+def audited_rows(spec: CaptureSpec, packs: int, shape: HeadShape) -> list[Row]:
+    """A random sample of attention rows, `spec.audited` of them or all there are."""
+    sizes = (packs, shape.layers, shape.query_heads, spec.queries)
+    chosen = random.Random(f"{spec.seed}/audit").sample(range(math.prod(sizes)), min(spec.audited, math.prod(sizes)))
+
+    def unravel(number: int) -> Row:
+        number, query = divmod(number, sizes[3])
+        number, head = divmod(number, sizes[2])
+        pack, layer = divmod(number, sizes[1])
+        return pack, layer, head, query
+
+    return [unravel(number) for number in sorted(chosen)]
+
+
+class Captured:
+    """What was measured so far."""
+
+    def __init__(self, spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, audited: Sequence[Row]) -> None:
+        self.spec, self.backbone, self.maps, self.audited = spec, backbone, maps, audited
+        self.length = tokens_of(spec.length)
+        anchors = spec.anchors.sink + spec.anchors.tail
+        self.ks = [retrieved_count(budget, self.length, anchors) for budget in spec.budgets]
+        if self.length <= anchors:
+            raise ValueError(
+                f"length {spec.length}: no longer than the {anchors} anchors, so no mid-region; take a longer one"
+            )
+        self.mass_ks = round_ks(self.length - anchors)
+        self.heads: list[pd.DataFrame] = []
+        self.mass: list[pd.DataFrame] = []
+        self.rows: dict[str, Tensor] = {}
+        self.scale = 1.0
+
+    def add(self, number: int, pack: Pack) -> None:
+        """Measures one pack."""
+
+        def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+            self._store(number, layer, queries, keys, values)
+            self.scale = scale
+            queries, keys, values = queries.float(), keys.float(), values.float()
+            measures = layer_measures(self.maps, layer, queries, keys, values, scale, self.ks, self.spec.anchors)
+            budgets = {"k": self.ks, "budget_percent": self.spec.budgets}
+            self.heads.append(_frame(measures, {"pack": number, "layer": layer}, ("head", "query"), budgets))
+            curve = {"c_mid": self._mass(queries, keys, scale)}
+            self.mass.append(_frame(curve, {"pack": number, "layer": layer}, ("head",), {"k": self.mass_ks}))
+
+        visit_layers(self.backbone, pack, self.length, visit)
+
+    def _mass(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """C_mid [Hq, len(mass_ks)], mean over queries."""
+        anchors = self.spec.anchors
+        mid = partition(full_prefix(self.length, keys.device), anchors.sink, anchors.tail).mid
+        curve = mass_curve(attention_scores(grouped(queries, keys.shape[0]), keys, scale), mid, self.mass_ks)
+        return curve.reshape(*queries.shape[:2], -1).mean(1)
+
+    def _store(self, pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        group = queries.shape[0] // keys.shape[0]
+        for number, (of_pack, of_layer, head, query) in enumerate(self.audited):
+            if (of_pack, of_layer) == (pack, layer):
+                kept = {"query": queries[head, query], "keys": keys[head // group], "values": values[head // group]}
+                self.rows |= {f"{number}.{name}": value.cpu().clone() for name, value in kept.items()}
+
+    def write(self, heads: Path, mass: Path, rows: Path) -> None:
+        spec, group = self.spec, self.backbone.shape.query_heads // self.backbone.shape.kv_heads
+        names = ("pack", "layer", "head", "query")
+        stored = [dict(zip(names, row, strict=True)) | {"kv_head": row[2] // group} for row in self.audited]
+        write_safetensors(rows, self.rows, {ROWS_HEADER: json.dumps({"scale": self.scale, "rows": stored})})
+        place = {"backbone": spec.backbone, "corpus": spec.corpus, "length": spec.length}
+        origin = {
+            "maps": spec.maps.label,
+            "study": spec.study,
+            "model_id": spec.backbone.model_id,
+            "revision": spec.backbone.revision,
+            "weights": spec.backbone.weights,
+            "phi_sha": self.maps.sha256,
+        }
+        with replacing(mass) as temporary:
+            with_place(pd.concat(self.mass), **place).to_parquet(temporary, index=False)
+        with replacing(heads) as temporary:
+            with_place(pd.concat(self.heads), **place, **origin).to_parquet(temporary, index=False)
+
+
+def round_ks(most: int) -> list[int]:
+    """Round numbers from 1 up to `most`, which is the last."""
+    powers = range(len(str(most)))
+    grid = {int(digit * 10**power) for power in powers for digit in ROUND_DIGITS if digit * 10**power < most}
+    return sorted(grid | {most})
+
+
+def _frame(
+    measured: dict[str, Tensor], constant: dict[str, int], names: Sequence[str], last: dict[str, Sequence[float]]
+) -> pd.DataFrame:
+    """Rows of entries [*names, len(last)]: an index column per dimension, the last one given by its values."""
+    shape = next(iter(measured.values())).shape
+    index = [torch.arange(size) for size in shape]
+    grid = dict(zip((*names, "slot"), torch.meshgrid(*index, indexing="ij"), strict=True))
+    columns = constant | {name: grid[name].flatten().numpy() for name in names}
+    slot = grid["slot"].flatten()
+    columns |= {name: np.asarray(values)[slot] for name, values in last.items()}
+    return pd.DataFrame(columns | {name: value.cpu().flatten().numpy() for name, value in measured.items()})

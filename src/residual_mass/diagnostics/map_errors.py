@@ -13,16 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.backbones.corpora import held_out_corpus
-from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.support import retrieved_count
+from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers
 from residual_mass.files import csv_text, write_meta, write_text
 from residual_mass.specs import MapErrorsSpec, tokens_of
 
@@ -51,38 +49,36 @@ def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> No
     for each in maps:
         each.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
     length = tokens_of(spec.length)
-    corpus = held_out_corpus(spec.corpus, backbone.tokenizer, length + spec.queries, spec.seed, assets)
     log.info("%d sets of maps on %d packs of %s at %d tokens", len(maps), spec.packs, spec.corpus, length)
     packs = [
-        _pack_measures(spec, backbone, maps, corpus.sequence(pack))
-        for pack in tqdm(range(spec.packs), desc="map errors", unit="pack")
+        _pack_measures(spec, backbone, maps, pack)
+        for pack in tqdm(
+            make_packs(spec.corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, None),
+            desc="map errors",
+            unit="pack",
+        )
     ]
     lines = (_line(spec, maps, packs, m, b) for m in range(len(maps)) for b in range(len(spec.budgets)))
     write_text(out, csv_text(COLUMNS, lines))
     write_meta(out, spec=asdict(spec), identity=backbone.identity, device=str(backbone.device))
 
 
-@torch.no_grad()
-def _pack_measures(spec: MapErrorsSpec, backbone: Backbone, maps: Sequence[PhiMaps], ids: Sequence[int]) -> np.ndarray:
-    """[maps, budgets, layers, measures, Hq, Q] of one pack, one layer's keys and values alive at a time."""
-    length = tokens_of(spec.length)
+def _pack_measures(spec: MapErrorsSpec, backbone: Backbone, maps: Sequence[PhiMaps], pack: Pack) -> np.ndarray:
+    """[maps, layers, measures, Hq, Q, budgets] of one pack."""
     by_layer: list[np.ndarray] = []
 
-    def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        queries, keys, values = (x[0].float() for x in (q[:, :, length:], k[:, :, :length], v[:, :, :length]))
+    def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+        queries, keys, values = queries.float(), keys.float(), values.float()
 
-        def measured(each: PhiMaps, retrieved: int) -> np.ndarray:
-            rows = layer_measures(each, module.layer_idx, queries, keys, values, scale, retrieved, spec.anchors)
+        def measured(each: PhiMaps) -> np.ndarray:
+            rows = layer_measures(each, layer, queries, keys, values, scale, _retrieved(spec), spec.anchors)
             rows["log_z_error"] = rows["log_z_hat"] - rows["log_z_true"]
             return np.stack([rows[name].cpu().numpy() for name in MEASURES])
 
-        by_layer.append(np.stack([[measured(each, count) for count in _retrieved(spec)] for each in maps]))
-        return exact_attention(module, q, k, v, mask, scale)
+        by_layer.append(np.stack([measured(each) for each in maps]))
 
-    with attention_hook(backbone.model, handler):
-        inputs = torch.tensor([list(ids)], device=backbone.device)
-        backbone.model.get_decoder()(inputs, use_cache=False)
-    return np.stack(by_layer, axis=2)
+    visit_layers(backbone, pack, tokens_of(spec.length), visit)
+    return np.stack(by_layer, axis=1)
 
 
 def _retrieved(spec: MapErrorsSpec) -> list[int]:
@@ -93,7 +89,7 @@ def _retrieved(spec: MapErrorsSpec) -> list[int]:
 def _line(
     spec: MapErrorsSpec, maps: Sequence[PhiMaps], packs: Sequence[np.ndarray], m: int, b: int
 ) -> dict[str, object]:
-    measures = np.stack([pack[m, b] for pack in packs])  # [packs, layers, measures, Hq, Q]
+    measures = np.stack([pack[m, ..., b] for pack in packs])  # [packs, layers, measures, Hq, Q]
     values = {name: measures[:, :, i] for i, name in enumerate(MEASURES)}
     gaps = values["log_z_error"]
     gain = (values["e_topk"] - values["e_sub"]).mean(axis=(0, 3))  # [layers, Hq]

@@ -37,7 +37,7 @@ def caption_of_results(spec: TableSpec, results: list[Result], content: Content)
     models = _models(results)
     notes = [
         f"Study {spec.study}, backbone {', '.join(result.model_id for result in models.values())}.",
-        *_warnings(models.values()),
+        *model_warnings((model.model_id, model.weights) for model in models.values()),
         *_kinds(content),
         f"Examples per value: {'; '.join(_sizes(results, content.scores, len(spec.backbones)))}.",
         *_cuts(content.scores, len(spec.backbones)),
@@ -80,11 +80,12 @@ def _models(results: Iterable[Result]) -> dict[str, Result]:
     return models
 
 
-def _warnings(models: Iterable[Result]) -> Iterator[str]:
+def model_warnings(models: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """What a reader must know of these models, given by id and weights, before the values."""
     models = list(models)
-    if random := [model.model_id for model in models if model.weights == "random"]:
+    if random := dict.fromkeys(model_id for model_id, weights in models if weights == "random"):
         yield f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
-    if others := [model.model_id for model in models if model.model_id not in MODELS.values()]:
+    if others := dict.fromkeys(model_id for model_id, _ in models if model_id not in MODELS.values()):
         yield f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
 
 

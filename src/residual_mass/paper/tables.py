@@ -1,4 +1,4 @@
-"""Score tables: from result CSVs, or the paper's own values, to LaTeX and a CSV of every cell."""
+"""Tables: from result CSVs, or the paper's own values, to LaTeX and a CSV of every cell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from residual_mass.files import write_text
-from residual_mass.paper import published
+from residual_mass.paper import accounting_table, published
 from residual_mass.paper.captions import Caption, caption_of_published, caption_of_results, place_of
 from residual_mass.paper.cells import Cell, Point
 from residual_mass.paper.content import Content, cells_csv, content_of_scores, content_of_texts
@@ -36,6 +36,8 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
     Raises:
         ValueError: a cell of the study is missing, or a file is damaged or of another study; names cell and file.
     """
+    if spec.label == accounting_table.LABEL:
+        return accounting_table.run(spec, results, template, out, cells)
     layout = layout_of(spec)
     shown = dict.fromkeys(point for point in layout.all_points() if evaluated(point, spec))
     if not shown:
@@ -51,6 +53,8 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
 
 def render_published(label: str, template: Path) -> str:
     """The table with the paper's values; bold is decided here, as for results, and not taken from the paper."""
+    if label == accounting_table.LABEL:
+        return accounting_table.render_published(template)
     facts = published.load(label)
     points = [fact.point for fact in facts]
     spec = TableSpec(

@@ -16,6 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION
 from residual_mass.paper.training_log import check_one_training, shown_rows
+from residual_mass.specs import FigureSpec
 
 
 class Look(NamedTuple):
@@ -39,7 +40,7 @@ ROUND = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
 """Leading digits of the ticks of a logarithmic axis, from wide ranges to narrow ones."""
 
 
-def training_curves_points(data: Sequence[Path]) -> pd.DataFrame:
+def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """One row per (length, K, step), in the order of the files: errors and `kl` of the one training of each file.
 
     Raises:
@@ -52,7 +53,7 @@ def training_curves_points(data: Sequence[Path]) -> pd.DataFrame:
     return points[["length", "rank", "k", "step", "e_topk", "e_sub", "e_nosub", "kl", "corpus"]]
 
 
-def recipe_costs_points(data: Sequence[Path]) -> pd.DataFrame:
+def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """One row per (length, recipe, K, step) after some training: `seconds`, the mean over seeds, and `ratio`, the mean
     of e_sub / e_topk with its range, `low` to `high`.
 
@@ -94,7 +95,7 @@ def _together(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> pd.DataFr
     return pd.concat(frames, ignore_index=True)
 
 
-def draw_training_curves(points: pd.DataFrame, title: str) -> Figure:
+def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """One panel per budget and one for the divergence, a line per trained length over the steps."""
     looks = _looks(points["length"])
     ranks = sorted(set(points["rank"]), reverse=True)
@@ -125,7 +126,7 @@ def draw_training_curves(points: pd.DataFrame, title: str) -> Figure:
         "Top-$K$": {"linestyle": "--", "linewidth": 0.8},
     }
     handles = [Line2D([], [], color=GREY, label=label, **style) for label, style in styles.items()]
-    _finish(figure, [*_handles(looks), *handles], f"{title}, held-out text: {points['corpus'].iloc[0]}")
+    _finish(figure, [*_handles(looks), *handles], f"{spec.title}, held-out text: {points['corpus'].iloc[0]}")
     return figure
 
 
@@ -140,7 +141,7 @@ def _draw_errors(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> No
     axis.set_title(f"$K$ = {', '.join(f'{k:g}' for k in dict.fromkeys(points['k']))}")
 
 
-def draw_recipe_costs(points: pd.DataFrame, title: str) -> Figure:
+def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """One row of panels per trained length and one column per budget, a line per recipe over the seconds."""
     looks = _looks(points["recipe"])
     lengths, ranks = list(dict.fromkeys(points["length"])), sorted(set(points["rank"]), reverse=True)
@@ -158,7 +159,7 @@ def draw_recipe_costs(points: pd.DataFrame, title: str) -> Figure:
     for axis in rows[-1]:
         axis.set_xlabel("seconds of training")
     figure.supylabel(r"error of Top-$K{+}\phi$ relative to Top-$K$", fontsize=9)
-    _finish(figure, _handles(looks), f"{title}, held-out text: {points['corpus'].iloc[0]}")
+    _finish(figure, _handles(looks), f"{spec.title}, held-out text: {points['corpus'].iloc[0]}")
     return figure
 
 

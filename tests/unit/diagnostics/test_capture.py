@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +13,9 @@ import pytest
 import torch
 from tests.conftest import TINY
 
+from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import read_safetensors
 from residual_mass.diagnostics import capture
 from residual_mass.specs import AnchorSpec, CaptureSpec, MapsSpec
 
@@ -20,23 +25,29 @@ LENGTH, QUERIES = 90, 3
 def make_spec(**changes: object) -> CaptureSpec:
     base = CaptureSpec(
         study="test", backbone=TINY, corpus="wiki", length=str(LENGTH), budgets=(25.0, 40.0), anchors=AnchorSpec(4, 16),
-        maps=MapsSpec("512", 512), packs=2, queries=QUERIES, seed=0, recipe=1,
+        maps=MapsSpec("512", 512), packs=2, queries=QUERIES, audited=5, seed=0,
+        recipe=1,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
+
+
+def captured(spec: CaptureSpec, folder: Path, phi: Path, out: Path) -> pd.DataFrame:
+    """Rows of the heads; all three files lie in `out`."""
+    files = [out / name for name in ("heads.parquet", "mass.parquet", "rows.safetensors")]
+    capture.run(spec, folder, phi, None, *files)
+    return pd.read_parquet(files[0])
 
 
 def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
     tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
 ) -> None:
     """Full attention weights come from transformers' eager attention, not from our scores."""
-    spec = make_spec()
-    capture.run(spec, folder, phi, tmp_path / "heads.parquet")
-    table = pd.read_parquet(tmp_path / "heads.parquet")
+    table = captured(make_spec(), folder, phi, tmp_path)
     assert len(table) == 2 * 3 * 4 * QUERIES * 2  # packs, layers, heads, queries, budgets
     assert sorted(table.k.unique()) == [3, 16]
     assert table.e_exact_sub.max() < 1e-6
 
-    corpus = capture.held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
+    corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
     ids = torch.tensor([corpus.sequence(1)])
     model = tiny_backbone.model
     model.set_attn_implementation("eager")
@@ -57,16 +68,102 @@ def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
         assert row.residual_share == pytest.approx(residual_share.item(), rel=2e-3)
 
 
+def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
+    tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
+) -> None:
+    captured(make_spec(packs=1), folder, phi, tmp_path)
+    mass = pd.read_parquet(tmp_path / "mass.parquet")
+    ks = capture.round_ks(LENGTH - 20)
+    assert ks == [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70] and len(mass) == 3 * 4 * len(ks)
+    assert mass.c_mid[mass.k == 70].to_list() == pytest.approx([1.0] * 12, abs=1e-6)
+    corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
+    model = tiny_backbone.model
+    model.set_attn_implementation("eager")
+    try:
+        weights = model(torch.tensor([corpus.sequence(0)]), output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    for layer, head in [(0, 1), (2, 3)]:
+        recovered = []
+        for query in range(QUERIES):
+            p = sorted(weights[layer][0, head, LENGTH + query, 4 : LENGTH - 16].double().tolist(), reverse=True)
+            recovered.append([sum(p[:k]) / sum(p) for k in ks])
+        expected = [sum(of_k) / QUERIES for of_k in zip(*recovered, strict=True)]
+        found = mass.query("layer == @layer and head == @head").sort_values("k").c_mid
+        assert found.to_list() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, [1]), (2, [1, 2]), (16, [1, 2, 3, 5, 7, 10, 15, 16])])
+def test_the_grid_of_k_ends_with_the_mid_region(most: int, expected: list[int]) -> None:
+    assert capture.round_ks(most) == expected
+
+
+def test_stored_rows_are_those_of_the_model_and_of_the_sample(
+    tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
+) -> None:
+    """The stored query and keys give the scores that the model's own attention weights come from."""
+    spec = make_spec()
+    captured(spec, folder, phi, tmp_path)
+    header, tensors = read_safetensors(tmp_path / "rows.safetensors")
+    stored = json.loads(header[capture.ROWS_HEADER])
+    assert len(stored["rows"]) == 5 and len(tensors) == 15
+    corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
+    model = tiny_backbone.model
+    model.set_attn_implementation("eager")
+    try:
+        packs = [model(torch.tensor([corpus.sequence(n)]), output_attentions=True).attentions for n in range(2)]
+    finally:
+        model.set_attn_implementation("sdpa")
+    for number, row in enumerate(stored["rows"]):
+        assert row["kv_head"] == row["head"] // 2
+        query, keys, values = (tensors[f"{number}.{name}"] for name in ("query", "keys", "values"))
+        assert keys.shape == values.shape == (LENGTH, len(query))
+        weights = packs[row["pack"]][row["layer"]][0, row["head"], LENGTH + row["query"], :LENGTH]
+        p = (keys @ query * stored["scale"]).softmax(-1)
+        torch.testing.assert_close(p, weights / weights.sum(), rtol=1e-3, atol=1e-6)
+
+
+def test_a_sample_larger_than_all_rows_is_all_rows(tiny_backbone: Backbone) -> None:
+    rows = capture.audited_rows(make_spec(audited=10_000), 2, tiny_backbone.shape)
+    assert rows == list(product(range(2), range(3), range(4), range(QUERIES)))
+
+
+def test_constant_columns_say_what_the_rows_are_of(folder: Path, phi: Path, tmp_path: Path) -> None:
+    table = captured(make_spec(packs=1), folder, phi, tmp_path)
+    facts = {"backbone": TINY.name, "corpus": "wiki", "length": str(LENGTH), "maps": "512", "study": "test"}
+    assert {name: list(table[name].unique()) for name in facts} == {name: [value] for name, value in facts.items()}
+    assert len(table.phi_sha[0]) == 64 and len(table) == 3 * 4 * QUERIES * 2
+
+
+def test_a_budget_within_the_anchors_and_one_of_everything(folder: Path, phi: Path, tmp_path: Path) -> None:
+    table = captured(make_spec(packs=1, budgets=(10.0, 100.0)), folder, phi, tmp_path)
+    nothing, everything = table[table.k == 0], table[table.k == LENGTH - 20]
+    assert len(nothing) == len(everything) == len(table) // 2
+    assert (nothing.c_mid == 0).all() and nothing.e_sub.equals(nothing.e_nosub)
+    assert (everything.e_topk < 1e-6).all() and (everything.e_sub < 1e-6).all()
+    assert (everything.log_z_true == -math.inf).all() and not everything.clamped.any()
+
+
 def test_bytes_repeat(folder: Path, phi: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        capture.run(make_spec(packs=1), folder, phi, tmp_path / f"{name}.parquet")
-    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+        captured(make_spec(packs=1), folder, phi, tmp_path / name)
+    for file in ("heads.parquet", "mass.parquet", "rows.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
 def test_maps_trained_shorter_are_refused_unless_asked_for(folder: Path, phi: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="allow_extrapolation"):
-        capture.run(make_spec(maps=MapsSpec("64", 64)), folder, phi, tmp_path / "heads.parquet")
-    assert not (tmp_path / "heads.parquet").exists()
-    spec = make_spec(maps=MapsSpec("64", 64), allow_extrapolation=True, packs=1)
-    capture.run(spec, folder, phi, tmp_path / "heads.parquet")
+        captured(make_spec(maps=MapsSpec("64", 64)), folder, phi, tmp_path)
+    assert not list(tmp_path.glob("*.parquet"))
+    captured(make_spec(maps=MapsSpec("64", 64), allow_extrapolation=True, packs=1), folder, phi, tmp_path)
     assert (tmp_path / "heads.parquet").exists()
+
+
+def test_a_text_within_the_anchors_is_refused(folder: Path, phi: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="length 20: no longer than the 20 anchors, so no mid-region"):
+        captured(make_spec(length="20"), folder, phi, tmp_path)
+
+
+def test_cwe_without_prompts_is_refused(folder: Path, phi: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="corpus cwe is made of RULER's prompts; pass their manifest to --prompts"):
+        captured(make_spec(corpus="cwe"), folder, phi, tmp_path)

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import torch
 from tests.conftest import TINY
-from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, make_spec
+from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, make_spec
 
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.diagnostics import capture, map_errors
+from residual_mass.diagnostics import map_errors
 from residual_mass.specs import AnchorSpec, MapErrorsSpec, MapSpec, MapsSpec
 
 
@@ -44,7 +44,7 @@ def test_means_are_those_of_the_captured_rows(
     assert list(table.maps) == ["512", "512", "64-hedgehog", "64-hedgehog"] and list(table.k) == [3, 16, 3, 16]
     assert set(table.trained_length) == {512, 64} and set(table.rows) == {2 * 3 * 4 * QUERIES}
     for file, of_maps in ((phi, table[table.maps == "512"]), (hedgehog, table[table.maps != "512"])):
-        capture.run(make_spec(), folder, file, tmp_path / "heads.parquet")
+        captured(make_spec(), folder, file, tmp_path)
         for _, line in of_maps.iterrows():
             rows = pd.read_parquet(tmp_path / "heads.parquet").query("k == @line.k")
             for name in ("e_topk", "e_sub", "e_nosub"):

@@ -134,17 +134,28 @@ def files_of(folder: Path, label: str, **facts: Any) -> tuple[TableSpec, list[Pa
     return table_spec(label, **changes), paths
 
 
-def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 4) -> pd.DataFrame:
-    """Random errors and entropies for K = 1 and 21, in shuffled order, with the columns of the capture stage."""
+def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 4, **facts: str) -> pd.DataFrame:
+    """Random errors and entropies for K = 1 and 21, in shuffled order, with the columns of the capture stage; `facts`
+    replace what is constant in a file."""
     generator = np.random.default_rng(7)
     index = pd.MultiIndex.from_product(
         [range(packs), range(layers), range(heads), range(queries), (1, 21)],
         names=["pack", "layer", "head", "query", "k"],
     )
     frame = index.to_frame(index=False)
+    constant = {
+        "backbone": "smol", "corpus": "wiki", "length": "1k", "maps": "1k", "study": "mini",
+        "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained", "phi_sha": "ab" * 32,
+    } | facts  # fmt: skip
+    frame = frame.assign(**{name: pd.Categorical([value] * len(frame)) for name, value in constant.items()})
     frame["budget_percent"] = frame["k"].map({1: 2.0, 21: 4.0})
-    errors = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub".split()
-    for name in [*errors, *"log_z_hat log_z_true residual_share_hat residual_share h_mid c_mid".split()]:
-        frame[name] = generator.random(len(frame))
-    frame["clamped"] = False
+    measures = (
+        "e_topk e_sub e_nosub e_exact_sub e_exact_nosub log_z_hat log_z_true residual_share_hat residual_share c_mid "
+        "e_sub_bf16 e_nosub_bf16 log_z_hat_bf16"
+    ).split()
+    for name in measures:
+        frame[name] = generator.random(len(frame), dtype=np.float32)
+    rows = frame.groupby(["pack", "layer", "head", "query"]).ngroup()
+    frame["h_mid"] = generator.random(len(frame), dtype=np.float32)[rows]  # the same at every K
+    frame["clamped"] = frame["clamped_bf16"] = False
     return frame.sample(frac=1, random_state=1, ignore_index=True)

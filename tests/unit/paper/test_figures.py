@@ -1,22 +1,18 @@
-"""Figures show the points that a slow reading of the rows gives, in reproducible bytes."""
+"""Figures by their label; those of the training show what the log holds, in reproducible bytes."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
-from sample_results import diagnostics
 
 from residual_mass.files import csv_text
-from residual_mass.paper.figures import draw_entropy_gain, entropy_gain_points, run
+from residual_mass.paper.figures import FIGURES, kind_of, run
 from residual_mass.paper.training_figures import (
     LOOKS,
     draw_recipe_costs,
@@ -26,98 +22,29 @@ from residual_mass.paper.training_figures import (
     training_curves_points,
 )
 from residual_mass.paper.training_log import COLUMNS, join
+from residual_mass.specs import FigureSpec
 
 
-def slow_points(frame: pd.DataFrame, k: int) -> list[tuple[float, float]]:
-    """(mean entropy, mean gain) of every layer and head at `k`, one row at a time."""
-    seen: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for _, row in frame.iterrows():
-        if row["k"] == k:
-            seen.setdefault((row["layer"], row["head"]), []).append((row["h_mid"], row["e_topk"] - row["e_sub"]))
-    means = [np.mean(values, axis=0) for values in seen.values()]
-    return sorted((float(entropy), float(gain)) for entropy, gain in means)
+def spec(label: str, title: str = "a title") -> FigureSpec:
+    return FigureSpec(label=label, title=title)
 
 
-def test_points_are_means_over_packs_and_queries() -> None:
-    frame = diagnostics()
-    points = entropy_gain_points(frame)
-    assert len(points) == 2 * 2 * 3
-    for k in (1, 21):
-        of_k = points[points["k"] == k]
-        np.testing.assert_allclose(
-            sorted(zip(of_k["h_mid"], of_k["gain"], strict=True)), slow_points(frame, k), rtol=1e-12
-        )
+TRAINING, COSTS = spec("training_curves"), spec("recipe_costs")
 
 
-def test_the_panels_show_every_point_and_its_sign() -> None:
-    frame = diagnostics()
-    figure = draw_entropy_gain(entropy_gain_points(frame), "a title")
-    for axis, k in zip(figure.axes, (1, 21), strict=True):
-        helped, hurt = (np.asarray(collection.get_offsets()) for collection in axis.collections)
-        assert (helped[:, 1] > 0).all() and (hurt[:, 1] <= 0).all()
-        shown = sorted(map(tuple, np.concatenate([helped, hurt]).tolist()))
-        np.testing.assert_allclose(shown, slow_points(frame, k), rtol=1e-12)
-        assert axis.get_title().startswith(f"$K = {k}$ (")
-        assert axis.get_title().endswith(f"{len(helped) / 6:.1%} of 6 heads gain")
+def test_a_label_names_its_figure_and_what_tells_it_apart() -> None:
+    for kind in FIGURES:
+        assert kind_of(kind) == kind and kind_of(f"{kind}_1b") == kind
+    for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain"):
+        with pytest.raises(ValueError, match=f"^figure '{label}' is unknown; known are entropy_gain, .*recipe_costs"):
+            kind_of(label)
 
 
-def draw(tmp_path: Path, data: Path, name: str) -> tuple[bytes, bytes]:
-    pdf, png = tmp_path / f"{name}.pdf", tmp_path / f"{name}.png"
-    code = (
-        "import sys, pathlib; from residual_mass.paper.figures import run; d, f, g = map(pathlib.Path, sys.argv[1:]); "
-    )
-    code += "run('entropy_gain', 'Costs $5 & more_', [d], f, g)"
-    subprocess.run([sys.executable, "-c", code, data, pdf, png], check=True)
-    return pdf.read_bytes(), png.read_bytes()
+def test_an_unknown_figure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^figure 'nothing' is unknown; known are entropy_gain, "):
+        run(spec("nothing"), [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
+    assert not list(tmp_path.iterdir())
 
-
-def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
-    diagnostics().to_parquet(data := tmp_path / "heads.parquet")
-    (pdf, png), again = (draw(tmp_path, data, name) for name in ("first", "second"))
-    assert (pdf, png) == again
-    assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
-    assert png.startswith(b"\x89PNG") and int.from_bytes(png[16:20]) == 1100  # 5.5 in at 200 dpi
-
-
-def spoil(column: str, value: float) -> Callable[[pd.DataFrame], pd.DataFrame]:
-    return lambda frame: frame.assign(**{column: [value, *frame[column][1:]]})
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (spoil("e_sub", float("nan")), "e_sub holds values that are not finite"),
-        (spoil("h_mid", float("inf")), "h_mid holds values that are not finite"),
-        (lambda frame: frame.drop(columns="e_topk"), "column e_topk is missing"),
-        (lambda frame: frame.iloc[:0], "has no rows"),
-    ],
-)
-def test_bad_diagnostics_are_refused(
-    tmp_path: Path, edit: Callable[[pd.DataFrame], pd.DataFrame], message: str
-) -> None:
-    edit(diagnostics()).to_parquet(data := tmp_path / "heads.parquet")
-    with pytest.raises(ValueError, match=f"^{data}: {message}"):
-        run("entropy_gain", "", [data], tmp_path / "f.pdf", tmp_path / "f.png")
-    assert not list(tmp_path.glob("*.p[dn][fg]"))
-
-
-def test_a_cut_or_missing_file_is_refused(tmp_path: Path) -> None:
-    diagnostics().to_parquet(data := tmp_path / "heads.parquet")
-    data.write_bytes(data.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"heads\.parquet: not a Parquet file"):
-        run("entropy_gain", "", [data], tmp_path / "f.pdf", tmp_path / "f.png")
-    with pytest.raises(ValueError, match=r"gone\.parquet: no such file"):
-        run("entropy_gain", "", [tmp_path / "gone.parquet"], tmp_path / "f.pdf", tmp_path / "f.png")
-
-
-def test_an_unknown_figure_and_two_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="figure 'nothing' is unknown; known are entropy_gain, training_curves, "):
-        run("nothing", "", [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
-    with pytest.raises(ValueError, match="shows one diagnostics file, 2 were given"):
-        run("entropy_gain", "", [tmp_path, tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 Row = dict[str, Any]
 
@@ -159,9 +86,9 @@ def training(tmp_path: Path) -> list[Path]:
 
 
 def test_training_curves_show_the_errors_of_every_length(training: list[Path]) -> None:
-    points = training_curves_points(training)
+    points = training_curves_points(TRAINING, training)
     assert len(points) == 3 * 2 + 3 * 3 and set(points["corpus"]) == {"wiki"}
-    figure = draw_training_curves(points, "a title")
+    figure = draw_training_curves(TRAINING, points)
     assert [axis.get_title() for axis in figure.axes[:3]] == ["$K$ = 1", "$K$ = 0, 21", "$K$ = 1, 62"]
     for axis, shown in zip(figure.axes, [{"1k": 1}, {"512": 0, "1k": 21}, {"512": 1, "1k": 62}], strict=False):
         seen = lines(axis)
@@ -180,13 +107,13 @@ def test_training_curves_show_the_errors_of_every_length(training: list[Path]) -
 
 def test_recipe_costs_are_relative_and_span_the_seeds(tmp_path: Path) -> None:
     logs = [log_rows("paper", seed, scale=scale) for seed, scale in ((0, 1.0), (1, 1.5))] + [log_rows("no_replay")]
-    points = recipe_costs_points([write_log(tmp_path / "recipes_smol_1k.csv", *logs)])
+    points = recipe_costs_points(COSTS, [write_log(tmp_path / "recipes_smol_1k.csv", *logs)])
     assert len(points) == 2 * 2 * 2 and set(points["step"]) == {20, 30}  # no step without any time
     paper = points[(points["recipe"] == "paper") & (points["k"] == 21)]
     np.testing.assert_allclose(paper["seconds"], [30, 45])  # seed 1 takes twice the time of seed 0
     np.testing.assert_allclose(paper["ratio"], [1.25, 0.625])
     np.testing.assert_allclose(paper[["low", "high"]], [[1, 1.5], [0.5, 0.75]])
-    figure = draw_recipe_costs(points, "a title")
+    figure = draw_recipe_costs(COSTS, points)
     assert [axis.get_title() for axis in figure.axes] == ["1k, $K$ = 1", "1k, $K$ = 21"]
     for axis in figure.axes:
         level, *curves = axis.lines
@@ -203,7 +130,7 @@ def test_training_figures_are_the_same_bytes_twice(training: list[Path], tmp_pat
     for label, data in (("training_curves", training), ("recipe_costs", costs)):
         made = []
         for name in ("first", "second"):
-            run(label, "Costs $5 & more_", data, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
+            run(spec(label, "Costs $5 & more_"), data, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
             made.append((pdf.read_bytes(), png.read_bytes()))
         assert made[0] == made[1] and made[0][0].startswith(b"%PDF") and b"CreationDate" not in made[0][0]
 
@@ -225,40 +152,40 @@ def change(column: str, value: object) -> Callable[[list[Row]], list[Row]]:
 def test_a_bad_log_is_refused(tmp_path: Path, edit: Callable[[list[Row]], list[Row]], message: str) -> None:
     data = write_log(tmp_path / "training_smol_1k.csv", edit(log_rows()))
     with pytest.raises(ValueError, match=f"^{data}: {message}"):
-        training_curves_points([data])
+        training_curves_points(TRAINING, [data])
 
 
 def test_logs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     first = write_log(tmp_path / "training_smol_1k.csv", log_rows())
     other = write_log(tmp_path / "training_smol_2k.csv", [row for row in log_rows() if row["corpus"] == "books"])
     with pytest.raises(ValueError, match=f"^{other}: measured on books, but {first} on wiki"):
-        training_curves_points([first, other])
+        training_curves_points(TRAINING, [first, other])
     with pytest.raises(ValueError, match=f"^{first}: a second file of the length 1k"):
-        training_curves_points([first, first])
+        training_curves_points(TRAINING, [first, first])
     with pytest.raises(ValueError, match="log.csv: its name does not say the trained length"):
-        training_curves_points([write_log(tmp_path / "log.csv", log_rows())])
+        training_curves_points(TRAINING, [write_log(tmp_path / "log.csv", log_rows())])
     with pytest.raises(ValueError, match=r"training_smol_4k\.csv: no such file; run the train stage"):
-        training_curves_points([tmp_path / "training_smol_4k.csv"])
+        training_curves_points(TRAINING, [tmp_path / "training_smol_4k.csv"])
     cut = tmp_path / "training_smol_8k.csv"
     cut.write_text(first.read_text().rstrip("\n"))
     with pytest.raises(ValueError, match=f"^{cut}: empty or cut short"):
-        training_curves_points([cut])
+        training_curves_points(TRAINING, [cut])
 
 
 def test_recipes_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipes_smol_1k.csv"
     write_log(path, [row for row in log_rows() if row["step"] == 0])
     with pytest.raises(ValueError, match=f"^{path}: recipe study has no row of more than 0 seconds"):
-        recipe_costs_points([path])
+        recipe_costs_points(COSTS, [path])
     write_log(path, log_rows(), [row for row in log_rows("paper") if row["corpus"] == "books"])
     with pytest.raises(ValueError, match=rf"^{path}: recipe paper \(paper, seed 0\) has no rows of layer all on wiki"):
-        recipe_costs_points([path])
+        recipe_costs_points(COSTS, [path])
     write_log(path, change("e_topk", 0)(log_rows()))
     with pytest.raises(ValueError, match=f"^{path}: e_topk is 0 somewhere"):
-        recipe_costs_points([path])
-    points = recipe_costs_points([write_log(path, *(log_rows(f"r{i}") for i in range(8)))])
+        recipe_costs_points(COSTS, [path])
+    points = recipe_costs_points(COSTS, [write_log(path, *(log_rows(f"r{i}") for i in range(8)))])
     with pytest.raises(ValueError, match="tells 7 lines apart, but 8 were given: r0, r1, "):
-        draw_recipe_costs(points, "")
+        draw_recipe_costs(COSTS, points)
 
 
 def test_logs_are_joined_and_a_training_counts_once(tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ def test_rows_are_the_means_of_the_diagnostics_by_layer_and_over_all(make: Make,
         by_layer = []
         for layer, trace in enumerate(held_out[0].packs[0]):
             assert trace.keys.shape[1] == LENGTH
-            measured = layer_measures(
-                maps, layer, trace.queries, trace.keys, trace.values, trace.scale, k, SPEC.anchors
-            )
+            of_k = layer_measures(maps, layer, trace.queries, trace.keys, trace.values, trace.scale, [k], SPEC.anchors)
+            measured = {name: value[..., 0] for name, value in of_k.items()}
             student = log_kernel(
                 maps.query[layer](trace.queries).unflatten(0, (2, 2)), maps.key[layer](trace.keys).unsqueeze(1)
             )

@@ -64,7 +64,7 @@ def test_residual_loss_is_the_error_that_the_diagnostics_measure(trace: LayerTra
             k = retrieved_count(budget, seen, 20)
             assert 0 < k < seen - 20
             queries, keys, values = trace.queries[:, column : column + 1], trace.keys[:, :seen], trace.values[:, :seen]
-            errors.append(layer_measures(maps, 1, queries, keys, values, trace.scale, k, ANCHORS)["e_sub"][:, 0])
+            errors.append(layer_measures(maps, 1, queries, keys, values, trace.scale, [k], ANCHORS)["e_sub"][:, 0, 0])
         torch.testing.assert_close(found[:, column], torch.stack(errors).mean(0), rtol=1e-4, atol=1e-6)
 
 

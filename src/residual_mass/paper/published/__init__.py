@@ -18,6 +18,7 @@ IMPLIED = {
     "cross_length_mismatch": {"benchmark": "ruler", "backbone": "1b"},
     "dphi_ablation": {"backbone": "1b", "trained_length": "4k"},
     "loss_ablation": {"backbone": "1b", "trained_length": "4k"},
+    "exact_accounting": {"backbone": "1b", "trained_length": "64k", "budget_percent": "1"},
 }
 """What a table has one value of, and so no column for."""
 OWN_VARIANTS = ("ours", "dphi_64")
@@ -35,7 +36,12 @@ class Fact:
 
 
 def load(label: str) -> list[Fact]:
-    """All cells of the paper's table `label`, in its order.
+    """All cells of the paper's score table `label`, in its order; errors as for `rows_of`."""
+    return [_fact(row) for row in rows_of(label)]
+
+
+def rows_of(label: str) -> list[dict[str, str]]:
+    """All lines of the CSV of the paper's table `label`, completed by what the table has one value of.
 
     Raises:
         ValueError: no published values are stored for that table.
@@ -45,7 +51,7 @@ def load(label: str) -> list[Fact]:
         known = ", ".join(sorted(csv_path.stem for csv_path in path.parent.glob("*.csv")))
         raise ValueError(f"no published values for table {label!r}; stored are {known}")
     with open(path, encoding="utf-8", newline="") as stream:
-        return [_fact(IMPLIED.get(label, {}) | row) for row in csv.DictReader(stream)]
+        return [IMPLIED.get(label, {}) | row for row in csv.DictReader(stream)]
 
 
 def _fact(row: dict[str, str]) -> Fact:

@@ -1,0 +1,164 @@
+"""What captured rows say: means with intervals, what the precision of the summaries changes, and which of the paper's
+statements about its diagnostics hold.
+
+Intervals are those of a two-way bootstrap over heads and packs, see `resampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from residual_mass.diagnostics.captured import Setting, read_settings
+from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
+from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, resampled, whole
+from residual_mass.files import csv_text, write_meta, write_text
+from residual_mass.specs import FindingsSpec
+
+MAPS = "model_id revision weights phi_sha"
+ACCOUNTING = (
+    "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "
+    "e_nosub_ci_high e_sub e_sub_ci_low e_sub_ci_high e_exact_sub e_exact_nosub log_z_error log_z_error_ci_low "
+    f"log_z_error_ci_high clamped_share packs heads rows {MAPS}"
+).split()
+STATE_DTYPE = (
+    "study backbone corpus length maps budget_percent k state_dtype e_sub e_nosub nosub_minus_sub "
+    "nosub_minus_sub_ci_low nosub_minus_sub_ci_high heads_nosub_wins heads_nosub_wins_ci_low heads_nosub_wins_ci_high "
+    "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
+    f"clamped_share {MAPS}"
+).split()
+CLAIM_COLUMNS = (
+    "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict packs "
+    f"heads {MAPS}"
+).split()
+ALL = "all"
+DECIMALS = "z.6f"
+
+Data = TypeVar("Data")
+Row = dict[str, object]
+
+
+def run(
+    spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], accounting: Path, state_dtype: Path, claims: Path
+) -> None:
+    """The `findings` stage: three CSV files about one backbone.
+
+    `accounting` has a row per (setting, budget), `state_dtype` one per (setting, budget, type of the summaries), where
+    `change` and `change_in_wins` are what bfloat16 adds to nosub_minus_sub and heads_nosub_wins; `claims` has a row per
+    (setting, claim), then one per claim about all settings, whose `packs` are the fewest of any.
+
+    Args:
+        heads: of each setting, the rows that `capture` wrote; mass: its curves of mass recovery, in the same order.
+
+    Raises:
+        ValueError: see `read_settings`.
+    """
+    settings = read_settings(spec, heads, mass)
+    as_is = whole(settings, spec.budget_percent)
+    drawn = resampled(settings, spec.budget_percent, spec.bootstrap_resamples, spec.seed)
+    pairs = list(zip(as_is, drawn, strict=True))
+    texts = {
+        accounting: csv_text(ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
+        state_dtype: csv_text(STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
+        claims: csv_text(CLAIM_COLUMNS, list(_claim_rows(spec, as_is, drawn))),
+    }
+    for path, text in texts.items():
+        write_text(path, text)
+    write_meta(claims, spec=asdict(spec))
+
+
+def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
+    setting = as_is.setting
+    for budget, k in setting.ks.items():
+        row: Row = {**setting.facts, "budget_percent": f"{budget:g}", "k": k}
+        for name in ("e_topk", "e_nosub", "e_sub"):
+            row |= _with_interval(name, estimate(Sample.mean, as_is, drawn, name, budget))
+        row |= _with_interval("log_z_error", estimate(Sample.log_z_error, as_is, drawn, budget))
+        row["e_exact_sub"] = f"{as_is.mean('e_exact_sub', budget)[0]:.3e}"
+        row["e_exact_nosub"] = _text(as_is.mean("e_exact_nosub", budget)[0])
+        row["clamped_share"] = _text(as_is.mean("clamped", budget)[0])
+        yield row | {"packs": len(setting.packs), "heads": len(setting.heads), "rows": setting.rows}
+
+
+def _state_dtype_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
+    setting = as_is.setting
+    for budget, k in setting.ks.items():
+        for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16")):
+            row: Row = {**setting.facts, "budget_percent": f"{budget:g}", "k": k, "state_dtype": dtype}
+            for name in ("e_sub", "e_nosub"):
+                row[name] = _text(as_is.mean(f"{name}{suffix}", budget)[0])
+            row |= _with_interval("nosub_minus_sub", estimate(_lead, as_is, drawn, budget, suffix))
+            row |= _with_interval("heads_nosub_wins", estimate(_nosub_wins, as_is, drawn, budget, suffix))
+            if dtype != "float32":
+                row |= _with_interval("change", estimate(_change, as_is, drawn, _lead, budget, suffix))
+                row |= _with_interval("change_in_wins", estimate(_change, as_is, drawn, _nosub_wins, budget, suffix))
+            row["log_z_error"] = _text(as_is.log_z_error(budget, suffix)[0])
+            row["clamped_share"] = _text(as_is.mean(f"clamped{suffix}", budget)[0])
+            yield row
+
+
+def _lead(sample: Sample, budget: float, suffix: str) -> np.ndarray:
+    """By how much subtraction lowers the mean error: [B]."""
+    return -sample.mean(f"delta{suffix}", budget)
+
+
+def _nosub_wins(sample: Sample, budget: float, suffix: str) -> np.ndarray:
+    """The share of heads whose error is lower without subtraction: [B]."""
+    return sample.over_heads(sample.by_head(f"delta{suffix}", budget) > 0)
+
+
+def _change(
+    sample: Sample, number: Callable[[Sample, float, str], np.ndarray], budget: float, suffix: str
+) -> np.ndarray:
+    """What another type of the summaries adds to a number: [B]."""
+    return number(sample, budget, suffix) - number(sample, budget, "")
+
+
+def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[Row]:
+    for one, of_draws in zip(as_is, drawn, strict=True):
+        for claim in CLAIMS:
+            if claim.applies(one):
+                setting = one.setting
+                primary = setting.name == f"{spec.corpus} {spec.length}"
+                row = _claim_row(claim, one, of_draws, [setting]) | {"primary": int(primary)}
+                yield row | ({"k": setting.ks[spec.budget_percent]} if claim.one_budget else {})
+    for joint in JOINT_CLAIMS:
+        if joint.applies(as_is):
+            row = _claim_row(joint, as_is, drawn, [sample.setting for sample in as_is])
+            yield row | {"corpus": ALL, "length": ALL, "primary": 1}
+
+
+def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, settings: Sequence[Setting]) -> Row:
+    numbers = [_text(value, claim.decimals) for value in estimate(claim.number, as_is, drawn)]
+    return {
+        **{name: settings[0].facts[name] for name in CLAIM_COLUMNS if name in settings[0].facts},
+        "claim": claim.name,
+        "statement": claim.statement,
+        "shown_in": claim.shown_in,
+        "statistic": claim.statistic,
+        **dict(zip(("estimate", "ci_low", "ci_high"), numbers, strict=True)),
+        "verdict": _verdict(*numbers[1:]),
+        "packs": min(len(setting.packs) for setting in settings),
+        "heads": len(settings[0].heads),
+    }
+
+
+def _verdict(low: str, high: str) -> str:
+    """Of an interval as printed, so that rounding errors around 0 decide nothing; an empty one is undecided."""
+    if low and float(low) > 0:
+        return "holds"
+    return "does not hold" if high and float(high) < 0 else "undecided"
+
+
+def _with_interval(name: str, numbers: Estimate) -> Row:
+    texts = (_text(number) for number in numbers)
+    return dict(zip((name, f"{name}_ci_low", f"{name}_ci_high"), texts, strict=True))
+
+
+def _text(value: float, decimals: str = DECIMALS) -> str:
+    """Empty where the value is not defined."""
+    return "" if np.isnan(value) else format(value, decimals)

@@ -1,0 +1,105 @@
+"""Exact kernels beside the scores of feature maps, key by key, for one query head of one pack.
+
+Shape letters: Q = queries, L = prefill tokens, D = head dimension, M = features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefix import map_heads
+from residual_mass.core.accounting import attention_scores
+from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.support import full_prefix, partition, retrieved_count
+from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
+from residual_mass.files import replacing, write_meta
+from residual_mass.specs import KernelsSpec, tokens_of
+
+log = logging.getLogger(__name__)
+
+
+def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | None, out: Path) -> None:
+    """The `kernels` stage: one Parquet row per (maps, query, mid-region key).
+
+    Args:
+        phi: files of the maps, in the order of `spec.maps`.
+    """
+    if len(phi) != len(spec.maps):
+        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
+    backbone = load_backbone(spec.backbone, assets)
+    shape = backbone.shape
+    if spec.layer >= shape.layers or spec.head >= shape.query_heads:
+        raise ValueError(
+            f"diagnostics.head: {spec.backbone.name} has {shape.layers} layers of {shape.query_heads} query heads, "
+            f"there is no layer {spec.layer}, head {spec.head}; count from 0"
+        )
+    maps = [PhiMaps.load(path, backbone.device) for path in phi]
+    for each in maps:
+        each.require(shape, spec.backbone.model_id, spec.backbone.revision)
+    (pack,) = make_packs(spec.corpus, backbone, spec.length, spec.queries, 1, spec.seed, assets, prompts)
+    log.info("layer %d, head %d under %d sets of maps, on %s", spec.layer, spec.head, len(maps), backbone.device)
+    frames: list[pd.DataFrame] = []
+
+    def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+        if layer == spec.layer:
+            kv_head = spec.head * shape.kv_heads // shape.query_heads
+            frames.extend(_frames(spec, maps, queries[spec.head].float(), keys[kv_head].float(), kv_head, scale))
+
+    visit_layers(backbone, pack, tokens_of(spec.length), visit)
+    frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
+    with replacing(out) as temporary:
+        frame.astype({"maps": "category"}).to_parquet(temporary, index=False)
+    write_meta(
+        out,
+        spec=asdict(spec),
+        identity=backbone.identity,
+        phi_sha=[each.sha256 for each in maps],
+        device=str(backbone.device),
+    )
+
+
+def _frames(
+    spec: KernelsSpec, maps: Sequence[PhiMaps], queries: Tensor, keys: Tensor, kv_head: int, scale: float
+) -> list[pd.DataFrame]:
+    """One frame per maps; queries [Q, D], keys [L, D]."""
+    length, count = len(keys), len(queries)
+    mid = partition(full_prefix(length, keys.device), spec.anchors.sink, spec.anchors.tail).mid
+    k = retrieved_count(spec.budget_percent, length, spec.anchors.sink + spec.anchors.tail)
+    scores = attention_scores(queries, keys, scale)
+    retrieved = exhaustive_topk(scores, mid, torch.full((count,), k, device=keys.device)).mask(length)
+    positions = mid.nonzero().squeeze(-1)
+    shared = {
+        "layer": spec.layer,
+        "head": spec.head,
+        "query": torch.arange(count).repeat_interleave(len(positions)).numpy(),
+        "position": positions.cpu().repeat(count).numpy(),
+        "budget_percent": spec.budget_percent,
+        "k": k,
+        "retrieved": retrieved[:, mid].flatten().cpu().numpy(),
+        "log_kernel": scores[:, mid].flatten().cpu().numpy(),
+    }
+    return [
+        pd.DataFrame({"maps": named.label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()})
+        for named, each in zip(spec.maps, maps, strict=True)
+        for log_phi in [_log_scores(each, spec, queries, keys[mid], kv_head)]
+    ]
+
+
+def _log_scores(maps: PhiMaps, spec: KernelsSpec, queries: Tensor, keys: Tensor, kv_head: int) -> Tensor:
+    """log <phi_q, phi_k> [Q, L]. The layer's maps are stacked over heads: the one wanted is read at its place."""
+
+    def log_features(stacked: torch.nn.Module, heads: int, head: int, x: Tensor) -> Tensor:
+        return map_heads(stacked, x.expand(1, heads, *x.shape))[0, head]
+
+    log_query = log_features(maps.query[spec.layer], maps.shape.query_heads, spec.head, queries)
+    log_key = log_features(maps.key[spec.layer], maps.shape.kv_heads, kv_head, keys)
+    return torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])

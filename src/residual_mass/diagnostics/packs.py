@@ -1,0 +1,121 @@
+"""Packs: the texts that diagnostics measure on, and the pass of the frozen model over one of them.
+
+Shape letters: Hq / Hkv = query / KV heads, Q = queries per pack, L = prefill tokens, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from residual_mass.backbones.corpora import held_out_corpus
+from residual_mass.backbones.hook import attention_hook, exact_attention
+from residual_mass.backbones.loading import Backbone, special_prefix
+from residual_mass.files import read_json, read_jsonl, sha256_of
+from residual_mass.specs import BackboneSpec, tokens_of
+
+log = logging.getLogger(__name__)
+
+CWE = "cwe"
+"""The corpus that is no text: prompts of RULER's common words extraction, as frozen for the evaluation."""
+CWE_TASK = "ruler_cwe"
+Pack = list[int]
+Visit = Callable[[int, Tensor, Tensor, Tensor, float], None]
+"""(layer, queries [Hq, Q, D], keys [Hkv, L, D], values [Hkv, L, D], scale), in the model's dtype, rotary-applied."""
+
+
+def make_packs(
+    corpus: str,
+    backbone: Backbone,
+    length: str,
+    queries: int,
+    packs: int,
+    seed: int,
+    assets: Path,
+    prompts: Path | None,
+) -> list[Pack]:
+    """Token ids of each pack: `length` tokens of prefill and the `queries` tokens that are decoded after it.
+
+    Args:
+        prompts: manifest of RULER's frozen prompts at that length, which the corpus `cwe` is made of.
+
+    Raises:
+        ValueError: the corpus is unknown, or its files are missing or not those that the manifest vouches for.
+    """
+    if corpus == CWE:
+        if prompts is None:
+            raise ValueError("corpus cwe is made of RULER's prompts; pass their manifest to --prompts")
+        return cwe_packs(prompts, backbone.tokenizer, length, queries, packs)
+    texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
+    return [texts.sequence(pack) for pack in range(packs)]
+
+
+def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, queries: int, packs: int) -> list[Pack]:
+    """Packs whose prefill ends where a prompt of RULER's common words extraction asks for its answer, and whose decoded
+    tokens are that answer. Other prompts with their answers stand before it, as many as fill the length.
+
+    There are at most as many packs as frozen prompts.
+    """
+    asked = _frozen_prompts(manifest, length)
+    if len(asked) < packs:
+        log.info("%d packs instead of %d: %s holds no more prompts", len(asked), packs, manifest)
+    front = special_prefix(tokenizer)
+    wanted = tokens_of(length) - len(front)
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    made: list[Pack] = []
+    for last in range(min(packs, len(asked))):
+        prefill, before = tokens(asked[last][0]), last
+        while len(prefill) < wanted:
+            before -= 1
+            prefill = tokens("".join(asked[before % len(asked)]) + "\n\n") + prefill
+        answer = tokens(asked[last][1])
+        if len(answer) < queries:
+            raise ValueError(f"diagnostics.queries: an answer of {CWE_TASK} has {len(answer)} tokens; ask for no more")
+        made.append(front + prefill[-wanted:] + answer[:queries])
+    return made
+
+
+def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
+    """(prompt, answer) of every example of the task, the answer in the harness's own form: numbered words."""
+    remedy = "delete the manifest and run the prompts stage again"
+    frozen = read_json(manifest)
+    if not isinstance(frozen, dict) or frozen.get("length") != length or CWE_TASK not in frozen.get("tasks", {}):
+        raise ValueError(f"{manifest}: holds no prompts of {CWE_TASK} at {length}; {remedy}")
+    entry = frozen["tasks"][CWE_TASK]
+    file = manifest.parent / entry["file"]
+    if not file.is_file() or sha256_of(file) != entry["sha256"]:
+        raise ValueError(f"{file}: missing, or not the file that {manifest.name} vouches for; {remedy}")
+    return [
+        (row["prompt"], "".join(f" {n}. {word}" for n, word in enumerate(row["doc"]["outputs"], start=1)))
+        for row in read_jsonl(file)
+    ]
+
+
+@torch.no_grad()
+def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Visit) -> None:
+    """Runs the model over a pack and shows `visit` every layer's attention inputs, one layer's alive at a time."""
+
+    def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        visit(module.layer_idx, q[0, :, length:], k[0, :, :length], v[0, :, :length], scale)
+        return exact_attention(module, q, k, v, mask, scale)
+
+    with attention_hook(backbone.model, handler):
+        inputs = torch.tensor([list(pack)], device=backbone.device)
+        backbone.model.get_decoder()(inputs, use_cache=False)
+
+
+def with_place(frame: pd.DataFrame, backbone: BackboneSpec, corpus: str, length: str, **more: Any) -> pd.DataFrame:
+    """The frame with constant columns in front that say what its rows are of."""
+    place = {"backbone": backbone.name, "corpus": corpus, "length": length, **more}
+    constant = pd.DataFrame({name: pd.Categorical([value]).repeat(len(frame)) for name, value in place.items()})
+    return pd.concat([constant, frame.reset_index(drop=True)], axis="columns")

@@ -1,0 +1,137 @@
+"""Two-way bootstrap: heads and packs drawn with replacement, independently of each other.
+
+Shape letters: B = resamples, H = heads, that is (layer, query head), P = packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from residual_mass.diagnostics.captured import Setting
+
+LEVEL = 0.95
+Data = TypeVar("Data")
+
+
+class Estimate(NamedTuple):
+    """A number read from all the data, and its percentile interval; NaN where it is not defined."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """B draws from one setting, or the setting as it is (B = 1).
+
+    What splits heads by entropy uses a draw of its own, within the quartiles of the full data, so that none of these is
+    ever empty; everything else uses a draw among all heads.
+
+    Attributes:
+        budget: at which cells are read where no other is named.
+        heads: [B, H], heads drawn among all, as places in `setting.heads`.
+        stratified: [B, H], heads drawn within quartiles.
+        packs: [B, P], packs drawn, as places in `setting.packs`.
+    """
+
+    setting: Setting
+    budget: float
+    heads: np.ndarray
+    stratified: np.ndarray
+    packs: np.ndarray
+
+    def by_head(self, name: str, budget: float | None = None) -> np.ndarray:
+        """[B, H]: the mean over the drawn packs of these cells, for every head of the setting."""
+        return self.over_packs(self.setting.cells[self.budget if budget is None else budget][name])
+
+    def over_packs(self, cells: np.ndarray) -> np.ndarray:
+        """[H, P] -> [B, H]."""
+        times = _times(self.packs, cells.shape[1])
+        # A matrix product would round equal heads apart, and make ranks of the difference.
+        return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / cells.shape[1]
+
+    def over_heads(self, values: np.ndarray) -> np.ndarray:
+        """The mean over the heads drawn among all: [B, H] -> [B]."""
+        count = values.shape[1]
+        return (_times(self.heads, count) * values).sum(axis=1) / count
+
+    def over_quartiles(self, values: np.ndarray) -> np.ndarray:
+        """The means over the heads drawn within each quartile: [B, H] -> [B, 4]."""
+        drawn = _times(self.stratified, values.shape[1]) * values
+        return np.stack([drawn[:, group].sum(axis=1) / len(group) for group in self.setting.quartiles], axis=1)
+
+    def mean(self, name: str, budget: float | None = None) -> np.ndarray:
+        """[B]."""
+        return self.over_heads(self.by_head(name, budget))
+
+    def log_z_error(self, budget: float | None = None, dtype: str = "") -> np.ndarray:
+        """[B]: the mean log-Z error over rows where it is defined, NaN without any. `dtype` is a suffix of cells."""
+        count = self.mean(f"log_z_count{dtype}", budget)
+        total = self.mean(f"log_z_sum{dtype}", budget)
+        return np.divide(total, count, where=count > 0, out=np.full_like(total, np.nan))
+
+    def spearman(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """[B, H] twice -> [B]: rank correlation over the heads drawn among all; 0 where either is constant."""
+        drawn = (np.take_along_axis(values, self.heads, axis=1) for values in (first, second))
+        ranks = (pd.DataFrame(values).rank(axis=1).to_numpy() for values in drawn)
+        x, y = (each - each.mean(axis=1, keepdims=True) for each in ranks)
+        spread = np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
+        return np.divide((x * y).sum(axis=1), spread, where=spread > 0, out=np.zeros_like(spread))
+
+
+def whole(settings: Sequence[Setting], budget: float) -> list[Sample]:
+    """The data as they are: one draw of every head and every pack."""
+    return [
+        Sample(setting, budget, heads, heads, np.arange(len(setting.packs))[None])
+        for setting in settings
+        for heads in [np.arange(len(setting.heads))[None]]
+    ]
+
+
+def resampled(settings: Sequence[Setting], budget: float, resamples: int, seed: int) -> list[Sample]:
+    """Draws for all settings, which share their heads: a resample has the same ones in each, but packs of its own.
+
+    Within quartiles, which heads of a setting stand at the drawn places depends on its entropies. A setting of a single
+    pack has that pack in every draw: its intervals then hold for that text alone. Draws depend on the seed and the
+    numbers of heads and packs, and those of packs on the setting's name, but not on the other settings.
+    """
+    count = len(settings[0].heads)
+    heads = _generator(seed, "heads").integers(count, size=(resamples, count))
+    ends = np.cumsum([len(group) for group in settings[0].quartiles])
+    starts = np.concatenate([[0], ends[:-1]])
+    sizes = ends - starts
+    places = _generator(seed, "quartiles").integers(
+        np.repeat(starts, sizes), np.repeat(ends, sizes), size=(resamples, count)
+    )
+    samples = []
+    for setting in settings:
+        packs = len(setting.packs)
+        drawn = _generator(seed, f"packs of {setting.name}").integers(packs, size=(resamples, packs))
+        samples.append(Sample(setting, budget, heads, np.concatenate(setting.quartiles)[places], drawn))
+    return samples
+
+
+def estimate(number: Callable[..., np.ndarray], as_is: Data, drawn: Data, *arguments: object) -> Estimate:
+    """`number(data, *arguments)` of the data as they are, with the interval of the draws in which it is defined."""
+    value, values = float(number(as_is, *arguments)[0]), number(drawn, *arguments)
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return Estimate(value, np.nan, np.nan)
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high))
+
+
+def _times(drawn: np.ndarray, n: int) -> np.ndarray:
+    """How often each of n was drawn: [B, any] places -> [B, n] counts."""
+    cells = drawn + n * np.arange(len(drawn))[:, None]
+    return np.bincount(cells.ravel(), minlength=n * len(drawn)).reshape(-1, n).astype(np.float64)
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng(list(f"{seed} {name}".encode()))

@@ -1,0 +1,99 @@
+"""Captured rows (Parquet) for figures and tables, read with suspicion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from pandas.api.types import is_numeric_dtype
+from pyarrow import ArrowInvalid
+
+from residual_mass.specs import FigureSpec
+
+LOG_MASSES = ("log_z_hat", "log_z_true", "log_z_hat_bf16")
+"""-inf where nothing is left outside of the retrieved tokens."""
+
+
+def only_file(spec: FigureSpec, data: Sequence[Path]) -> Path:
+    """Raises ValueError unless `data` is one file."""
+    if len(data) != 1:
+        raise ValueError(f"figure {spec.label} shows one diagnostics file, {len(data)} were given; pass one to --data")
+    return data[0]
+
+
+def rows_at_budget(path: Path, columns: Sequence[str], budget_percent: float | None) -> pd.DataFrame:
+    """Reads `columns` of the rows of one budget from a diagnostics file.
+
+    Raises:
+        ValueError: as `read_diagnostics`; no budget is given, or the file has no row of it.
+    """
+    if budget_percent is None:
+        raise ValueError(f"{path}: a figure of it shows one budget, but none is given; set spec.budget_percent")
+    frame = read_diagnostics(path, [*dict.fromkeys([*columns, "budget_percent"])])
+    rows = frame[frame["budget_percent"] == budget_percent]
+    if rows.empty:
+        budgets = ", ".join(f"{budget:g}" for budget in sorted(set(frame["budget_percent"])))
+        raise ValueError(f"{path}: no rows at a budget of {budget_percent:g}%; spec.budget_percent can be {budgets}")
+    return rows[[*columns]].reset_index(drop=True)
+
+
+def read_diagnostics(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """Reads `columns` of a diagnostics file.
+
+    Raises:
+        ValueError: the file is missing, damaged or empty, or a column is missing or holds a value that is not finite;
+            logarithms of masses may be -inf.
+    """
+    try:
+        frame = pd.read_parquet(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; run the capture stage") from None
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a Parquet file ({error}); delete it and rerun the capture stage") from None
+    for name in columns:
+        if name not in frame:
+            raise ValueError(f"{path}: column {name} is missing; delete it and rerun the capture stage")
+        if not _sound(frame[name]).all():
+            raise ValueError(f"{path}: {name} holds values that are not finite; rerun the capture stage")
+    if frame.empty:
+        raise ValueError(f"{path}: has no rows; delete it and rerun the capture stage")
+    return frame[[*columns]]
+
+
+def _sound(column: pd.Series) -> pd.Series:
+    """Which values are finite numbers or text."""
+    if not is_numeric_dtype(column):
+        return column.notna()
+    finite = column.abs().lt(float("inf"))
+    return finite | column.eq(-float("inf")) if column.name in LOG_MASSES else finite
+
+
+def head_means(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """One row per combination of `by`, in ascending order: `by` and the means of all other columns, in float64."""
+    values = [name for name in frame if name not in by]
+    return frame.astype(dict.fromkeys(values, float)).groupby([*by], as_index=False, observed=True)[values].mean()
+
+
+def equal_parts(values: pd.Series, parts: int) -> pd.Series:
+    """The part of every value, 0 to `parts` - 1, when they are split in ascending order into parts whose sizes differ
+    by one at most; of equal values the first goes to the lower part.
+    """
+    return (values.rank(method="first").astype(int) - 1) * parts // len(values)
+
+
+def binned_medians(frame: pd.DataFrame, x: str, values: Sequence[str], width: float) -> pd.DataFrame:
+    """Columns `bin_{name}` for `x` and every one of `values`: medians over the rows of the same bin of `x`."""
+    return frame[[x, *values]].groupby(frame[x] // width).transform("median").add_prefix("bin_")
+
+
+def the_one(path: Path, frame: pd.DataFrame, column: str) -> object:
+    """The value of a column that is constant in a file.
+
+    Raises:
+        ValueError: it is not.
+    """
+    values = frame[column].unique()
+    if len(values) > 1:
+        raise ValueError(f"{path}: {column} has {len(values)} values; delete it and rerun the capture stage")
+    return values[0]

@@ -1,0 +1,404 @@
+"""The three CSV files of findings: columns, numbers, verdicts, and files that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from tests.unit.diagnostics.test_claims import (
+    BUDGETS,
+    SETTINGS,
+    SPEC,
+    Files,
+    make_rows,
+    mean,
+    read,
+    slow_claims,
+    slow_draws,
+    slow_joint_claims,
+    write_files,
+)
+
+from residual_mass.diagnostics import findings
+from residual_mass.diagnostics.captured import read_settings
+from residual_mass.diagnostics.resampling import resampled, whole
+from residual_mass.files import read_json
+from residual_mass.specs import FindingsSpec, to_json
+
+OUT = ("accounting.csv", "state_dtype.csv", "claims.csv")
+
+
+def run(folder: Path, files: list[Files], spec: FindingsSpec = SPEC) -> list[pd.DataFrame]:
+    findings.run(spec, *write_files(folder, files), *(folder / name for name in OUT))
+    return [pd.read_csv(folder / name) for name in OUT]
+
+
+@pytest.fixture
+def files() -> list[Files]:
+    rng = np.random.default_rng()
+    return [make_rows(rng, corpus, length, packs=packs) for corpus, length, packs in SETTINGS]
+
+
+def interval(values: list[float]) -> list[float]:
+    return [float(x) for x in np.nanquantile(values, [0.025, 0.975])]
+
+
+def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp_path: Path) -> None:
+    table, _, _ = run(tmp_path, files)
+    assert list(table) == findings.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
+    assert [*zip(table.corpus, table.length, strict=True)][:: len(BUDGETS)] == [each[:2] for each in SETTINGS]
+    settings = read(tmp_path, files)
+    as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
+    lines = table.itertuples()
+    for pair, one, sample, (_, _, packs) in zip(files, as_is, drawn, SETTINGS, strict=True):
+        (s,), draws = slow_draws(pair, one), slow_draws(pair, sample)
+        for budget, k in BUDGETS.items():
+            line = next(lines)
+            assert (line.budget_percent, line.k, line.packs, line.heads, line.rows) == (budget, k, packs, 6, 12 * packs)
+            assert (line.study, line.backbone, line.maps, line.phi_sha, line.weights) == (
+                "test", "tiny", "1k", "f00", "random",
+            )  # fmt: skip
+            for name in ("e_topk", "e_nosub", "e_sub", "e_exact_nosub", "e_exact_sub"):
+                tolerance = 1e-9 if name == "e_exact_sub" else 1e-6
+                expected = s.everywhere(lambda row, name=name: row[name], k)
+                assert getattr(line, name) == pytest.approx(expected, abs=tolerance)
+                if not name.startswith("e_exact"):
+                    bounds = interval([draw.everywhere(lambda row, name=name: row[name], k) for draw in draws])
+                    shown = [getattr(line, f"{name}_ci_{end}") for end in ("low", "high")]
+                    assert shown == pytest.approx(bounds, abs=1e-6)
+            assert line.log_z_error == pytest.approx(mean(s.log_z_errors(k=k)), abs=1e-6)
+            bounds = interval([mean(draw.log_z_errors(k=k)) for draw in draws])
+            assert [line.log_z_error_ci_low, line.log_z_error_ci_high] == pytest.approx(bounds, abs=1e-6)
+            assert line.clamped_share == pytest.approx(s.everywhere(lambda row: row["clamped"], k), abs=1e-6)
+
+
+def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> None:
+    _, table, _ = run(tmp_path, files)
+    assert list(table) == findings.STATE_DTYPE and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
+    settings = read(tmp_path, files)
+    as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
+    lines = table.itertuples()
+    for pair, one, sample in zip(files, as_is, drawn, strict=True):
+        (s,), draws = slow_draws(pair, one), slow_draws(pair, sample)
+        for k in BUDGETS.values():
+            numbers = []
+            for suffix in ("", "_bf16"):
+
+                def lead(row: dict[str, float], suffix: str = suffix) -> float:
+                    return row[f"e_nosub{suffix}"] - row[f"e_sub{suffix}"]
+
+                each = [(x.everywhere(lead, k), mean(x.of(h, lead, k) < 0 for h in x.heads)) for x in (s, *draws)]
+                numbers.append(np.array(each))
+            single, rounded = next(lines), next(lines)
+            assert (single.state_dtype, rounded.state_dtype, single.k, rounded.k) == ("float32", "bfloat16", k, k)
+            shown = {
+                (single, "nosub_minus_sub", "heads_nosub_wins"): numbers[0],
+                (rounded, "nosub_minus_sub", "heads_nosub_wins"): numbers[1],
+                (rounded, "change", "change_in_wins"): numbers[1] - numbers[0],
+            }
+            for (line, *names), values in shown.items():
+                for name, column in zip(names, values.T, strict=True):
+                    expected = [column[0], *interval(column[1:])]
+                    got = [getattr(line, f"{name}{end}") for end in ("", "_ci_low", "_ci_high")]
+                    assert got == pytest.approx(expected, abs=1e-6)
+            assert math.isnan(single.change) and math.isnan(single.change_in_wins_ci_low)
+            for line, suffix in ((single, ""), (rounded, "_bf16")):
+                for name in ("e_sub", "e_nosub"):
+                    expected = s.everywhere(lambda row, column=name + suffix: row[column], k)
+                    assert getattr(line, name) == pytest.approx(expected, abs=1e-6)
+                assert line.log_z_error == pytest.approx(mean(s.log_z_errors(f"log_z_hat{suffix}", k)), abs=1e-6)
+                clamped = s.everywhere(lambda row, suffix=suffix: row[f"clamped{suffix}"], k)
+                assert line.clamped_share == pytest.approx(clamped, abs=1e-6)
+
+
+def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
+    *_, table = run(tmp_path, files)
+    assert list(table) == findings.CLAIM_COLUMNS and len(table) == 3 * 16 + 3
+    draws = []
+    for pair, one, (corpus, length, packs) in zip(files, whole(read(tmp_path, files), 4.0), SETTINGS, strict=True):
+        (s,) = slow_draws(pair, one)
+        draws.append(s)
+        lines = table.query("corpus == @corpus and length == @length").set_index("claim")
+        assert lines["estimate"].to_dict() == pytest.approx(slow_claims(s), abs=1e-6)
+        assert set(lines["primary"]) == {int((corpus, length) == ("wiki", "1k"))} and set(lines["packs"]) == {packs}
+        of_all_k = {"completion_helps_in_every_quartile", "errors_fall_with_k"}
+        assert set(lines.index[lines["k"].isna()]) == of_all_k and set(lines["k"].dropna()) == {7}
+    joint = table.query("corpus == 'all'").set_index("claim")
+    assert set(joint["length"]) == {"all"} and set(joint["primary"]) == {1} and set(joint["packs"]) == {1}
+    assert joint["k"].isna().all()
+    expected = slow_joint_claims(draws)
+    assert joint["estimate"].to_dict() == pytest.approx(expected, abs=1e-6)
+    exact = joint.loc["exact_sub_is_exact"]
+    assert exact.estimate == pytest.approx(expected["exact_sub_is_exact"], rel=1e-3)
+    assert exact.ci_low < exact.estimate < exact.ci_high
+    for _, line in table.iterrows():
+        sign = (line.ci_low > 0) - (line.ci_high < 0)
+        assert line.verdict == {1: "holds", 0: "undecided", -1: "does not hold"}[sign]
+        assert line.statement.endswith(".") and line.statistic and line.shown_in
+
+
+def planted(sign: float, noise: float = 0.0, corpus: str = "wiki") -> Files:
+    """Rows in which every claim about one setting is true by far, or false by far where `sign` is -1; 0 with noise has
+    no effects.
+    """
+    rng = np.random.default_rng(11)
+    rows, mass = make_rows(rng, corpus, heads=20, packs=4)
+    head = rows["layer"] * 20 + rows["head"]
+    rows["h_mid"] = (head + 0.5) / 40
+    jitter = {
+        name: rng.normal(size=len(rows)) * noise for name in ("e_topk", "e_sub", "delta", "log_z", "share", "exact")
+    }
+    quartile = head // 10
+    # Losses are on most heads of the lowest quartile, but its mean gain is positive.
+    gain = np.where(quartile == 0, np.where(head % 10 < 6, -0.01, 0.1), 0.1 + quartile / 10)
+    if sign < 0:
+        gain = np.where(quartile == 3, np.where(head % 10 < 6, -0.3, 0.1), 0.3 - quartile / 10)
+    level = 5 + sign * (quartile - 1.5) - sign * np.log2(rows["k"]) / 2
+    rows["e_topk"] = level + abs(sign) * gain / 2 + jitter["e_topk"]
+    rows["e_sub"] = level - abs(sign) * gain / 2 + jitter["e_sub"]
+    # Few heads, but by far, or most heads, but by little.
+    most, few = (1, -1) if corpus == "wiki" else (-1, 1)
+    by_sign = np.where(head % 5 > 0, most * sign * 0.1, few * sign * (2 if corpus == "wiki" else 0.01))
+    rows["e_nosub"] = rows["e_sub"] - by_sign + jitter["delta"]
+    rows["log_z_true"] = rng.normal(size=len(rows))
+    rows["e_exact_nosub"] = rows["e_sub"] - sign * 0.3 + jitter["exact"]
+    rows["log_z_hat"] = rows["log_z_true"] - sign / 2 + sign * 0.1 * (by_sign < 0) + jitter["log_z"]
+    rows["residual_share_hat"] = 0.5 + sign * (head - 19.5) / 100 + jitter["share"]
+    mass["c_mid"] = 0.5 - sign * (mass["layer"] * 20 + mass["head"] - 19.5) / 100
+    return rows, mass
+
+
+@pytest.mark.parametrize("corpus", ["wiki", "cwe"])
+@pytest.mark.parametrize(("sign", "verdict"), [(1.0, "holds"), (-1.0, "does not hold")])
+def test_planted_effects_are_found(sign: float, verdict: str, corpus: str, tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPEC, corpus=corpus, bootstrap_resamples=300)
+    *_, table = run(tmp_path, [planted(sign, noise=1e-3, corpus=corpus)], spec)
+    lines = table.query("corpus != 'all'")
+    assert len(lines) == 16
+    assert dict(zip(lines["claim"], lines["verdict"], strict=True)) == dict.fromkeys(lines["claim"], verdict)
+
+
+def test_noise_decides_nothing(tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPEC, bootstrap_resamples=300)
+    *_, table = run(tmp_path, [planted(0.0, noise=1e-2)], spec)
+    lines = table.query("corpus != 'all'").set_index("claim")["verdict"]
+    # A least or largest of several numbers that are all 0 is below 0 in nearly every draw.
+    symmetric = [
+        "gain_rises_with_entropy",
+        "losses_at_low_entropy",
+        "losses_more_frequent_at_low_entropy",
+        "residual_share_rises_with_entropy",
+        "residual_underestimated",
+        "nosub_wins_on_most_heads",
+        "subtraction_wins_by_more",
+        "subtraction_better_on_average",
+    ]
+    assert lines[symmetric].to_dict() == dict.fromkeys(symmetric, "undecided")
+    assert "holds" not in set(lines)
+
+
+def test_rounding_errors_decide_nothing(tmp_path: Path) -> None:
+    rows, mass = make_rows(np.random.default_rng(), heads=5)
+    rows = rows.assign(e_topk=0.1, e_sub=0.1, e_nosub=0.1, log_z_hat=0.3, log_z_true=0.1 + 0.2, residual_share_hat=0.7)
+    accounting, _, table = run(tmp_path, [(rows, mass.assign(c_mid=0.1))])
+    assert set(accounting["e_topk_ci_low"]) == set(accounting["e_topk_ci_high"]) == {0.1}
+    undecided = table[
+        ~table["claim"].isin(["exact_sub_is_exact", "exact_nosub_lower", "nosub_wins_where_underestimated"])
+    ]
+    decided = undecided[undecided["verdict"] != "undecided"]
+    assert decided["claim"].tolist() == ["nosub_wins_on_most_heads"]  # none of the heads, which is no rounding error
+    assert not any("-0.000000" in (tmp_path / name).read_text() for name in OUT)
+
+
+def test_where_nothing_is_left_there_is_no_log_mass(tmp_path: Path) -> None:
+    """K is all of the mid-region: no residual, no errors, and no mean of no logarithms."""
+    rows, mass = make_rows(np.random.default_rng())
+    other = make_rows(np.random.default_rng(), "cwe")
+    gone = rows["k"] == 30
+    for name in ("e_topk", "e_sub", "residual_share_hat"):
+        rows.loc[gone, name] = 0
+    for name in ("log_z_hat", "log_z_true", "log_z_hat_bf16"):
+        rows.loc[gone, name] = -np.inf
+    spec = dataclasses.replace(SPEC, budget_percent=8.0)
+    accounting, state_dtype, claims = run(tmp_path, [(rows, mass), other], spec)
+    assert accounting["log_z_error"].isna().tolist() == [False, False, True, False, False, False]
+    assert accounting["log_z_error_ci_low"].isna().tolist() == [False, False, True, False, False, False]
+    assert state_dtype["log_z_error"].isna().tolist() == [False] * 4 + [True] * 2 + [False] * 6
+    lines = claims.query("corpus == 'wiki'").set_index("claim")
+    underestimated = lines.loc["residual_underestimated"]
+    assert underestimated[["estimate", "ci_low", "ci_high"]].isna().all() and underestimated.verdict == "undecided"
+    for name in ("gain_largest_at_high_entropy", "gain_rises_with_entropy", "residual_share_rises_with_entropy"):
+        assert lines.loc[name, ["estimate", "ci_low", "ci_high"]].tolist() == [0, 0, 0]
+    assert lines.loc["completion_helps_in_every_quartile"].estimate <= 0
+    signs = claims.set_index("claim").loc["log_z_error_has_both_signs"]
+    (error,) = accounting.query("corpus == 'cwe' and k == 30")["log_z_error"]
+    assert signs.estimate == pytest.approx(-abs(error), abs=2e-6)  # of the other setting alone
+
+
+def test_draws_that_define_no_mean_are_left_out(tmp_path: Path) -> None:
+    rows, mass = make_rows(np.random.default_rng(), packs=1)
+    first = (rows["layer"] == 0) & (rows["head"] == 0)
+    rows["log_z_true"] = 1.0
+    rows["log_z_hat"] = np.where(first, 1.5, -np.inf)  # a third of all draws lack this head
+    accounting, _, _ = run(tmp_path, [(rows, mass)])
+    for name in ("log_z_error", "log_z_error_ci_low", "log_z_error_ci_high"):
+        assert accounting[name].tolist() == [0.5, 0.5, 0.5]
+
+
+def test_one_setting_cannot_have_both_signs(tmp_path: Path) -> None:
+    *_, table = run(tmp_path, [make_rows(np.random.default_rng())])
+    joint = table.query("corpus == 'all'")["claim"].tolist()
+    assert joint == ["sub_lowest_everywhere", "exact_sub_is_exact"]
+
+
+def test_budgets_of_the_same_k_have_a_row_each(tmp_path: Path) -> None:
+    rows, mass = make_rows(np.random.default_rng())
+    twice = rows[rows["k"] == 7].assign(budget_percent=np.float32(5.3))
+    accounting, _, claims = run(
+        tmp_path, [(pd.concat([rows, twice]), mass)], dataclasses.replace(SPEC, budget_percent=5.3)
+    )
+    assert accounting["budget_percent"].tolist() == [2, 4, 5.3, 8] and accounting["k"].tolist() == [1, 7, 7, 30]
+    assert set(claims["k"].dropna()) == {7}
+
+
+def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path: Path) -> None:
+    heads, mass = write_files(tmp_path, files)
+    shuffled = tmp_path / "shuffled"
+    shuffled.mkdir()
+    for path in (*heads, *mass):
+        pd.read_parquet(path).sample(frac=1).to_parquet(shuffled / path.name, index=False)
+    code = (
+        "import json, sys; from pathlib import Path; from residual_mass.diagnostics import findings; "
+        "from residual_mass.specs import FindingsSpec, parse_spec; p = lambda names: [Path(name) for name in names]; "
+        "spec, heads, mass, out = json.loads(sys.argv[1]); "
+        "findings.run(parse_spec(FindingsSpec, spec), p(heads), p(mass), *p(out)); assert 'torch' not in sys.modules"
+    )
+    made = []
+    for folder in (tmp_path, shuffled):
+        data = [[str(folder / path.name) for path in paths] for paths in (heads, mass)]
+        job = json.dumps([to_json(SPEC), *data, [str(folder / name) for name in OUT]])
+        subprocess.run([sys.executable, "-c", code, job], check=True)
+        made.append([(folder / name).read_bytes() for name in OUT])
+    assert made[0] == made[1]
+    assert read_json(tmp_path / "claims.csv.meta.json")["spec"]["bootstrap_resamples"] == SPEC.bootstrap_resamples
+
+
+def change(kind: int, **columns: object) -> Callable[[list[Files]], None]:
+    """Sets the first rows of columns in the heads file (kind 0) or mass file (kind 1) of the second setting."""
+
+    def edit(files: list[Files]) -> None:
+        pair = list(files[1])
+        for name, value in columns.items():
+            old = pair[kind][name].astype(object)
+            pair[kind] = pair[kind].assign(**{name: [value, *old[1:]]})
+        files[1] = (pair[0], pair[1])
+
+    return edit
+
+
+def everywhere(kind: int, **columns: object) -> Callable[[list[Files]], None]:
+    def edit(files: list[Files]) -> None:
+        pair = list(files[1])
+        pair[kind] = pair[kind].assign(**columns)
+        files[1] = (pair[0], pair[1])
+
+    return edit
+
+
+def keep(kind: int, query: str) -> Callable[[list[Files]], None]:
+    def edit(files: list[Files]) -> None:
+        pair = list(files[1])
+        pair[kind] = pair[kind].query(query)
+        files[1] = (pair[0], pair[1])
+
+    return edit
+
+
+def drop(kind: int, name: str) -> Callable[[list[Files]], None]:
+    def edit(files: list[Files]) -> None:
+        pair = list(files[1])
+        pair[kind] = pair[kind].drop(columns=name)
+        files[1] = (pair[0], pair[1])
+
+    return edit
+
+
+def double(files: list[Files]) -> None:
+    rows, mass = files[1]
+    files[1] = (pd.concat([rows, rows.iloc[:1]]), mass)
+
+
+def exchange(files: list[Files]) -> None:
+    files[1], files[2] = (files[1][0], files[2][1]), (files[2][0], files[1][1])
+
+
+@pytest.mark.parametrize(
+    ("edit", "file", "message"),
+    [
+        (drop(0, "e_nosub_bf16"), "heads_1", "column e_nosub_bf16 is missing; delete it and run the capture stage"),
+        (drop(1, "c_mid"), "mass_1", "column c_mid is missing; delete it and run the capture stage"),
+        (keep(0, "k < 0"), "heads_1", "has no rows"),
+        (change(0, e_sub=math.nan), "heads_1", "e_sub holds values that are not finite; delete it and run the capture"),
+        (change(0, residual_share_hat=math.inf), "heads_1", "residual_share_hat holds values that are not finite"),
+        (change(0, query=math.nan), "heads_1", "query holds values that are not finite"),
+        (change(0, clamped=None), "heads_1", "clamped holds values that are not finite"),
+        (change(1, c_mid=math.inf), "mass_1", "c_mid holds values that are not finite"),
+        (change(0, log_z_hat=math.nan), "heads_1", "log_z_hat holds values that are neither finite nor -inf"),
+        (change(0, log_z_true=math.inf), "heads_1", "log_z_true holds values that are neither finite nor -inf"),
+        (change(0, h_mid=math.nan), "heads_1", "h_mid is undefined, .*; capture longer texts"),
+        (change(0, backbone="other"), "heads_1", "backbone has 2 values, but must name one"),
+        (change(0, k=9), "heads_1", "k has several values at budget_percent"),
+        (double, "heads_1", "rows are missing or doubled among combinations of budget_percent, layer, head, pack, qu"),
+        (keep(0, "not (pack == 1 and layer == 1 and head == 2 and query == 0 and k == 7)"), "heads_1", "rows are miss"),
+        (keep(1, "not (pack == 1 and layer == 1 and head == 2 and k == 7)"), "mass_1", "rows are missing or doubled"),
+        (keep(1, "layer == 0"), "mass_1", "packs, layers or heads are not those of .*heads_1.parquet; delete both"),
+        (keep(1, "pack == 0"), "mass_1", "packs, layers or heads are not those of .*heads_1.parquet; delete both"),
+        (exchange, "mass_1", "corpus is wiki, but cwe in .*heads_1.parquet; give mass files in the order of the heads"),
+        (everywhere(1, backbone="other"), "mass_1", "backbone is other, but tiny in .*heads_1.parquet"),
+        (everywhere(0, phi_sha="bad"), "heads_1", "phi_sha is bad, but f00 in .*heads_0.parquet; give files of one ba"),
+        (everywhere(0, model_id="c/d"), "heads_1", "model_id is c/d, but a/b in .*heads_0.parquet"),
+        (everywhere(0, study="other"), "heads_1", "study is other, but spec.study test"),
+        (keep(0, "k != 7"), "heads_1", "budget_percent 4 .spec.budget_percent. is not among 2, 8; name one of these"),
+    ],
+)
+def test_files_that_say_nothing_are_refused(
+    edit: Callable[[list[Files]], None], file: str, message: str, files: list[Files], tmp_path: Path
+) -> None:
+    edit(files)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{file}.parquet: {message}") as refusal:
+        run(tmp_path, files)
+    assert "\n" not in str(refusal.value)
+    assert not any((tmp_path / name).exists() for name in OUT)
+
+
+def test_files_that_do_not_fit_together_are_refused(files: list[Files], tmp_path: Path) -> None:
+    heads, mass = write_files(tmp_path, files)
+    with pytest.raises(ValueError, match="--heads has 3 files, but --mass 2; give one mass file per heads file"):
+        read_settings(SPEC, heads, mass[:2])
+    with pytest.raises(ValueError, match=f"^{heads[0]}: corpus and length are wiki 1k, as in {heads[0]}; give one"):
+        read_settings(SPEC, [heads[0], heads[0]], [mass[0], mass[0]])
+    with pytest.raises(ValueError, match="^no file of --heads is of wiki at 8k .*; give it too"):
+        read_settings(dataclasses.replace(SPEC, length="8k"), heads, mass)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/heads_7.parquet: no such file; run the capture stage"):
+        read_settings(SPEC, [tmp_path / "heads_7.parquet"], mass[:1])
+    heads[1].write_bytes(heads[1].read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"^{heads[1]}: not a Parquet file .*; delete it"):
+        read_settings(SPEC, heads, mass)
+
+
+def test_backbones_must_have_the_same_heads_and_four(files: list[Files], tmp_path: Path) -> None:
+    rng = np.random.default_rng()
+    with pytest.raises(ValueError, match="heads_1.parquet: layers or heads are not those of .*heads_0.parquet"):
+        read(tmp_path, [files[0], make_rows(rng, "cwe", heads=2)])
+    rows, mass = (frame[frame["layer"] == 0] for frame in files[0])
+    with pytest.raises(ValueError, match="heads_0.parquet: layer and head make 3 heads, but quartiles need 4"):
+        read(tmp_path, [(rows, mass)])
+    read(tmp_path, [make_rows(rng, heads=2)])

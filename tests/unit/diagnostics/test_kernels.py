@@ -1,0 +1,74 @@
+"""Kernels of one head against the stored rows of the same pack, key by key in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from tests.conftest import TINY
+from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, make_spec
+
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
+from residual_mass.diagnostics import capture, kernels
+from residual_mass.specs import AnchorSpec, KernelsSpec, MapSpec, MapsSpec
+
+LAYER, HEAD = 1, 3
+
+
+def make_kernels(**changes: object) -> KernelsSpec:
+    fields: dict[str, object] = {
+        "study": "test", "backbone": TINY, "corpus": "wiki", "length": str(LENGTH), "budget_percent": 40.0,
+        "anchors": AnchorSpec(4, 16), "maps": (MapsSpec("512", 512), MapsSpec("64-hedgehog", 64)),
+        "layer": LAYER, "head": HEAD, "queries": QUERIES, "seed": 0, "recipe": 1,
+    }  # fmt: skip
+    return KernelsSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def maps(tiny_backbone: Backbone, phi: Path, tmp_path: Path) -> list[Path]:
+    torch.manual_seed(6)
+    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 64}
+    PhiMaps(tiny_backbone.shape, MapSpec("hedgehog", d_phi=8), facts).save(tmp_path / "hedgehog.safetensors")
+    return [phi, tmp_path / "hedgehog.safetensors"]
+
+
+def test_rows_equal_a_recomputation_key_by_key(folder: Path, phi: Path, maps: list[Path], tmp_path: Path) -> None:
+    kernels.run(make_kernels(), folder, maps, None, tmp_path / "kernels.parquet")
+    table = pd.read_parquet(tmp_path / "kernels.parquet")
+    assert len(table) == 2 * QUERIES * (LENGTH - 20) and set(table.k) == {16}
+    captured(make_spec(packs=1, audited=10_000), folder, phi, tmp_path)
+    header, tensors = read_safetensors(tmp_path / "rows.safetensors")
+    stored = json.loads(header[capture.ROWS_HEADER])
+    for number, row in enumerate(stored["rows"]):
+        if (row["layer"], row["head"]) != (LAYER, HEAD):
+            continue
+        query, keys = tensors[f"{number}.query"].double(), tensors[f"{number}.keys"].double()
+        scores = (keys @ query * stored["scale"]).tolist()
+        mid = range(4, LENGTH - 16)
+        top = sorted(mid, key=lambda j: -scores[j])[:16]
+        for label, file in zip(("512", "64-hedgehog"), maps, strict=True):
+            of_maps = PhiMaps.load(file).double()
+            log_query = of_maps.query[LAYER](query.expand(4, 1, -1))[HEAD, 0]
+            log_key = of_maps.key[LAYER](keys.expand(2, *keys.shape))[row["kv_head"]]
+            rows = table[(table.maps == label) & (table["query"] == row["query"])].set_index("position")
+            assert sorted(rows.index) == list(mid)
+            for j in mid:
+                log_phi = math.log(sum(math.exp(x) for x in (log_query + log_key[j]).tolist()))
+                assert rows.log_kernel[j] == pytest.approx(scores[j], abs=1e-5)
+                assert rows.log_phi[j] == pytest.approx(log_phi, abs=1e-4)
+                assert rows.retrieved[j] == (j in top)
+
+
+def test_a_head_that_is_not_there_is_refused(folder: Path, maps: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"diagnostics\.head: .* has 3 layers of 4 query heads, there is no layer 1, head 4"
+    ):
+        kernels.run(make_kernels(head=4), folder, maps, None, tmp_path / "kernels.parquet")
+    with pytest.raises(ValueError, match="--phi has 1 files, but spec.maps names 2 maps"):
+        kernels.run(make_kernels(), folder, maps[:1], None, tmp_path / "kernels.parquet")
+    assert not (tmp_path / "kernels.parquet").exists()

@@ -1,0 +1,62 @@
+"""Packs of RULER's common words extraction: what stands where, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from residual_mass.backbones.loading import Backbone
+from residual_mass.diagnostics.packs import cwe_packs
+from residual_mass.files import sha256_of
+
+WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]
+ANSWERS = [" 1. apple 2. pear 3. plum", " 1. red 2. green 3. blue", " 1. one 2. two 3. three"]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    """Three frozen prompts, as the prompts stage writes them."""
+    rows = [
+        {"prompt": f"List {n}: {' '.join(words)}\nMost common:", "doc": {"outputs": words}}
+        for n, words in enumerate(WORDS)
+    ]
+    (tmp_path / "ruler_cwe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entry = {"file": "ruler_cwe.jsonl", "sha256": sha256_of(tmp_path / "ruler_cwe.jsonl")}
+    (tmp_path / "manifest.json").write_text(json.dumps({"length": "128", "tasks": {"ruler_cwe": entry}}))
+    return tmp_path / "manifest.json"
+
+
+def test_the_answer_is_decoded_and_the_prompt_ends_the_prefill(tiny_backbone: Backbone, manifest: Path) -> None:
+    tokenizer = tiny_backbone.tokenizer
+    packs = cwe_packs(manifest, tokenizer, "128", 5, 3)
+    assert [len(pack) for pack in packs] == [128 + 5] * 3
+    for n, pack in enumerate(packs):
+        prefill, decoded = tokenizer.decode(pack[:128]), tokenizer.decode(pack[128:])
+        assert prefill.endswith(f"List {n}: {' '.join(WORDS[n])}\nMost common:")
+        assert decoded and ANSWERS[n].startswith(decoded)
+        # The prompts before it come with their answers, the nearest one whole.
+        assert f"{' '.join(WORDS[n - 1])}\nMost common:{ANSWERS[n - 1]}\n\nList {n}" in prefill
+
+
+def test_there_are_no_more_packs_than_prompts(tiny_backbone: Backbone, manifest: Path) -> None:
+    assert cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 7) == cwe_packs(
+        manifest, tiny_backbone.tokenizer, "128", 5, 3
+    )
+
+
+def test_more_queries_than_an_answer_has_tokens_are_refused(tiny_backbone: Backbone, manifest: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"diagnostics\.queries: an answer of ruler_cwe has \d+ tokens; ask for no more"
+    ):
+        cwe_packs(manifest, tiny_backbone.tokenizer, "128", 500, 3)
+
+
+def test_changed_or_foreign_prompts_are_refused(tiny_backbone: Backbone, manifest: Path) -> None:
+    with pytest.raises(ValueError, match=r"manifest\.json: holds no prompts of ruler_cwe at 64; delete the manifest"):
+        cwe_packs(manifest, tiny_backbone.tokenizer, "64", 5, 3)
+    file = manifest.with_name("ruler_cwe.jsonl")
+    file.write_text(file.read_text().replace("apple", "grape"))
+    with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: missing, or not the file that manifest\.json vouches for"):
+        cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 3)

@@ -1,0 +1,447 @@
+"""Figures by heads show the points that a slow reading of the rows gives, whole and in reproducible bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+from sample_results import diagnostics
+
+from residual_mass.paper.diagnostics_file import binned_medians, equal_parts, head_means, read_diagnostics
+from residual_mass.paper.figures import FIGURES, run
+from residual_mass.paper.head_figures import (
+    draw_entropy_gain,
+    draw_entropy_heatmap,
+    draw_fixedk_breakdown,
+    draw_quartile_error,
+    entropy_gain_points,
+    entropy_heatmap_points,
+    fixedk_breakdown_points,
+    quartile_error_points,
+)
+from residual_mass.paper.style import paper_style
+from residual_mass.specs import FigureSpec
+
+KINDS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error")
+Head = tuple[int, int]
+Edit = Callable[[pd.DataFrame], pd.DataFrame]
+
+
+def spec(label: str, budget: float | None = 4.0) -> FigureSpec:
+    return FigureSpec(label=label, title="Costs $5 & more_", budget_percent=budget)
+
+
+def write(path: Path, frame: pd.DataFrame) -> Path:
+    frame.to_parquet(path)
+    return path
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    return write(tmp_path / "heads.parquet", diagnostics(layers=3, heads=5))
+
+
+def slow_means(path: Path, column: str, k: int | None = None) -> dict[Head, float]:
+    """Mean of a column over the packs and queries of every (layer, head) at `k`, one row at a time."""
+    seen: dict[Head, list[float]] = {}
+    for _, row in pd.read_parquet(path).iterrows():
+        if k is None or row["k"] == k:
+            seen.setdefault((row["layer"], row["head"]), []).append(float(row[column]))
+    return {head: sum(values) / len(values) for head, values in seen.items()}
+
+
+def slow_gains(path: Path, k: int) -> dict[Head, float]:
+    without, completed = slow_means(path, "e_topk", k), slow_means(path, "e_sub", k)
+    return {head: without[head] - completed[head] for head in without}
+
+
+def by_head(points: pd.DataFrame, column: str) -> dict[Head, float]:
+    assert not points.duplicated(["layer", "head"]).any()
+    return {(int(row["layer"]), int(row["head"])): row[column] for _, row in points.iterrows()}
+
+
+def shown(axis: Axes) -> list[tuple[float, float]]:
+    """All marks of a panel's scatters, in ascending order."""
+    scatters = (each for each in axis.collections if isinstance(each, PathCollection))
+    return sorted((float(x), float(y)) for scatter in scatters for x, y in scatter.get_offsets())
+
+
+def pairs(x: dict[Head, float], y: dict[Head, float]) -> list[tuple[float, float]]:
+    return sorted((x[head], y[head]) for head in x)
+
+
+# ---- points and what is drawn of them --------------------------------------------------------------------------------
+
+
+def test_gains_are_means_over_packs_and_queries(tmp_path: Path) -> None:
+    small = write(tmp_path / "small.parquet", diagnostics())
+    large = write(tmp_path / "large.parquet", diagnostics(layers=3, heads=4, packs=1, backbone="large"))
+    points = entropy_gain_points(spec("entropy_gain"), [small, large])
+    assert list(points["backbone"].unique()) == ["smol", "large"]
+    assert len(points) == 2 * (2 * 3 + 3 * 4)
+    for (backbone, k), of_panel in points.groupby(["backbone", "k"]):
+        path = {"smol": small, "large": large}[backbone]
+        assert by_head(of_panel, "gain") == pytest.approx(slow_gains(path, k), rel=1e-9)
+        assert by_head(of_panel, "h_mid") == pytest.approx(slow_means(path, "h_mid", k), rel=1e-9)
+
+
+def test_every_panel_of_gains_shows_every_head_and_its_sign(tmp_path: Path) -> None:
+    frames = {"smol": diagnostics(), "lar$ge": diagnostics(layers=3, heads=4, packs=1, backbone="lar$ge")}
+    data = [write(tmp_path / f"{name}.parquet", frame) for name, frame in frames.items()]
+    figure = draw_entropy_gain(spec("entropy_gain"), entropy_gain_points(spec("entropy_gain"), data))
+    panels = iter(figure.axes)
+    for path, count in zip(data, (6, 12), strict=True):
+        for k, budget in ((1, 2), (21, 4)):
+            axis = next(panels)
+            expected = pairs(slow_means(path, "h_mid", k), slow_gains(path, k))
+            np.testing.assert_allclose(shown(axis), expected, rtol=1e-9)
+            helped, hurt = (np.asarray(each.get_offsets()) for each in axis.collections)
+            assert (helped[:, 1] > 0).all() and (hurt[:, 1] <= 0).all()
+            title = f"$K = {k}$ ({budget}%)\n{len(helped) / count:.1%} of {count} heads gain"
+            assert axis.get_title() == title
+    assert next(panels, None) is None
+    assert [figure.axes[row].get_ylabel() for row in (0, 2)] == ["smol", r"lar\$ge"]
+    assert len({axis.get_ylim() for axis in figure.axes}) == 1
+
+
+def test_one_backbone_is_named_by_the_title_alone(heads: Path) -> None:
+    figure = draw_entropy_gain(spec("entropy_gain"), entropy_gain_points(spec("entropy_gain"), [heads]))
+    assert [axis.get_ylabel() for axis in figure.axes][1:] == [""]
+    assert figure.axes[0].get_ylabel().startswith("gain $e") and figure.get_supylabel() == ""
+    assert figure.get_suptitle() == r"Costs \$5 & more_"
+
+
+def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right(heads: Path) -> None:
+    points = entropy_heatmap_points(spec("entropy_heatmap"), [heads])
+    assert by_head(points, "h_mid") == pytest.approx(slow_means(heads, "h_mid", 21), rel=1e-9)
+    assert by_head(points, "residual_share_hat") == pytest.approx(slow_means(heads, "residual_share_hat", 21), rel=1e-9)
+    absent = points.query("not (layer == 1 and head == 2)")
+    figure = draw_entropy_heatmap(spec("entropy_heatmap"), absent)
+    entropies, shares, _ = figure.axes
+    (image,) = entropies.images
+    assert image.origin == "lower" and entropies.get_ylabel().startswith("layer")
+    assert [*image.get_extent()] == [-0.5, 4.5, -0.5, 2.5]
+    grid = image.get_array()
+    expected = by_head(points, "h_mid")
+    for layer, head in expected:
+        assert grid.mask[layer, head] if (layer, head) == (1, 2) else grid[layer, head] == expected[layer, head]
+    low, high = image.get_clim()
+    assert low <= grid.min() and grid.max() <= high
+    without = {head: value for head, value in expected.items() if head != (1, 2)}
+    np.testing.assert_allclose(shown(shares), pairs(without, by_head(points, "residual_share_hat")))
+    assert "$K = 21$ (4%)" in shares.get_title()
+
+
+def slow_bins(x: Sequence[float], y: Sequence[float], width: float) -> list[tuple[float, float]]:
+    """(median x, median y) of the row's bin, for every row."""
+    return [
+        tuple(np.median([pair for pair in zip(x, y, strict=True) if pair[0] // width == each // width], axis=0))
+        for each in x
+    ]
+
+
+def test_medians_are_of_the_rows_in_the_same_bin() -> None:
+    generator = np.random.default_rng()
+    frame = pd.DataFrame({"x": [0.0, 1.0, 0.35, *generator.random(40)], "y": generator.normal(size=43)})
+    medians = binned_medians(frame.sample(frac=1), "x", ["y"], 0.125)
+    np.testing.assert_allclose(medians.loc[frame.index], slow_bins(frame["x"], frame["y"], 0.125))
+
+
+def test_the_breakdown_shows_errors_gains_and_their_medians(heads: Path) -> None:
+    points = fixedk_breakdown_points(spec("fixedk_breakdown_1b"), [heads])
+    entropy = slow_means(heads, "h_mid", 21)
+    expected = {name: slow_means(heads, name, 21) for name in ("e_topk", "e_sub")} | {"gain": slow_gains(heads, 21)}
+    figure = draw_fixedk_breakdown(spec("fixedk_breakdown_1b"), points)
+    assert figure.get_suptitle() == r"Costs \$5 & more_, $K = 21$ (4%)"
+    order = list(entropy)
+    for axis, (name, values) in zip(figure.axes, expected.items(), strict=True):
+        assert by_head(points, name) == pytest.approx(values, rel=1e-9)
+        np.testing.assert_allclose(shown(axis), pairs(entropy, values), rtol=1e-9)
+        helped, _ = axis.collections
+        gaining = {head: value for head, value in entropy.items() if expected["gain"][head] > 0}
+        assert sorted(helped.get_offsets()[:, 0]) == pytest.approx(sorted(gaining.values()))
+        bins = slow_bins([entropy[head] for head in order], [values[head] for head in order], 0.1)
+        (medians,) = (line for line in axis.lines if line.get_marker() == "D")
+        np.testing.assert_allclose(medians.get_xydata(), sorted(set(bins)))
+    without, completed, gains = figure.axes
+    assert without.get_ylim() == completed.get_ylim()
+    assert any(set(line.get_ydata()) == {0} for line in gains.lines)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 270])
+def test_parts_are_in_ascending_order_and_of_even_size(count: int) -> None:
+    values = pd.Series(np.random.default_rng().integers(0, 5, count) / 4)
+    parts = equal_parts(values, 4)
+    sizes = [int((parts == part).sum()) for part in range(4)]
+    assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
+    order = sorted(range(count), key=lambda index: (values[index], index))
+    assert parts[order].is_monotonic_increasing
+
+
+def slow_quartile(values: list[float], share: float) -> float:
+    """Linear between the two nearest of the sorted values."""
+    ordered, place = sorted(values), share * (len(values) - 1)
+    low = int(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(values) - 1)] - ordered[low])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_quartile_errors_are_means_over_the_heads_of_a_quartile(tmp_path: Path, tied: bool) -> None:
+    frame = diagnostics(layers=3, heads=5)
+    heads = write(tmp_path / "heads.parquet", frame.assign(h_mid=np.float32(0.5)) if tied else frame)
+    points = quartile_error_points(spec("quartile_error"), [heads])
+    entropy = slow_means(heads, "h_mid")
+    order = sorted(entropy, key=lambda head: (entropy[head], head))  # equal entropies by layer and head
+    quartiles = [[head for place, head in enumerate(order) if place * 4 // 15 == part] for part in range(4)]
+    assert [len(part) for part in quartiles] == [4, 4, 4, 3]
+    assert len(points) == 4 * 2
+    for _, row in points.iterrows():
+        chosen = quartiles[int(row["quartile"])]
+        assert row["heads"] == len(chosen)
+        assert row["h_mid_low"] == pytest.approx(entropy[chosen[0]])
+        assert row["h_mid_high"] == pytest.approx(entropy[chosen[-1]])
+        for name in ("e_topk", "e_sub"):
+            means = slow_means(heads, name, row["k"])
+            errors = [means[head] for head in chosen]
+            assert row[name] == pytest.approx(sum(errors) / len(errors))
+            assert row[f"{name}_low"] == pytest.approx(slow_quartile(errors, 0.25))
+            assert row[f"{name}_high"] == pytest.approx(slow_quartile(errors, 0.75))
+
+
+def test_quartile_panels_show_means_and_bands_from_low_to_high(heads: Path) -> None:
+    points = quartile_error_points(spec("quartile_error"), [heads])
+    figure = draw_quartile_error(spec("quartile_error"), points)
+    for letter, axis, (_, panel) in zip("abcd", figure.axes, points.groupby("quartile"), strict=True):
+        assert axis.get_title().startswith(f"({letter}) ")
+        assert axis.get_title().endswith(f" {panel['h_mid_low'].iloc[0]:.2f} to {panel['h_mid_high'].iloc[0]:.2f}")
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["1\n2%", "21\n4%"]
+        drawn = [tuple(line.get_ydata()) for line in axis.lines]
+        columns = [f"{name}{side}" for name in ("e_topk", "e_sub") for side in ("_low", "_high", "")]
+        assert drawn == [tuple(panel[name]) for name in columns]
+        for band, name in zip(axis.collections, ("e_topk", "e_sub"), strict=True):
+            box = band.get_datalim(axis.transData)
+            assert (box.y0, box.y1) == pytest.approx((panel[f"{name}_low"].min(), panel[f"{name}_high"].max()))
+    assert len({axis.get_ylim() for axis in figure.axes}) == 1
+
+
+# ---- awkward data ----------------------------------------------------------------------------------------------------
+
+
+def rows_of(layers: int, heads: int, budgets: Sequence[tuple[int, float]], tail: float = 1.0) -> pd.DataFrame:
+    """One query per head and budget, with errors whose logarithms have the standard deviation `tail`."""
+    generator = np.random.default_rng(3)
+    index = pd.MultiIndex.from_product([range(layers), range(heads), range(len(budgets))])
+    frame = index.to_frame(index=False, name=["layer", "head", "budget"])
+    frame[["k", "budget_percent"]] = pd.DataFrame(budgets).loc[frame.pop("budget")].to_numpy()
+    for name in ("e_topk", "e_sub"):
+        frame[name] = np.exp(generator.normal(-2, tail, len(frame)))
+    frame["h_mid"], frame["residual_share_hat"] = generator.random((2, len(frame)))
+    return frame.assign(pack=0, query=0, backbone="smol", corpus="wiki", length="64k")
+
+
+BUDGETS = ((308, 0.5), (636, 1.0), (1291, 2.0), (2602, 4.0))
+AWKWARD: dict[str, pd.DataFrame] = {
+    "one head": rows_of(1, 1, BUDGETS[3:]),
+    "three heads at one K": rows_of(3, 1, BUDGETS[3:]),
+    "28 layers of 24 heads": rows_of(28, 24, BUDGETS),
+    "heavy tails and K = 0 twice": rows_of(8, 9, ((0, 0.5), (0, 1.0), (1, 2.0), (21, 4.0)), tail=4.0),
+    "six budgets": rows_of(4, 9, (*BUDGETS, (4000, 6.0), (5300, 8.0))),
+    "no errors, entropy 1": rows_of(4, 9, BUDGETS).assign(e_topk=0.0, e_sub=0.0, h_mid=1.0, residual_share_hat=1.0),
+    "small errors, entropy 0": rows_of(4, 9, BUDGETS).assign(
+        e_topk=1e-7, e_sub=3e-7, h_mid=0.0, residual_share_hat=0.0
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("case", AWKWARD)
+def test_awkward_data_are_drawn_whole_and_without_overlap(tmp_path: Path, case: str) -> None:
+    data = [write(tmp_path / "heads.parquet", AWKWARD[case])]
+    for kind in KINDS:
+        points_of, draw = FIGURES[kind]
+        with paper_style():
+            figure = draw(spec(kind), points_of(spec(kind), data))
+            figure.draw_without_rendering()
+            check_marks_are_whole(figure)
+            check_titles_are_apart(figure)
+            if kind == "entropy_heatmap":
+                check_heads_are_whole_numbers(figure.axes[0])
+
+
+def check_marks_are_whole(figure: Figure) -> None:
+    """All lie within their panel, at a distance from its edges."""
+    for axis in figure.axes:
+        on_lines = (xy for line in axis.lines if line.get_marker() != "None" for xy in line.get_xydata())
+        for mark in [*shown(axis), *on_lines]:
+            place = (axis.transData - axis.transAxes).transform(mark)
+            assert place.min() > 0.02 and place.max() < 0.98
+
+
+def check_heads_are_whole_numbers(axis: Axes) -> None:
+    for side in (axis.xaxis, axis.yaxis):
+        low, high = side.get_view_interval()
+        ticks = [tick for tick in side.get_ticklocs() if low <= tick <= high]
+        assert ticks and all(tick == round(tick) for tick in ticks)
+
+
+def check_titles_are_apart(figure: Figure) -> None:
+    """Panel titles and tick labels of the x axes do not touch their neighbours or leave the page."""
+    titles = [axis.title.get_window_extent() for axis in figure.axes]
+    ticks = [box for axis in figure.axes for box in tick_boxes(axis)]
+    assert ticks
+    for boxes in (titles, ticks):
+        boxes = [box for box in boxes if box.width > 0]
+        assert all(0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+        for number, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:number])
+
+
+def tick_boxes(axis: Axes) -> list[Bbox]:
+    """Of the labels below a panel."""
+    if not axis.xaxis.get_tick_params().get("labelbottom", True):
+        return []
+    left, right = axis.get_xlim()
+    return [tick.label1.get_window_extent() for tick in axis.xaxis.get_major_ticks() if left <= tick.get_loc() <= right]
+
+
+DRAW_ALL = f"""
+import sys, pathlib
+from residual_mass.paper.figures import run
+from residual_mass.specs import FigureSpec
+data, out = map(pathlib.Path, sys.argv[1:])
+for kind in {KINDS}:
+    spec = FigureSpec(label=kind, title="Costs $5 & more_", budget_percent=4.0)
+    run(spec, [data], out / (kind + ".pdf"), out / (kind + ".png"))
+"""
+
+
+def test_two_processes_draw_the_same_bytes(heads: Path, tmp_path: Path) -> None:
+    (here := tmp_path / "here").mkdir()
+    (there := tmp_path / "there").mkdir()
+    subprocess.run([sys.executable, "-c", DRAW_ALL, heads, there], check=True)
+    for kind in KINDS:
+        run(spec(kind), [heads], here / f"{kind}.pdf", here / f"{kind}.png")
+        pdf, png = ((here / f"{kind}.{ending}").read_bytes() for ending in ("pdf", "png"))
+        assert pdf == (there / f"{kind}.pdf").read_bytes() and png == (there / f"{kind}.png").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
+        assert png.startswith(b"\x89PNG") and int.from_bytes(png[16:20]) == 1100  # 5.5 in at 200 dpi
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def spoil(column: str, value: float) -> Edit:
+    return lambda frame: frame.assign(**{column: [value, *frame[column][1:]]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (spoil("h_mid", float("nan")), "h_mid holds values that are not finite"),
+        (spoil("h_mid", float("inf")), "h_mid holds values that are not finite"),
+        (lambda frame: frame.drop(columns="layer"), "column layer is missing"),
+        (lambda frame: frame.iloc[:0], "has no rows"),
+    ],
+)
+def test_bad_diagnostics_are_refused(tmp_path: Path, kind: str, edit: Edit, message: str) -> None:
+    data = write(tmp_path / "heads.parquet", edit(diagnostics()))
+    with pytest.raises(ValueError, match=f"^{data}: {message}"):
+        run(spec(kind), [data], tmp_path / "f.pdf", tmp_path / "f.png")
+    assert not list(tmp_path.glob("*.p[dn][fg]"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"),
+    [
+        ("entropy_gain", "e_sub"),
+        ("entropy_heatmap", "residual_share_hat"),
+        ("fixedk_breakdown", "e_topk"),
+        ("quartile_error", "e_sub"),
+    ],
+)
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, kind: str, column: str) -> None:
+    data = write(tmp_path / "heads.parquet", spoil(column, -float("inf"))(diagnostics()))
+    with pytest.raises(ValueError, match=f"^{data}: {column} holds values that are not finite"):
+        FIGURES[kind][0](spec(kind), [data])
+
+
+def test_logarithms_of_masses_may_be_of_nothing(tmp_path: Path) -> None:
+    data = write(tmp_path / "heads.parquet", spoil("log_z_hat", -float("inf"))(diagnostics()))
+    assert read_diagnostics(data, ["log_z_hat"])["log_z_hat"].min() == -float("inf")
+    for value in (float("nan"), float("inf")):
+        write(data, spoil("log_z_hat", value)(diagnostics()))
+        with pytest.raises(ValueError, match=f"^{data}: log_z_hat holds values that are not finite"):
+            read_diagnostics(data, ["log_z_hat"])
+
+
+def test_text_may_not_be_missing(tmp_path: Path) -> None:
+    data = write(tmp_path / "heads.parquet", diagnostics().assign(backbone=None))
+    with pytest.raises(ValueError, match=f"^{data}: backbone holds values that are not finite"):
+        entropy_gain_points(spec("entropy_gain"), [data])
+
+
+def test_a_cut_or_missing_file_is_refused(heads: Path, tmp_path: Path) -> None:
+    heads.write_bytes(heads.read_bytes()[:-100])
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=f"^{heads}: not a Parquet file"):
+            FIGURES[kind][0](spec(kind), [heads])
+        with pytest.raises(ValueError, match=r"gone\.parquet: no such file; run the capture stage"):
+            FIGURES[kind][0](spec(kind), [tmp_path / "gone.parquet"])
+
+
+@pytest.mark.parametrize("kind", ["entropy_heatmap", "fixedk_breakdown"])
+def test_an_unknown_budget_is_refused(heads: Path, kind: str) -> None:
+    points_of, _ = FIGURES[kind]
+    with pytest.raises(ValueError, match=f"^{heads}: no rows at a budget of 1%; spec.budget_percent can be 2, 4$"):
+        points_of(spec(kind, 1.0), [heads])
+    with pytest.raises(ValueError, match=f"^{heads}: .*; set spec.budget_percent$"):
+        points_of(spec(kind, None), [heads])
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_two_files_are_refused_where_one_is_shown(heads: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"^figure {kind}_1b shows one diagnostics file, 2 were given; pass one"):
+        run(spec(f"{kind}_1b"), [heads, heads], heads.with_suffix(".pdf"), heads.with_suffix(".png"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda frame: frame, "a second file of the backbone smol; give one"),
+        (
+            lambda frame: frame.assign(corpus="cwe"),
+            r"on cwe 1k at K = .*, but .* on wiki 1k at K = 1 \(2%\), 21 ",
+        ),
+        (lambda frame: frame.assign(length="2k"), "on wiki 2k at K = .*, but .* on wiki 1k at K = "),
+        (lambda frame: frame.query("k == 21"), r"on wiki 1k at K = 21 \(4%\), but .*; give files of the same text and"),
+        (lambda frame: frame.replace({"k": {1: 0}}), r"on wiki 1k at K = 0 \(2%\), 21 \(4%\), but "),
+    ],
+)
+def test_backbones_that_cannot_be_compared_are_refused(heads: Path, edit: Edit, message: str) -> None:
+    other = write(heads.with_name("other.parquet"), edit(diagnostics()))
+    with pytest.raises(ValueError, match=f"^{other}: {message}"):
+        entropy_gain_points(spec("entropy_gain"), [heads, other])
+
+
+def test_a_file_of_several_backbones_is_refused(tmp_path: Path) -> None:
+    both = pd.concat([diagnostics(), diagnostics(backbone="large")])
+    data = write(tmp_path / "heads.parquet", both)
+    with pytest.raises(ValueError, match=f"^{data}: backbone has 2 values; delete it and rerun the capture stage"):
+        entropy_gain_points(spec("entropy_gain"), [data])
+
+
+def test_means_are_taken_in_float64() -> None:
+    values = np.float32([1e8, 1, -1e8, 3])
+    frame = pd.DataFrame({"head": 0, "clamped": [True, False, False, False], "value": values})
+    (row,) = head_means(frame, ["head"]).to_dict("records")
+    assert row == {"head": 0, "clamped": 0.25, "value": 1.0}
