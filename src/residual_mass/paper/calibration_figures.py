@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from residual_mass.paper.diagnostics_file import head_means, rows_at_budget, the_one
-from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION
+from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
 from residual_mass.specs import FigureSpec
 
 BINS = 40
@@ -282,16 +282,12 @@ def _mark(name: str) -> Line2D:
 
 
 def _name(facts: pd.Series) -> str:
-    return f"{_plain(facts['corpus'])}, {_plain(facts['length'])}, $K = {facts['k']:g}$"
+    return f"{plain(facts['corpus'])}, {plain(facts['length'])}, $K = {facts['k']:g}$"
 
 
 def _signed(value: float, digits: int) -> str:
     text = f"{value:+.{digits}f}" if abs(value) < 1000 else f"{value:+.1e}"
     return text.replace("-", "\N{MINUS SIGN}")
-
-
-def _plain(text: object) -> str:
-    return str(text).replace("$", r"\$")
 
 
 def _title(axis: Axes, lines: Sequence[str]) -> None:
@@ -305,5 +301,4 @@ def _finish(figure: Figure, spec: FigureSpec, handles: Sequence[Line2D | Patch],
             axis.set_xlabel(x_label, fontsize=7.5)
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel(y_label, fontsize=7.5)
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7.5, frameon=False)
-    figure.suptitle(_plain(spec.title), fontsize=9)
+    finish(figure, handles, plain(spec.title), size=7.5)

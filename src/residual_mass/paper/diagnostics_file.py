@@ -38,8 +38,8 @@ def rows_at_budget(path: Path, columns: Sequence[str], budget_percent: float | N
     return rows[[*columns]].reset_index(drop=True)
 
 
-def read_diagnostics(path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Reads `columns` of a diagnostics file.
+def read_diagnostics(path: Path, columns: Sequence[str], stage: str = "capture") -> pd.DataFrame:
+    """Reads `columns` of a diagnostics file that `stage` makes.
 
     Raises:
         ValueError: the file is missing, damaged or empty, or a column is missing or holds a value that is not finite;
@@ -48,16 +48,16 @@ def read_diagnostics(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     try:
         frame = pd.read_parquet(path)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the capture stage") from None
+        raise ValueError(f"{path}: no such file; run the {stage} stage") from None
     except (ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}); delete it and rerun the capture stage") from None
+        raise ValueError(f"{path}: not a Parquet file ({error}); delete it and rerun the {stage} stage") from None
     for name in columns:
         if name not in frame:
-            raise ValueError(f"{path}: column {name} is missing; delete it and rerun the capture stage")
+            raise ValueError(f"{path}: column {name} is missing; delete it and rerun the {stage} stage")
         if not _sound(frame[name]).all():
-            raise ValueError(f"{path}: {name} holds values that are not finite; rerun the capture stage")
+            raise ValueError(f"{path}: {name} holds values that are not finite; rerun the {stage} stage")
     if frame.empty:
-        raise ValueError(f"{path}: has no rows; delete it and rerun the capture stage")
+        raise ValueError(f"{path}: has no rows; delete it and rerun the {stage} stage")
     return frame[[*columns]]
 
 
@@ -87,13 +87,13 @@ def binned_medians(frame: pd.DataFrame, x: str, values: Sequence[str], width: fl
     return frame[[x, *values]].groupby(frame[x] // width).transform("median").add_prefix("bin_")
 
 
-def the_one(path: Path, frame: pd.DataFrame, column: str) -> object:
-    """The value of a column that is constant in a file.
+def the_one(path: Path, frame: pd.DataFrame, column: str, stage: str = "capture") -> object:
+    """The value of a column that is constant in a file that `stage` makes.
 
     Raises:
         ValueError: it is not.
     """
     values = frame[column].unique()
     if len(values) > 1:
-        raise ValueError(f"{path}: {column} has {len(values)} values; delete it and rerun the capture stage")
+        raise ValueError(f"{path}: {column} has {len(values)} values; delete it and rerun the {stage} stage")
     return values[0]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -25,7 +24,7 @@ from residual_mass.paper.diagnostics_file import (
     rows_at_budget,
     the_one,
 )
-from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION
+from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
 from residual_mass.specs import FigureSpec
 
 HEAD = ["layer", "head"]
@@ -155,13 +154,13 @@ def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
             axis.axhline(0, color=GREY, linewidth=0.7, zorder=0)
             share = f"{(heads['gain'] > 0).mean():.1%} of {len(heads)}{space}heads gain"
             axis.set_title(f"{_at(*budget)}\n{share}", fontsize=size)
-        axes[0].set_ylabel(_plain(backbone) if len(backbones) > 1 else gain)
+        axes[0].set_ylabel(plain(backbone) if len(backbones) > 1 else gain)
     if len(backbones) > 1:
         figure.supylabel(gain, fontsize=9, multialignment="center")
     for axis in grid[-1]:
         axis.set_xlabel(H_MID)
     _make_symlog(grid[0, 0])
-    _finish(figure, _plain(spec.title), _head_handles())
+    finish(figure, _head_handles(), plain(spec.title))
     return figure
 
 
@@ -186,7 +185,7 @@ def draw_entropy_heatmap(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     shares.set(xlabel=f"mid-normalised entropy {H_MID}", ylabel=f"estimated {SHARE}")
     shares.yaxis.label.set_size(8)
     shares.set_title(f"(b) residual share, {_at(*_budget(points))}")
-    _finish(figure, _plain(spec.title), [_head_handle("one head", HELPED), _median_handle()])
+    finish(figure, [_head_handle("one head", HELPED), _median_handle()], plain(spec.title))
     return figure
 
 
@@ -205,8 +204,8 @@ def draw_fixedk_breakdown(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     _make_symlog(gains)
     completed.tick_params(labelleft=False)
     without.set_ylabel(f"relative error\n(logarithmic beyond {LINEAR})")
-    title = f"{_plain(spec.title)}, {_at(*_budget(points))}"
-    _finish(figure, title, [*_head_handles(), _median_handle()])
+    title = f"{plain(spec.title)}, {_at(*_budget(points))}"
+    finish(figure, [*_head_handles(), _median_handle()], title)
     return figure
 
 
@@ -233,7 +232,7 @@ def draw_quartile_error(spec: FigureSpec, points: pd.DataFrame) -> Figure:
         Line2D([], [], label=f"{name}, mean over heads", **METHODS[error], **MEAN)
         for error, name in zip(ERRORS, (E_TOPK, E_SUB), strict=True)
     ]
-    _finish(figure, _plain(spec.title), [*lines, Patch(facecolor=GREY, alpha=0.25, label="middle half of the heads")])
+    finish(figure, [*lines, Patch(facecolor=GREY, alpha=0.25, label="middle half of the heads")], plain(spec.title))
     return figure
 
 
@@ -297,10 +296,6 @@ def _budget(points: pd.DataFrame) -> tuple[float, float]:
     return points["k"].iloc[0], points["budget_percent"].iloc[0]
 
 
-def _plain(text: str) -> str:
-    return text.replace("$", r"\$")
-
-
 def _head_handles() -> list[Line2D]:
     return [_head_handle("completion helps the head", HELPED), _head_handle("it does not", HURT)]
 
@@ -311,9 +306,3 @@ def _head_handle(label: str, look: dict[str, Any]) -> Line2D:
 
 def _median_handle() -> Line2D:
     return Line2D([], [], label=f"median per {BIN} of {H_MID}", **MEDIAN)
-
-
-def _finish(figure: Figure, title: str, handles: Sequence[Artist]) -> None:
-    """One legend for all panels, and the title."""
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=9)

@@ -13,14 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from residual_mass.paper.calibration_figures import bulk
 from residual_mass.paper.diagnostics_file import head_means, read_diagnostics, rows_at_budget, the_one
 from residual_mass.paper.latex import escape
-from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION
+from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, tick_logarithmic
 from residual_mass.paper.titles import OURS, variant_title
-from residual_mass.paper.training_figures import round_ticks
 from residual_mass.specs import FigureSpec
 
 TEXT = ["backbone", "corpus", "length"]
@@ -176,8 +175,8 @@ def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
         Line2D([], [], color="black", marker="D", markersize=3.5, linewidth=1.2, label="mean"),
     ]
     layer, head = points[HEAD].iloc[0]
-    title = f"{_plain(spec.title)}, layer {layer}, head {head}, $K = {points['k'].iloc[0]}$"
-    _finish(figure, handles, f"{title}\n(a) shows {_counted(panels['scores'])}")
+    title = f"{plain(spec.title)}, layer {layer}, head {head}, $K = {points['k'].iloc[0]}$"
+    finish(figure, handles, f"{title}\n(a) shows {_counted(panels['scores'])}", size=7)
     return figure
 
 
@@ -207,14 +206,14 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
     for axis in axes[len(variants) :]:
         axis.remove()
     handles = [
-        _points_handle(OWN, f"own maps ({_plain(own)})"),
+        _points_handle(OWN, f"own maps ({plain(own)})"),
         _points_handle(VARIANT, "the panel's variant"),
         *_border_handles(points),
         Line2D([], [], color="black", linewidth=0.7, label="score = kernel"),
     ]
     layer, head, total = points[[*HEAD, "total"]].iloc[0]
     shown = f"{points['maps'].eq(own).sum():,} of {total:,} unretrieved keys shown"
-    _finish(figure, handles, f"{_plain(spec.title)}, layer {layer}, head {head}\n{shown}")
+    finish(figure, handles, f"{plain(spec.title)}, layer {layer}, head {head}\n{shown}", size=7)
     return figure
 
 
@@ -241,7 +240,7 @@ def draw_mass_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     _logarithmic_counts(axis, points["k"].min(), points["k"].max())
     axis.set(ylim=(0, 1.02), xlabel="retrieved keys $K$", ylabel=r"$C_{\mathrm{mid}}(K)$")
     figure.legend(loc="outside right center", fontsize=7, frameon=False)
-    figure.suptitle(_plain(spec.title), fontsize=9)
+    figure.suptitle(plain(spec.title), fontsize=9)
     return figure
 
 
@@ -260,12 +259,9 @@ def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
     """
     if not maps:
         raise ValueError(f"figure {spec.label}: spec.maps is empty; name the study's main maps")
-    try:
-        frame = read_diagnostics(path, KEYS)
-        for name in (*TEXT, *HEAD, "budget_percent", "k"):
-            the_one(path, frame, name)
-    except ValueError as error:
-        raise ValueError(str(error).replace("capture stage", "kernels stage")) from None
+    frame = read_diagnostics(path, KEYS, "kernels")
+    for name in (*TEXT, *HEAD, "budget_percent", "k"):
+        the_one(path, frame, name, "kernels")
     budget = frame["budget_percent"].iloc[0]
     if spec.budget_percent not in (None, budget):
         raise ValueError(
@@ -428,9 +424,7 @@ def _draw_cloud(axis: Axes, points: pd.DataFrame, look: Look) -> None:
 def _logarithmic_counts(axis: Axes, low: float, high: float) -> None:
     axis.set_xscale("log")
     axis.set_xlim(low / 1.1, high * 1.1)
-    axis.xaxis.set_major_locator(FixedLocator(round_ticks(low, high)))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    tick_logarithmic(axis.xaxis, low, high)
 
 
 def _border_handles(points: pd.DataFrame) -> list[Line2D]:
@@ -459,16 +453,4 @@ def _fidelity(facts: pd.Series) -> str:
 def _variant(maps: str) -> str:
     """The variant's title, or the label of maps that have none of their own."""
     title = variant_title(maps)
-    return _plain(maps) if title in (OURS, escape(maps)) else title
-
-
-def _plain(text: object) -> str:
-    return str(text).replace("$", r"\$")
-
-
-def _finish(figure: Figure, handles: Sequence[Line2D | Patch], title: str) -> None:
-    columns = len(handles) if len(handles) <= 4 else math.ceil(len(handles) / 2)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, fontsize=7, frameon=False, columnspacing=1.5
-    )
-    figure.suptitle(title, fontsize=9)
+    return plain(maps) if title in (OURS, escape(maps)) else title

@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION
+from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, tick_logarithmic
 from residual_mass.paper.training_log import check_one_training, shown_rows
 from residual_mass.specs import FigureSpec
 
@@ -36,8 +35,6 @@ LOOKS = (
 """Of the lines of a figure, after Okabe and Ito; markers tell them apart in print without colour, too."""
 MARKERS = 12
 """Markers of one line at most."""
-ROUND = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
-"""Leading digits of the ticks of a logarithmic axis, from wide ranges to narrow ones."""
 
 
 def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
@@ -126,7 +123,7 @@ def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
         "Top-$K$": {"linestyle": "--", "linewidth": 0.8},
     }
     handles = [Line2D([], [], color=GREY, label=label, **style) for label, style in styles.items()]
-    _finish(figure, [*_handles(looks), *handles], f"{spec.title}, held-out text: {points['corpus'].iloc[0]}")
+    finish(figure, [*_handles(looks), *handles], f"{plain(spec.title)}, held-out text: {points['corpus'].iloc[0]}")
     return figure
 
 
@@ -159,7 +156,7 @@ def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     for axis in rows[-1]:
         axis.set_xlabel("seconds of training")
     figure.supylabel(r"error of Top-$K{+}\phi$ relative to Top-$K$", fontsize=9)
-    _finish(figure, _handles(looks), f"{spec.title}, held-out text: {points['corpus'].iloc[0]}")
+    finish(figure, _handles(looks), f"{plain(spec.title)}, held-out text: {points['corpus'].iloc[0]}")
     return figure
 
 
@@ -196,28 +193,8 @@ def _handles(looks: dict[str, Look]) -> list[Line2D]:
     ]
 
 
-def _finish(figure: Figure, handles: list[Line2D], title: str) -> None:
-    """One legend for all panels, and the title."""
-    columns = len(handles) if len(handles) <= 6 else math.ceil(len(handles) / 2)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    figure.suptitle(title.replace("$", r"\$"), fontsize=9)
-
-
 def _logarithmic(axis: Axes, which: Axis) -> None:
     """Makes one axis of a finished panel logarithmic, with plain numbers on it also within a single decade."""
     which.axes.set(**{f"{which.axis_name}scale": "log"})
     low, high = which.get_view_interval()
-    which.set_major_locator(FixedLocator(round_ticks(low, high)))
-    which.set_minor_locator(NullLocator())
-    which.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def round_ticks(low: float, high: float) -> list[float]:
-    """Round numbers within the range, as few as show its scale: three or more where there are that many."""
-    for digits in ROUND:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [digit * 10**power for power in powers for digit in digits if low <= digit * 10**power <= high]
-        if len(ticks) >= 3:
-            return ticks
-    # So short a range is nearly linear.
-    return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= tick <= high]
+    tick_logarithmic(which, low, high)

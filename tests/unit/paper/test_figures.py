@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 
 from residual_mass.files import csv_text
 from residual_mass.paper.figures import FIGURES, kind_of, run
+from residual_mass.paper.style import round_ticks
 from residual_mass.paper.training_figures import (
     LOOKS,
     draw_recipe_costs,
     draw_training_curves,
     recipe_costs_points,
-    round_ticks,
     training_curves_points,
 )
 from residual_mass.paper.training_log import COLUMNS, join
