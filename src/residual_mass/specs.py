@@ -308,6 +308,8 @@ class FigureSpec:
     """What a figure of one K shows."""
     maps: tuple[str, ...] = ()
     """Labels of the feature maps that a figure compares, the study's own first."""
+    backbone_titles: dict[str, str] = field(default_factory=dict)
+    """What a figure of several backbones calls them."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **{
                 label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}
                 for label in (
-                    "kernel_sanity", "entropy_heatmap", "mass_curves", "quartile_error", "fixedk_breakdown_tiny",
+                    "kernel_sanity", "entropy_heatmap", "mass_curves", "quartile_error", "fixedk_breakdown_smol",
+                    "fixedk_breakdown_smol_cwe",
                 )
             },
             "logz_calibration": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
