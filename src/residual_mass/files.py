@@ -1,4 +1,4 @@
-"""Files that are never half-written: atomic replacement, hashes, JSON lines, CSV, provenance sidecars."""
+"""Files that are never half-written: atomic replacement, hashes, JSON lines, CSV, Parquet, provenance sidecars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @contextmanager
@@ -126,6 +129,31 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
         if len(row) != len(header):
             raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}; {remedy}")
     return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame:
+    """These columns of a Parquet file that `stage` wrote, one row at least; what they hold is not checked.
+
+    Raises:
+        ValueError: the file is missing, damaged or empty, or lacks a column; names the file.
+    """
+    import pandas  # only here, so that stages without tables start fast
+    import pyarrow
+
+    remedy = f"delete it and run the {stage} stage again"
+    try:
+        frame = pandas.read_parquet(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; run the {stage} stage") from None
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        reason = " ".join(str(error).split())  # some of Arrow's messages have several lines
+        raise ValueError(f"{path}: not a Parquet file ({reason}); {remedy}") from None
+    columns = list(columns)
+    if missing := [name for name in columns if name not in frame]:
+        raise ValueError(f"{path}: column {missing[0]} is missing; {remedy}")
+    if frame.empty:
+        raise ValueError(f"{path}: has no rows; {remedy}")
+    return frame[columns]
 
 
 def write_meta(output: Path, **facts: Any) -> None:

@@ -2,4 +2,7 @@
 Snakemake reruns it.
 """
 
-RECIPES = {"prompts": 2, "generate": 2, "score": 3, "train": 3, "capture": 3, "audit": 1, "findings": 1}
+RECIPES = {
+    "prompts": 2, "generate": 2, "score": 3, "train": 3, "capture": 3, "kernels": 3, "map_errors": 3, "audit": 1,
+    "findings": 1,
+}  # fmt: skip

@@ -24,6 +24,7 @@ MODEL = [
 ]
 TEXTS = ["backbones/asset_texts.py", "backbones/corpora.py", "backbones/hub_stream.py"]
 ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
+MEASURED = [*ACCOUNTING, "backbones/measured.py", "core/measures.py"]
 NUMERIC = {
     "prompts": [f"benchmarks/{n}.py" for n in
                 ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories")],
@@ -35,10 +36,11 @@ NUMERIC = {
                  "benchmarks/generate.py", "benchmarks/scorers.py"],
     "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",
               "holm.py"],
-    "capture": [*MODEL, *ACCOUNTING, *TEXTS, "backbones/measured.py", "core/measures.py",
-                *(f"diagnostics/{n}.py" for n in ("capture", "kernels", "map_errors", "packs"))],
+    "capture": [*MODEL, *MEASURED, *TEXTS, "diagnostics/capture.py", "diagnostics/packs.py"],
+    "kernels": [*MODEL, *ACCOUNTING, *TEXTS, "diagnostics/kernels.py", "diagnostics/packs.py"],
+    "map_errors": [*MODEL, *MEASURED, *TEXTS, "diagnostics/map_errors.py", "diagnostics/packs.py"],
     "audit": ["backbones/phi_maps.py", "diagnostics/audit.py"],
-    "findings": [f"diagnostics/{n}.py" for n in ("captured", "claims", "claim_statistics", "findings", "resampling")],
+    "findings": [f"diagnostics/{n}.py" for n in ("claims", "claim_statistics", "findings", "resampling", "settings")],
 }  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,14 @@ from runs import ROOT, Run, dry_run, snakemake
 
 from residual_mass.cli import _parser
 from residual_mass.specs import (
+    AuditSpec,
     CaptureSpec,
+    FigureSpec,
+    FindingsSpec,
     GenerateSpec,
+    KernelsSpec,
     MapErrorsSpec,
+    MapsSpec,
     PromptsSpec,
     ScoreSpec,
     TableSpec,
@@ -33,7 +40,11 @@ SPECS: dict[str, type[Any]] = {
     "score": ScoreSpec,
     "map-errors": MapErrorsSpec,
     "capture": CaptureSpec,
+    "audit": AuditSpec,
+    "kernels": KernelsSpec,
+    "findings": FindingsSpec,
     "table": TableSpec,
+    "figure": FigureSpec,
 }
 
 
@@ -61,8 +72,8 @@ GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
-    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4, "kernels": 2, "findings": 1,
-    "map_errors": 3, "table": 8, "figure": 11,
+    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
+    "findings": 1, "map_errors": 3, "table": 8, "figure": 11,
 }  # fmt: skip
 
 
@@ -141,6 +152,112 @@ def test_only_the_mismatch_extrapolates(studies: dict[str, Run]) -> None:
     assert {s.length for s in generated if s.allow_extrapolation} == {"1k", "2k", "4k", "8k", "16k"}
 
 
+def by_place(run: Run, stage: str, cls: type[Any]) -> dict[tuple[str, str, str], tuple[Any, dict[str, list[str]]]]:
+    """What every job of a stage is told and its flags, by backbone, corpus and length."""
+    jobs = [(parse_spec(cls, given["spec"][0]), given) for given in told(run, stage)]
+    places = {(spec.backbone.name, spec.corpus, spec.length): (spec, given) for spec, given in jobs}
+    assert len(places) == len(jobs)
+    return places
+
+
+def of_captures(name: str, places: list[str]) -> list[str]:
+    ending = {"rows": "safetensors", "audit": "csv"}.get(name, "parquet")
+    return [f"results/diagnostics/{name}_{place}.{ending}" for place in places]
+
+
+SETTINGS_1B = [f"1b_{corpus}_{length}" for corpus in ("wikitext", "cwe") for length in ("4k", "64k")]
+
+
+def test_captures_see_the_main_maps_and_for_cwe_the_prompts(studies: dict[str, Run]) -> None:
+    captures = by_place(studies["paper"], "capture", CaptureSpec)
+    assert {"_".join(place) for place in captures} == {*SETTINGS_1B, "3b_wikitext_64k"}
+    for (backbone, corpus, length), (told_to, given) in captures.items():
+        assert told_to.maps == MapsSpec("64k", 65536)
+        assert given["phi"] == [f"results/phi/{backbone}_64k.safetensors"]
+        assert given["prompts"] == [f"results/prompts/ruler_llama32_{length}/manifest.json"] * (corpus == "cwe")
+        for name in ("heads", "mass", "rows"):
+            assert given[name] == of_captures(name, [f"{backbone}_{corpus}_{length}"])
+
+
+def test_an_audit_reads_the_rows_heads_and_maps_of_one_capture(studies: dict[str, Run]) -> None:
+    captures = {tuple(given["rows"]): given for given in told(studies["paper"], "capture")}
+    audits = told(studies["paper"], "audit")
+    assert len(audits) == len(captures) == 5
+    for given in audits:
+        captured = captures[tuple(given["rows"])]
+        place = given["out"][0].removeprefix("results/diagnostics/audit_").removesuffix(".csv")
+        assert given["rows"] == of_captures("rows", [place])
+        assert (given["heads"], given["phi"]) == (captured["heads"], captured["phi"])
+
+
+def test_kernels_are_of_the_main_maps_and_at_the_ablations_length_of_theirs(
+    studies: dict[str, Run], tmp_path: Path
+) -> None:
+    kernels = by_place(studies["paper"], "kernels", KernelsSpec)
+    variants = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())["variants"]
+    expected = {"4k": ["64k", "4k", *(f"4k-{name}" for name in sorted(variants))], "64k": ["64k"]}
+    assert set(kernels) == {("1b", "wikitext", length) for length in expected}
+    for (backbone, _, length), (told_to, given) in kernels.items():
+        assert [maps.label for maps in told_to.maps] == expected[length]
+        assert {maps.length for maps in told_to.maps[1:]} <= {4096} and told_to.maps[0].length == 65536
+        assert given["phi"] == [f"results/phi/{backbone}_{label}.safetensors" for label in expected[length]]
+        assert (told_to.budget_percent, told_to.layer, told_to.head) == (1, 0, 31)
+    # 3b has no ablations, so their maps must not be trained for it.
+    run = dry_run(tmp_path, "results/diagnostics/kernels_3b_wikitext_4k.parquet")
+    (told_to,) = specs(run, "kernels", KernelsSpec)
+    assert [maps.label for maps in told_to.maps] == ["64k"]
+    assert run.jobs == {"assets": 1, "train": 1, "kernels": 1, "total": 3}
+
+
+def test_findings_read_every_capture_in_one_order(studies: dict[str, Run]) -> None:
+    (given,) = told(studies["paper"], "findings")
+    (told_to,) = specs(studies["paper"], "findings", FindingsSpec)
+    assert given["heads"] == of_captures("heads", SETTINGS_1B)
+    assert given["mass"] == of_captures("mass", SETTINGS_1B)
+    assert (told_to.study, told_to.corpus, told_to.length, told_to.budget_percent) == ("paper", "wikitext", "64k", 1)
+    written = [f"results/diagnostics/{name}_1b.csv" for name in ("accounting", "state_dtype", "claims")]
+    assert given["accounting"] + given["state-dtype"] + given["claims"] == written
+
+
+MAIN = "1b_wikitext_64k"
+FIGURES = {
+    "entropy_gain": of_captures("heads", [MAIN, "3b_wikitext_64k"]),
+    "kernel_sanity": of_captures("kernels", [MAIN]) + of_captures("heads", [MAIN]),
+    "logz_calibration": of_captures("heads", SETTINGS_1B),
+    "fullsub_nosub_delta": of_captures("heads", SETTINGS_1B),
+    "ablation_kernel_fidelity": of_captures("kernels", ["1b_wikitext_4k"]),
+    "entropy_heatmap": of_captures("heads", [MAIN]),
+    "mass_curves": of_captures("mass", [MAIN]) + of_captures("heads", [MAIN]),
+    "quartile_error": of_captures("heads", [MAIN]),
+    "fixedk_breakdown_1b": of_captures("heads", [MAIN]),
+    "fixedk_breakdown_3b": of_captures("heads", ["3b_wikitext_64k"]),
+    "training_curves": [f"results/training_1b_{maps}.csv" for maps in ("4k", "8k", "16k", "64k")],
+}
+ONE_BUDGET = {
+    "kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown_1b",
+    "fixedk_breakdown_3b",
+}  # fmt: skip
+
+
+def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run]) -> None:
+    assert {Path(given["pdf"][0]).stem: given["data"] for given in told(studies["paper"], "figure")} == FIGURES
+    figures = {figure.label: figure for figure in specs(studies["paper"], "figure", FigureSpec)}
+    assert set(figures) == set(FIGURES)
+    assert {label for label, figure in figures.items() if figure.budget_percent == 1} == ONE_BUDGET
+    assert {figures[label].budget_percent for label in set(FIGURES) - ONE_BUDGET} == {None}
+    variants = ("hedgehog_map", "lolcats_loss", "kl_only", "aux_only")
+    assert {label: figure.maps for label, figure in figures.items() if figure.maps} == {
+        "kernel_sanity": ("64k",),
+        "ablation_kernel_fidelity": ("4k", *(f"4k-{name}" for name in variants)),
+    }
+    titles = {"1b": "Llama-3.2-1B-Instruct", "3b": "Llama-3.2-3B-Instruct"}
+    assert {label: figure.backbone_titles for label, figure in figures.items() if figure.backbone_titles} == {
+        "entropy_gain": titles
+    }
+    assert figures["entropy_gain"].title == "wikitext, 64k"
+    assert figures["fixedk_breakdown_3b"].title == "Llama-3.2-3B-Instruct, wikitext, 64k"
+
+
 @pytest.mark.parametrize(("backbone", "length"), [("smol", "2k"), ("1b", "64k")])
 def test_every_result_is_a_target_in_both_studies(backbone: str, length: str, tmp_path: Path) -> None:
     targets = [f"results/{name}_{backbone}_{length}.csv" for name in ("babilong", "longbench")]
@@ -211,9 +328,13 @@ def test_recipes_are_merged_key_by_key(tmp_path: Path) -> None:
 
 
 def set_phi(checkout: Path, study: str, **changes: Any) -> None:
+    set_section(checkout, study, "phi", **changes)
+
+
+def set_section(checkout: Path, study: str, section: str, **changes: Any) -> None:
     path = checkout / "config" / "studies" / f"{study}.yaml"
     content = yaml.safe_load(path.read_text())
-    content["phi"] |= changes
+    content[section] |= changes
     path.write_text(yaml.safe_dump(content))
 
 
@@ -254,6 +375,42 @@ def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:
     assert dry_run(checkout, made[0], snakefile=snakefile).commands == []
     set_phi(checkout, "paper", sequences_per_step=4, gpus=2)
     assert len(dry_run(checkout, made[0], snakefile=snakefile).commands) == 1
+
+
+def made(folder: Path, snakefile: Path, studies: dict[str, Run]) -> Callable[..., Run]:
+    """Dry runs of the mini study in a folder in which all its files are there and up to date."""
+    words = {word for command in studies["mini"].commands for word in command}
+    for path in (word for word in words if word.startswith(("results/", "paper_tables/"))):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("{}")
+    touched = snakemake(folder, "--cores", "1", "--touch", "--forceall", "all", snakefile=snakefile)
+    assert touched.code == 0, touched.output
+    return functools.partial(dry_run, folder, "all", snakefile=snakefile)
+
+
+def of_smol(run: Run) -> tuple[dict[str, int], set[str]]:
+    """Jobs by rule, without the totals, and the figures among them."""
+    jobs = {name: count for name, count in run.jobs.items() if name not in ("all", "total")}
+    return jobs, {figure.label for figure in specs(run, "figure", FigureSpec)}
+
+
+def test_what_is_captured_is_made_again_only_where_it_changes(
+    tmp_path: Path, checkout: Path, studies: dict[str, Run]
+) -> None:
+    dry = made(tmp_path / "made", checkout / "Snakefile", studies)
+    assert dry().commands == []
+    everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
+    # All that shows rows waits for their audits.
+    audited = everything - {"ablation_kernel_fidelity", "training_curves"}
+    jobs = {"audit": 4, "findings": 1, "table": 1, "figure": len(audited)}
+    assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
+    set_section(checkout, "mini", "diagnostics", budget=8)
+    one_budget = everything - {"entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    jobs = {"kernels": 2, "findings": 1, "table": 1, "figure": len(one_budget)}
+    assert of_smol(dry()) == (jobs, one_budget)
+    set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
+    jobs = {"capture": 4, "audit": 4, "map_errors": 2, "findings": 1, "table": 1, "figure": len(audited)}
+    assert of_smol(dry()) == (jobs, audited)
 
 
 def kept_files(run: Run, stage: str) -> list[str]:

@@ -11,6 +11,7 @@ import yaml
 from runs import ROOT, configuration_error, dry_run, snakemake
 
 from residual_mass import preflight
+from residual_mass.paper.calibration_figures import MOST_PANELS
 
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),
@@ -236,6 +237,19 @@ def break_down_without_a_length(study: dict[str, Any]) -> None:
     study["figures"]["fixedk_breakdown_other"] = {"backbone": "smol", "corpus": "wiki"}
 
 
+def capture_a_text_twice(study: dict[str, Any]) -> None:
+    study["diagnostics"]["corpora"] = ["wiki", "cwe", "wiki"]
+
+
+def show_more_panels_than_fit(study: dict[str, Any]) -> None:
+    show_panels(study, "fullsub_nosub_delta", ["wiki", "books", "pydoc", "cwe"])
+
+
+def show_panels(study: dict[str, Any], label: str, corpora: list[str]) -> None:
+    """A panel for each at both lengths."""
+    study["diagnostics"]["corpora"] = study["figures"][label]["corpora"] = corpora
+
+
 def ask_for_unknown_figure(study: dict[str, Any]) -> None:
     study["figures"]["heat"] = {}
 
@@ -256,6 +270,11 @@ STUDY_SLIPS = [
     (compare_maps_on_prompts, "diagnostics.corpora: cwe comes first, where the text that all maps are compared on"),
     (tabulate_no_diagnostics, "tables: exact_accounting needs a backbone in diagnostics.backbones"),
     (break_down_without_a_length, "figures.fixedk_breakdown_other: 'length' is a required property"),
+    (capture_a_text_twice, "diagnostics.corpora: ['wiki', 'cwe', 'wiki'] has non-unique elements"),
+    (
+        show_more_panels_than_fit,
+        "figures.fullsub_nosub_delta: corpora and lengths make 8 panels, but it has room for",
+    ),
     (ask_for_unknown_figure, "figures: 'heat' does not match any of the regexes: '^fixedk_breakdown"),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
@@ -283,6 +302,16 @@ def test_a_wrong_study(slip: Callable[[dict[str, Any]], None], line: str, checko
     path.write_text(yaml.safe_dump(study))
     said = configuration_error(checkout)
     assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
+
+
+@pytest.mark.parametrize("label", ["logz_calibration", "fullsub_nosub_delta"])
+def test_a_figure_may_show_as_many_panels_as_it_draws(label: str, checkout: Path) -> None:
+    path = checkout / "config" / "studies" / "mini.yaml"
+    study = yaml.safe_load(path.read_text())
+    show_panels(study, label, ["wiki", "books", "cwe"])
+    assert len(study["figures"][label]["corpora"]) * len(study["figures"][label]["lengths"]) == MOST_PANELS
+    path.write_text(yaml.safe_dump(study))
+    assert configuration_error(checkout) == ""
 
 
 def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
@@ -321,3 +350,17 @@ def test_starting_what_this_machine_cannot_do(tmp_path: Path) -> None:
     assert ("no NVIDIA GPU" in line) == (not preflight.has_gpu() and not preflight.has_slurm())
     assert not [path for name in ("results", "logs") for path in (tmp_path / name).rglob("*") if path.is_file()]
     assert not list((tmp_path / ".snakemake").glob("locks/*"))
+
+
+@pytest.mark.parametrize("lost", ["mass_1b_wikitext_64k.parquet", "rows_1b_wikitext_64k.safetensors"])
+def test_a_capture_of_which_a_part_is_lost_needs_its_backbone(lost: str, tmp_path: Path) -> None:
+    captured = ["heads_1b_wikitext_64k.parquet", "mass_1b_wikitext_64k.parquet", "rows_1b_wikitext_64k.safetensors"]
+    there = ["assets/manifest.json", "phi/1b_64k.safetensors", *(f"diagnostics/{n}" for n in captured if n != lost)]
+    for path in (tmp_path / "results" / name for name in there):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    no_access = {"HF_HOME": str(tmp_path / "huggingface"), "HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "none")}
+    run = snakemake(tmp_path, "--cores", "2", f"results/diagnostics/{lost}", **no_access)
+    assert run.code == 1
+    assert "backbone 1b: meta-llama/Llama-3.2-1B-Instruct is neither public nor" in run.output.splitlines()[-1]
+    assert not list((tmp_path / "logs").rglob("*.log"))

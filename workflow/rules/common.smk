@@ -101,8 +101,8 @@ def study_contradictions(name: str) -> Iterator[str]:
     yield from comparison_contradictions(name)
     yield from training_contradictions(name)
     longest = tokens_of(study["maps"]["main"])
-    captured = study["diagnostics"]["lengths"]
-    lengths = [(f"length {length}", length) for length in (*evaluated_lengths(study), *captured)]
+    used = [*evaluated_lengths(study), *study["diagnostics"]["lengths"]]
+    lengths = [(f"length {length}", length) for length in used]
     for what, length in [*lengths, (f"truncate_to: {study['truncate_to']}", study["truncate_to"])]:
         if tokens_of(length) > longest:
             yield f"{where}: {what} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
@@ -163,6 +163,12 @@ def diagnostics_contradictions(name: str) -> Iterator[str]:
                 if value not in options[key]:
                     known_ones = ", ".join(options[key]) or "none"
                     yield f"{where}: figures.{label}.{key}: {value!r} is not one of {known_ones}"
+        panels = len(figure.get("corpora", ())) * len(figure.get("lengths", ()))
+        if panels > MOST_PANELS:
+            yield (
+                f"{where}: figures.{label}: corpora and lengths make {panels} panels, but it has room for "
+                f"{MOST_PANELS}; show fewer of them"
+            )
 
 
 def training_contradictions(name: str) -> Iterator[str]:
@@ -255,6 +261,8 @@ ACCOUNTING_TABLE = "exact_accounting"
 """The table of the diagnostics."""
 CWE = "cwe"
 """The corpus of packs that are made of RULER's prompts."""
+MOST_PANELS = 6
+"""Panels that a figure with one for every corpus and length has room for."""
 
 checked(config, "config", "configuration")
 STUDIES = {path.stem: load_study(path) for path in sorted((ROOT / "config/studies").glob("*.yaml"))}

@@ -8,7 +8,7 @@ accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.c
 
 rule capture:
     input:
-        assets=assets_for(HEADS),
+        assets=assets_for(HEADS, MASS, ROWS),
         phi=phi_of,
         prompts=prompts_of_packs,
     output:
@@ -51,7 +51,7 @@ rule audit:
         "../../environment.yml"
     threads: 1
     resources:
-        mem_mb=4000,
+        mem_mb=with_gpu(12000, 4000),  # the GPU's models have wider maps and longer rows; no GPU is used
         runtime=60,
     params:
         spec=audit_spec,
@@ -93,6 +93,7 @@ rule findings:
     input:
         heads=captured_by(HEADS),
         mass=captured_by(MASS),
+        audits=captured_by(AUDIT),  # not read: rows that fail theirs become no table and no claim
     output:
         accounting=ACCOUNTING,
         state_dtype=STATE_DTYPE,

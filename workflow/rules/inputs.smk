@@ -11,8 +11,10 @@ def backbones_to_run() -> list[BackboneSpec]:
 
 CAPTURED = {
     "kernel_sanity": [KERNELS, HEADS],
-    "ablation_kernel_fidelity": [KERNELS],
+    FIDELITY: [KERNELS],
     "mass_curves": [MASS, HEADS],
+    "training_curves": [],
+    COSTS: [],
 }
 """The captured files that a figure shows, where they are not those of the heads alone."""
 
@@ -22,21 +24,16 @@ def here(path: str) -> str:
     return os.path.relpath(ROOT / path)
 
 
-def assets_for(output: str) -> Callable[[Any], str]:
-    """The assets manifest as input of a job that needs its backbone to make `output`."""
+def assets_for(*outputs: str) -> Callable[[Any], str]:
+    """The assets manifest as input of a job that needs its backbone to make `outputs`."""
 
     def assets(wildcards: Any) -> str:
         study_of(wildcards)
-        ON_A_BACKBONE.setdefault(wildcards.backbone, set()).add(Path(output.format(**dict(wildcards.items()))))
+        paths = [Path(output.format(**dict(wildcards.items()))) for output in outputs]
+        ON_A_BACKBONE.setdefault(wildcards.backbone, set()).update(paths)
         return str(ASSETS)
 
     return assets
-
-
-def assets_for_variants(wildcards: Any) -> str:
-    for output in VARIANTS:
-        assets_for(output)(wildcards)
-    return str(ASSETS)
 
 
 def assets_for_prompts(wildcards: Any) -> str:
@@ -68,7 +65,7 @@ def prompts_of_packs(wildcards: Any) -> list[str]:
 
 
 def phi_of_kernels(wildcards: Any) -> list[str]:
-    return expand(PHI, backbone=wildcards.backbone, maps=kernel_maps(study_of(wildcards), wildcards.length))
+    return expand(PHI, backbone=wildcards.backbone, maps=kernel_maps(wildcards))
 
 
 def captured_by(pattern: str) -> Callable[[Any], list[str]]:
@@ -88,7 +85,7 @@ def phi_of_group(wildcards: Any) -> list[str]:
 
 
 def phi_at_length(wildcards: Any) -> list[str]:
-    return expand(PHI, backbone=wildcards.backbone, maps=maps_at(study_of(wildcards), wildcards.length))
+    return expand(PHI, backbone=wildcards.backbone, maps=maps_at(wildcards))
 
 
 def generations_of(wildcards: Any) -> list[str]:
@@ -151,19 +148,31 @@ def recipe_logs_of(wildcards: Any) -> list[str]:
 def figure_data(wildcards: Any) -> list[str]:
     """The files that a figure shows, in the order of its lines or rows."""
     shown = figure_of(wildcards)
-    study = STUDIES[wildcards.study]
     if wildcards.label == "training_curves":
         return expand(TRAINING_LOG, **shown)
     if wildcards.label == COSTS:
-        return expand(RECIPES_LOG, backbone=shown["backbone"], maps=study["recipes"]["lengths"])
+        lengths = STUDIES[wildcards.study]["recipes"]["lengths"]
+        return expand(RECIPES_LOG, backbone=shown["backbone"], maps=lengths)
+    return captured_for(wildcards, CAPTURED.get(wildcards.label, [HEADS]))
+
+
+def figure_audits(wildcards: Any) -> list[str]:
+    """The audits of all captured rows that a figure shows."""
+    shows_rows = HEADS in CAPTURED.get(wildcards.label, [HEADS])
+    return captured_for(wildcards, [AUDIT]) if shows_rows else []
+
+
+def captured_for(wildcards: Any, patterns: list[str]) -> list[str]:
+    """The files of the backbones, corpora and lengths that a figure shows."""
+    shown = figure_of(wildcards)
     if wildcards.label == FIDELITY:
-        shown = shown | {"length": study["ablations"]["length"]}
+        shown = shown | {"length": STUDIES[wildcards.study]["ablations"]["length"]}
     place = {
         "backbone": shown.get("backbones") or shown["backbone"],
         "corpus": shown.get("corpora") or shown["corpus"],
         "length": shown.get("lengths") or shown["length"],
     }
-    return [path for pattern in CAPTURED.get(wildcards.label, [HEADS]) for path in expand(pattern, **place)]
+    return [path for pattern in patterns for path in expand(pattern, **place)]
 
 
 def figure_of(wildcards: Any) -> dict[str, Any]:

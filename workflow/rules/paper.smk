@@ -36,6 +36,7 @@ rule table:
 rule figure:
     input:
         data=figure_data,
+        audits=figure_audits,  # not read: rows that fail theirs become no figure
     output:
         pdf=f"{FIGURE}.pdf",
         png=f"{FIGURE}.png",

@@ -32,6 +32,8 @@ TABLE_BENCHMARKS = {
     "stress_1pct": ("ruler", "babilong"),
 }
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
+ONE_BUDGET = ("kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown")
+"""What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
 
 
 def spec(cls: type, **fields: Any) -> str:
@@ -250,19 +252,19 @@ def kernels_spec(wildcards: Any) -> str:
         length=wildcards.length,
         budget_percent=captured["budget"],
         anchors=study["anchors"],
-        maps=maps_of(kernel_maps(study, wildcards.length)),
-        recipe=RECIPES["capture"],
+        maps=maps_of(kernel_maps(wildcards)),
+        recipe=RECIPES["kernels"],
         **captured["head"],
         **{key: captured[key] for key in ("queries", "seed")},
     )
 
 
-def kernel_maps(study: dict[str, Any], length: str) -> list[str]:
-    """Labels of the maps whose kernels are shown at a length: the main ones, and at the ablations' length theirs."""
-    labels = [study["maps"]["main"]]
-    if study["ablations"]["backbones"] and length == study["ablations"]["length"]:
-        labels += [length, *group_maps(study, "ablation")]
-    return list(dict.fromkeys(labels))
+def kernel_maps(wildcards: Any) -> list[str]:
+    """Labels of the maps whose kernels are shown: the main ones, and where the ablations are made those of theirs."""
+    study = study_of(wildcards)
+    main, ablations = study["maps"]["main"], study["ablations"]
+    ablated = wildcards.backbone in ablations["backbones"] and wildcards.length == ablations["length"]
+    return [main, *group_maps(study, "ablation")] if ablated else [main]
 
 
 def findings_spec(wildcards: Any) -> str:
@@ -289,17 +291,19 @@ def map_errors_spec(wildcards: Any) -> str:
         length=wildcards.length,
         budgets=study["budgets"],
         anchors=study["anchors"],
-        maps=maps_of(maps_at(study, wildcards.length)),
-        recipe=RECIPES["capture"],
+        maps=maps_of(maps_at(wildcards)),
+        recipe=RECIPES["map_errors"],
         **{key: captured[key] for key in ("packs", "queries", "seed")},
     )
 
 
-def maps_at(study: dict[str, Any], length: str) -> list[str]:
-    """Labels of all maps that a study evaluates at a length."""
-    labels = [*study["mismatch"]["maps"], study["maps"]["main"]]
-    if length == study["ablations"]["length"]:
-        labels += [length, *group_maps(study, "ablation")]
+def maps_at(wildcards: Any) -> list[str]:
+    """Labels of all maps that a study evaluates for a backbone at a length."""
+    study = study_of(wildcards)
+    mismatch, ablations = study["mismatch"], study["ablations"]
+    labels = [*(mismatch["maps"] if wildcards.backbone in mismatch["backbones"] else []), study["maps"]["main"]]
+    if wildcards.backbone in ablations["backbones"] and wildcards.length == ablations["length"]:
+        labels += [wildcards.length, *group_maps(study, "ablation")]
     return list(dict.fromkeys(labels))
 
 
@@ -332,8 +336,10 @@ def table_spec(wildcards: Any) -> str:
 def figure_spec(wildcards: Any) -> str:
     study = STUDIES[wildcards.study]
     shown = figure_of(wildcards)
-    backbones = shown.get("backbones", [shown.get("backbone")])
-    titles = [config["backbones"][name]["title"] for name in backbones] if len(backbones) == 1 else []
+    names = shown.get("backbones") or [shown["backbone"]]
+    titles = {name: config["backbones"][name]["title"] for name in names}
+    several = titles if len(titles) > 1 else {}
+    text = [shown[key] for key in ("corpus", "length") if key in shown]
     maps = []
     if wildcards.label == "kernel_sanity":
         maps = [study["maps"]["main"]]
@@ -343,7 +349,8 @@ def figure_spec(wildcards: Any) -> str:
     return spec(
         FigureSpec,
         label=wildcards.label,
-        title=", ".join([*titles, *(shown[key] for key in ("corpus", "length") if key in shown)]),
-        budget_percent=study["diagnostics"]["budget"],
+        title=", ".join(text if several else [*titles.values(), *text]),
+        budget_percent=study["diagnostics"]["budget"] if wildcards.label.startswith(ONE_BUDGET) else None,
         maps=maps,
+        backbone_titles=several,
     )

@@ -38,7 +38,7 @@ rule train:
 
 rule train_variants:
     input:
-        assets=assets_for_variants,
+        assets=assets_for(*VARIANTS),
     output:
         phi=VARIANTS,
         csv="results/training_{backbone}_{maps}-variants.csv",

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from pyarrow import ArrowInvalid
 from torch import nn
 
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
 from residual_mass.diagnostics.capture import ROWS_HEADER
-from residual_mass.files import csv_text, write_meta, write_text
+from residual_mass.files import csv_text, read_parquet, write_meta, write_text
 from residual_mass.specs import AnchorSpec, AuditSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -316,15 +315,7 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def _read_heads(path: Path) -> pd.DataFrame:
-    try:
-        frame = pd.read_parquet(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the capture stage") from None
-    except (ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}); {REMEDY}") from None
-    for name in (*PLACE, "phi_sha", *ROW, "k", *QUANTITIES):
-        if name not in frame:
-            raise ValueError(f"{path}: column {name} is missing; {REMEDY}")
+    frame = read_parquet(path, (*PLACE, "phi_sha", *ROW, "k", *QUANTITIES), "capture")
     for name in (*PLACE, "phi_sha"):
         if frame[name].nunique(dropna=False) != 1:
             raise ValueError(f"{path}: {name} should have one value, found {frame[name].nunique()}; {REMEDY}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -72,17 +71,15 @@ Row = tuple[int, int, int, int]
 
 
 def audited_rows(spec: CaptureSpec, packs: int, shape: HeadShape) -> list[Row]:
-    """A random sample of attention rows, `spec.audited` of them or all there are."""
-    sizes = (packs, shape.layers, shape.query_heads, spec.queries)
-    chosen = random.Random(f"{spec.seed}/audit").sample(range(math.prod(sizes)), min(spec.audited, math.prod(sizes)))
-
-    def unravel(number: int) -> Row:
-        number, query = divmod(number, sizes[3])
-        number, head = divmod(number, sizes[2])
-        pack, layer = divmod(number, sizes[1])
-        return pack, layer, head, query
-
-    return [unravel(number) for number in sorted(chosen)]
+    """A random sample of attention rows, `spec.audited` of them or all there are, dealt out evenly over the layers."""
+    rng = random.Random(f"{spec.seed}/audit")
+    layers = rng.sample(range(shape.layers), shape.layers)
+    wanted = min(spec.audited, packs * shape.layers * shape.query_heads * spec.queries)
+    chosen: set[Row] = set()
+    while len(chosen) < wanted:
+        layer = layers[len(chosen) % shape.layers]
+        chosen.add((rng.randrange(packs), layer, rng.randrange(shape.query_heads), rng.randrange(spec.queries)))
+    return sorted(chosen)
 
 
 class Captured:

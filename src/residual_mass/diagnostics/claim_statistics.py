@@ -1,6 +1,7 @@
 """Numbers that decide the paper's statements about its diagnostics, each positive where its statement is true.
 
-Those of one setting read a `Sample`, those of all settings the samples of all; either gives [B]. Gains, losses and
+Those of one setting read a `Sample`, those of all settings the samples of all. Either gives [B], or [B, any] where the
+statement is about the least or the largest of several numbers; NaN where a number is not defined. Gains, losses and
 differences of a head are means over its queries and packs.
 
 Shape letters: B = resamples, H = heads, that is (layer, query head).
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from residual_mass.diagnostics.resampling import Sample
+from residual_mass.diagnostics.resampling import Sample, ratio
 
 EXACT = 1e-6
 """Relative errors below this are rounding."""
@@ -20,54 +21,56 @@ EXACT = 1e-6
 
 def gain_largest_at_high_entropy(sample: Sample) -> np.ndarray:
     gain = sample.over_quartiles(sample.by_head("gain"))
-    return gain[:, -1] - gain[:, :-1].max(axis=1)
+    return gain[:, -1:] - gain[:, :-1]
 
 
 def gain_rises_with_entropy(sample: Sample) -> np.ndarray:
-    return sample.spearman(sample.by_head("h_mid"), sample.by_head("gain"))
+    return _rises_with_entropy(sample, "gain")
 
 
 def losses_at_low_entropy(sample: Sample) -> np.ndarray:
-    return _lowest_minus_rest(sample, np.maximum(-sample.by_head("gain"), 0))
+    """Not defined where one of the two groups has no head with a loss."""
+    gain = sample.by_head("gain")
+    losing = sample.over_quartiles(gain < 0) * _sizes(sample)
+    lost = sample.over_quartiles(np.maximum(-gain, 0)) * _sizes(sample)
+    return ratio(lost[:, 0], losing[:, 0]) - ratio(lost[:, 1:].sum(axis=1), losing[:, 1:].sum(axis=1))
 
 
 def losses_more_frequent_at_low_entropy(sample: Sample) -> np.ndarray:
-    return _lowest_minus_rest(sample, sample.by_head("gain") < 0)
+    losing, sizes = sample.over_quartiles(sample.by_head("gain") < 0), _sizes(sample)
+    return losing[:, 0] - (losing[:, 1:] * sizes[1:]).sum(axis=1) / sizes[1:].sum()
 
 
 def completion_helps_in_every_quartile(sample: Sample) -> np.ndarray:
-    gains = [sample.over_quartiles(sample.by_head("gain", budget)).min(axis=1) for budget in sample.setting.ks]
-    return np.min(gains, axis=0)
+    return np.concatenate(
+        [sample.over_quartiles(sample.by_head("gain", budget)) for budget in sample.setting.ks], axis=1
+    )
 
 
 def topk_error_rises_with_entropy(sample: Sample) -> np.ndarray:
-    return _least_rise(sample, sample.by_head("e_topk"))
+    return _rises_with_entropy(sample, "e_topk")
 
 
 def completion_error_rises_with_entropy(sample: Sample) -> np.ndarray:
-    return _least_rise(sample, sample.by_head("e_sub"))
+    return _rises_with_entropy(sample, "e_sub")
 
 
 def errors_fall_with_k(sample: Sample) -> np.ndarray:
     """From one K to the next larger one; budgets that lead to the same K count once."""
     budgets = dict(sorted((k, budget) for budget, k in sample.setting.ks.items())).values()
     errors = [np.stack([sample.mean(name, budget) for budget in budgets]) for name in ("e_topk", "e_sub")]
-    return -np.diff(errors, axis=1).max(axis=(0, 1))
+    return -np.diff(errors, axis=1).reshape(-1, errors[0].shape[1]).T
 
 
 def mass_recovered_faster_at_low_entropy(sample: Sample) -> np.ndarray:
     grid = sorted(k for k in sample.setting.mass if k >= 1)
     largest = max(sample.setting.ks[sample.budget], grid[0])
-    leads = []
-    for k in grid:
-        if k <= largest:
-            share = sample.over_quartiles(sample.over_packs(sample.setting.mass[k]))
-            leads.append(share[:, 0] - share[:, -1])
-    return np.min(leads, axis=0)
+    shares = [sample.over_quartiles(sample.over_packs(sample.setting.mass[k])) for k in grid if k <= largest]
+    return np.stack([share[:, 0] - share[:, -1] for share in shares], axis=1)
 
 
 def residual_share_rises_with_entropy(sample: Sample) -> np.ndarray:
-    return sample.spearman(sample.by_head("h_mid"), sample.by_head("residual_share_hat"))
+    return _rises_with_entropy(sample, "residual_share_hat")
 
 
 def residual_underestimated(sample: Sample) -> np.ndarray:
@@ -82,59 +85,55 @@ def sub_wins_on_most_heads(sample: Sample) -> np.ndarray:
     return sample.over_heads(sample.by_head("delta") < 0) - 0.5
 
 
-def nosub_wins_where_underestimated(sample: Sample) -> np.ndarray:
-    """Heads without any defined log-Z error are on neither side; a side that no head is on has an error of 0."""
-    count, total = sample.by_head("log_z_count"), sample.by_head("log_z_sum")
-    error = np.divide(total, count, where=count > 0, out=np.zeros_like(total))
-    delta = sample.by_head("delta")
-    return _mean_where(sample, error, (delta < 0) & (count > 0)) - _mean_where(sample, error, (delta > 0) & (count > 0))
-
-
-def exact_nosub_lower(sample: Sample) -> np.ndarray:
-    return sample.mean("e_sub") - sample.mean("e_exact_nosub")
-
-
 def subtraction_wins_by_more(sample: Sample) -> np.ndarray:
-    """A side that no head is on wins by 0."""
+    """Not defined where all heads are on one side."""
     delta = sample.by_head("delta")
-    for_sub, for_nosub = (_mean_where(sample, np.abs(delta), side) for side in (delta < 0, delta > 0))
-    return for_sub - for_nosub
+    return _mean_where(sample, -delta, delta < 0) - _mean_where(sample, delta, delta > 0)
 
 
 def subtraction_better_on_average(sample: Sample) -> np.ndarray:
     return -sample.mean("delta")
 
 
-def log_z_error_has_both_signs(samples: Sequence[Sample]) -> np.ndarray:
-    """Settings without any defined error are passed over."""
-    errors = [sample.log_z_error() for sample in samples]
-    return np.minimum(np.fmax.reduce(errors), -np.fmin.reduce(errors))
+def nosub_wins_where_underestimated(sample: Sample) -> np.ndarray:
+    """Heads without any defined log-Z error are on neither side; not defined where no head is on one of them."""
+    count = sample.by_head("log_z_count")
+    error = np.nan_to_num(ratio(sample.by_head("log_z_sum"), count))
+    delta = sample.by_head("delta")
+    return _mean_where(sample, error, (delta < 0) & (count > 0)) - _mean_where(sample, error, (delta > 0) & (count > 0))
+
+
+def residual_underestimated_somewhere(samples: Sequence[Sample]) -> np.ndarray:
+    return -residual_overestimated_somewhere(samples)
+
+
+def residual_overestimated_somewhere(samples: Sequence[Sample]) -> np.ndarray:
+    return np.stack([sample.log_z_error() for sample in samples], axis=1)
 
 
 def sub_lowest_everywhere(samples: Sequence[Sample]) -> np.ndarray:
     leads = [sample.mean(name) - sample.mean("e_sub") for sample in samples for name in ("e_topk", "e_nosub")]
-    return np.min(leads, axis=0)
+    return np.stack(leads, axis=1)
+
+
+def exact_nosub_lower_somewhere(samples: Sequence[Sample]) -> np.ndarray:
+    return np.stack([sample.mean("e_sub") - sample.mean("e_exact_nosub") for sample in samples], axis=1)
 
 
 def exact_sub_is_exact(samples: Sequence[Sample]) -> np.ndarray:
-    """Of all budgets."""
     errors = [sample.mean("e_exact_sub", budget) for sample in samples for budget in sample.setting.ks]
-    return EXACT - np.max(errors, axis=0)
+    return EXACT - np.stack(errors, axis=1)
 
 
-def _lowest_minus_rest(sample: Sample, values: np.ndarray) -> np.ndarray:
-    """The mean of [B, H] over the quartile of lowest entropy minus that over all other heads."""
-    low, *rest = sample.over_quartiles(values).T
-    sizes = [len(group) for group in sample.setting.quartiles[1:]]
-    return low - np.average(rest, axis=0, weights=sizes)
+def _rises_with_entropy(sample: Sample, name: str) -> np.ndarray:
+    return sample.spearman(sample.by_head("h_mid"), sample.by_head(name))
 
 
-def _least_rise(sample: Sample, values: np.ndarray) -> np.ndarray:
-    """From the mean of [B, H] over one quartile to that over the next."""
-    return np.diff(sample.over_quartiles(values), axis=1).min(axis=1)
+def _sizes(sample: Sample) -> np.ndarray:
+    """Heads in each quartile."""
+    return np.array([len(group) for group in sample.setting.quartiles])
 
 
 def _mean_where(sample: Sample, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """The mean of [B, H] over the drawn heads that are chosen, 0 without any."""
-    share = sample.over_heads(chosen)
-    return np.divide(sample.over_heads(values * chosen), share, where=share > 0, out=np.zeros_like(share))
+    """The mean of [B, H] over the drawn heads that are chosen, NaN without any."""
+    return ratio(sample.over_heads(values * chosen), sample.over_heads(chosen))

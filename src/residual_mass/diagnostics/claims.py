@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
 from residual_mass.diagnostics import claim_statistics
 from residual_mass.diagnostics.claim_statistics import EXACT
 from residual_mass.diagnostics.resampling import Sample
+from residual_mass.diagnostics.settings import Setting
 
 Data = TypeVar("Data")
+CWE = "cwe"
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,11 @@ class Claim(Generic[Data]):
     Attributes:
         shown_in: label of the figure or table that shows it.
         statistic: what the number is, in a few words; the statement says that it is positive.
-        number: [B], one per draw.
+        number: [B], or [B, any] of which `extreme` counts.
+        extreme: whether the statement is about the least or the largest of several numbers.
         one_budget: whether the statement is about a single budget.
-        applies: whether it is a statement about these data.
+        about: packs of text, those of RULER's common words, or any.
+        needs_several_k: whether one K leaves nothing to compare.
         decimals: format of the number.
     """
 
@@ -33,9 +37,17 @@ class Claim(Generic[Data]):
     shown_in: str
     statistic: str
     number: Callable[[Data], np.ndarray]
+    extreme: Literal["least", "largest"] | None = None
     one_budget: bool = True
-    applies: Callable[[Data], bool] = lambda data: True
+    about: Literal["text", "cwe", "any"] = "any"
+    needs_several_k: bool = False
     decimals: str = "z.6f"
+
+    def applies(self, setting: Setting) -> bool:
+        """Whether it is a statement about this setting."""
+        if self.needs_several_k and len(set(setting.ks.values())) < 2:
+            return False
+        return self.about == "any" or (self.about == "cwe") == (setting.facts["corpus"] == CWE)
 
 
 CLAIMS: tuple[Claim[Sample], ...] = (
@@ -43,8 +55,9 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "gain_largest_at_high_entropy",
         "Completion lowers the error most on the heads of highest mid-region entropy.",
         "entropy_gain",
-        "mean gain, highest entropy quartile minus the best other quartile",
+        "least lead in mean gain of the highest entropy quartile over another",
         claim_statistics.gain_largest_at_high_entropy,
+        extreme="least",
     ),
     Claim(
         "gain_rises_with_entropy",
@@ -57,7 +70,7 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "losses_at_low_entropy",
         "Where completion raises the error, it does so by most on heads of low mid-region entropy.",
         "entropy_gain",
-        "mean loss, lowest entropy quartile minus the other heads",
+        "mean loss of the heads that lose, lowest entropy quartile minus the others",
         claim_statistics.losses_at_low_entropy,
     ),
     Claim(
@@ -73,20 +86,21 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "quartile_error",
         "least mean gain over quartiles and K",
         claim_statistics.completion_helps_in_every_quartile,
+        extreme="least",
         one_budget=False,
     ),
     Claim(
         "topk_error_rises_with_entropy",
-        "The error of TopK rises from each entropy quartile to the next.",
+        "The error of TopK tends to rise with mid-region entropy.",
         "quartile_error",
-        "least rise of the mean error of TopK between neighbouring quartiles",
+        "rank correlation of entropy and error of TopK over heads",
         claim_statistics.topk_error_rises_with_entropy,
     ),
     Claim(
         "completion_error_rises_with_entropy",
-        "The error with completion rises from each entropy quartile to the next.",
+        "The error with completion tends to rise with mid-region entropy.",
         "quartile_error",
-        "least rise of the mean error of Sub between neighbouring quartiles",
+        "rank correlation of entropy and error of Sub over heads",
         claim_statistics.completion_error_rises_with_entropy,
     ),
     Claim(
@@ -95,8 +109,9 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "quartile_error",
         "least fall of the mean error between neighbouring K, over both methods",
         claim_statistics.errors_fall_with_k,
+        extreme="least",
         one_budget=False,
-        applies=lambda sample: len(set(sample.setting.ks.values())) > 1,
+        needs_several_k=True,
     ),
     Claim(
         "mass_recovered_faster_at_low_entropy",
@@ -104,6 +119,7 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "mass_curves",
         "least lead in mass recovery of the lowest over the highest quartile, up to the table's K",
         claim_statistics.mass_recovered_faster_at_low_entropy,
+        extreme="least",
     ),
     Claim(
         "residual_share_rises_with_entropy",
@@ -118,6 +134,7 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "logz_calibration",
         "minus the mean log-Z error",
         claim_statistics.residual_underestimated,
+        about="text",
     ),
     Claim(
         "nosub_wins_on_most_heads",
@@ -125,7 +142,7 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "fullsub_nosub_delta",
         "share of heads that favour NoSub, minus one half",
         claim_statistics.nosub_wins_on_most_heads,
-        applies=lambda sample: sample.setting.facts["corpus"] != "cwe",
+        about="text",
     ),
     Claim(
         "sub_wins_on_most_heads",
@@ -133,7 +150,7 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "fullsub_nosub_delta",
         "share of heads that favour Sub, minus one half",
         claim_statistics.sub_wins_on_most_heads,
-        applies=lambda sample: sample.setting.facts["corpus"] == "cwe",
+        about="cwe",
     ),
     Claim(
         "subtraction_wins_by_more",
@@ -156,23 +173,24 @@ CLAIMS: tuple[Claim[Sample], ...] = (
         "mean log-Z error of heads that favour Sub minus that of heads that favour NoSub",
         claim_statistics.nosub_wins_where_underestimated,
     ),
-    Claim(
-        "exact_nosub_lower",
-        "Counting the retrieved tokens twice, but with the true masses, has a lower error than completion.",
-        "exact_accounting",
-        "mean error of Sub minus that of ExactNoSub",
-        claim_statistics.exact_nosub_lower,
-    ),
 )
 
 JOINT_CLAIMS: tuple[Claim[Sequence[Sample]], ...] = (
     Claim(
-        "log_z_error_has_both_signs",
-        "Residual mass is underestimated in some settings and overestimated in others.",
+        "residual_underestimated_somewhere",
+        "In some setting the feature maps underestimate the residual mass.",
         "logz_calibration",
-        "smaller of the largest overestimate and the largest underestimate, mean log-Z errors of settings",
-        claim_statistics.log_z_error_has_both_signs,
-        applies=lambda samples: len(samples) > 1,  # a single mean has one sign
+        "largest of minus the mean log-Z errors of the settings",
+        claim_statistics.residual_underestimated_somewhere,
+        extreme="largest",
+    ),
+    Claim(
+        "residual_overestimated_somewhere",
+        "In some setting the feature maps overestimate the residual mass, so that its error has no universal sign.",
+        "logz_calibration",
+        "largest of the mean log-Z errors of the settings",
+        claim_statistics.residual_overestimated_somewhere,
+        extreme="largest",
     ),
     Claim(
         "sub_lowest_everywhere",
@@ -180,6 +198,7 @@ JOINT_CLAIMS: tuple[Claim[Sequence[Sample]], ...] = (
         "exact_accounting",
         "least lead of Sub over TopK and NoSub in mean error, over settings",
         claim_statistics.sub_lowest_everywhere,
+        extreme="least",
     ),
     Claim(
         "exact_sub_is_exact",
@@ -187,6 +206,15 @@ JOINT_CLAIMS: tuple[Claim[Sequence[Sample]], ...] = (
         "exact_accounting",
         f"{EXACT:g} minus the largest mean error of ExactSub, over settings and K",
         claim_statistics.exact_sub_is_exact,
+        extreme="least",
         decimals=".3e",
+    ),
+    Claim(
+        "exact_nosub_lower_somewhere",
+        "Counting the retrieved tokens twice, but with the true masses, has a lower error than completion somewhere.",
+        "exact_accounting",
+        "largest lead of ExactNoSub over Sub in mean error, over settings",
+        claim_statistics.exact_nosub_lower_somewhere,
+        extreme="largest",
     ),
 )

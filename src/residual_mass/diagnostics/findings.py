@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from residual_mass.diagnostics.captured import Setting, read_settings
-from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
-from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, resampled, whole
-from residual_mass.files import csv_text, write_meta, write_text
+from residual_mass.diagnostics.claims import CLAIMS, CWE, JOINT_CLAIMS, Claim
+from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, estimate_extreme, resampled, whole
+from residual_mass.diagnostics.settings import Setting, read_settings
+from residual_mass.files import csv_text, sha256_of, write_meta, write_text
 from residual_mass.specs import FindingsSpec
 
 MAPS = "model_id revision weights phi_sha"
@@ -29,7 +29,7 @@ STATE_DTYPE = (
     "study backbone corpus length maps budget_percent k state_dtype e_sub e_nosub nosub_minus_sub "
     "nosub_minus_sub_ci_low nosub_minus_sub_ci_high heads_nosub_wins heads_nosub_wins_ci_low heads_nosub_wins_ci_high "
     "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
-    f"clamped_share {MAPS}"
+    f"change_in_log_z change_in_log_z_ci_low change_in_log_z_ci_high clamped_share {MAPS}"
 ).split()
 CLAIM_COLUMNS = (
     "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict packs "
@@ -48,7 +48,8 @@ def run(
     """The `findings` stage: three CSV files about one backbone.
 
     `accounting` has a row per (setting, budget), `state_dtype` one per (setting, budget, type of the summaries), where
-    `change` and `change_in_wins` are what bfloat16 adds to nosub_minus_sub and heads_nosub_wins; `claims` has a row per
+    `change` and `change_in_wins` are what bfloat16 adds to nosub_minus_sub and heads_nosub_wins, and `change_in_log_z`
+    to log Z hat in the rows where both are defined; `claims` has a row per
     (setting, claim), then one per claim about all settings, whose `packs` are the fewest of any.
 
     Args:
@@ -68,7 +69,9 @@ def run(
     }
     for path, text in texts.items():
         write_text(path, text)
-    write_meta(claims, spec=asdict(spec))
+        write_meta(
+            path, spec=asdict(spec), heads=[sha256_of(file) for file in heads], mass=[sha256_of(file) for file in mass]
+        )
 
 
 def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
@@ -96,6 +99,7 @@ def _state_dtype_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
             if dtype != "float32":
                 row |= _with_interval("change", estimate(_change, as_is, drawn, _lead, budget, suffix))
                 row |= _with_interval("change_in_wins", estimate(_change, as_is, drawn, _nosub_wins, budget, suffix))
+                row |= _with_interval("change_in_log_z", estimate(Sample.log_z_error, as_is, drawn, budget, "_change"))
             row["log_z_error"] = _text(as_is.log_z_error(budget, suffix)[0])
             row["clamped_share"] = _text(as_is.mean(f"clamped{suffix}", budget)[0])
             yield row
@@ -121,19 +125,22 @@ def _change(
 def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[Row]:
     for one, of_draws in zip(as_is, drawn, strict=True):
         for claim in CLAIMS:
-            if claim.applies(one):
-                setting = one.setting
-                primary = setting.name == f"{spec.corpus} {spec.length}"
-                row = _claim_row(claim, one, of_draws, [setting]) | {"primary": int(primary)}
+            setting = one.setting
+            if claim.applies(setting):
+                made_at = f"{CWE if claim.about == CWE else spec.corpus} {spec.length}"
+                row = _claim_row(claim, one, of_draws, [setting]) | {"primary": int(setting.name == made_at)}
                 yield row | ({"k": setting.ks[spec.budget_percent]} if claim.one_budget else {})
     for joint in JOINT_CLAIMS:
-        if joint.applies(as_is):
-            row = _claim_row(joint, as_is, drawn, [sample.setting for sample in as_is])
-            yield row | {"corpus": ALL, "length": ALL, "primary": 1}
+        row = _claim_row(joint, as_is, drawn, [sample.setting for sample in as_is])
+        yield row | {"corpus": ALL, "length": ALL, "primary": 1}
 
 
 def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, settings: Sequence[Setting]) -> Row:
-    numbers = [_text(value, claim.decimals) for value in estimate(claim.number, as_is, drawn)]
+    if claim.extreme is None:
+        found = estimate(claim.number, as_is, drawn)
+    else:
+        found = estimate_extreme(claim.number, as_is, drawn, claim.extreme)
+    numbers = [_text(value, claim.decimals) for value in found]
     return {
         **{name: settings[0].facts[name] for name in CLAIM_COLUMNS if name in settings[0].facts},
         "claim": claim.name,

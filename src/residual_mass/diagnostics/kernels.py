@@ -9,12 +9,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores
@@ -42,9 +43,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
             f"diagnostics.head: {spec.backbone.name} has {shape.layers} layers of {shape.query_heads} query heads, "
             f"there is no layer {spec.layer}, head {spec.head}; count from 0"
         )
-    maps = [PhiMaps.load(path, backbone.device) for path in phi]
-    for each in maps:
-        each.require(shape, spec.backbone.model_id, spec.backbone.revision)
+    maps = [_of_the_head(spec, PhiMaps.load(path), backbone) for path in phi]
     (pack,) = make_packs(spec.corpus, backbone, spec.length, spec.queries, 1, spec.seed, assets, prompts)
     log.info("layer %d, head %d under %d sets of maps, on %s", spec.layer, spec.head, len(maps), backbone.device)
     frames: list[pd.DataFrame] = []
@@ -52,7 +51,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         if layer == spec.layer:
             kv_head = spec.head * shape.kv_heads // shape.query_heads
-            frames.extend(_frames(spec, maps, queries[spec.head].float(), keys[kv_head].float(), kv_head, scale))
+            frames.extend(_frames(spec, maps, queries[spec.head].float(), keys[kv_head].float(), scale))
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
@@ -67,8 +66,29 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     )
 
 
+class HeadMaps(NamedTuple):
+    """One set of feature maps at one query head: stacked maps of a single head."""
+
+    query: nn.Module
+    key: nn.Module
+    sha256: str | None
+
+
+def _of_the_head(spec: KernelsSpec, maps: PhiMaps, backbone: Backbone) -> HeadMaps:
+    """Raises ValueError unless the maps belong to the backbone. What other heads have of them is let go."""
+    maps.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
+    kv_head = spec.head * maps.shape.kv_heads // maps.shape.query_heads
+
+    def only(stacked: nn.Module, head: int) -> nn.Module:
+        for name, value in list(stacked.named_parameters()):
+            setattr(stacked, name, nn.Parameter(value[head : head + 1].clone(), requires_grad=False))
+        return stacked.to(backbone.device)
+
+    return HeadMaps(only(maps.query[spec.layer], spec.head), only(maps.key[spec.layer], kv_head), maps.sha256)
+
+
 def _frames(
-    spec: KernelsSpec, maps: Sequence[PhiMaps], queries: Tensor, keys: Tensor, kv_head: int, scale: float
+    spec: KernelsSpec, maps: Sequence[HeadMaps], queries: Tensor, keys: Tensor, scale: float
 ) -> list[pd.DataFrame]:
     """One frame per maps; queries [Q, D], keys [L, D]."""
     length, count = len(keys), len(queries)
@@ -90,16 +110,11 @@ def _frames(
     return [
         pd.DataFrame({"maps": named.label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()})
         for named, each in zip(spec.maps, maps, strict=True)
-        for log_phi in [_log_scores(each, spec, queries, keys[mid], kv_head)]
+        for log_phi in [_log_scores(each, queries, keys[mid])]
     ]
 
 
-def _log_scores(maps: PhiMaps, spec: KernelsSpec, queries: Tensor, keys: Tensor, kv_head: int) -> Tensor:
-    """log <phi_q, phi_k> [Q, L]. The layer's maps are stacked over heads: the one wanted is read at its place."""
-
-    def log_features(stacked: torch.nn.Module, heads: int, head: int, x: Tensor) -> Tensor:
-        return map_heads(stacked, x.expand(1, heads, *x.shape))[0, head]
-
-    log_query = log_features(maps.query[spec.layer], maps.shape.query_heads, spec.head, queries)
-    log_key = log_features(maps.key[spec.layer], maps.shape.kv_heads, kv_head, keys)
+def _log_scores(maps: HeadMaps, queries: Tensor, keys: Tensor) -> Tensor:
+    """log <phi_q, phi_k> [Q, N] of queries [Q, D] and keys [N, D]."""
+    log_query, log_key = (map_heads(m, x[None, None])[0, 0] for m, x in ((maps.query, queries), (maps.key, keys)))
     return torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])

@@ -1,5 +1,8 @@
 """Two-way bootstrap: heads and packs drawn with replacement, independently of each other.
 
+Of P packs P - 1 are drawn: their mean varies as much as the mean of P packs of other texts would, where that of P draws
+has a variance too small by 1 / P.
+
 Shape letters: B = resamples, H = heads, that is (layer, query head), P = packs.
 """
 
@@ -7,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 
-from residual_mass.diagnostics.captured import Setting
+from residual_mass.diagnostics.settings import Setting
 
 LEVEL = 0.95
 Data = TypeVar("Data")
@@ -37,7 +40,7 @@ class Sample:
         budget: at which cells are read where no other is named.
         heads: [B, H], heads drawn among all, as places in `setting.heads`.
         stratified: [B, H], heads drawn within quartiles.
-        packs: [B, P], packs drawn, as places in `setting.packs`.
+        packs: [B, any], packs drawn, as places in `setting.packs`.
     """
 
     setting: Setting
@@ -54,7 +57,7 @@ class Sample:
         """[H, P] -> [B, H]."""
         times = _times(self.packs, cells.shape[1])
         # A matrix product would round equal heads apart, and make ranks of the difference.
-        return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / cells.shape[1]
+        return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / self.packs.shape[1]
 
     def over_heads(self, values: np.ndarray) -> np.ndarray:
         """The mean over the heads drawn among all: [B, H] -> [B]."""
@@ -70,11 +73,9 @@ class Sample:
         """[B]."""
         return self.over_heads(self.by_head(name, budget))
 
-    def log_z_error(self, budget: float | None = None, dtype: str = "") -> np.ndarray:
-        """[B]: the mean log-Z error over rows where it is defined, NaN without any. `dtype` is a suffix of cells."""
-        count = self.mean(f"log_z_count{dtype}", budget)
-        total = self.mean(f"log_z_sum{dtype}", budget)
-        return np.divide(total, count, where=count > 0, out=np.full_like(total, np.nan))
+    def log_z_error(self, budget: float | None = None, of: str = "") -> np.ndarray:
+        """[B]: the mean log-Z error over rows where it is defined, NaN without any. `of` is a suffix of cells."""
+        return ratio(self.mean(f"log_z_sum{of}", budget), self.mean(f"log_z_count{of}", budget))
 
     def spearman(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """[B, H] twice -> [B]: rank correlation over the heads drawn among all; 0 where either is constant."""
@@ -112,7 +113,8 @@ def resampled(settings: Sequence[Setting], budget: float, resamples: int, seed: 
     samples = []
     for setting in settings:
         packs = len(setting.packs)
-        drawn = _generator(seed, f"packs of {setting.name}").integers(packs, size=(resamples, packs))
+        size = (resamples, max(1, packs - 1))
+        drawn = _generator(seed, f"packs of {setting.name}").integers(packs, size=size)
         samples.append(Sample(setting, budget, heads, np.concatenate(setting.quartiles)[places], drawn))
     return samples
 
@@ -125,6 +127,33 @@ def estimate(number: Callable[..., np.ndarray], as_is: Data, drawn: Data, *argum
         return Estimate(value, np.nan, np.nan)
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high))
+
+
+def estimate_extreme(
+    number: Callable[[Data], np.ndarray], as_is: Data, drawn: Data, extreme: Literal["least", "largest"]
+) -> Estimate:
+    """The least or the largest of several numbers, [B, any], with an interval for that.
+
+    The least of resampled numbers lies below the least of the true ones, so its quantiles are of no use. Instead the
+    lower end is the lowest one of the numbers' intervals, and the upper end is the lowest of their upper ends corrected
+    for how many there are (Bonferroni): the least is above 0 when all are, and below when some number is, by more than
+    the chance of any. For the largest the other way round. Numbers that are never defined are left out.
+    """
+    sign = 1 if extreme == "least" else -1
+    value, values = sign * number(as_is)[0], sign * number(drawn)
+    defined = ~np.isnan(value) & ~np.isnan(values).all(axis=0)
+    if not defined.any():
+        return Estimate(np.nan, np.nan, np.nan)
+    tail = (1 - LEVEL) / 2
+    low = np.nanquantile(values[:, defined], tail, axis=0).min()
+    high = np.nanquantile(values[:, defined], 1 - tail / defined.sum(), axis=0).min()
+    ends = (float(low), float(high)) if extreme == "least" else (-float(high), -float(low))
+    return Estimate(sign * float(value[defined].min()), *ends)
+
+
+def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """NaN where there is nothing to divide by."""
+    return np.divide(total, count, where=count > 0, out=np.full(np.shape(total), np.nan))
 
 
 def _times(drawn: np.ndarray, n: int) -> np.ndarray:

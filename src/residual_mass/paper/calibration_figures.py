@@ -15,14 +15,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from residual_mass.paper.diagnostics_file import head_means, rows_at_budget, the_one
-from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
+from residual_mass.paper.diagnostics_file import HEAD, bulk, head_means, rows_at_budget, the_one
+from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, with_minus_sign
 from residual_mass.specs import FigureSpec
 
 BINS = 40
 """In a histogram at least, and not many more."""
-FAR_OUT = 3
-"""Values that lie so many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
 MOST_PANELS = 6
 COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}
 """Columns of a grid by its number of panels, where these are not every corpus at every length."""
@@ -67,14 +65,14 @@ def fullsub_nosub_delta_points(spec: FigureSpec, data: Sequence[Path]) -> pd.Dat
     Raises:
         ValueError: as `logz_calibration_points`; K is 0, where nothing is subtracted.
     """
-    frames = _frames(spec, data, ["layer", "head", "e_sub", "e_nosub"])
+    frames = _frames(spec, data, [*HEAD, "e_sub", "e_nosub"])
     for path, frame in zip(data, frames, strict=True):
         if frame["k"].iloc[0] == 0:
             budget = f"{spec.budget_percent:g}%"
             raise ValueError(
                 f"{path}: K is 0 at {budget}, where nothing is subtracted; set a larger spec.budget_percent"
             )
-    means = [head_means(frame[["layer", "head", "e_sub", "e_nosub"]], ["layer", "head"]) for frame in frames]
+    means = [head_means(frame[[*HEAD, "e_sub", "e_nosub"]], HEAD) for frame in frames]
     deltas = [(mean["e_sub"] - mean["e_nosub"]).to_numpy() for mean in means]
     linear_width, edges = _asinh_edges(np.concatenate(deltas))
     parts = []
@@ -135,13 +133,6 @@ def draw_fullsub_nosub_delta(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     delta = r"$\Delta = e_{\mathrm{TopK}{+}\phi} - e_{\mathrm{NoSub}}$"
     _finish(figure, spec, [*handles, *map(_mark, MARKS)], f"{delta} (asinh scale)", "share of heads")
     return figure
-
-
-def bulk(values: np.ndarray) -> tuple[float, float]:
-    """The range of the values, without those far out. There must be some."""
-    lower, upper = np.quantile(values, (0.25, 0.75))
-    reach = FAR_OUT * (upper - lower)
-    return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))
 
 
 def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> list[pd.DataFrame]:
@@ -286,8 +277,8 @@ def _name(facts: pd.Series) -> str:
 
 
 def _signed(value: float, digits: int) -> str:
-    text = f"{value:+.{digits}f}" if abs(value) < 1000 else f"{value:+.1e}"
-    return text.replace("-", "\N{MINUS SIGN}")
+    """What rounds to zero has no minus."""
+    return with_minus_sign(f"{value:+z.{digits}f}" if abs(value) < 1000 else f"{value:+.1e}")
 
 
 def _title(axis: Axes, lines: Sequence[str]) -> None:

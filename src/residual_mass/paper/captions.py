@@ -156,7 +156,7 @@ def _tallies(content: Content) -> Iterator[str]:
 def _tally(counted: Tally) -> Latex:
     return Latex(
         f"{PHI} is above {TOPK} in {counted.wins} of {counted.cells} cells, equal in {counted.ties}, "
-        f"mean change ${counted.mean_change:+.3f}$."
+        f"mean change ${counted.mean_change:+z.3f}$."
     )
 
 

@@ -49,8 +49,8 @@ LEFT_OUT = Cell("--")
 
 
 def format_score(value: float) -> str:
-    """The three decimals that the paper prints."""
-    return f"{value:.3f}"
+    """The three decimals that the paper prints; what rounds to zero has no minus."""
+    return f"{value:z.3f}"
 
 
 def best_of_columns(scores: Mapping[Point, str]) -> set[Point]:

@@ -1,18 +1,24 @@
-"""Captured rows (Parquet) for figures and tables, read with suspicion."""
+"""Captured rows (Parquet) for figures, read with suspicion, and what several figures compute of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
-from pyarrow import ArrowInvalid
+from pandas.api.typing import SeriesGroupBy
 
+from residual_mass.files import read_parquet
 from residual_mass.specs import FigureSpec
 
+TEXT = ["backbone", "corpus", "length"]
+HEAD = ["layer", "head"]
 LOG_MASSES = ("log_z_hat", "log_z_true", "log_z_hat_bf16")
 """-inf where nothing is left outside of the retrieved tokens."""
+FAR_OUT = 3
+"""Values that lie so many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
 
 
 def only_file(spec: FigureSpec, data: Sequence[Path]) -> Path:
@@ -20,6 +26,13 @@ def only_file(spec: FigureSpec, data: Sequence[Path]) -> Path:
     if len(data) != 1:
         raise ValueError(f"figure {spec.label} shows one diagnostics file, {len(data)} were given; pass one to --data")
     return data[0]
+
+
+def two_files(spec: FigureSpec, data: Sequence[Path], what: str) -> tuple[Path, Path]:
+    """Raises ValueError unless `data` are two files."""
+    if len(data) != 2:
+        raise ValueError(f"figure {spec.label} shows {what}, {len(data)} were given; pass these two to --data")
+    return data[0], data[1]
 
 
 def rows_at_budget(path: Path, columns: Sequence[str], budget_percent: float | None) -> pd.DataFrame:
@@ -45,20 +58,13 @@ def read_diagnostics(path: Path, columns: Sequence[str], stage: str = "capture")
         ValueError: the file is missing, damaged or empty, or a column is missing or holds a value that is not finite;
             logarithms of masses may be -inf.
     """
-    try:
-        frame = pd.read_parquet(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the {stage} stage") from None
-    except (ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}); delete it and rerun the {stage} stage") from None
+    frame = read_parquet(path, columns, stage)
     for name in columns:
-        if name not in frame:
-            raise ValueError(f"{path}: column {name} is missing; delete it and rerun the {stage} stage")
         if not _sound(frame[name]).all():
-            raise ValueError(f"{path}: {name} holds values that are not finite; rerun the {stage} stage")
-    if frame.empty:
-        raise ValueError(f"{path}: has no rows; delete it and rerun the {stage} stage")
-    return frame[[*columns]]
+            raise ValueError(
+                f"{path}: {name} holds values that are not finite; delete it and run the {stage} stage again"
+            )
+    return frame
 
 
 def _sound(column: pd.Series) -> pd.Series:
@@ -95,5 +101,25 @@ def the_one(path: Path, frame: pd.DataFrame, column: str, stage: str = "capture"
     """
     values = frame[column].unique()
     if len(values) > 1:
-        raise ValueError(f"{path}: {column} has {len(values)} values; delete it and rerun the {stage} stage")
+        raise ValueError(f"{path}: {column} has {len(values)} values; delete it and run the {stage} stage again")
     return values[0]
+
+
+def check_same(columns: Sequence[str], path: Path, frame: pd.DataFrame, other: Path, others: pd.DataFrame) -> None:
+    """Raises ValueError when two files differ in what is constant in each."""
+    for name in columns:
+        value, expected = the_one(path, frame, name), the_one(other, others, name)
+        if value != expected:
+            raise ValueError(f"{path}: {name} is {value}, but {expected} in {other}; pass files of the same {name}")
+
+
+def quartiles(groups: SeriesGroupBy) -> pd.DataFrame:
+    """Columns `low`, `y` and `high`: lower quartile, median and upper quartile of every group."""
+    return pd.DataFrame({name: groups.quantile(share) for name, share in (("low", 0.25), ("y", 0.5), ("high", 0.75))})
+
+
+def bulk(values: np.ndarray) -> tuple[float, float]:
+    """The range of the values, without those far out. There must be some."""
+    lower, upper = np.quantile(values, (0.25, 0.75))
+    reach = FAR_OUT * (upper - lower)
+    return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))

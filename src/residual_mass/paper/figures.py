@@ -28,10 +28,9 @@ from residual_mass.paper.kernel_figures import (
     ablation_kernel_fidelity_points,
     draw_ablation_kernel_fidelity,
     draw_kernel_sanity,
-    draw_mass_curves,
     kernel_sanity_points,
-    mass_curves_points,
 )
+from residual_mass.paper.mass_figures import draw_mass_curves, mass_curves_points
 from residual_mass.paper.style import paper_style, save
 from residual_mass.paper.training_figures import (
     draw_recipe_costs,

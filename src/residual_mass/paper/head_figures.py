@@ -16,6 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from residual_mass.paper.diagnostics_file import (
+    HEAD,
+    TEXT,
     binned_medians,
     equal_parts,
     head_means,
@@ -27,7 +29,6 @@ from residual_mass.paper.diagnostics_file import (
 from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
 from residual_mass.specs import FigureSpec
 
-HEAD = ["layer", "head"]
 BUDGET = ["k", "budget_percent"]
 ERRORS = ["e_topk", "e_sub"]
 BIN = 0.1
@@ -38,7 +39,7 @@ LINEAR = 0.1
 
 H_MID, E_TOPK, E_SUB = r"$H_{\mathrm{mid}}$", r"$e_{\mathrm{TopK}}$", r"$e_{\mathrm{TopK}{+}\phi}$"
 GAIN = r"$e_{\mathrm{TopK}} - e_{\mathrm{TopK}{+}\phi}$"
-SHARE = r"$r_{\mathrm{res}} = \hat Z_{\mathcal{R}}\,/\,(Z_{\mathcal{E}} + \hat Z_{\mathcal{R}})$"
+SHARE = r"$\rho_{\mathrm{res}} = \hat Z_{\mathcal{R}}\,/\,(Z_{\mathcal{E}} + \hat Z_{\mathcal{R}})$"
 
 HEADS = {"s": 9, "alpha": 0.6}
 HELPED, HURT = {"c": BLUE, "marker": "o", "linewidths": 0}, {"c": VERMILLION, "marker": "x", "linewidths": 0.7}
@@ -58,7 +59,7 @@ def entropy_gain_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     Raises:
         ValueError: a file is damaged, or they are not of different backbones on one text at the same K.
     """
-    columns = ["backbone", "corpus", "length", *BUDGET, *HEAD, *ERRORS, "h_mid"]
+    columns = [*TEXT, *BUDGET, *HEAD, *ERRORS, "h_mid"]
     frames = [read_diagnostics(path, columns) for path in data]
     _check_comparable(data, frames)
     heads = [_head_errors(frame, ["backbone", *BUDGET, *HEAD]) for frame in frames]
@@ -154,7 +155,8 @@ def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
             axis.axhline(0, color=GREY, linewidth=0.7, zorder=0)
             share = f"{(heads['gain'] > 0).mean():.1%} of {len(heads)}{space}heads gain"
             axis.set_title(f"{_at(*budget)}\n{share}", fontsize=size)
-        axes[0].set_ylabel(plain(backbone) if len(backbones) > 1 else gain)
+        name = plain(spec.backbone_titles.get(backbone, backbone))
+        axes[0].set_ylabel(name if len(backbones) > 1 else gain)
     if len(backbones) > 1:
         figure.supylabel(gain, fontsize=9, multialignment="center")
     for axis in grid[-1]:
@@ -221,7 +223,7 @@ def draw_quartile_error(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     for letter, axis, (_, of_quartile) in zip("abcd", axes, panels, strict=False):
         _draw_errors(axis, of_quartile)
         low, high = of_quartile["h_mid_low"].iloc[0], of_quartile["h_mid_high"].iloc[0]
-        axis.set_title(f"({letter}) {H_MID} {low:.2f} to {high:.2f}", fontsize=8)
+        axis.set_title(f"({letter}) {H_MID} {low:z.2f} to {high:z.2f}", fontsize=8)
         axis.tick_params(labelbottom=True)
     for axis in axes[len(panels) :]:
         axis.remove()

@@ -1,4 +1,4 @@
-"""Figures of exact kernels and of the feature maps' scores for them, and of the mass that the largest kernels hold."""
+"""Figures of exact kernels and of the feature maps' scores for them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,32 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from residual_mass.paper.calibration_figures import bulk
-from residual_mass.paper.diagnostics_file import head_means, read_diagnostics, rows_at_budget, the_one
+from residual_mass.paper.diagnostics_file import (
+    HEAD,
+    TEXT,
+    bulk,
+    check_same,
+    quartiles,
+    read_diagnostics,
+    rows_at_budget,
+    the_one,
+    two_files,
+)
 from residual_mass.paper.latex import escape
-from residual_mass.paper.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, tick_logarithmic
+from residual_mass.paper.style import (
+    BLUE,
+    GREY,
+    TEXT_WIDTH,
+    VERMILLION,
+    finish,
+    make_x_logarithmic,
+    plain,
+    with_minus_sign,
+)
 from residual_mass.paper.titles import OURS, variant_title
 from residual_mass.specs import FigureSpec
 
-TEXT = ["backbone", "corpus", "length"]
-HEAD = ["layer", "head"]
 KEYS = [*TEXT, "maps", *HEAD, "query", "position", "retrieved", "log_kernel", "log_phi", "budget_percent", "k"]
-QUARTILES = {"low": 0.25, "y": 0.5, "high": 0.75}
 SHOWN = 4000
 """Points of one kind in a panel at most."""
 FEW = 500
@@ -38,8 +53,6 @@ RANKS = 60
 """Bins of ranks, about."""
 REACH = 1.0
 """A panel reaches so many times the range of the kernels beyond it, where scores are that far off."""
-LOW, HIGH = (0.02, 0.10, 0.25), (0.75, 0.90, 0.98)
-"""Quantiles of the heads by entropy whose curves are shown."""
 
 
 class Look(NamedTuple):
@@ -52,11 +65,6 @@ CLOUDS = {"unretrieved": Look(BLUE, "o"), "retrieved": Look(VERMILLION, "^")}
 EXACT, SCORE = Look("black"), Look(BLUE, line="--")
 BORDER = "+"
 OWN, VARIANT = Look(BLUE, "o"), Look(VERMILLION, "x")
-SHADES = {
-    "low": [Look("#0072B2"), Look("#3B97CC"), Look("#7CC0E5")],
-    "high": [Look("#E8A07A", line="--"), Look("#D55E00", line="--"), Look("#8F3F00", line="--")],
-}
-"""Of the curves of mass, from the lowest entropy to the highest."""
 
 
 def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
@@ -72,7 +80,7 @@ def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame
     Raises:
         ValueError: not a kernels file and a heads file of the same text and maps, or one of them is not sound.
     """
-    kernels, heads = _two_files(spec, data, "a kernels file and a heads file")
+    kernels, heads = two_files(spec, data, "a kernels file and a heads file")
     keys = _keys(spec, kernels, spec.maps[:1])
     mass = _log_mass(keys)
     scores = pd.DataFrame({"x": keys["log_kernel"] - mass, "y": keys["log_phi"] - mass})
@@ -95,8 +103,9 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     """Log kernel `x` and log score `y` of unretrieved keys under each of `spec.maps`: one row per (maps, key), thinned.
 
     Kernels far out and scores outside of `bottom` and `top` are put on the border and marked as `outside`. The same in
-    all rows of a set of maps, over all its keys: `rms` of y - x in nats, `spearman`, their number `total`, and how many
-    are `left_out`, because they are outside.
+    all rows of a set of maps: over all its keys `rms` of y - x in nats, their number `total`, and how many are
+    `left_out`, because they are outside; and `spearman`, the rank correlation of x and y within a query, mean over
+    queries.
 
     Raises:
         ValueError: not one file, no variant, or the file is not sound or lacks maps or unretrieved keys.
@@ -113,45 +122,12 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     limits = _limits([of_maps for _, of_maps in rest.groupby("maps")["y"]], *kernels)
     parts = []
     for maps in spec.maps:
-        of_maps = rest.loc[rest["maps"] == maps, ["x", "y"]]
+        of_maps = rest.loc[rest["maps"] == maps, ["query", "x", "y"]]
         rms = math.sqrt(((of_maps["y"] - of_maps["x"]) ** 2).mean())
-        shown = _shown(of_maps, kernels, limits)
-        parts.append(shown.assign(maps=maps, rms=rms, spearman=_spearman(of_maps["x"], of_maps["y"])))
+        shown = _shown(of_maps[["x", "y"]], kernels, limits)
+        parts.append(shown.assign(maps=maps, rms=rms, spearman=_spearman(of_maps)))
     facts = {name: keys[name].iloc[0] for name in HEAD}
     return pd.concat(parts, ignore_index=True).assign(**facts, bottom=limits[0], top=limits[1])
-
-
-def mass_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """C_mid against K: one row per (curve, k).
-
-    Curves of `family` low and high are single heads (`layer`, `head`, mean entropy `h_mid`) with their mean `y` over
-    packs; `all` is the median over heads with the quartiles `low` and `high`; `budgets` has the study's K and no y.
-
-    Raises:
-        ValueError: not a mass file and a heads file of the same text, or one of them is not sound.
-    """
-    mass_file, heads_file = _two_files(spec, data, "a mass file and a heads file")
-    mass = read_diagnostics(mass_file, [*TEXT, *HEAD, "k", "c_mid"])
-    heads = read_diagnostics(heads_file, [*TEXT, *HEAD, "k", "h_mid"])
-    _same(TEXT, mass_file, mass, heads_file, heads)
-    if not mass["k"].gt(0).all():
-        raise ValueError(f"{mass_file}: k is 0 somewhere; delete it and rerun the capture stage")
-    curves = head_means(mass[[*HEAD, "k", "c_mid"]], [*HEAD, "k"]).rename(columns={"c_mid": "y"})
-    parts = []
-    for family, chosen in _representatives(head_means(heads[[*HEAD, "h_mid"]], HEAD)).items():
-        for index in range(len(chosen)):
-            curve = chosen.iloc[[index]].merge(curves, on=HEAD)
-            if curve.empty:
-                layer, head = chosen[HEAD].iloc[index]
-                raise ValueError(
-                    f"{mass_file}: has no head {head} of layer {layer}; delete it and rerun the capture stage"
-                )
-            parts.append(curve.assign(family=family))
-    over_heads = curves.groupby("k")["y"]
-    band = pd.DataFrame({name: over_heads.quantile(quantile) for name, quantile in QUARTILES.items()})
-    parts.append(band.reset_index().assign(family="all"))
-    budgets = sorted(set(heads["k"]) - {0})  # a logarithmic axis has no place for K = 0
-    return pd.concat([*parts, pd.DataFrame({"k": budgets, "family": "budgets"})], ignore_index=True)
 
 
 def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
@@ -212,43 +188,9 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
         Line2D([], [], color="black", linewidth=0.7, label="score = kernel"),
     ]
     layer, head, total = points[[*HEAD, "total"]].iloc[0]
-    shown = f"{points['maps'].eq(own).sum():,} of {total:,} unretrieved keys shown"
+    shown = f"{points['maps'].eq(own).sum():,} of {total:,} unretrieved keys shown; Spearman: mean over queries"
     finish(figure, handles, f"{plain(spec.title)}, layer {layer}, head {head}\n{shown}", size=7)
     return figure
-
-
-def draw_mass_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """Curves of single heads, the lower the entropy the darker the blue, the higher the darker the orange."""
-    figure = Figure(figsize=(TEXT_WIDTH, 2.7), layout="constrained")
-    axis = figure.subplots()
-    band = points[points["family"] == "all"]
-    axis.fill_between(
-        band["k"], band["low"], band["high"], color=GREY, alpha=0.2, linewidth=0, label="middle half of heads"
-    )
-    axis.plot(band["k"], band["y"], color=GREY, linewidth=0.8, label="median head")
-    for family, looks in SHADES.items():
-        curves = points[points["family"] == family].groupby([*HEAD, "h_mid"], sort=False)
-        for ((layer, head, h_mid), curve), look in zip(curves, looks, strict=False):
-            label = rf"layer {layer:g}, head {head:g}: $H_{{\mathrm{{mid}}}} = {h_mid:.2f}$"
-            axis.plot(curve["k"], curve["y"], color=look.colour, linestyle=look.line, linewidth=1.3, label=label)
-    budgets = points.loc[points["family"] == "budgets", "k"]
-    for k in budgets:
-        axis.axvline(k, color="black", linestyle=":", linewidth=0.8, zorder=0)
-    if len(budgets):
-        named = ", ".join(f"{k:,.0f}" for k in budgets)
-        axis.plot([], [], color="black", linestyle=":", linewidth=0.8, label=f"$K$ of the study: {named}")
-    _logarithmic_counts(axis, points["k"].min(), points["k"].max())
-    axis.set(ylim=(0, 1.02), xlabel="retrieved keys $K$", ylabel=r"$C_{\mathrm{mid}}(K)$")
-    figure.legend(loc="outside right center", fontsize=7, frameon=False)
-    figure.suptitle(plain(spec.title), fontsize=9)
-    return figure
-
-
-def _two_files(spec: FigureSpec, data: Sequence[Path], what: str) -> tuple[Path, Path]:
-    """Raises ValueError unless `data` are two files."""
-    if len(data) != 2:
-        raise ValueError(f"figure {spec.label} shows {what}, {len(data)} were given; pass these two to --data")
-    return data[0], data[1]
 
 
 def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
@@ -265,12 +207,12 @@ def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
     budget = frame["budget_percent"].iloc[0]
     if spec.budget_percent not in (None, budget):
         raise ValueError(
-            f"{path}: is about a budget of {budget:g}%, the figure about {spec.budget_percent:g}%; delete it and rerun "
-            "the kernels stage"
+            f"{path}: is about a budget of {budget:g}%, the figure about {spec.budget_percent:g}%; delete it and run "
+            "the kernels stage again"
         )
     for each in maps:
         if not frame["maps"].eq(each).any():
-            raise ValueError(f"{path}: has no kernels of the maps {each}; delete it and rerun the kernels stage")
+            raise ValueError(f"{path}: has no kernels of the maps {each}; delete it and run the kernels stage again")
     chosen = frame[frame["maps"].isin(maps)].astype({"log_kernel": float, "log_phi": float, "maps": str})
     return chosen.sort_values(["maps", "query", "position"], ignore_index=True)
 
@@ -283,20 +225,12 @@ def _head_rows(spec: FigureSpec, path: Path, kernels: Path, keys: pd.DataFrame) 
     """
     columns = [*TEXT, "maps", *HEAD, "pack", "query", "e_topk", "e_sub"]
     rows = rows_at_budget(path, columns, spec.budget_percent)
-    _same([*TEXT, "maps"], path, rows, kernels, keys)
+    check_same([*TEXT, "maps"], path, rows, kernels, keys)
     layer, head = keys[HEAD].iloc[0]
     chosen = rows[rows["layer"].eq(layer) & rows["head"].eq(head)].sort_values(["pack", "query"])
     if chosen.empty:
-        raise ValueError(f"{path}: has no head {head} of layer {layer}; delete it and rerun the capture stage")
+        raise ValueError(f"{path}: has no head {head} of layer {layer}; delete it and run the capture stage again")
     return chosen[["e_topk", "e_sub"]].astype(float)
-
-
-def _same(columns: Sequence[str], path: Path, frame: pd.DataFrame, other: Path, others: pd.DataFrame) -> None:
-    """Raises ValueError when two files differ in what is constant in each."""
-    for name in columns:
-        value, expected = the_one(path, frame, name), the_one(other, others, name)
-        if value != expected:
-            raise ValueError(f"{path}: {name} is {value}, but {expected} in {other}; pass files of the same {name}")
 
 
 def _log_mass(keys: pd.DataFrame) -> pd.Series:
@@ -311,8 +245,7 @@ def _by_rank(scores: pd.DataFrame) -> pd.DataFrame:
     number = pd.Series(np.searchsorted(edges, scores["rank"], side="right") - 1, scores.index)
     parts = []
     for series, column in (("exact", "x"), ("score", "y")):
-        bins = scores[column].groupby(number)
-        part = pd.DataFrame({name: bins.quantile(quantile) for name, quantile in QUARTILES.items()})
+        part = quartiles(scores[column].groupby(number))
         parts.append(part.assign(series=series, x=np.sqrt(edges[:-1] * (edges[1:] - 1))[part.index]))
     return pd.concat(parts)
 
@@ -349,22 +282,16 @@ def _limits(scores: Sequence[pd.Series], low: float, high: float) -> tuple[float
     return min(low, max(min(lows), low - reach)), max(high, min(max(highs), high + reach))
 
 
-def _spearman(x: pd.Series, y: pd.Series) -> float:
-    """Rank correlation; NaN where one of the two does not vary."""
-    if x.nunique() < 2 or y.nunique() < 2:
-        return math.nan
-    return float(np.corrcoef(x.rank(), y.rank())[0, 1])
-
-
-def _representatives(heads: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Heads at fixed quantiles of the entropy; fewer where there are too few heads for all."""
-    ordered = heads.sort_values(["h_mid", *HEAD], ignore_index=True)
-    places = {
-        family: dict.fromkeys(round(quantile * (len(ordered) - 1)) for quantile in quantiles)
-        for family, quantiles in (("low", LOW), ("high", HIGH))
-    }
-    high = [place for place in places["high"] if place not in places["low"]]
-    return {"low": ordered.iloc[[*places["low"]]], "high": ordered.iloc[high]}
+def _spearman(keys: pd.DataFrame) -> float:
+    """Rank correlation of `x` and `y` within a query, mean over queries, so that differences in level between queries
+    do not count. Left out are queries in which one of the two does not vary; NaN where none remains.
+    """
+    correlations = [
+        np.corrcoef(of_query["x"].rank(), of_query["y"].rank())[0, 1]
+        for _, of_query in keys.groupby("query")
+        if of_query["x"].nunique() > 1 and of_query["y"].nunique() > 1
+    ]
+    return float(np.mean(correlations)) if correlations else math.nan
 
 
 def _draw_scores(axis: Axes, points: pd.DataFrame) -> None:
@@ -390,7 +317,7 @@ def _draw_ranks(axis: Axes, points: pd.DataFrame, k: int) -> None:
         axis.plot(curve["x"], curve["y"], color=look.colour, linestyle=look.line, linewidth=1.2, marker=marker)
     if k > 0:
         axis.axvline(k, color="black", linestyle=":", linewidth=0.8)
-    _logarithmic_counts(axis, 1, points["x"].max())
+    make_x_logarithmic(axis, 1, points["x"].max())
     axis.set_title("(b) by rank", fontsize=8)
     axis.set_xlabel("rank by exact kernel", fontsize=8)
     axis.set_ylabel(r"log kernel or score $-\,\log Z_{\mathcal{M}}$", fontsize=8)
@@ -421,12 +348,6 @@ def _draw_cloud(axis: Axes, points: pd.DataFrame, look: Look) -> None:
         axis.scatter(x, y, s=5, c=look.colour, marker=marker, alpha=alpha, linewidths=line_width, rasterized=True)
 
 
-def _logarithmic_counts(axis: Axes, low: float, high: float) -> None:
-    axis.set_xscale("log")
-    axis.set_xlim(low / 1.1, high * 1.1)
-    tick_logarithmic(axis.xaxis, low, high)
-
-
 def _border_handles(points: pd.DataFrame) -> list[Line2D]:
     """One entry of the legend where points are put on the border."""
     return [_points_handle(Look(GREY, BORDER), "outside, on the border")] if points["outside"].any() else []
@@ -445,7 +366,7 @@ def _counted(points: pd.DataFrame) -> str:
 
 
 def _fidelity(facts: pd.Series) -> str:
-    correlation = "undefined" if math.isnan(facts["spearman"]) else f"{facts['spearman']:.2f}"
+    correlation = "undefined" if math.isnan(facts["spearman"]) else with_minus_sign(f"{facts['spearman']:z.2f}")
     text = f"RMS {facts['rms']:.2f} nats, Spearman {correlation}"
     return f"{text}, {facts['left_out']:,} outside" if facts["left_out"] else text
 

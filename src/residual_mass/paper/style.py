@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib.style
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -63,11 +64,23 @@ def plain(text: object) -> str:
     return str(text).replace("$", r"\$")
 
 
+def with_minus_sign(number: str) -> str:
+    """A number with a minus sign in place of the hyphen."""
+    return number.replace("-", "\N{MINUS SIGN}")
+
+
 def finish(figure: Figure, handles: Sequence[Artist], title: str, size: float = 8) -> None:
     """One legend for all panels, in two rows where one is too long, and the title."""
     columns = len(handles) if len(handles) <= 6 else math.ceil(len(handles) / 2)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size, frameon=False)
     figure.suptitle(title, fontsize=9)
+
+
+def make_x_logarithmic(axes: Axes, low: float, high: float) -> None:
+    """From `low` to `high`, with a little room on either side."""
+    axes.set_xscale("log")
+    axes.set_xlim(low / 1.1, high * 1.1)
+    tick_logarithmic(axes.xaxis, low, high)
 
 
 def tick_logarithmic(axis: Axis, low: float, high: float) -> None:

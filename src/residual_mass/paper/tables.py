@@ -13,7 +13,7 @@ from residual_mass.paper.captions import Caption, caption_of_published, caption_
 from residual_mass.paper.cells import Cell, Point
 from residual_mass.paper.content import Content, cells_csv, content_of_scores, content_of_texts
 from residual_mass.paper.latex import Latex, escape, render
-from residual_mass.paper.layouts import PUBLISHED, Slice, evaluated, layout_of
+from residual_mass.paper.layouts import LAYOUTS, PUBLISHED, Slice, evaluated, layout_of
 from residual_mass.paper.results import Result, load_results
 from residual_mass.specs import TableSpec
 
@@ -34,10 +34,13 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
     CSV line per printed cell with its interval, its tests and what it comes from.
 
     Raises:
-        ValueError: a cell of the study is missing, or a file is damaged or of another study; names cell and file.
+        ValueError: the label is unknown, a cell of the study is missing, or a file is damaged or of another study;
+            names cell and file.
     """
     if spec.label == accounting_table.LABEL:
         return accounting_table.run(spec, results, template, out, cells)
+    if spec.label not in LAYOUTS:
+        raise ValueError(f"table {spec.label!r} is unknown; known are {', '.join([*LAYOUTS, accounting_table.LABEL])}")
     layout = layout_of(spec)
     shown = dict.fromkeys(point for point in layout.all_points() if evaluated(point, spec))
     if not shown:

@@ -410,7 +410,7 @@ def test_a_file_of_two_captures_or_of_none_is_refused(tmp_path: Path) -> None:
     captured = Captured(tmp_path)
     frame = captured.write()
     frame.iloc[:0].to_parquet(captured.heads, index=False)
-    assert captured.refusal() == f"{captured.heads}: backbone should have one value, found 0; {REMEDY}"
+    assert captured.refusal() == f"{captured.heads}: has no rows; {REMEDY}"
     frame.loc[frame.index[0], "corpus"] = "books"
     frame.to_parquet(captured.heads, index=False)
     assert captured.refusal() == f"{captured.heads}: corpus should have one value, found 2; {REMEDY}"

@@ -128,6 +128,13 @@ def test_a_sample_larger_than_all_rows_is_all_rows(tiny_backbone: Backbone) -> N
     assert rows == list(product(range(2), range(3), range(4), range(QUERIES)))
 
 
+@pytest.mark.parametrize(("audited", "per_layer"), [(3, [1, 1, 1]), (7, [2, 2, 3]), (1, [0, 0, 1])])
+def test_the_sample_is_dealt_out_over_the_layers(tiny_backbone: Backbone, audited: int, per_layer: list[int]) -> None:
+    rows = capture.audited_rows(make_spec(audited=audited), 2, tiny_backbone.shape)
+    assert len(set(rows)) == len(rows) == audited
+    assert sorted(sum(layer == of for _, of, _, _ in rows) for layer in range(3)) == per_layer
+
+
 def test_constant_columns_say_what_the_rows_are_of(folder: Path, phi: Path, tmp_path: Path) -> None:
     table = captured(make_spec(packs=1), folder, phi, tmp_path)
     facts = {"backbone": TINY.name, "corpus": "wiki", "length": str(LENGTH), "maps": "512", "study": "test"}

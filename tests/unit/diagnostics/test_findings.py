@@ -28,8 +28,8 @@ from tests.unit.diagnostics.test_claims import (
 )
 
 from residual_mass.diagnostics import findings
-from residual_mass.diagnostics.captured import read_settings
 from residual_mass.diagnostics.resampling import resampled, whole
+from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import read_json
 from residual_mass.specs import FindingsSpec, to_json
 
@@ -121,14 +121,16 @@ def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> N
 
 def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
     *_, table = run(tmp_path, files)
-    assert list(table) == findings.CLAIM_COLUMNS and len(table) == 3 * 16 + 3
+    assert list(table) == findings.CLAIM_COLUMNS and len(table) == 2 * 15 + 14 + 5
     draws = []
     for pair, one, (corpus, length, packs) in zip(files, whole(read(tmp_path, files), 4.0), SETTINGS, strict=True):
         (s,) = slow_draws(pair, one)
         draws.append(s)
         lines = table.query("corpus == @corpus and length == @length").set_index("claim")
-        assert lines["estimate"].to_dict() == pytest.approx(slow_claims(s), abs=1e-6)
-        assert set(lines["primary"]) == {int((corpus, length) == ("wiki", "1k"))} and set(lines["packs"]) == {packs}
+        assert lines["estimate"].to_dict() == pytest.approx(slow_claims(s), abs=1e-6, nan_ok=True)
+        only_cwe = lines.index == "sub_wins_on_most_heads"
+        primary = (length == "1k") & np.where(only_cwe, corpus == "cwe", corpus == "wiki")
+        assert (lines["primary"] == primary.astype(int)).all() and set(lines["packs"]) == {packs}
         of_all_k = {"completion_helps_in_every_quartile", "errors_fall_with_k"}
         assert set(lines.index[lines["k"].isna()]) == of_all_k and set(lines["k"].dropna()) == {7}
     joint = table.query("corpus == 'all'").set_index("claim")
@@ -157,10 +159,11 @@ def planted(sign: float, noise: float = 0.0, corpus: str = "wiki") -> Files:
         name: rng.normal(size=len(rows)) * noise for name in ("e_topk", "e_sub", "delta", "log_z", "share", "exact")
     }
     quartile = head // 10
-    # Losses are on most heads of the lowest quartile, but its mean gain is positive.
+    # Losses are on most heads of the lowest quartile, but its mean gain is positive; elsewhere they are few and small.
     gain = np.where(quartile == 0, np.where(head % 10 < 6, -0.01, 0.1), 0.1 + quartile / 10)
     if sign < 0:
-        gain = np.where(quartile == 3, np.where(head % 10 < 6, -0.3, 0.1), 0.3 - quartile / 10)
+        gain = np.where(quartile == 3, -0.3, 0.3 - quartile / 10)
+    gain = np.where((head % 10 == 9) & (quartile != (0 if sign > 0 else 3)), -0.002, gain)
     level = 5 + sign * (quartile - 1.5) - sign * np.log2(rows["k"]) / 2
     rows["e_topk"] = level + abs(sign) * gain / 2 + jitter["e_topk"]
     rows["e_sub"] = level - abs(sign) * gain / 2 + jitter["e_sub"]
@@ -182,7 +185,7 @@ def test_planted_effects_are_found(sign: float, verdict: str, corpus: str, tmp_p
     spec = dataclasses.replace(SPEC, corpus=corpus, bootstrap_resamples=300)
     *_, table = run(tmp_path, [planted(sign, noise=1e-3, corpus=corpus)], spec)
     lines = table.query("corpus != 'all'")
-    assert len(lines) == 16
+    assert len(lines) == (15 if corpus == "wiki" else 14)
     assert dict(zip(lines["claim"], lines["verdict"], strict=True)) == dict.fromkeys(lines["claim"], verdict)
 
 
@@ -210,9 +213,7 @@ def test_rounding_errors_decide_nothing(tmp_path: Path) -> None:
     rows = rows.assign(e_topk=0.1, e_sub=0.1, e_nosub=0.1, log_z_hat=0.3, log_z_true=0.1 + 0.2, residual_share_hat=0.7)
     accounting, _, table = run(tmp_path, [(rows, mass.assign(c_mid=0.1))])
     assert set(accounting["e_topk_ci_low"]) == set(accounting["e_topk_ci_high"]) == {0.1}
-    undecided = table[
-        ~table["claim"].isin(["exact_sub_is_exact", "exact_nosub_lower", "nosub_wins_where_underestimated"])
-    ]
+    undecided = table[~table["claim"].isin(["exact_sub_is_exact", "exact_nosub_lower_somewhere"])]
     decided = undecided[undecided["verdict"] != "undecided"]
     assert decided["claim"].tolist() == ["nosub_wins_on_most_heads"]  # none of the heads, which is no rounding error
     assert not any("-0.000000" in (tmp_path / name).read_text() for name in OUT)
@@ -238,9 +239,9 @@ def test_where_nothing_is_left_there_is_no_log_mass(tmp_path: Path) -> None:
     for name in ("gain_largest_at_high_entropy", "gain_rises_with_entropy", "residual_share_rises_with_entropy"):
         assert lines.loc[name, ["estimate", "ci_low", "ci_high"]].tolist() == [0, 0, 0]
     assert lines.loc["completion_helps_in_every_quartile"].estimate <= 0
-    signs = claims.set_index("claim").loc["log_z_error_has_both_signs"]
+    somewhere = claims.set_index("claim").loc["residual_overestimated_somewhere"]
     (error,) = accounting.query("corpus == 'cwe' and k == 30")["log_z_error"]
-    assert signs.estimate == pytest.approx(-abs(error), abs=2e-6)  # of the other setting alone
+    assert somewhere.estimate == pytest.approx(error, abs=2e-6)  # of the other setting alone
 
 
 def test_draws_that_define_no_mean_are_left_out(tmp_path: Path) -> None:
@@ -251,12 +252,6 @@ def test_draws_that_define_no_mean_are_left_out(tmp_path: Path) -> None:
     accounting, _, _ = run(tmp_path, [(rows, mass)])
     for name in ("log_z_error", "log_z_error_ci_low", "log_z_error_ci_high"):
         assert accounting[name].tolist() == [0.5, 0.5, 0.5]
-
-
-def test_one_setting_cannot_have_both_signs(tmp_path: Path) -> None:
-    *_, table = run(tmp_path, [make_rows(np.random.default_rng())])
-    joint = table.query("corpus == 'all'")["claim"].tolist()
-    assert joint == ["sub_lowest_everywhere", "exact_sub_is_exact"]
 
 
 def test_budgets_of_the_same_k_have_a_row_each(tmp_path: Path) -> None:

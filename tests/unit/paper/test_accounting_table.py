@@ -160,6 +160,17 @@ def test_ties_at_the_printed_precision_are_all_bold_and_an_oracle_never_is(tmp_p
     assert fields[1][3:6] == [r"\textbf{0.200}", "0.201", "0.300"] and fields[1][7] == "$-5.000$"
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [("-0.000499", "$0.000$"), ("-0.000000", "$0.000$"), ("-0.000501", "$-0.001$")]
+)
+def test_a_log_z_error_that_rounds_to_zero_has_no_minus(tmp_path: Path, value: str, text: str) -> None:
+    rows = edit(accounting_rows(), "wiki", "1k", log_z_error=value, log_z_error_ci_low="-1", log_z_error_ci_high="1")
+    fields = printed(table(tmp_path, spec(), write(tmp_path / "a.csv", rows)))
+    assert fields[0][-1] == text
+    (line,) = [line for line in cells(tmp_path) if (line["value"], line["quantity"]) == (value, "log_z_error")]
+    assert line["text"] == text.strip("$")
+
+
 def test_without_lengths_all_of_the_file_are_shown_in_rising_order(tmp_path: Path) -> None:
     rows = [row | {"length": {"1k": "16k", "2k": "512"}[row["length"]]} for row in accounting_rows()]
     fields = printed(table(tmp_path, spec(lengths=()), write(tmp_path / "a.csv", rows)))

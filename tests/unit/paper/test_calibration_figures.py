@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from sample_results import diagnostics
 
 from residual_mass.paper.calibration_figures import (
-    bulk,
     draw_fullsub_nosub_delta,
     draw_logz_calibration,
     fullsub_nosub_delta_points,
     logz_calibration_points,
 )
+from residual_mass.paper.diagnostics_file import bulk
 from residual_mass.paper.style import BLUE, VERMILLION, paper_style, save
 from residual_mass.specs import FigureSpec
 
@@ -119,16 +119,6 @@ def test_deltas_are_counted_by_head(tmp_path: Path) -> None:
     assert points["beyond"].max() == 0
     steps = np.diff(np.arcsinh(np.unique([points["low"], points["high"]]) / points["linear_width"].iloc[0]))
     assert steps.min() == pytest.approx(steps.max(), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([3], (3, 3)), ([1, 2, 2, 2, 3], (2, 2)), ([0, 1, 2, 3, 4, 50], (0, 11.25)), ([-90, *range(9)], (-12.25, 8))],
-)
-def test_the_bulk_ends_three_interquartile_ranges_from_the_quartiles(
-    values: list[float], expected: tuple[float, float]
-) -> None:
-    assert bulk(np.array(values, dtype=float)) == expected
 
 
 def bars(axis: Axes) -> dict[tuple[str, bool], list[tuple[float, float, float, float]]]:
@@ -298,6 +288,19 @@ def test_awkward_values_are_drawn(tmp_path: Path, values: list[float]) -> None:
     draw_logz_calibration(LOGZ, points).draw_without_rendering()
     (figure := draw_fullsub_nosub_delta(DELTA, deltas)).draw_without_rendering()
     assert "0" in [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+
+
+@pytest.mark.parametrize(
+    ("value", "logz", "delta"),
+    [(-1e-5, "+0.00", "+0.0000"), (-0.25, "\N{MINUS SIGN}0.25", "\N{MINUS SIGN}0.2500"), (0.25, "+0.25", "+0.2500")],
+)
+def test_what_rounds_to_zero_has_no_minus(tmp_path: Path, value: float, logz: str, delta: str) -> None:
+    frame = diagnostics(**ONE).assign(log_z_hat=value, log_z_true=0.0, e_sub=value, e_nosub=0.0)
+    frame.to_parquet(data := tmp_path / "heads.parquet")
+    (axis,) = draw_logz_calibration(LOGZ, logz_calibration_points(LOGZ, [data])).axes
+    assert f"mean {logz}, {float(value < 0):.1%} underestimated\n" in axis.get_title()
+    (axis,) = draw_fullsub_nosub_delta(DELTA, fullsub_nosub_delta_points(DELTA, [data])).axes
+    assert f"mean {delta}, median {delta}\n" in axis.get_title()
 
 
 def test_a_panel_without_any_residual_says_so(tmp_path: Path) -> None:

@@ -18,6 +18,10 @@ def test_values_that_print_alike_tie() -> None:
     assert best(values) == {point("topk"), point("topk_phi")}
 
 
+def test_what_rounds_to_zero_has_no_minus() -> None:
+    assert [format_score(value) for value in (-0.0004, -0.0, 0.0004, -0.0006)] == ["0.000", "0.000", "0.000", "-0.001"]
+
+
 def test_values_that_print_differently_do_not_tie() -> None:
     assert best({point("topk"): 0.5484, point("topk_phi"): 0.5486}) == {point("topk_phi")}
 

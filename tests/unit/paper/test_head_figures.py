@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from sample_results import diagnostics
 
-from residual_mass.paper.diagnostics_file import binned_medians, equal_parts, head_means, read_diagnostics
+from residual_mass.paper.diagnostics_file import binned_medians
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.head_figures import (
     draw_entropy_gain,
@@ -113,6 +114,13 @@ def test_every_panel_of_gains_shows_every_head_and_its_sign(tmp_path: Path) -> N
     assert len({axis.get_ylim() for axis in figure.axes}) == 1
 
 
+def test_backbones_have_the_titles_of_the_spec(tmp_path: Path) -> None:
+    data = [write(tmp_path / f"{name}.parquet", diagnostics(backbone=name)) for name in ("large", "smol", "other")]
+    named = replace(spec("entropy_gain"), backbone_titles={"smol": "Smol $1", "large": "Large-2", "absent": "x"})
+    figure = draw_entropy_gain(named, entropy_gain_points(named, data))
+    assert [axis.get_ylabel() for axis in figure.axes[::2]] == ["Large-2", r"Smol \$1", "other"]
+
+
 def test_one_backbone_is_named_by_the_title_alone(heads: Path) -> None:
     figure = draw_entropy_gain(spec("entropy_gain"), entropy_gain_points(spec("entropy_gain"), [heads]))
     assert [axis.get_ylabel() for axis in figure.axes][1:] == [""]
@@ -138,7 +146,7 @@ def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right(heads: P
     assert low <= grid.min() and grid.max() <= high
     without = {head: value for head, value in expected.items() if head != (1, 2)}
     np.testing.assert_allclose(shown(shares), pairs(without, by_head(points, "residual_share_hat")))
-    assert "$K = 21$ (4%)" in shares.get_title()
+    assert "$K = 21$ (4%)" in shares.get_title() and r"\rho_{\mathrm{res}} = " in shares.get_ylabel()
 
 
 def slow_bins(x: Sequence[float], y: Sequence[float], width: float) -> list[tuple[float, float]]:
@@ -175,16 +183,6 @@ def test_the_breakdown_shows_errors_gains_and_their_medians(heads: Path) -> None
     without, completed, gains = figure.axes
     assert without.get_ylim() == completed.get_ylim()
     assert any(set(line.get_ydata()) == {0} for line in gains.lines)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 270])
-def test_parts_are_in_ascending_order_and_of_even_size(count: int) -> None:
-    values = pd.Series(np.random.default_rng().integers(0, 5, count) / 4)
-    parts = equal_parts(values, 4)
-    sizes = [int((parts == part).sum()) for part in range(4)]
-    assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
-    order = sorted(range(count), key=lambda index: (values[index], index))
-    assert parts[order].is_monotonic_increasing
 
 
 def slow_quartile(values: list[float], share: float) -> float:
@@ -375,15 +373,6 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, kind: str, colum
         FIGURES[kind][0](spec(kind), [data])
 
 
-def test_logarithms_of_masses_may_be_of_nothing(tmp_path: Path) -> None:
-    data = write(tmp_path / "heads.parquet", spoil("log_z_hat", -float("inf"))(diagnostics()))
-    assert read_diagnostics(data, ["log_z_hat"])["log_z_hat"].min() == -float("inf")
-    for value in (float("nan"), float("inf")):
-        write(data, spoil("log_z_hat", value)(diagnostics()))
-        with pytest.raises(ValueError, match=f"^{data}: log_z_hat holds values that are not finite"):
-            read_diagnostics(data, ["log_z_hat"])
-
-
 def test_text_may_not_be_missing(tmp_path: Path) -> None:
     data = write(tmp_path / "heads.parquet", diagnostics().assign(backbone=None))
     with pytest.raises(ValueError, match=f"^{data}: backbone holds values that are not finite"):
@@ -436,12 +425,5 @@ def test_backbones_that_cannot_be_compared_are_refused(heads: Path, edit: Edit, 
 def test_a_file_of_several_backbones_is_refused(tmp_path: Path) -> None:
     both = pd.concat([diagnostics(), diagnostics(backbone="large")])
     data = write(tmp_path / "heads.parquet", both)
-    with pytest.raises(ValueError, match=f"^{data}: backbone has 2 values; delete it and rerun the capture stage"):
+    with pytest.raises(ValueError, match=f"^{data}: backbone has 2 values; delete it and run the capture stage again"):
         entropy_gain_points(spec("entropy_gain"), [data])
-
-
-def test_means_are_taken_in_float64() -> None:
-    values = np.float32([1e8, 1, -1e8, 3])
-    frame = pd.DataFrame({"head": 0, "clamped": [True, False, False, False], "value": values})
-    (row,) = head_means(frame, ["head"]).to_dict("records")
-    assert row == {"head": 0, "clamped": 0.25, "value": 1.0}

@@ -1,4 +1,4 @@
-"""Figures of kernels and recovered mass show what a slow reading of the rows gives."""
+"""Figures of kernels show what a slow reading of the rows gives."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from sample_results import diagnostics
+from sample_results import change, diagnostics
 
-from residual_mass.paper.calibration_figures import bulk
+from residual_mass.paper.diagnostics_file import bulk
 from residual_mass.paper.kernel_figures import (
     SHOWN,
     ablation_kernel_fidelity_points,
     draw_ablation_kernel_fidelity,
     draw_kernel_sanity,
-    draw_mass_curves,
     kernel_sanity_points,
-    mass_curves_points,
 )
 from residual_mass.paper.style import BLUE, VERMILLION, paper_style, save
 from residual_mass.specs import FigureSpec
@@ -31,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 MAPS = ("1k", "1k-hedgehog_map", "1k-lolcats_loss", "1k-kl_only", "1k-aux_only")
 SANITY = FigureSpec(label="kernel_sanity", title="A $5 model", budget_percent=4.0, maps=("1k",))
 FIDELITY = FigureSpec(label="ablation_kernel_fidelity", title="A model", budget_percent=4.0, maps=MAPS)
-MASS = FigureSpec(label="mass_curves", title="A model")
 HEAD = (1, 2)
 """Layer and head of the kernels."""
 
@@ -54,22 +51,12 @@ def kernels(
     return frame.astype(dict.fromkeys(("maps", "backbone", "corpus", "length"), "category"))
 
 
-def mass(layers: int = 4, heads: int = 5, packs: int = 2, ks: tuple[int, ...] = (1, 3, 10, 30, 70)) -> pd.DataFrame:
-    index = pd.MultiIndex.from_product(
-        [range(packs), range(layers), range(heads), ks], names=["pack", "layer", "head", "k"]
-    )
-    frame = index.to_frame(index=False).assign(backbone="smol", corpus="wiki", length="1k")
-    frame["c_mid"] = np.random.default_rng(9).random(len(frame))
-    return frame.sample(frac=1, random_state=2, ignore_index=True)
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """Files of kernels, heads and mass of one text."""
-    paths = {name: tmp_path / f"{name}_smol_wiki_1k.parquet" for name in ("kernels", "heads", "mass")}
+    """Files of kernels and heads of one text."""
+    paths = {name: tmp_path / f"{name}_smol_wiki_1k.parquet" for name in ("kernels", "heads")}
     kernels().to_parquet(paths["kernels"])
     diagnostics(layers=4, heads=5).to_parquet(paths["heads"])
-    mass().to_parquet(paths["mass"])
     return paths
 
 
@@ -220,6 +207,16 @@ def slow_correlation(x: list[float], y: list[float]) -> float:
     return covariance / math.sqrt(sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y))
 
 
+def slow_spearman(frame: pd.DataFrame, maps: str) -> float:
+    """Mean over queries, without those of fewer than two unretrieved keys or of one value alone."""
+    correlations = []
+    for query in set(frame["query"]):
+        x, y = zip(*slow_rest(frame[frame["query"] == query], maps), strict=True)
+        if len(set(x)) > 1 and len(set(y)) > 1:
+            correlations.append(slow_correlation(slow_ranks(list(x)), slow_ranks(list(y))))
+    return sum(correlations) / len(correlations)
+
+
 def slow_rest(frame: pd.DataFrame, maps: str) -> list[tuple[float, float]]:
     chosen = frame[frame["maps"] == maps]
     return [(float(row.log_kernel), float(row.log_phi)) for row in chosen.itertuples() if not row.retrieved]
@@ -241,8 +238,7 @@ def test_fidelity_is_over_the_unretrieved_keys(files: dict[str, Path]) -> None:
         for label, colour, name in (("1k", BLUE, "own"), (maps, VERMILLION, "variant")):
             rest = slow_rest(frame, label)
             rms = math.sqrt(sum((y - x) ** 2 for x, y in rest) / len(rest))
-            x, y = zip(*rest, strict=True)
-            spearman = slow_correlation(slow_ranks(list(x)), slow_ranks(list(y)))
+            spearman = slow_spearman(frame, label)
             outside = sum(not (low <= a <= high and bottom <= b <= top) for a, b in rest)
             facts = points[points["maps"] == label].iloc[0]
             assert (facts["rms"], facts["spearman"]) == pytest.approx((rms, spearman), rel=1e-9)
@@ -256,9 +252,35 @@ def test_fidelity_is_over_the_unretrieved_keys(files: dict[str, Path]) -> None:
     # The last variant is 16 nats off: the panels reach as far beyond the kernels as these reach, and no further.
     assert top == pytest.approx(high + (high - low)) and low - 1 < bottom <= low
     assert set(points.loc[points["maps"] == "1k-aux_only", "left_out"]) == {len(own)}
-    assert figure.get_suptitle() == "A model, layer 1, head 2\n57 of 57 unretrieved keys shown"
+    shown = "57 of 57 unretrieved keys shown; Spearman: mean over queries"
+    assert figure.get_suptitle() == f"A model, layer 1, head 2\n{shown}"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["own maps (1k)", "the panel's variant", "outside, on the border", "score = kernel"]
+
+
+def test_rank_correlation_is_within_queries(files: dict[str, Path]) -> None:
+    frame = kernels(MAPS[:2], queries=5)
+    frame["log_kernel"] += 9 * frame["query"]
+    frame["log_phi"] += 9 * frame["query"]
+    frame.loc[frame["query"] == 3, "retrieved"] = frame["position"] > 4  # one key is left
+    frame.loc[(frame["query"] == 4) & ~frame["retrieved"], "log_phi"] = 38.0
+    frame.to_parquet(files["kernels"])
+    spec = FigureSpec(label="ablation_kernel_fidelity", title="", maps=MAPS[:2])
+    points = ablation_kernel_fidelity_points(spec, [files["kernels"]])
+    for maps, facts in points.groupby("maps"):
+        (spearman,) = facts["spearman"].unique()
+        assert spearman == pytest.approx(slow_spearman(frame[frame["query"] < 3], maps), rel=1e-9)
+        x, y = zip(*slow_rest(frame, maps), strict=True)
+        assert slow_correlation(slow_ranks(list(x)), slow_ranks(list(y))) > spearman + 0.02  # pooled
+        rms = math.sqrt(sum((b - a) ** 2 for a, b in zip(x, y, strict=True)) / len(x))
+        assert facts["rms"].to_numpy() == pytest.approx(rms, rel=1e-9)  # of all keys
+
+
+@pytest.mark.parametrize(("spearman", "text"), [(-0.004, "0.00"), (-0.25, "\N{MINUS SIGN}0.25"), (0.125, "0.12")])
+def test_rank_correlations_have_a_minus_where_one_is_seen(files: dict[str, Path], spearman: float, text: str) -> None:
+    points = ablation_kernel_fidelity_points(FIDELITY, [files["kernels"]]).assign(spearman=spearman)
+    for axis in draw_ablation_kernel_fidelity(FIDELITY, points).axes:
+        assert axis.get_title().count(f"Spearman {text}") == 2
 
 
 def test_scores_that_do_not_vary_have_no_rank_correlation(files: dict[str, Path]) -> None:
@@ -287,78 +309,10 @@ def test_panels_name_their_variant(files: dict[str, Path], maps: tuple[str, ...]
     assert [axis.get_title().split("\n")[0] for axis in figure.axes] == titles
 
 
-# ---- recovered mass --------------------------------------------------------------------------------------------------
-
-
-def slow_entropies(frame: pd.DataFrame) -> list[tuple[float, int, int]]:
-    """(mean entropy, layer, head), ascending."""
-    seen: dict[tuple[int, int], list[float]] = {}
-    for _, row in frame.iterrows():
-        seen.setdefault((row["layer"], row["head"]), []).append(float(row["h_mid"]))
-    return sorted((sum(values) / len(values), *head) for head, values in seen.items())
-
-
-def slow_curves(frame: pd.DataFrame) -> dict[tuple[int, int], list[tuple[int, float]]]:
-    seen: dict[tuple[int, int, int], list[float]] = {}
-    for _, row in frame.iterrows():
-        seen.setdefault((row["layer"], row["head"], row["k"]), []).append(row["c_mid"])
-    curves: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for (layer, head, k), values in sorted(seen.items()):
-        curves.setdefault((layer, head), []).append((k, sum(values) / len(values)))
-    return curves
-
-
-def test_curves_are_of_heads_at_fixed_ranks_of_the_entropy(files: dict[str, Path]) -> None:
-    points = mass_curves_points(MASS, [files["mass"], files["heads"]])
-    entropies = slow_entropies(diagnostics(layers=4, heads=5))
-    curves = slow_curves(mass())
-    chosen = [entropies[round(q * 19)] for q in (0.02, 0.10, 0.25, 0.75, 0.90, 0.98)]
-    axis = (figure := draw_mass_curves(MASS, points)).axes[0]
-    lines = {line.get_label(): line for line in axis.lines}
-    labels = []
-    for number, (h_mid, layer, head) in enumerate(chosen):
-        labels.append(rf"layer {layer}, head {head}: $H_{{\mathrm{{mid}}}} = {h_mid:.2f}$")
-        line = lines[labels[-1]]
-        np.testing.assert_allclose(line.get_xydata(), curves[layer, head], rtol=1e-9)
-        assert line.get_linestyle() == ("-" if number < 3 else "--")
-    assert len({lines[label].get_color() for label in labels}) == 6
-    median = [(k, np.median([curve[i][1] for curve in curves.values()])) for i, k in enumerate((1, 3, 10, 30, 70))]
-    np.testing.assert_allclose(lines["median head"].get_xydata(), median)
-    of_all = points[points["family"] == "all"]
-    at_10 = [curve[2][1] for curve in curves.values()]
-    np.testing.assert_allclose(of_all[["low", "high"]].iloc[2], np.quantile(at_10, (0.25, 0.75)))
-    named = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert named == ["middle half of heads", "median head", *labels, "$K$ of the study: 1, 21"]
-    levels = [line.get_xdata()[0] for line in axis.lines if line.get_linestyle() == ":" and len(line.get_xdata())]
-    assert levels == [1, 21] and axis.get_xscale() == "log"
-
-
-@pytest.mark.parametrize(("layers", "heads", "curves"), [(1, 1, 1), (1, 2, 2), (2, 2, 4), (2, 3, 4)])
-def test_few_heads_give_few_curves_and_none_twice(files: dict[str, Path], layers: int, heads: int, curves: int) -> None:
-    mass(layers, heads).to_parquet(files["mass"])
-    diagnostics(layers, heads, packs=1, queries=1).assign(k=0).to_parquet(files["heads"])
-    points = mass_curves_points(MASS, [files["mass"], files["heads"]])
-    single = points[points["family"].isin(["low", "high"])]
-    assert len(single[["layer", "head"]].drop_duplicates()) == len(single) / 5 == curves
-    assert "budgets" not in set(points["family"])  # K = 0 has no place
-    draw_mass_curves(MASS, points).draw_without_rendering()
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def change(column: str, value: object) -> Callable[[pd.DataFrame], pd.DataFrame]:
-    """`value` in the first row."""
-
-    def edit(frame: pd.DataFrame) -> pd.DataFrame:
-        values = frame[column].astype(object)
-        values.iloc[0] = value
-        return frame.assign(**{column: values.astype(str if isinstance(value, str) else float)})
-
-    return edit
-
-
-RERUN_KERNELS = ".*rerun the kernels stage$"
+RERUN_KERNELS = ".*run the kernels stage again$"
 
 
 @pytest.mark.parametrize(
@@ -399,9 +353,9 @@ def test_a_missing_variant_is_refused(files: dict[str, Path]) -> None:
     [
         (lambda frame: frame.assign(corpus="cwe"), "corpus is cwe, but wiki in .*kernels.*; pass files of the same"),
         (lambda frame: frame.assign(maps="2k"), "maps is 2k, but 1k in .*kernels.*; pass files of the same maps"),
-        (lambda frame: frame[frame["layer"] != 1], "has no head 2 of layer 1; delete it and rerun the capture stage"),
+        (lambda frame: frame[frame["layer"] != 1], "has no head 2 of layer 1; delete it and run the capture stage"),
         (lambda frame: frame[frame["k"] == 1], "no rows at a budget of 4%"),
-        (change("e_sub", math.nan), "e_sub holds values that are not finite; .*rerun the capture stage"),
+        (change("e_sub", math.nan), "e_sub holds values that are not finite; .*run the capture stage again"),
     ],
 )
 def test_heads_that_do_not_belong_to_the_kernels_are_refused(
@@ -412,30 +366,10 @@ def test_heads_that_do_not_belong_to_the_kernels_are_refused(
         kernel_sanity_points(SANITY, [files["kernels"], files["heads"]])
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda frame: frame.assign(length="2k"), "length is 2k, but 1k in .*heads.*; pass files of the same length"),
-        (lambda frame: frame[frame["layer"] != 1], r"has no head \d of layer 1; delete it and rerun the capture stage"),
-        (lambda frame: frame.assign(k=0), "k is 0 somewhere; delete it and rerun the capture stage"),
-        (change("c_mid", math.nan), "c_mid holds values that are not finite; .*rerun the capture stage"),
-        (change("backbone", "other"), "backbone has 2 values; delete it and rerun the capture stage"),
-    ],
-)
-def test_bad_mass_is_refused(
-    files: dict[str, Path], edit: Callable[[pd.DataFrame], pd.DataFrame], message: str
-) -> None:
-    edit(mass()).to_parquet(files["mass"])
-    with pytest.raises(ValueError, match=f"^{files['mass']}: {message}"):
-        mass_curves_points(MASS, [files["mass"], files["heads"]])
-
-
 def test_wrong_numbers_of_files_and_maps_are_refused(files: dict[str, Path]) -> None:
     path = files["kernels"]
     with pytest.raises(ValueError, match="^figure kernel_sanity shows a kernels file and a heads file, 1 were given"):
         kernel_sanity_points(SANITY, [path])
-    with pytest.raises(ValueError, match="^figure mass_curves shows a mass file and a heads file, 3 were given"):
-        mass_curves_points(MASS, [path] * 3)
     with pytest.raises(ValueError, match="^figure ablation_kernel_fidelity shows one kernels file, 2 were given"):
         ablation_kernel_fidelity_points(FIDELITY, [path, path])
     alone = FigureSpec(label="ablation_kernel_fidelity", title="", maps=("1k",))
@@ -468,11 +402,10 @@ def test_the_order_of_rows_changes_no_byte(files: dict[str, Path]) -> None:
     shown: list[pd.DataFrame] = []
     made: list[tuple[bytes, bytes]] = []
     for seed in (1, 3):
-        for name, frame in (("kernels", kernels()), ("heads", diagnostics(layers=4, heads=5)), ("mass", mass())):
+        for name, frame in (("kernels", kernels()), ("heads", diagnostics(layers=4, heads=5))):
             frame.sample(frac=1, random_state=seed).to_parquet(files[name])
         points = kernel_sanity_points(SANITY, [files["kernels"], files["heads"]])
-        fidelity = ablation_kernel_fidelity_points(FIDELITY, [files["kernels"]])
-        shown.append(pd.concat([points, fidelity, mass_curves_points(MASS, [files["mass"], files["heads"]])]))
+        shown.append(pd.concat([points, ablation_kernel_fidelity_points(FIDELITY, [files["kernels"]])]))
         with paper_style():
             save(draw_kernel_sanity(SANITY, points), pdf := tmp(files) / "f.pdf", png := tmp(files) / "f.png")
         made.append((pdf.read_bytes(), png.read_bytes()))

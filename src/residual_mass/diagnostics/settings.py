@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pyarrow import ArrowInvalid
 
+from residual_mass.files import read_parquet
 from residual_mass.specs import FindingsSpec
 
 PROVENANCE = ("study", "backbone", "maps", "model_id", "revision", "weights", "phi_sha")
@@ -37,7 +37,8 @@ class Setting:
         ks: K of every budget, from the smallest budget on.
         cells: by budget, then by name, [H, P]: means over queries of `MEANS`, of gain = e_topk - e_sub and delta =
             e_sub - e_nosub, and sum and count of the log-Z errors that are defined (log_z_sum, log_z_count); delta,
-            log_z_sum and log_z_count also under bfloat16 summaries (delta_bf16, ...). Heads go by layer, then head.
+            log_z_sum and log_z_count also under bfloat16 summaries (delta_bf16, ...), and of what these change in
+            log_z_hat where both are defined (log_z_sum_change, ...). Heads go by layer, then head.
         mass: by K of the grid, [H, P]: the mean share of the mid-region's mass that K tokens hold.
         rows: captured rows at each budget.
         quartiles: heads in four groups from low to high mean h_mid, whose sizes differ by one at most; of equal means
@@ -82,7 +83,7 @@ def read_settings(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path
 
 
 def _read_setting(path: Path, mass: Path) -> Setting:
-    frame = _read(path, [*PROVENANCE, "corpus", "length", "k", *HEADS_ORDER, *MEANS, *LOGARITHMS])
+    frame = read_parquet(path, [*PROVENANCE, "corpus", "length", "k", *HEADS_ORDER, *MEANS, *LOGARITHMS], "capture")
     facts = {name: _only(path, frame, name) for name in (*PROVENANCE, "corpus", "length")}
     _check_numbers(path, frame)
     frame = _sorted(path, frame, HEADS_ORDER)
@@ -114,7 +115,7 @@ def _read_mass(
     path: Path, of: Path, facts: dict[str, str], heads: Sequence[tuple[int, int]], packs: Sequence[int]
 ) -> dict[int, np.ndarray]:
     """Mean mass recovery by K, [H, P]; `facts`, `heads` and `packs` are those of the heads file `of`."""
-    frame = _read(path, ["backbone", "corpus", "length", *MASS_ORDER, "c_mid"])
+    frame = read_parquet(path, ["backbone", "corpus", "length", *MASS_ORDER, "c_mid"], "capture")
     for name in ("backbone", "corpus", "length"):
         if (value := _only(path, frame, name)) != facts[name]:
             raise ValueError(
@@ -127,20 +128,6 @@ def _read_mass(
     ks = [int(k) for k in frame["k"].unique()]
     values = frame["c_mid"].to_numpy(np.float64).reshape(len(ks), len(heads), len(packs))
     return dict(zip(ks, values, strict=True))
-
-
-def _read(path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    try:
-        frame = pd.read_parquet(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the capture stage") from None
-    except (ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}); {AGAIN}") from None
-    if missing := [name for name in columns if name not in frame]:
-        raise ValueError(f"{path}: column {missing[0]} is missing; {AGAIN}")
-    if frame.empty:
-        raise ValueError(f"{path}: has no rows; {AGAIN}")
-    return frame[list(columns)]
 
 
 def _only(path: Path, frame: pd.DataFrame, name: str) -> str:
@@ -190,6 +177,11 @@ def _cells(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         errors = np.subtract(estimate, true, where=defined, out=np.zeros_like(true))
         cells[f"log_z_sum{dtype}"] = errors.sum(axis=-1)
         cells[f"log_z_count{dtype}"] = defined.sum(axis=-1).astype(np.float64)
+    rounded, estimate = rows["log_z_hat_bf16"], rows["log_z_hat"]
+    defined = np.isfinite(rounded) & np.isfinite(estimate)
+    changes = np.subtract(rounded, estimate, where=defined, out=np.zeros_like(estimate))
+    cells["log_z_sum_change"] = changes.sum(axis=-1)
+    cells["log_z_count_change"] = defined.sum(axis=-1).astype(np.float64)
     return cells
 
 

@@ -1,0 +1,64 @@
+"""Tables that stages hand on are read whole or refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from residual_mass.files import read_parquet
+
+AGAIN = "delete it and run the capture stage again"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    frame = pd.DataFrame({"k": [1, 21, 62], "corpus": pd.Categorical(["wiki"] * 3), "e_sub": [0.5, float("nan"), 0.1]})
+    frame.to_parquet(path := tmp_path / "rows.parquet")
+    return path
+
+
+def refusal(path: Path, *columns: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_parquet(path, columns, "capture")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_columns_come_as_they_stand_and_in_the_order_asked_for(path: Path) -> None:
+    read = read_parquet(path, (name for name in ("e_sub", "corpus")), "capture")
+    pd.testing.assert_frame_equal(read, pd.read_parquet(path)[["e_sub", "corpus"]])
+    assert read["e_sub"].isna().tolist() == [False, True, False]  # values are for others to judge
+
+
+def test_a_missing_file_names_the_stage(path: Path) -> None:
+    path.unlink()
+    assert refusal(path, "k") == f"{path}: no such file; run the capture stage"
+
+
+def test_a_file_that_is_cut_anywhere_is_damaged(path: Path) -> None:
+    whole = path.read_bytes()
+    for kept in (0, 3, 10, len(whole) // 2, len(whole) - 100, len(whole) - 1):
+        path.write_bytes(whole[:kept])
+        message = refusal(path, "k")
+        assert message.startswith(f"{path}: not a Parquet file (") and message.endswith(f"); {AGAIN}")
+
+
+def test_damage_within_a_file_is_found(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 40 + whole[44:])
+    assert refusal(path, "k").startswith(f"{path}: not a Parquet file (")
+
+
+def test_the_first_missing_column_and_a_file_without_rows_are_named(path: Path) -> None:
+    assert refusal(path, "k", "layer", "head") == f"{path}: column layer is missing; {AGAIN}"
+    pd.read_parquet(path).iloc[:0].to_parquet(path)
+    assert refusal(path, "k") == f"{path}: has no rows; {AGAIN}"
+
+
+def test_the_module_does_not_load_pandas() -> None:
+    code = "import sys, residual_mass.files; print({'pandas', 'pyarrow'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
