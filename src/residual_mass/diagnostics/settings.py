@@ -97,7 +97,8 @@ def _read_setting(path: Path, mass: Path) -> Setting:
     shape = (len(ks), len(heads), len(packs), -1)
     rows = {name: frame[name].to_numpy(np.float64).reshape(shape) for name in (*MEANS, *LOGARITHMS)}
     cells = {budget: _cells({name: values[b] for name, values in rows.items()}) for b, budget in enumerate(ks)}
-    order = np.argsort(cells[next(iter(ks))]["h_mid"].mean(axis=1), kind="stable")
+    # Rounded, since equal heads are apart by the order of summation.
+    order = np.argsort(cells[next(iter(ks))]["h_mid"].mean(axis=1).round(12), kind="stable")
     quartile = np.arange(len(heads)) * QUARTILES // len(heads)
     return Setting(
         facts=facts,

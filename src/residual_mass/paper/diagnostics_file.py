@@ -85,7 +85,7 @@ def equal_parts(values: pd.Series, parts: int) -> pd.Series:
     """The part of every value, 0 to `parts` - 1, when they are split in ascending order into parts whose sizes differ
     by one at most; of equal values the first goes to the lower part.
     """
-    return (values.rank(method="first").astype(int) - 1) * parts // len(values)
+    return (values.round(12).rank(method="first").astype(int) - 1) * parts // len(values)
 
 
 def binned_medians(frame: pd.DataFrame, x: str, values: Sequence[str], width: float) -> pd.DataFrame:
