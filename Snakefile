@@ -4,6 +4,7 @@ snakemake --cores 8 all                          the study named in config/confi
 snakemake --cores 8 all --config study=paper     another study (targets come before --config)
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 8 recipes                      ways to train, side by side: logs and a figure
+snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
 snakemake --cores 1 estimate                     what the study will cost
 """
 
@@ -41,12 +42,12 @@ wildcard_constraints:
     comparison=r"[a-z0-9]+",
     group=r"main|mismatch|ablation",
     ablation=r"[a-z0-9]+",
-    label=r"[a-z0-9_]+",
+    label=r"(?!comparison(_picture)?\.)[a-z0-9_]+",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
     recipe=r"[a-z0-9_]+",
     seed=r"0|[1-9][0-9]*",
-    study=r"[A-Za-z0-9_-]+",
+    study=rf"(?!{PUBLISHED}/)[A-Za-z0-9_-]+",
     tasks=r"[a-z0-9_]+",
     tokenizer=r"[a-z0-9][a-z0-9.-]*",
 
@@ -69,6 +70,12 @@ rule all:
 rule recipes:
     input:
         recipe_targets(config["study"]),
+    localrule: True
+
+
+rule published:
+    input:
+        expand(PUBLISHED_TABLE, label=of_the_paper.labels()),
     localrule: True
 
 

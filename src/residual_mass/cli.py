@@ -18,6 +18,7 @@ from residual_mass.specs import (
     AuditSpec,
     BackboneSpec,
     CaptureSpec,
+    ComparisonSpec,
     EstimateSpec,
     FigureSpec,
     FindingsSpec,
@@ -89,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
     add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
     add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
+    add("published", _published, "render a table with the paper's own values", "template", "out", spec=False)
+    stages.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
+    add("comparison", _comparison, "set a study's tables beside the paper's values", "cells+", "out", "picture")
     add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png")
     add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
     return parser
@@ -199,6 +203,19 @@ def _table(options: argparse.Namespace) -> None:
     from residual_mass.paper import tables
 
     tables.run(spec, options.results, options.template, options.out, options.cells)
+
+
+def _published(options: argparse.Namespace) -> None:
+    from residual_mass.paper import tables
+
+    tables.run_published(options.label, options.template, options.out)
+
+
+def _comparison(options: argparse.Namespace) -> None:
+    spec = parse_spec(ComparisonSpec, options.spec)
+    from residual_mass.paper import comparison
+
+    comparison.run(spec, options.cells, options.out, options.picture)
 
 
 def _figure(options: argparse.Namespace) -> None:

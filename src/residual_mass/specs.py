@@ -367,6 +367,13 @@ class TableSpec:
     backbone_titles: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ComparisonSpec:
+    """A study's tables beside the paper's values."""
+
+    study: str
+
+
 def parse_spec(cls: type[Spec], text: str) -> Spec:
     """Parses the JSON object `text` into the dataclass `cls`.
 

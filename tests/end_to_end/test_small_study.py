@@ -149,15 +149,21 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     errors = pd.read_csv(study / "results/diagnostics/map_errors_tiny_1k.csv")
     assert sorted(set(errors.maps)) == ["1k", "1k-dphi_4", "1k-kl_only", "512"]
     labels = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["tables"]
-    assert len(labels) == 8
+    assert len(labels) == 9
     for label in labels:
         assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
-    for label in (label for label in labels if label != "exact_accounting"):
+    for label in (label for label in labels if label not in ("exact_accounting", "phi_param_count")):
         cells = pd.read_csv(study / "paper_tables" / "mini" / f"{label}.csv", dtype={"text": str})
         shown = cells[cells.text != "--"]
         assert len(shown) and shown[["n", "ci_low", "ci_high", "source", "prompts_sha"]].notna().all(axis=None)
     rendered = (study / "paper_tables" / "mini" / "ruler_sweep.tex").read_text()
     assert r"Tiny \& random\_Llama" in rendered
+    compared = pd.read_csv(study / "paper_tables" / "mini" / "comparison.csv")
+    assert len(compared) == 419 and set(compared.verdict) <= {"not run", "not comparable"}
+    picture = pd.read_csv(study / "paper_tables" / "mini" / "comparison_picture.csv")
+    assert picture.note[picture.ours.notna()].str.startswith("other backbone; random weights").all()
+    counts = pd.read_csv(study / "paper_tables" / "mini" / "phi_param_count.csv")
+    assert list(counts[counts.quantity == "params_per_head"].maps) == ["1k-dphi_4", "1k"]
     figures = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["figures"]
     for name in (f"{label}.{kind}" for label in figures if label != "recipe_costs" for kind in ("pdf", "png")):
         assert (study / "paper_tables" / "mini" / "figures" / name).stat().st_size > 1000

@@ -14,9 +14,12 @@ import yaml
 from runs import ROOT, Run, dry_run, snakemake
 
 from residual_mass.cli import _parser
+from residual_mass.paper.comparability import ANSWERS_CUT
+from residual_mass.paper.table_file import TABLES
 from residual_mass.specs import (
     AuditSpec,
     CaptureSpec,
+    ComparisonSpec,
     FigureSpec,
     FindingsSpec,
     GenerateSpec,
@@ -44,6 +47,7 @@ SPECS: dict[str, type[Any]] = {
     "kernels": KernelsSpec,
     "findings": FindingsSpec,
     "table": TableSpec,
+    "comparison": ComparisonSpec,
     "figure": FigureSpec,
 }
 
@@ -65,15 +69,15 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
-    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2, "table": 8,
-    "figure": 11,
+    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2, "table": 9,
+    "comparison": 1, "figure": 11,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
-    "findings": 1, "map_errors": 3, "table": 8, "figure": 11,
+    "findings": 1, "map_errors": 3, "table": 9, "comparison": 1, "figure": 11,
 }  # fmt: skip
 
 
@@ -258,6 +262,48 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
     assert figures["fixedk_breakdown_3b"].title == "Llama-3.2-3B-Instruct, wikitext, 64k"
 
 
+def test_parameters_are_counted_of_the_main_maps_and_of_other_widths(studies: dict[str, Run]) -> None:
+    expected = {
+        "mini": ["smol_2k", "smol_1k-dphi_32", "smol_1k-dphi_128"],
+        "paper": ["1b_64k", "1b_4k-dphi_32", "1b_4k-dphi_128", "3b_64k"],
+    }
+    for study, names in expected.items():
+        given = {Path(each["out"][0]).stem: each for each in told(studies[study], "table")}["phi_param_count"]
+        assert given["results"] == [f"results/phi/{name}.safetensors" for name in names]
+        told_to = parse_spec(TableSpec, given["spec"][0])
+        assert not told_to.budgets and not told_to.benchmarks, "what is not shown must not render it again"
+
+
+def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
+    run = dry_run(tmp_path, "published")
+    assert run.jobs == {"published_table": 12, "published": 1, "total": 13}, run.output
+    given = {each["label"][0]: each for each in told(run, "published")}
+    tables = yaml.safe_load((ROOT / "config" / "studies" / "paper.yaml").read_text())["tables"]
+    assert set(given) == {*tables, "training_cost_64k", "runtime_1b", "runtime_3b"}
+    for label, each in given.items():
+        _parser().parse_args(["published", *(word for flag in each for word in (f"--{flag}", *each[flag]))])
+        assert each["out"] == [f"paper_tables/published/{label}.tex"]
+        template = "runtime" if label.startswith("runtime") else label
+        assert Path(each["template"][0]).name == f"{template}.tex.j2"
+        assert (tmp_path / each["template"][0]).is_file()
+
+
+def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: dict[str, Run]) -> None:
+    for study, run in studies.items():
+        (given,) = told(run, "comparison")
+        assert {Path(path).stem for path in given["cells"]} == set(TABLES)
+        assert given["out"] + given["picture"] == [
+            f"paper_tables/{study}/comparison{ending}.csv" for ending in ("", "_picture")
+        ]
+    cut = {
+        spec.study
+        for run in studies.values()
+        for spec in specs(run, "score", ScoreSpec)
+        if ANSWERS_CUT in spec.decoding
+    }
+    assert cut == {"mini"}, "what keeps values from being compared is told by these words"
+
+
 @pytest.mark.parametrize(("backbone", "length"), [("smol", "2k"), ("1b", "64k")])
 def test_every_result_is_a_target_in_both_studies(backbone: str, length: str, tmp_path: Path) -> None:
     targets = [f"results/{name}_{backbone}_{length}.csv" for name in ("babilong", "longbench")]
@@ -402,14 +448,22 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
     audited = everything - {"ablation_kernel_fidelity", "training_curves"}
-    jobs = {"audit": 4, "findings": 1, "table": 1, "figure": len(audited)}
+    jobs = {"audit": 4, "findings": 1, "table": 1, "comparison": 1, "figure": len(audited)}
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
     one_budget = everything - {"entropy_gain", "mass_curves", "quartile_error", "training_curves"}
-    jobs = {"kernels": 2, "findings": 1, "table": 1, "figure": len(one_budget)}
+    jobs = {"kernels": 2, "findings": 1, "table": 1, "comparison": 1, "figure": len(one_budget)}
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
-    jobs = {"capture": 4, "audit": 4, "map_errors": 2, "findings": 1, "table": 1, "figure": len(audited)}
+    jobs = {
+        "capture": 4,
+        "audit": 4,
+        "map_errors": 2,
+        "findings": 1,
+        "table": 1,
+        "comparison": 1,
+        "figure": len(audited),
+    }
     assert of_smol(dry()) == (jobs, audited)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,14 @@ TARGETS = [
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, "
-        "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting",
+        "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting, "
+        "phi_param_count",
+    ),
+    (
+        "paper_tables/published/runtime_smol.tex",
+        "table 'runtime_smol' is not in the paper, which has babilong_sweep, cross_length_mismatch, dphi_ablation, "
+        "exact_accounting, loss_ablation, natural_main, phi_param_count, ruler_sweep, runtime_1b, runtime_3b, "
+        "stress_1pct, training_cost_64k",
     ),
     ("results/longbench_smol_1k.csv", "length '1k' is not in config/studies/mini.yaml, which has 2k"),
     (
@@ -136,6 +144,10 @@ def show_uncaptured_text(study: dict[str, Any]) -> None:
 
 def ask_for_unknown_table(study: dict[str, Any]) -> None:
     study["tables"].append("table_nine")
+
+
+def make_the_papers_costs_anew(study: dict[str, Any]) -> None:
+    study["tables"].append("training_cost_64k")
 
 
 def go_below_every_task(study: dict[str, Any]) -> None:
@@ -289,7 +301,8 @@ STUDY_SLIPS = [
     (forget_quotes, "lengths.0: 512 is not of type 'string'"),
     (evaluate_untrained_maps, "maps.main: 2k is not among maps.trained"),
     (show_uncaptured_text, "figures.entropy_gain.corpus: 'poems' is not one of wiki"),
-    (ask_for_unknown_table, "tables: table_nine has no template paper_tables/templates/table_nine.tex.j2"),
+    (ask_for_unknown_table, "tables: table_nine is not one of babilong_sweep, cross_length_mismatch, "),
+    (make_the_papers_costs_anew, "tables: training_cost_64k is not one of babilong_sweep, cross_length_mismatch, "),
     (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]
 
@@ -302,6 +315,15 @@ def test_a_wrong_study(slip: Callable[[dict[str, Any]], None], line: str, checko
     path.write_text(yaml.safe_dump(study))
     said = configuration_error(checkout)
     assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
+
+
+def test_a_study_may_not_be_called_like_the_papers_tables(checkout: Path) -> None:
+    shutil.copy(checkout / "config/studies/mini.yaml", checkout / "config/studies/published.yaml")
+    said = configuration_error(checkout)
+    assert (
+        said
+        == "config/studies/published.yaml: that name is for the tables with the paper's own values; rename the study"
+    )
 
 
 @pytest.mark.parametrize("label", ["logz_calibration", "fullsub_nosub_delta"])
@@ -327,10 +349,15 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     assert configuration_error(checkout) == ""
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
     assert run.jobs == {
-        "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "figure": 1,
-        "total": 10,
+        "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "comparison": 1,
+        "figure": 1, "total": 11,
     }, run.output  # fmt: skip
     assert dry_run(checkout, "recipes", snakefile=checkout / "Snakefile").jobs == {"recipes": 1, "total": 1}
+    study["tables"] = []
+    path.write_text(yaml.safe_dump(study))
+    assert "comparison" not in dry_run(checkout, "all", snakefile=checkout / "Snakefile").jobs
+    run = dry_run(checkout, "paper_tables/mini/comparison.csv", snakefile=checkout / "Snakefile")
+    assert run.said == ["config/studies/mini.yaml: tables: has none to compare with the paper's; add one"]
 
 
 def test_a_study_that_is_no_yaml(checkout: Path) -> None:

@@ -14,12 +14,14 @@ from residual_mass import preflight
 from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.estimate import planned
+from residual_mass.paper import published as of_the_paper
 from residual_mass.recipes import RECIPES
 from residual_mass.specs import (
     METHODS,
     AuditSpec,
     BackboneSpec,
     CaptureSpec,
+    ComparisonSpec,
     EstimateSpec,
     FigureSpec,
     FindingsSpec,
@@ -75,6 +77,8 @@ def contradictions() -> Iterator[str]:
                 yield f"{where}.context: {backbone.context} tokens, but study {backbone.study} has the length {length}"
         if (other := tokenizer_owner(backbone.tokenizer)).study != backbone.study:
             yield f"{where}.tokenizer: {backbone.tokenizer} is of study {other.study}; backbones share one within a study"
+    if PUBLISHED in STUDIES:
+        yield f"config/studies/{PUBLISHED}.yaml: that name is for the tables with the paper's own values; rename the study"
     if config["study"] not in STUDIES:
         yield f"study {config['study']!r} is not known; known are {', '.join(STUDIES)} (config/studies)"
     elif not backbones_of(config["study"]):
@@ -118,9 +122,9 @@ def study_contradictions(name: str) -> Iterator[str]:
     ):
         if label in study["tables"] and not study[key]["backbones"]:
             yield f"{where}: tables: {label} needs a backbone in {key}.backbones"
-    for label in study["tables"]:
-        if not (ROOT / f"paper_tables/templates/{label}.tex.j2").is_file():
-            yield f"{where}: tables: {label} has no template paper_tables/templates/{label}.tex.j2"
+    made = [label for label in of_the_paper.labels() if label not in PUBLISHED_ALONE]
+    for label in (label for label in study["tables"] if label not in made):
+        yield f"{where}: tables: {label} is not one of {', '.join(made)}"
     yield from diagnostics_contradictions(name)
 
 
@@ -259,6 +263,12 @@ FIDELITY = "ablation_kernel_fidelity"
 """The figure that shows the maps of the ablations, at their length."""
 ACCOUNTING_TABLE = "exact_accounting"
 """The table of the diagnostics."""
+PARAMETER_TABLE = "phi_param_count"
+"""The table of what the feature maps' files hold."""
+PUBLISHED = "published"
+"""The folder of the tables with the paper's own values, where others have their study."""
+PUBLISHED_ALONE = ("training_cost_64k", "runtime_1b", "runtime_3b")
+"""Tables of the paper that no study makes of its results."""
 CWE = "cwe"
 """The corpus of packs that are made of RULER's prompts."""
 MOST_PANELS = 6

@@ -117,13 +117,15 @@ def ablation_of(wildcards: Any) -> list[str]:
 
 
 def results_of(wildcards: Any) -> list[str]:
-    """The result CSVs that a table shows."""
+    """The result CSVs that a table shows, or the feature maps that it counts."""
     study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
     known("table", wildcards.label, study["tables"], f"config/studies/{wildcards.study}.yaml")
     if wildcards.label == "cross_length_mismatch":
         return expand(MISMATCH, backbone=study["mismatch"]["backbones"])
     if wildcards.label == ACCOUNTING_TABLE:
         return expand(ACCOUNTING, backbone=study["diagnostics"]["backbones"])
+    if wildcards.label == PARAMETER_TABLE:
+        return [path for name in backbones_of(wildcards.study) for path in sized_phi(study, name)]
     if comparison := ABLATION_TABLES.get(wildcards.label):
         return expand(ABLATION, ablation=comparison, backbone=study["ablations"]["backbones"])
     shown = [name for name in TABLE_BENCHMARKS[wildcards.label] if name in study["benchmarks"]]
@@ -137,6 +139,34 @@ def results_of(wildcards: Any) -> list[str]:
             length=benchmark_lengths(study, benchmark),
         )
     ]
+
+
+def sized_phi(study: dict[str, Any], backbone: str) -> list[str]:
+    """The main maps of a backbone, and where the ablations are made those of other widths."""
+    ablated = backbone in study["ablations"]["backbones"]
+    widths = [maps for maps in compared_maps(study, "dphi") if maps != study["ablations"]["length"]] if ablated else []
+    return expand(PHI, backbone=backbone, maps=[study["maps"]["main"], *widths])
+
+
+def facts_of(wildcards: Any) -> str:
+    """The paper's own values of a table."""
+    label = known("table", wildcards.label, of_the_paper.labels(), "the paper")
+    return here(f"src/residual_mass/paper/published/{label}.csv")
+
+
+def published_template(wildcards: Any) -> str:
+    """Latencies of all backbones share one."""
+    name = "runtime" if wildcards.label.startswith("runtime_") else wildcards.label
+    return here(f"paper_tables/templates/{name}.tex.j2")
+
+
+def cells_of(wildcards: Any) -> list[str]:
+    """What the tables of a study print, where the paper's values are compared with it."""
+    study = known("study", wildcards.study, STUDIES, "config/studies")
+    labels = [label for label in STUDIES[study]["tables"] if label in COMPARED_TABLES]
+    if not labels:
+        sys.exit(f"config/studies/{study}.yaml: tables: has none to compare with the paper's; add one")
+    return expand(CELLS, study=study, label=labels)
 
 
 def recipe_logs_of(wildcards: Any) -> list[str]:
@@ -214,7 +244,14 @@ def diagnostics_results(study: str) -> list[str]:
 def study_targets(study: str) -> list[str]:
     """Everything that `all` makes for a study."""
     figures = figure_files(study, [label for label in STUDIES[study]["figures"] if label != COSTS])
-    return [*study_results(study), *expand(TABLE, study=study, label=STUDIES[study]["tables"]), *figures]
+    tables = STUDIES[study]["tables"]
+    comparison = [COMPARISON, PICTURE] if set(tables) & set(COMPARED_TABLES) else []
+    return [
+        *study_results(study),
+        *expand(TABLE, study=study, label=tables),
+        *expand(comparison, study=study),
+        *figures,
+    ]
 
 
 def recipe_targets(study: str) -> list[str]:

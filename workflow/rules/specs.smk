@@ -23,6 +23,9 @@ STATE_DTYPE = "results/diagnostics/state_dtype_{backbone}.csv"
 CLAIMS = "results/diagnostics/claims_{backbone}.csv"
 TABLE = "paper_tables/{study}/{label}.tex"
 CELLS = "paper_tables/{study}/{label}.csv"
+PUBLISHED_TABLE = f"paper_tables/{PUBLISHED}/{{label}}.tex"
+COMPARISON = "paper_tables/{study}/comparison.csv"
+PICTURE = "paper_tables/{study}/comparison_picture.csv"
 FIGURE = "paper_tables/{study}/figures/{label}"
 
 TABLE_BENCHMARKS = {
@@ -32,6 +35,8 @@ TABLE_BENCHMARKS = {
     "stress_1pct": ("ruler", "babilong"),
 }
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
+COMPARED_TABLES = (*TABLE_BENCHMARKS, "cross_length_mismatch", *ABLATION_TABLES, ACCOUNTING_TABLE)
+"""Tables whose cells are compared with the paper's."""
 ONE_BUDGET = ("kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown")
 """What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
 
@@ -329,8 +334,14 @@ def table_spec(wildcards: Any) -> str:
     if wildcards.label == ACCOUNTING_TABLE:
         captured = study["diagnostics"]
         shown |= {"backbones": captured["backbones"], "lengths": captured["lengths"], "budgets": [captured["budget"]]}
+    if wildcards.label == PARAMETER_TABLE:
+        shown |= {"budgets": [], "benchmarks": []}
     titles = {name: config["backbones"][name]["title"] for name in names}
     return spec(TableSpec, study=wildcards.study, label=wildcards.label, backbone_titles=titles, **shown)
+
+
+def comparison_spec(wildcards: Any) -> str:
+    return spec(ComparisonSpec, study=wildcards.study)
 
 
 def figure_spec(wildcards: Any) -> str:

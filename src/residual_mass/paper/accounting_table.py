@@ -12,10 +12,9 @@ from pathlib import Path
 
 from residual_mass.files import csv_text, read_csv, write_text
 from residual_mass.paper import published
-from residual_mass.paper.captions import model_warnings
+from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, model_warnings
 from residual_mass.paper.cells import LEFT_OUT, Cell, format_score
 from residual_mass.paper.latex import Latex, escape, render
-from residual_mass.paper.published import MODELS
 from residual_mass.paper.titles import METHOD_TITLES
 from residual_mass.specs import TableSpec, tokens_of
 
@@ -37,7 +36,7 @@ COLUMNS = [
     "phi_sha",
 ]  # fmt: skip
 CELL_COLUMNS = (
-    "table backbone corpus length k budget_percent quantity text bold value ci_low ci_high source study model_id "
+    "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high source study model_id "
     "revision weights phi_sha packs rows"
 ).split()
 CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "cwe": "CWE"}
@@ -111,13 +110,13 @@ def render_published(template: Path) -> str:
         place = fact["corpus"], fact["length"]
         places.setdefault(place, fact)
         texts.setdefault(place, {})[PUBLISHED_QUANTITIES[fact["quantity"]]] = fact["value"]
-    model = MODELS[facts[0]["backbone"]].split("/")[-1]
+    model = published.model_title(facts[0]["backbone"])
     return _render(
         template,
         budget=float(facts[0]["budget_percent"]),
-        header=[f"Table {LABEL} with the values that the paper prints; none was computed here."],
+        header=[header_of_published(LABEL)],
         notes=[
-            "All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here.",
+            OF_THE_PAPER,
             f"Backbone {model}, feature maps {facts[0]['trained_length']}.",
         ],
         blocks=[(model, [_line(row, texts[place]) for place, row in places.items()])],

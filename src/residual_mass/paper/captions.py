@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.content import ALPHA, Content
 from residual_mass.paper.latex import Latex, escape
-from residual_mass.paper.published import MODELS
+from residual_mass.paper.published import MODELS, model_title
 from residual_mass.paper.results import Result, Score
 from residual_mass.paper.tally import Tally, tally_by_family
 from residual_mass.paper.titles import PHI, TOPK, task_title
@@ -21,6 +21,9 @@ KIND_NOTES = {
     "simulated": "simulated, which means made here after the benchmark's definition",
     "stand-in": "stand-in, which means other real text in the benchmark's format",
 }
+
+
+OF_THE_PAPER = "All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here."
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,14 @@ def caption_of_results(spec: TableSpec, results: list[Result], content: Content)
 
 def caption_of_published(spec: TableSpec, content: Content) -> Caption:
     return Caption(
-        header=(f"Table {spec.label} with the values that the paper prints; none was computed here.",),
-        notes=(
-            "All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here.",
-            *_tallies(content),
-        ),
-        backbone_titles={name: MODELS[name].split("/")[-1] for name in spec.backbones},
+        header=(header_of_published(spec.label),),
+        notes=(OF_THE_PAPER, *_tallies(content)),
+        backbone_titles={name: model_title(name) for name in spec.backbones},
     )
+
+
+def header_of_published(label: str) -> str:
+    return f"Table {label} with the values that the paper prints; none was computed here."
 
 
 def _models(results: Iterable[Result]) -> dict[str, Result]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from residual_mass.files import write_text
-from residual_mass.paper import accounting_table, published
+from residual_mass.paper import accounting_table, cost_tables, parameter_table, published
 from residual_mass.paper.captions import Caption, caption_of_published, caption_of_results, place_of
 from residual_mass.paper.cells import Cell, Point
 from residual_mass.paper.content import Content, cells_csv, content_of_scores, content_of_texts
@@ -39,8 +39,11 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
     """
     if spec.label == accounting_table.LABEL:
         return accounting_table.run(spec, results, template, out, cells)
+    if spec.label == parameter_table.LABEL:
+        return parameter_table.run(spec, results, template, out, cells)
     if spec.label not in LAYOUTS:
-        raise ValueError(f"table {spec.label!r} is unknown; known are {', '.join([*LAYOUTS, accounting_table.LABEL])}")
+        known = ", ".join([*LAYOUTS, accounting_table.LABEL, parameter_table.LABEL])
+        raise ValueError(f"table {spec.label!r} is unknown; known are {known}")
     layout = layout_of(spec)
     shown = dict.fromkeys(point for point in layout.all_points() if evaluated(point, spec))
     if not shown:
@@ -54,10 +57,19 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
     write_text(out, table)
 
 
+def run_published(label: str, template: Path, out: Path) -> None:
+    """Writes table `label` with the paper's values. Raises ValueError when the paper has no such table."""
+    write_text(out, render_published(label, template))
+
+
 def render_published(label: str, template: Path) -> str:
     """The table with the paper's values; bold is decided here, as for results, and not taken from the paper."""
     if label == accounting_table.LABEL:
         return accounting_table.render_published(template)
+    if label == parameter_table.LABEL:
+        return parameter_table.render_published(template)
+    if label in cost_tables.LABELS:
+        return cost_tables.render_published(label, template)
     facts = published.load(label)
     points = [fact.point for fact in facts]
     spec = TableSpec(

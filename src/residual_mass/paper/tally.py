@@ -1,4 +1,4 @@
-"""How often residual completion beats selection alone, counted as a reader of the printed table would count."""
+"""How often residual completion beats another method, counted as a reader of the printed table would count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from residual_mass.paper.titles import family_title
 
 @dataclass(frozen=True)
 class Tally:
-    """Cells in which top-k with completion is above, equal to and below top-k, and the mean change of the score."""
+    """Cells in which top-k with completion is above, equal to and below another method, and the mean change of the
+    score.
+    """
 
     wins: int
     ties: int
@@ -24,27 +26,29 @@ class Tally:
         return self.wins + self.ties + self.losses
 
 
-def tally(texts: Mapping[Point, str]) -> Tally | None:
-    """Counts over the cells with a top-k cell beside them, at the printed precision; None when there is none."""
-    changes = list(_changes(texts))
+def tally(texts: Mapping[Point, str], other: str = "topk") -> Tally | None:
+    """Counts over the cells with one of the method `other` beside them, at the printed precision; None when there is
+    none.
+    """
+    changes = list(_changes(texts, other))
     if not changes:
         return None
     wins, losses = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     return Tally(wins, len(changes) - wins - losses, losses, sum(changes, Decimal()) / len(changes))
 
 
-def tally_by_family(texts: Mapping[Point, str]) -> dict[str, Tally]:
+def tally_by_family(texts: Mapping[Point, str], other: str = "topk") -> dict[str, Tally]:
     """One tally per benchmark, or per family of LongBench's tasks, in the table's order."""
     families: dict[str, dict[Point, str]] = {}
     for point, text in texts.items():
         families.setdefault(family_title(point), {})[point] = text
-    counted = {family: tally(of_family) for family, of_family in families.items()}
+    counted = {family: tally(of_family, other) for family, of_family in families.items()}
     return {family: each for family, each in counted.items() if each is not None}
 
 
-def _changes(texts: Mapping[Point, str]) -> Iterable[Decimal]:
+def _changes(texts: Mapping[Point, str], other: str) -> Iterable[Decimal]:
     """Printed differences. A point that names its maps has no partner: variants do not stand for the method."""
     for point, text in texts.items():
-        topk = replace(point, method="topk")
-        if point.method == "topk_phi" and topk in texts:
-            yield Decimal(text) - Decimal(texts[topk])
+        partner = replace(point, method=other)
+        if point.method == "topk_phi" and partner in texts:
+            yield Decimal(text) - Decimal(texts[partner])

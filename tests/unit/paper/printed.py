@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 from residual_mass.paper.cells import Cell
 
@@ -26,6 +29,12 @@ def printed_cells(tex: str) -> Printed:
                     assert fields.pop(0) == ""
                 cells |= _row(title[1] if title else "", *fields)
     return cells
+
+
+def printed_fields(tex: str) -> list[list[str]]:
+    """Fields of every row of a table without blocks, in order."""
+    body = tex.split(r"\midrule", 1)[1].split(r"\bottomrule")[0]
+    return [line.removesuffix(r"\\").strip().split(" & ") for line in body.splitlines() if line.endswith(r"\\")]
 
 
 def _row(block: str, title: str, *fields: str) -> Printed:
@@ -52,11 +61,11 @@ def caption_of(tex: str) -> str:
 
 def row_widths(tex: str) -> set[int]:
     """Columns that each row fills, and those that the tabular declares: one number in a sound table."""
-    columns = re.search(r"\\begin\{tabular\}\{([lc]+)\}", tex)
+    columns = re.search(r"\\begin\{tabular\}\{([lcr]+)\}", tex)
     assert columns is not None
     body = tex.split(r"\toprule")[1].split(r"\bottomrule")[0]
     lines = [line for line in body.splitlines() if line.endswith(r"\\")]
-    assert len(lines) >= 4
+    assert len(lines) >= 3
     spans = [sum(int(width) - 1 for width in re.findall(r"\\multicolumn\{(\d+)\}", line)) for line in lines]
     joints = [len(re.findall(r"(?<!\\)&", line)) for line in lines]
     return {len(columns[1]), *(1 + joint + span for joint, span in zip(joints, spans, strict=True))}
@@ -66,3 +75,20 @@ def open_braces(tex: str) -> int:
     """Braces that are not closed."""
     plain = re.sub(r"\\[\\{}]", "", tex)
     return plain.count("{") - plain.count("}")
+
+
+def has_latex() -> bool:
+    packages = ("booktabs.sty", "multirow.sty")
+    return shutil.which("pdflatex") is not None and all(
+        subprocess.run(["kpsewhich", package], capture_output=True).returncode == 0 for package in packages
+    )
+
+
+def pdflatex(folder: Path, tex: str) -> str:
+    """What LaTeX says of a page of the paper's width with these tables, which it must accept."""
+    head = "\\documentclass[10pt]{article}\\usepackage[textwidth=5.5in]{geometry}\\usepackage{booktabs,multirow}"
+    (folder / "page.tex").write_text(f"{head}\\begin{{document}}{tex}\\end{{document}}", encoding="utf-8")
+    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout

@@ -27,7 +27,7 @@ COLUMNS = (
     "log_z_error_ci_high clamped_share packs heads rows model_id revision weights phi_sha"
 ).split()
 CELL_COLUMNS = (
-    "table backbone corpus length k budget_percent quantity text bold value ci_low ci_high source study model_id "
+    "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high source study model_id "
     "revision weights phi_sha packs rows"
 ).split()
 K = {("1k", 2.0): "1", ("1k", 4.0): "21", ("2k", 2.0): "21", ("2k", 4.0): "62"}

@@ -7,9 +7,10 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from printed import METHODS, caption_of, open_braces, printed_cells, row_widths
+from printed import METHODS, caption_of, has_latex, open_braces, pdflatex, printed_cells, printed_fields, row_widths
 from sample_results import LABELS, TEMPLATES
 
+from residual_mass.cli import main
 from residual_mass.paper import published
 from residual_mass.paper.cells import Cell, Point, best_of_columns
 from residual_mass.paper.tables import render_published
@@ -41,6 +42,11 @@ NOT_BOLD_IN_THE_PAPER = {
     }
 }
 """The best of their columns by our rule, which the paper does not set in bold; nothing else deviates."""
+
+
+PLAIN = ("training_cost_64k", "runtime_1b", "runtime_3b", "phi_param_count")
+"""Tables in which nothing is bold."""
+MODELS = {"1b": "Llama-3.2-1B-Instruct", "3b": "Llama-3.2-3B-Instruct"}
 
 
 def rows_of(label: str) -> list[dict[str, str]]:
@@ -90,6 +96,79 @@ def test_the_latex_is_sound(label: str) -> None:
     tex = render_published(label, TEMPLATES / f"{label}.tex.j2")
     assert len(row_widths(tex)) == 1 and open_braces(tex) == 0
     assert f"\\label{{tab:{label}}}" in tex and "none was computed here" in caption_of(tex)
+
+
+def template_of(label: str) -> Path:
+    return TEMPLATES / f"{'runtime' if label.startswith('runtime') else label}.tex.j2"
+
+
+def plain_table(label: str) -> tuple[list[list[str]], list[dict[str, str]], str]:
+    """Printed fields, published rows and the table's LaTeX."""
+    tex = render_published(label, template_of(label))
+    assert len(row_widths(tex)) == 1 and open_braces(tex) == 0 and r"\textbf" not in tex
+    assert f"\\label{{tab:{label}}}" in tex and "none was computed here" in caption_of(tex)
+    return printed_fields(tex), rows_of(label), tex
+
+
+def test_the_papers_training_cost() -> None:
+    fields, rows, _ = plain_table("training_cost_64k")
+    assert [row["steps"] for row in rows] == ["200000"] * 2 and [row["hardware"] for row in rows] == ["8xH200"] * 2
+    expected = [[MODELS[row["backbone"]], r"200k steps on 8$\times$H200", f"{row['wall_clock_h']} h"] for row in rows]
+    assert fields == expected and [row[-1] for row in fields] == ["19 h", "35 h"]
+
+
+@pytest.mark.parametrize("backbone", ["1b", "3b"])
+def test_the_papers_latencies(backbone: str) -> None:
+    fields, rows, tex = plain_table(f"runtime_{backbone}")
+    assert f"Latency with {MODELS[backbone]} in milliseconds" in caption_of(tex)
+    header = [line for line in tex.splitlines() if line.strip().startswith("Context")]
+    assert header == [f"    Context & $K$ & {' & '.join(METHODS)} \\\\"]
+    assert len(rows) == 12 and {row["backbone"] for row in rows} == {backbone}
+    cells = {(line[0], line[1], title): text for line in fields for title, text in zip(METHODS, line[2:], strict=True)}
+    assert [line[0] for line in fields] == ["4k", "16k", "64k"]
+    for row in rows:
+        printed = cells.pop((row["context"], row["k"], METHOD_TITLES[row["method"]]))
+        assert printed == f"{row['per_step_ms']} / {row['end_to_end_ms']}", row
+    assert not cells
+
+
+def test_the_papers_parameter_counts() -> None:
+    fields, rows, _ = plain_table("phi_param_count")
+    assert [line[0] for line in fields] == [f"{MODELS[row['backbone']]} / {row['d_phi']}" for row in rows]
+    for line, row in zip(fields, rows, strict=True):
+        per_head = row["params_per_head"]
+        totals = [f"{row[name]}M" for name in ("phi_q_total_m", "phi_k_total_m", "total_m")]
+        assert line[1:] == [f"{per_head[:3]},{per_head[3:]}", row["q_heads"], row["kv_heads"], *totals], row
+        heads = [int(row["q_heads"]), int(row["kv_heads"])]
+        products = [f"{int(per_head) * count / 1e6:.1f}M" for count in [*heads, sum(heads)]]
+        assert products == totals, "its totals are the products of its counts"
+
+
+def test_every_table_of_the_paper_can_be_written(tmp_path: Path) -> None:
+    labels = published.labels()
+    assert set(labels) == {*LABELS, *PLAIN, "exact_accounting"} and len(labels) == 12
+    for label in labels:
+        out = tmp_path / f"{label}.tex"
+        main(["published", "--label", label, "--template", str(template_of(label)), "--out", str(out)])
+        assert out.read_text() == render_published(label, template_of(label))
+
+
+def test_a_table_that_the_paper_lacks_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.tex"
+    with pytest.raises(SystemExit):
+        main(["published", "--label", "runtime_7b", "--template", str(template_of("runtime_1b")), "--out", str(out)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("residual_mass published: error: no published values for table 'runtime_7b'; stored are ")
+    assert not out.exists()
+
+
+@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+def test_latex_accepts_all_twelve_tables_and_they_fit_the_page(tmp_path: Path) -> None:
+    tables = "\\clearpage\n".join(render_published(label, template_of(label)) for label in published.labels())
+    references = " ".join(f"\\ref{{tab:{label}}}" for label in published.labels())
+    for _ in range(2):  # references are known in the second run
+        said = pdflatex(tmp_path, f"{tables}\\clearpage {references}")
+    assert "Overfull" not in said and "undefined" not in said, said
 
 
 def test_the_one_percent_table_repeats_the_sweeps() -> None:

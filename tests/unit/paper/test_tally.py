@@ -25,6 +25,12 @@ def test_without_a_pair_there_is_nothing_to_count() -> None:
     assert tally(alone) is None and tally_by_family(alone) == {} and tally({}) is None
 
 
+def test_another_method_can_be_counted_against() -> None:
+    assert tally(pair("0.1", "0.2"), "topk_phi_nosub") == Tally(0, 0, 1, Decimal("-0.8"))
+    assert tally_by_family(pair("0.1", "1.0"), "topk_phi_nosub") == {"RULER": Tally(0, 1, 0, Decimal("0"))}
+    assert tally(pair("0.1", "0.2"), "full") is None
+
+
 def test_families_are_counted_apart() -> None:
     texts = (
         pair("0.1", "0.2")

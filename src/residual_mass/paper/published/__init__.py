@@ -11,6 +11,10 @@ from residual_mass.paper.cells import ALL_TASKS, Point
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
+MAIN_MAPS = "64k"
+"""Label of the feature maps behind every score table that names none."""
+EXAMPLES = {"ruler": 13 * 500, "babilong": 4996, "longbench": 200}
+"""Examples behind one score: of RULER's 13 tasks and of BABILong's QA1 to QA5 together, of each task of LongBench."""
 IMPLIED = {
     "ruler_sweep": {"benchmark": "ruler"},
     "babilong_sweep": {"benchmark": "babilong"},
@@ -35,6 +39,16 @@ class Fact:
     bold: bool
 
 
+def labels() -> list[str]:
+    """The tables whose values are stored."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.csv"))
+
+
+def model_title(backbone: str) -> str:
+    """The model's name, of a backbone as the CSVs call it."""
+    return MODELS[backbone].split("/")[-1]
+
+
 def load(label: str) -> list[Fact]:
     """All cells of the paper's score table `label`, in its order; errors as for `rows_of`."""
     return [_fact(row) for row in rows_of(label)]
@@ -48,8 +62,7 @@ def rows_of(label: str) -> list[dict[str, str]]:
     """
     path = Path(__file__).with_name(f"{label}.csv")
     if not path.is_file():
-        known = ", ".join(sorted(csv_path.stem for csv_path in path.parent.glob("*.csv")))
-        raise ValueError(f"no published values for table {label!r}; stored are {known}")
+        raise ValueError(f"no published values for table {label!r}; stored are {', '.join(labels())}")
     with open(path, encoding="utf-8", newline="") as stream:
         return [IMPLIED.get(label, {}) | row for row in csv.DictReader(stream)]
 

@@ -1,0 +1,190 @@
+"""What a study computed beside what the paper prints: every published cell with a verdict, and the larger picture.
+
+Compared are the score tables and `exact_accounting`. The tables `runtime_1b`, `runtime_3b`, `phi_param_count` and
+`training_cost_64k` are not part of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from pathlib import Path
+
+from residual_mass.files import csv_text, write_text
+from residual_mass.paper import accounting_table, comparison_picture, published
+from residual_mass.paper.accounting_table import PUBLISHED_QUANTITIES
+from residual_mass.paper.comparability import OTHER_BACKBONE, obstacles
+from residual_mass.paper.published import EXAMPLES, MAIN_MAPS, MODELS
+from residual_mass.paper.table_file import TABLES, Measured, Place, load_table
+from residual_mass.specs import ComparisonSpec
+
+COLUMNS = (
+    "table backbone benchmark task corpus length method budget_percent maps quantity published published_bold ours "
+    "ci_low ci_high n published_n verdict reason deviations study model_id weights source"
+).split()
+AGREES, NOT_COMPARABLE, NOT_RUN = "agrees", "not comparable", "not run"
+OF_MAPS = {5, 6, 7, 10, 11, 12, 16}
+"""What training and using feature maps leaves open."""
+OF_RULER, OF_BABILONG = {1, 2, 15, 17}, {1, 2, 3, 15}
+DEVIATIONS = {
+    "natural_main": OF_MAPS | {1, 2, 13},
+    "stress_1pct": OF_MAPS | OF_RULER | OF_BABILONG | {13},
+    "ruler_sweep": OF_MAPS | OF_RULER,
+    "babilong_sweep": OF_MAPS | OF_BABILONG | {13},
+    "cross_length_mismatch": OF_MAPS | OF_RULER | {4, 18},
+    "dphi_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4},
+    "loss_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4, 9, 19},
+    "exact_accounting": OF_MAPS | {14, 20},
+}
+"""Open points of docs/deviations.md that touch a table, by their number."""
+
+Row = dict[str, str]
+Tables = Mapping[str, Sequence[Measured]]
+"""The printed values of a study by the label of their table."""
+
+
+@dataclass(frozen=True)
+class PublishedCell:
+    """One published value."""
+
+    table: str
+    place: Place
+    text: str
+    bold: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison says, why, and the value that it is about, if the study has it."""
+
+    words: str
+    reason: str = ""
+    ours: Measured | None = None
+
+
+def run(spec: ComparisonSpec, cells: list[Path], out: Path, picture: Path) -> None:
+    """Writes to `out` one line per published cell, and to `picture` what the tables say as a whole, from the CSVs
+    beside the tables of a study.
+
+    Raises:
+        ValueError: a table is given twice, or a file is damaged or of another study; names file and line.
+    """
+    tables: dict[str, list[Measured]] = {}
+    for path in cells:
+        label, values = load_table(path, spec.study)
+        if label in tables:
+            raise ValueError(f"{path}: a second file for table {label}; give one")
+        tables[label] = values
+    facts = published_cells()
+    texts: dict[str, dict[Place, str]] = {}
+    for cell in facts:
+        texts.setdefault(cell.table, {})[cell.place] = cell.text
+    write_text(picture, csv_text(comparison_picture.COLUMNS, comparison_picture.picture(texts, tables)))
+    write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, tables), spec) for cell in facts)))
+
+
+def published_cells() -> list[PublishedCell]:
+    """Every value of the paper's score tables and of `exact_accounting`, table by table."""
+    scores = (
+        PublishedCell(label, _place(fact), fact.text, fact.bold)
+        for label in TABLES
+        if label != accounting_table.LABEL
+        for fact in published.load(label)
+    )
+    return [*scores, *_accounting_cells()]
+
+
+def verdict_on(cell: PublishedCell, tables: Tables) -> Verdict:
+    """Whether the study's value in the same place has the published one in its 95 % interval, at the printed precision.
+
+    Only values of the paper's backbones, from as many of the benchmark's own examples, are compared.
+    """
+    there = [value for value in tables.get(cell.table, ()) if _elsewhere(value.place) == _elsewhere(cell.place)]
+    by_backbone = {value.place.backbone: value for value in there}
+    ours = by_backbone.get(cell.place.backbone)
+    if ours is None or ours.model_id != MODELS[cell.place.backbone]:
+        return _without_the_backbone(cell, tables, ours, by_backbone)
+    if reasons := list(obstacles(ours)):
+        return Verdict(NOT_COMPARABLE, "; ".join(reasons), ours)
+    if ours.low is None or ours.high is None:
+        return Verdict(NOT_COMPARABLE, "no interval", ours)
+    if Decimal(ours.low) <= Decimal(cell.text) <= Decimal(ours.high):
+        return Verdict(AGREES, ours=ours)
+    return Verdict(f"differs by {Decimal(ours.text) - Decimal(cell.text):+z.3f}", ours=ours)
+
+
+def _place(fact: published.Fact) -> Place:
+    """Where a study would have a score; a method with feature maps that the paper does not name has its main ones."""
+    point = fact.point
+    implied = MAIN_MAPS if point.method.startswith("topk_phi") else None
+    return Place(
+        backbone=point.backbone,
+        benchmark=point.benchmark,
+        task=point.task,
+        corpus="",
+        length=point.length,
+        method=point.method,
+        budget_percent=point.budget_percent,
+        maps=point.maps or implied,
+    )
+
+
+def _accounting_cells() -> Iterator[PublishedCell]:
+    for row in published.rows_of(accounting_table.LABEL):
+        place = Place(
+            backbone=row["backbone"],
+            benchmark="",
+            task="",
+            corpus=row["corpus"],
+            length=row["length"],
+            method="",
+            budget_percent=float(row["budget_percent"]),
+            maps=row["trained_length"],
+            quantity=PUBLISHED_QUANTITIES[row["quantity"]],
+        )
+        yield PublishedCell(accounting_table.LABEL, place, row["value"], row["bold"] == "1")
+
+
+def _elsewhere(place: Place) -> Place:
+    """The same place on no particular backbone."""
+    return replace(place, backbone="")
+
+
+def _without_the_backbone(
+    cell: PublishedCell, tables: Tables, namesake: Measured | None, there: Mapping[str, Measured]
+) -> Verdict:
+    """Of a cell that the study has on other backbones at most, one of which may bear the name of the paper's."""
+    others = [namesake] if namesake else [value for name, value in there.items() if name not in MODELS]
+    if others:
+        named = ", ".join(f"{value.place.backbone} ({value.model_id})" for value in others)
+        return Verdict(NOT_COMPARABLE, f"{OTHER_BACKBONE}: {named}")
+    if cell.table not in tables:
+        return Verdict(NOT_RUN, "the study leaves the table out")
+    backbones = dict.fromkeys(value.place.backbone for value in tables[cell.table])
+    if cell.place.backbone not in backbones:
+        return Verdict(NOT_RUN, f"the study's backbones are {', '.join(backbones)}")
+    return Verdict(NOT_RUN, "the study has no such cell")
+
+
+def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> Row:
+    place, ours = cell.place, verdict.ours
+    examples = EXAMPLES.get(place.benchmark)
+    row = {
+        "table": cell.table,
+        **{name: getattr(place, name) for name in ("backbone", "benchmark", "task", "corpus", "length", "method")},
+        "budget_percent": "" if place.budget_percent is None else f"{place.budget_percent:g}",
+        "maps": place.maps or "",
+        "quantity": place.quantity,
+        "published": cell.text,
+        "published_bold": str(int(cell.bold)),
+        "published_n": str(examples or ""),
+        "verdict": verdict.words,
+        "reason": verdict.reason,
+        "deviations": " ".join(map(str, sorted(DEVIATIONS[cell.table]))),
+        "study": spec.study,
+    }
+    if ours:
+        row |= {"ours": ours.text, "ci_low": ours.low or "", "ci_high": ours.high or "", "n": str(ours.n)}
+        row |= {"model_id": ours.model_id, "weights": ours.weights, "source": ours.source}
+    return row

@@ -1,0 +1,574 @@
+"""Published values beside a study's own: one row per cell, verdicts, the picture as a whole, refusals."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.cli import main
+from residual_mass.paper import accounting_table, content, published
+from residual_mass.paper.comparison import DEVIATIONS, run
+from residual_mass.paper.comparison_picture import tau_b
+from residual_mass.paper.table_file import TABLES
+from residual_mass.specs import ComparisonSpec
+
+CELLS = {
+    "natural_main": 104, "stress_1pct": 48, "ruler_sweep": 104, "babilong_sweep": 104, "cross_length_mismatch": 15,
+    "dphi_ablation": 10, "loss_ablation": 14, "exact_accounting": 20,
+}  # fmt: skip
+MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
+EXAMPLES = {"ruler": 6500, "babilong": 4996, "longbench": 200}
+QUANTITIES = {
+    "topk": "e_topk", "topk_phi_nosub": "e_nosub", "topk_phi": "e_sub", "exact_nosub": "e_exact_nosub",
+    "mean_log_z_error": "log_z_error",
+}  # fmt: skip
+ROOT = Path(__file__).parents[3]
+SPEC = ComparisonSpec(study="paper")
+DECODING = "greedy; budgets of the nominal length; cut to 64k"
+
+Row = dict[str, str]
+Tables = dict[str, list[Row]]
+
+
+# ---- a study whose values are the paper's ----------------------------------------------------------------------------
+
+
+def score_row(label: str, point: Any, text: str) -> Row:
+    maps = point.maps or ("64k" if point.method.startswith("topk_phi") else "")
+    return {
+        "table": label, "backbone": point.backbone, "benchmark": point.benchmark, "task": point.task,
+        "length": point.length, "method": point.method, "maps": maps,
+        "budget_percent": "" if point.budget_percent is None else f"{point.budget_percent:g}",
+        "text": text, "bold": "0", **interval(text), "n": str(EXAMPLES[point.benchmark]), "data": "original",
+        "decoding": DECODING, "study": "paper", "model_id": MODELS[point.backbone], "weights": "pretrained",
+        "source": f"{point.benchmark}_{point.backbone}_{point.length}.csv",
+    }  # fmt: skip
+
+
+def accounting_row(fact: Row) -> Row:
+    quantity = QUANTITIES[fact["quantity"]]
+    return {
+        "table": "exact_accounting", "backbone": "1b", "corpus": fact["corpus"], "length": fact["length"],
+        "k": fact["k"], "budget_percent": "1", "maps": "64k", "quantity": quantity, "text": fact["value"], "bold": "0",
+        **interval(fact["value"]), **({"ci_low": "", "ci_high": ""} if quantity == "e_exact_nosub" else {}),
+        "source": "accounting_1b.csv", "study": "paper", "model_id": MODELS["1b"], "weights": "pretrained",
+        "packs": "16", "rows": "65536",
+    }  # fmt: skip
+
+
+def interval(text: str, half_width: float = 0.01) -> Row:
+    value = float(text)
+    return {"value": f"{value:.6f}", "ci_low": f"{value - half_width:.6f}", "ci_high": f"{value + half_width:.6f}"}
+
+
+def papers_tables() -> Tables:
+    scores = {
+        label: [score_row(label, fact.point, fact.text) for fact in published.load(label)]
+        for label in CELLS
+        if label != "exact_accounting"
+    }
+    return scores | {"exact_accounting": [accounting_row(fact) for fact in published.rows_of("exact_accounting")]}
+
+
+def write(folder: Path, tables: Tables) -> list[Path]:
+    paths = []
+    for label, rows in tables.items():
+        path = folder / f"{label}.csv"
+        columns = accounting_table.CELL_COLUMNS if label == "exact_accounting" else content.COLUMNS
+        with open(path, "w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        paths.append(path)
+    return paths
+
+
+def compare(folder: Path, tables: Tables, study: str = "paper") -> tuple[list[Row], list[Row]]:
+    """Rows of the comparison and of the picture."""
+    out, picture = folder / "comparison.csv", folder / "comparison_picture.csv"
+    run(ComparisonSpec(study=study), write(folder, tables), out, picture)
+    return read(out), read(picture)
+
+
+def read(path: Path) -> list[Row]:
+    with open(path, encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def find(rows: Iterable[Row], **fields: str) -> Row:
+    (found,) = (row for row in rows if all(row[name] == value for name, value in fields.items()))
+    return found
+
+
+CELL = {
+    "table": "ruler_sweep", "backbone": "1b", "length": "16k", "method": "topk_phi", "budget_percent": "1"
+}  # fmt: skip
+PUBLISHED_THERE = "0.617"
+
+
+# ---- cell by cell ----------------------------------------------------------------------------------------------------
+
+
+def test_every_published_cell_has_one_row(tmp_path: Path) -> None:
+    rows, _ = compare(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]})
+    assert Counter(row["table"] for row in rows) == CELLS and set(TABLES) == set(CELLS)
+    names = "table backbone benchmark task corpus length method budget_percent maps quantity".split()
+    assert len({tuple(row[name] for name in names) for row in rows}) == len(rows) == 419
+    for label in CELLS:
+        with open(Path(published.__file__).with_name(f"{label}.csv"), newline="") as stream:
+            facts = [(row["value"], row["bold"]) for row in csv.DictReader(stream)]
+        assert [(row["published"], row["published_bold"]) for row in rows if row["table"] == label] == facts
+    assert {row["verdict"] for row in rows if row["table"] != "ruler_sweep"} == {"not run"}
+    assert {row["reason"] for row in rows if row["table"] != "ruler_sweep"} == {"the study leaves the table out"}
+
+
+def test_the_papers_own_values_agree_wherever_there_is_an_interval(tmp_path: Path) -> None:
+    rows, _ = compare(tmp_path, papers_tables())
+    counted = Counter((row["verdict"], row["reason"]) for row in rows)
+    assert counted == {("agrees", ""): 415, ("not comparable", "no interval"): 4}
+    for row in rows:
+        assert row["ours"] == row["published"] and row["study"] == "paper"
+        assert row["model_id"] == MODELS[row["backbone"]] and row["source"]
+        n = {"n": row["n"], "published_n": row["published_n"]}
+        examples = str(EXAMPLES.get(row["benchmark"], ""))
+        assert n == {"n": examples or "16", "published_n": examples}
+
+
+OTHER = "org/Other-LM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "reason", "ours"),
+    [
+        (interval("0.622"), "agrees", "", "0.622"),
+        (interval("0.627") | {"ci_low": "0.617499"}, "agrees", "", "0.627"),
+        (interval("0.628"), "differs by +0.011", "", "0.628"),
+        (interval("0.583"), "differs by -0.034", "", "0.583"),
+        ({"n": "6499"}, "not comparable", "subsampled", "0.617"),
+        ({"n": "6501"}, "agrees", "", "0.617"),
+        ({"weights": "random"}, "not comparable", "random weights", "0.617"),
+        ({"data": "simulated"}, "not comparable", "simulated data", "0.617"),
+        ({"data": "original+stand-in"}, "not comparable", "stand-in data", "0.617"),
+        (
+            {"decoding": "greedy; up to 16 tokens past the references"},
+            "not comparable",
+            "answers cut short",
+            "0.617",
+        ),
+        (
+            {"n": "39", "weights": "random", "data": "simulated"},
+            "not comparable",
+            "random weights; subsampled; simulated data",
+            "0.617",
+        ),
+        ({"model_id": OTHER}, "not comparable", f"other backbone: 1b ({OTHER})", ""),
+        ({"model_id": MODELS["3b"]}, "not comparable", f"other backbone: 1b ({MODELS['3b']})", ""),
+        ({"text": "--", "value": "", "ci_low": "", "ci_high": ""}, "not run", "the study has no such cell", ""),
+        ({"maps": "16k"}, "not run", "the study has no such cell", ""),
+        ({"budget_percent": "1.5"}, "not run", "the study has no such cell", ""),
+    ],
+)
+def test_the_verdict_on_a_cell(tmp_path: Path, changes: Row, verdict: str, reason: str, ours: str) -> None:
+    tables = papers_tables()
+    text = {"text": f"{float(changes['value']):.3f}"} if changes.get("value") else {}
+    find(tables["ruler_sweep"], **CELL).update(text | changes)
+    rows, _ = compare(tmp_path, tables)
+    row = find(rows, **CELL)
+    assert row["published"] == PUBLISHED_THERE
+    assert (row["verdict"], row["reason"], row["ours"]) == (verdict, reason, ours)
+    lacking = {name for name in ("ci_low", "ci_high", "n", "model_id", "weights", "source") if not row[name]}
+    assert not lacking if ours else len(lacking) == 6
+    assert Counter(each["verdict"] for each in rows if each != row) == {"agrees": 414, "not comparable": 4}
+
+
+def test_the_same_cells_of_another_backbone_are_not_comparable(tmp_path: Path) -> None:
+    tables = papers_tables()
+    for rows in tables.values():
+        rows[:] = [row | {"backbone": "tiny", "model_id": OTHER} for row in rows if row["backbone"] == "1b"]
+    rows, _ = compare(tmp_path, tables)
+    assert {(row["verdict"], row["reason"], row["ours"]) for row in rows} == {
+        ("not comparable", f"other backbone: tiny ({OTHER})", "")
+    }
+
+
+def test_a_study_of_one_of_the_papers_backbones_has_not_run_the_other(tmp_path: Path) -> None:
+    tables = papers_tables()
+    for rows in tables.values():
+        rows[:] = [row for row in rows if row["backbone"] == "1b"]
+    rows, _ = compare(tmp_path, tables)
+    for row in rows:
+        if row["backbone"] == "3b":
+            assert (row["verdict"], row["reason"]) == ("not run", "the study's backbones are 1b")
+        else:
+            assert row["ours"] == row["published"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_verdicts_are_those_of_a_slow_recomputation(tmp_path: Path, seed: int) -> None:
+    """In whole thousandths, the unit in which values are printed."""
+    generator = random.Random(seed)
+    tables = papers_tables()
+    expected: dict[tuple[str, ...], str] = {}
+    names = "table backbone task corpus length method budget_percent maps quantity".split()
+    for row in itertools.chain(*tables.values()):
+        theirs = round(1000 * float(row["text"]))
+        ours = theirs + generator.randint(-30, 30)
+        low, high = ours - generator.randint(0, 20), ours + generator.randint(0, 20)
+        row.update(text=f"{ours / 1000:z.3f}", value=f"{ours / 1000:.6f}")
+        row.update(ci_low=f"{low / 1000:.6f}", ci_high=f"{high / 1000:.6f}")
+        obstacles = {"weights": "random"}, {"n": "3"}, {"data": "simulated"}
+        obstacle = generator.choice([{}, {}, *obstacles])
+        if "n" not in row:
+            obstacle = {name: value for name, value in obstacle.items() if name == "weights"}
+        row.update(obstacle)
+        verdict = "agrees" if low <= theirs <= high else f"differs by {(ours - theirs) / 1000:+.3f}"
+        defaults = {"task": "", "corpus": "", "method": "", "quantity": "score"}
+        key = tuple((defaults | row)[name] for name in names) + (row.get("benchmark", ""),)
+        expected[key] = "not comparable" if obstacle else verdict
+    rows, _ = compare(tmp_path, tables)
+    found = {tuple(row[name] for name in names) + (row["benchmark"],): row["verdict"] for row in rows}
+    assert found == expected and len(set(found.values())) > 20
+
+
+def test_deviations_are_open_points_of_the_document() -> None:
+    document = (ROOT / "docs" / "deviations.md").read_text(encoding="utf-8")
+    points = document.split("## Open points of the paper")[1].split("\n## ")[0]
+    numbers = {int(number) for number in re.findall(r"^\| (\d+) \|", points, re.MULTILINE)}
+    assert set(DEVIATIONS) == set(CELLS)
+    for label, named in DEVIATIONS.items():
+        assert named and named <= numbers, label
+
+
+def test_deviations_are_listed_in_order(tmp_path: Path) -> None:
+    rows, _ = compare(tmp_path, papers_tables())
+    assert {row["deviations"] for row in rows if row["table"] == "exact_accounting"} == {"5 6 7 10 11 12 14 16 20"}
+
+
+def test_the_papers_numbers_of_examples() -> None:
+    assert published.EXAMPLES == EXAMPLES
+    assert EXAMPLES["ruler"] == 500 * len(tasks_of("ruler", 65536))
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def pictured(rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple[str, str, str]]:
+    return {
+        (row["table"], row["family"], row["statement"]): (row["published"], row["ours"], row["same_direction"])
+        for row in rows
+    }
+
+
+ABOVE = "cells with TopK+phi above / equal / below"
+BELOW = "cells below TopK, of those with maps used"
+
+
+def test_the_picture_of_the_papers_own_values(tmp_path: Path) -> None:
+    _, rows = compare(tmp_path, papers_tables())
+    found = pictured(rows)
+    for key, text in {
+        ("ruler_sweep", "RULER", f"{ABOVE} TopK"): "30 / 1 / 1",
+        ("babilong_sweep", "BABILong", f"{ABOVE} TopK"): "27 / 2 / 3",
+        ("natural_main", "Summarisation", f"{ABOVE} TopK"): "13 / 1 / 2",
+        ("natural_main", "Question answering", f"{ABOVE} TopK"): "6 / 2 / 8",
+        ("natural_main", "Summarisation", "mean change from TopK to TopK+phi"): "+0.006",
+        ("cross_length_mismatch", "RULER", f"{BELOW} beyond their length"): "3 of 3",
+        ("cross_length_mismatch", "RULER", f"{BELOW} within their length"): "0 of 6",
+        ("exact_accounting", "running text", "rows in which NoSub has a lower error than TopK"): "2 of 2",
+        ("exact_accounting", "common words", "rows in which NoSub has a lower error than TopK"): "0 of 2",
+    }.items():
+        assert found[key] == (text, text, "yes"), key
+    order = "full > aux_only > ours > topk > kl_only > lolcats_loss > hedgehog_map"
+    assert found["loss_ablation", "RULER", "rows, best first"] == (order, order, "")
+    tau = "rank correlation with the published order (tau-b, 7 rows)"
+    assert found["loss_ablation", "RULER", tau] == ("", "+1.000", "yes")
+    assert {row["note"] for row in rows} == {""}
+    assert {row["same_direction"] for row in rows if "best first" not in row["statement"]} == {"yes"}
+
+
+def small_study(seed: int) -> Tables:
+    """Random values of another backbone at 1k and 2k, with a variant of the maps that the paper lacks."""
+    generator = random.Random(seed)
+    constant = {
+        "backbone": "smol", "study": "mini", "model_id": "org/Small-LM", "weights": "pretrained", "n": "8",
+        "data": "original", "decoding": DECODING, "source": "x.csv", "bold": "0",
+    }  # fmt: skip
+
+    def row(label: str, **fields: str) -> Row:
+        text = f"{generator.randint(0, 12) / 20:.3f}"  # coarse, so that there are ties
+        return constant | {"table": label, "text": text, **interval(text)} | fields
+
+    sweep = [("full", "", ""), *itertools.product(("topk", "topk_phi", "topk_phi_nosub"), ("2", "4"), ("",))]
+    tables: Tables = {
+        label: [
+            row(label, benchmark=benchmark, task=task, length=length, method=method, budget_percent=budget,
+                maps="2k" if "phi" in method else "")
+            for task in tasks
+            for length in lengths
+            for method, budget, _ in sweep
+        ]
+        for label, benchmark, tasks, lengths in (
+            ("ruler_sweep", "ruler", ["all"], ["1k", "2k"]),
+            ("natural_main", "longbench", tasks_of("longbench", 65536), ["2k"]),
+        )
+    }  # fmt: skip
+    variants = {
+        "cross_length_mismatch": [("512", "1k", "2k"), [("ruler", "512"), ("ruler", "1k"), ("ruler", "2k")]],
+        "loss_ablation": [
+            ("1k", "1k-kl_only", "1k-aux_only", "1k-residual_loss", "1k-hedgehog_map"),
+            [("ruler", "1k"), ("babilong", "1k")],
+        ],
+    }
+    for label, (maps, places) in variants.items():
+        arms = [("full", "", ""), ("topk", "4", ""), *(("topk_phi", "4", name) for name in maps)]
+        tables[label] = [
+            row(label, benchmark=benchmark, task="all", length=length, method=method, budget_percent=budget, maps=name)
+            for method, budget, name in arms
+            for benchmark, length in places
+        ]
+    accounting = {name: value for name, value in constant.items() if name not in ("n", "data", "decoding")}
+    tables["exact_accounting"] = [
+        accounting
+        | {"table": "exact_accounting", "corpus": corpus, "length": length, "k": "21", "budget_percent": "4",
+           "maps": "2k", "quantity": quantity, "packs": "3", "rows": "9",
+           "text": (text := f"{generator.randint(1, 8) / 20:.3f}"), **interval(text)}
+        for corpus in ("wiki", "cwe")
+        for length in ("1k", "2k")
+        for quantity in QUANTITIES.values()
+    ]  # fmt: skip
+    return tables
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_picture_is_that_of_a_slow_recomputation(tmp_path: Path, seed: int) -> None:
+    tables = small_study(seed)
+    comparison, rows = compare(tmp_path, tables, study="mini")
+    assert {row["verdict"] for row in comparison} == {"not run"}
+    ours = {key: value[1] for key, value in pictured(rows).items() if value[1]}
+    assert ours == {**slow_changes(tables), **slow_mismatch(tables), **slow_accounting(tables), **slow_ranks(tables)}
+    notes = {(row["table"], row["note"]) for row in rows if row["ours"]}
+    scores = "other backbone; subsampled; directions only"
+    assert notes == {
+        (label, "other backbone; directions only" if label == "exact_accounting" else scores) for label in tables
+    }
+    assert {row["note"] for row in rows if row["table"] not in tables} == {"not run"}
+
+
+def thousandths(row: Row) -> int:
+    return round(1000 * float(row["text"]))
+
+
+def slow_changes(tables: Tables) -> dict[tuple[str, str, str], str]:
+    found = {}
+    families = {"all": "RULER"} | {
+        f"longbench_{task}": family
+        for task, family in {
+            "gov_report": "Summarisation", "qmsum": "Summarisation", "musique": "Question answering",
+            "hotpotqa": "Question answering",
+        }.items()
+    }  # fmt: skip
+    for label in ("ruler_sweep", "natural_main"):
+        for other, name in (("topk", "TopK"), ("topk_phi_nosub", "NoSub")):
+            changes: dict[str, list[int]] = {}
+            for row in tables[label]:
+                for partner in tables[label]:
+                    same = all(row[key] == partner[key] for key in ("task", "length", "budget_percent"))
+                    if row["method"] == "topk_phi" and partner["method"] == other and same:
+                        changes.setdefault(families[row["task"]], []).append(thousandths(row) - thousandths(partner))
+            for family, each in changes.items():
+                above, equal = sum(c > 0 for c in each), sum(c == 0 for c in each)
+                found[label, family, f"{ABOVE} {name}"] = f"{above} / {equal} / {len(each) - above - equal}"
+                mean = f"{Decimal(sum(each)) / len(each) / 1000:+z.3f}"
+                found[label, family, f"mean change from {name} to TopK+phi"] = mean
+    return found
+
+
+def slow_mismatch(tables: Tables) -> dict[tuple[str, str, str], str]:
+    tokens = {"512": 512, "1k": 1024, "2k": 2048}
+    counts = {"beyond": [0, 0], "within": [0, 0]}
+    rows = tables["cross_length_mismatch"]
+    for row in (row for row in rows if row["maps"]):
+        topk = find(rows, method="topk", length=row["length"])
+        use = counts["beyond" if tokens[row["maps"]] < tokens[row["length"]] else "within"]
+        use[0] += thousandths(row) < thousandths(topk)
+        use[1] += 1
+    return {
+        ("cross_length_mismatch", "RULER", f"{BELOW} {use} their length"): f"{below} of {cells}"
+        for use, (below, cells) in counts.items()
+    }
+
+
+def slow_accounting(tables: Tables) -> dict[tuple[str, str, str], str]:
+    found = {}
+    for corpus, family in (("wiki", "running text"), ("cwe", "common words")):
+        lowest = nosub_below = 0
+        for length in ("1k", "2k"):
+            topk, nosub, sub = (
+                thousandths(find(tables["exact_accounting"], corpus=corpus, length=length, quantity=name))
+                for name in ("e_topk", "e_nosub", "e_sub")
+            )
+            lowest += sub < topk and sub < nosub
+            nosub_below += nosub < topk
+        table = "exact_accounting"
+        found[table, family, "rows in which TopK+phi has the lowest error of the three"] = f"{lowest} of 2"
+        found[table, family, "rows in which NoSub has a lower error than TopK"] = f"{nosub_below} of 2"
+    return found
+
+
+def slow_ranks(tables: Tables) -> dict[tuple[str, str, str], str]:
+    found = {}
+    names = {"1k": "ours", "1k-kl_only": "kl_only", "1k-aux_only": "aux_only", "1k-hedgehog_map": "hedgehog_map"}
+    with open(Path(published.__file__).with_name("loss_ablation.csv"), newline="") as stream:
+        facts = {(row["benchmark"], row["variant"]): row["value"] for row in csv.DictReader(stream)}
+    for benchmark, family in (("ruler", "RULER"), ("babilong", "BABILong")):
+        rows = [row for row in tables["loss_ablation"] if row["benchmark"] == benchmark]
+        scores = {(row["maps"] or row["method"]).removeprefix("1k-"): thousandths(row) for row in rows}
+        scores["ours"] = scores.pop("1k")
+        by_score: dict[int, list[str]] = {}
+        for row in rows:
+            name = "ours" if row["maps"] == "1k" else (row["maps"] or row["method"]).removeprefix("1k-")
+            by_score.setdefault(thousandths(row), []).append(name)
+        order = " > ".join(" = ".join(by_score[score]) for score in sorted(by_score, reverse=True))
+        found["loss_ablation", family, "rows, best first"] = order
+        shared = ["full", "topk", *names.values()]
+        tau = slow_tau([float(facts[benchmark, name]) for name in shared], [scores[name] for name in shared])
+        assert tau is not None
+        statement = f"rank correlation with the published order (tau-b, {len(shared)} rows)"
+        found["loss_ablation", family, statement] = f"{tau:+z.3f}"
+    return found
+
+
+def slow_tau(first: list[float], second: list[float]) -> float | None:
+    """(C - D) / sqrt((pairs - ties in the one) (pairs - ties in the other)), with ties counted from groups."""
+    concordant = discordant = 0
+    for i in range(len(first)):
+        for j in range(i):
+            product = (first[i] - first[j]) * (second[i] - second[j])
+            concordant += product > 0
+            discordant += product < 0
+    pairs = len(first) * (len(first) - 1) // 2
+    ties = [sum(n * (n - 1) // 2 for n in Counter(values).values()) for values in (first, second)]
+    size = math.sqrt((pairs - ties[0]) * (pairs - ties[1]))
+    return (concordant - discordant) / size if size else None
+
+
+def decimals(values: Iterable[float]) -> list[Decimal]:
+    return [Decimal(f"{value:.3f}") for value in values]
+
+
+def test_tau_b_with_ties() -> None:
+    generator = random.Random(0)
+    for size in range(9):
+        for _ in range(40):
+            first = [generator.randint(0, 4) / 10 for _ in range(size)]
+            second = [generator.randint(0, 4) / 10 for _ in range(size)]
+            expected = slow_tau(first, second)
+            found = tau_b(decimals(first), decimals(second))
+            assert found is None if expected is None else found == pytest.approx(expected, abs=1e-12)
+
+
+def test_tau_b_by_hand() -> None:
+    up = decimals([0.1, 0.2, 0.3, 0.4])
+    assert tau_b(up, up) == 1 and tau_b(up, up[::-1]) == -1
+    assert tau_b(decimals([0.1, 0.2, 0.2]), decimals([0.1, 0.2, 0.3])) == pytest.approx(2 / math.sqrt(6))
+    assert tau_b(up, decimals([0.5] * 4)) is None and tau_b([], []) is None
+
+
+def test_ablations_on_several_backbones_are_ranked_apart(tmp_path: Path) -> None:
+    rows = papers_tables()["loss_ablation"]
+    reverse = [row | {"backbone": "3b", "model_id": MODELS["3b"]} for row in rows]
+    for row in reverse:
+        text = f"{1 - float(row['text']):.3f}"
+        row.update(interval(text), text=text)
+    _, picture = compare(tmp_path, {"loss_ablation": rows + reverse})
+    found = pictured(picture)
+    statement = "rank correlation with the published order (tau-b, 7 rows)"
+    assert found["loss_ablation", "RULER", f"{statement} (1b)"] == ("", "+1.000", "yes")
+    assert found["loss_ablation", "RULER", f"{statement} (3b)"] == ("", "-1.000", "no")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_the_same_whatever_the_order_of_files(tmp_path: Path) -> None:
+    paths = write(tmp_path, papers_tables())
+    written = []
+    for folder, files in (("a", paths), ("b", paths[::-1])):
+        out, picture = tmp_path / folder / "c.csv", tmp_path / folder / "p.csv"
+        spec = ["--spec", json.dumps({"study": "paper"})]
+        main(["comparison", *spec, "--cells", *map(str, files), "--out", str(out), "--picture", str(picture)])
+        written.append((out.read_bytes(), picture.read_bytes()))
+    assert written[0] == written[1] and b"\r" not in written[0][0]
+
+
+def set_first(**fields: str) -> Callable[[list[Row]], None]:
+    def change(rows: list[Row]) -> None:
+        rows[0].update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "message"),
+    [
+        ("ruler_sweep", set_first(value="nan"), r"ruler_sweep.csv:2: value is 'nan', not a finite number; delete it"),
+        ("ruler_sweep", set_first(value="0.5"), "ruler_sweep.csv:2: text is '0.803', but value 0.5; delete it"),
+        ("ruler_sweep", set_first(text="x"), "ruler_sweep.csv:2: text is 'x', but value 0.803000; delete it"),
+        ("ruler_sweep", set_first(ci_low=""), "ruler_sweep.csv:2: ci_low is '', not a finite number"),
+        ("ruler_sweep", set_first(ci_low="0.9"), "ruler_sweep.csv:2: ci_low is 0.9, above ci_high, 0.813000"),
+        ("ruler_sweep", set_first(n="0"), "ruler_sweep.csv:2: n is '0', not a count"),
+        ("ruler_sweep", set_first(n="8.5"), "ruler_sweep.csv:2: n is '8.5', not a count"),
+        ("ruler_sweep", set_first(study="mini"), "study should have one value, found 'mini' and 'paper'"),
+        ("ruler_sweep", set_first(table="other"), "table should have one value, found 'other' and 'ruler_sweep'"),
+        ("ruler_sweep", set_first(method="best"), "ruler_sweep.csv:2: unknown method 'best'"),
+        ("ruler_sweep", set_first(benchmark="glue"), "ruler_sweep.csv:2: unknown benchmark 'glue'"),
+        ("natural_main", set_first(task="longbench_x"), "natural_main.csv:2: unknown task 'longbench_x'"),
+        ("ruler_sweep", set_first(length="4 k"), "ruler_sweep.csv:2: length '4 k' is not a length label"),
+        ("exact_accounting", set_first(quantity="e_x"), "exact_accounting.csv:2: unknown quantity 'e_x'"),
+        ("exact_accounting", set_first(packs=""), "exact_accounting.csv:2: packs is '', not a count"),
+        ("ruler_sweep", lambda rows: rows.append(rows[0]), ":106: a second row for ruler 1b 4k full"),
+        ("ruler_sweep", lambda rows: rows.pop(), "ruler_sweep.csv: cut short, 3b ruler all 64k has 12 cells, not 13"),
+        ("exact_accounting", lambda rows: rows.pop(), "cut short, 1b cwe 64k has 4 cells, not 5"),
+        ("ruler_sweep", lambda rows: rows.clear(), "table should have one value, found no row with a value"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(
+    tmp_path: Path, label: str, change: Callable[[list[Row]], None], message: str
+) -> None:
+    tables = papers_tables()
+    change(tables[label])
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        compare(tmp_path, tables)
+    assert "\n" not in str(caught.value) and not (tmp_path / "comparison.csv").exists()
+
+
+def test_a_file_that_is_cut_lacks_a_column_or_is_another_studys_is_refused(tmp_path: Path) -> None:
+    out, picture = tmp_path / "c.csv", tmp_path / "p.csv"
+    (path,) = write(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]})
+    text = path.read_text()
+    with pytest.raises(ValueError, match="is of study 'paper', not of 'mini'; delete it"):
+        run(ComparisonSpec(study="mini"), [path], out, picture)
+    with pytest.raises(ValueError, match="a second file for table ruler_sweep; give one"):
+        run(SPEC, [path, path], out, picture)
+    with pytest.raises(ValueError, match="no such file; run the table stage"):
+        run(SPEC, [tmp_path / "nothing.csv"], out, picture)
+    for damaged, message in (
+        (text[:-5], "empty or cut short, its last line does not end"),
+        (text.replace("ci_low", "low", 1), "column ci_low is missing"),
+        (text.replace("ruler_sweep,", "runtime_1b,"), "is of table 'runtime_1b'; known are natural_main"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=message):
+            run(SPEC, [path], out, picture)
