@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import platform
 import tempfile
@@ -129,6 +130,26 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
         if len(row) != len(header):
             raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}; {remedy}")
     return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def finite_field(row: Mapping[str, str], name: str, where: str, remedy: str) -> float:
+    """A field of a CSV row as a finite number; raises ValueError naming the place, the field and the remedy."""
+    try:
+        value = float(row[name])
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: {name} is {row[name]!r}, not a finite number; {remedy}")
+    return value
+
+
+def only_value(rows: Iterable[Mapping[str, str]], name: str, path: Path, remedy: str) -> str:
+    """The one value that a field has in all rows of `path`; raises ValueError when there is not exactly one."""
+    values = dict.fromkeys(row[name] for row in rows)
+    if len(values) != 1:
+        found = " and ".join(map(repr, values)) or "no row"
+        raise ValueError(f"{path}: {name} should have one value, found {found}; {remedy}")
+    return next(iter(values))
 
 
 def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame:

@@ -4,13 +4,12 @@ outputs, corpus by corpus.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
-from residual_mass.files import csv_text, read_csv, write_text
+from residual_mass.files import csv_text, finite_field, only_value, read_csv, write_text
 from residual_mass.paper import published
 from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, model_warnings
 from residual_mass.paper.cells import LEFT_OUT, Cell, format_score
@@ -138,7 +137,7 @@ def load_accounting(path: Path) -> Accounting:
         if place in by_place:
             raise ValueError(f"{where}: a second row for {_name(place)}; {REMEDY}")
         by_place[place] = row
-    facts = {name: _constant(rows, name, path) for name in CONSTANT}
+    facts = {name: only_value(rows, name, path, REMEDY) for name in CONSTANT}
     _check_maps(rows, path)
     _check_complete(by_place, path)
     return Accounting(path, facts, by_place)
@@ -146,7 +145,7 @@ def load_accounting(path: Path) -> Accounting:
 
 def _check_numbers(row: Row, where: str) -> None:
     for name in ("budget_percent", *COUNTS, *ERRORS, "clamped_share"):
-        if _number(row, name, where) < 0:
+        if finite_field(row, name, where, REMEDY) < 0:
             raise ValueError(f"{where}: {name} is {row[name]}, below 0; {REMEDY}")
     for name in COUNTS:
         if not row[name].isdecimal() or (name != "k" and int(row[name]) == 0):
@@ -157,27 +156,9 @@ def _check_numbers(row: Row, where: str) -> None:
         low, high = f"{name}_ci_low", f"{name}_ci_high"
         if name == LOG_Z and row[name] == row[low] == row[high] == "":
             continue  # no residual is left in any row: every log is -inf
-        _number(row, name, where)
-        if _number(row, low, where) > _number(row, high, where):
+        finite_field(row, name, where, REMEDY)
+        if finite_field(row, low, where, REMEDY) > finite_field(row, high, where, REMEDY):
             raise ValueError(f"{where}: {low} is {row[low]}, above {high}, {row[high]}; {REMEDY}")
-
-
-def _number(row: Row, name: str, where: str) -> float:
-    try:
-        value = float(row[name])
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: {name} is {row[name]!r}, not a finite number; {REMEDY}")
-    return value
-
-
-def _constant(rows: Iterable[Row], name: str, path: Path) -> str:
-    values = dict.fromkeys(row[name] for row in rows)
-    if len(values) != 1:
-        found = " and ".join(map(repr, values)) or "no row"
-        raise ValueError(f"{path}: {name} should have one value, found {found}; {REMEDY}")
-    return next(iter(values))
 
 
 def _check_maps(rows: Iterable[Row], path: Path) -> None:

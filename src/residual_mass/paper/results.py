@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import Data
-from residual_mass.files import read_csv
+from residual_mass.files import finite_field, only_value, read_csv
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.specs import METHODS
 
@@ -112,7 +111,7 @@ def load_results(path: Path) -> list[Result]:
         ValueError: the file is missing, cut, inconsistent or holds a value that is not a number; names file and line.
     """
     rows = read_csv(path, COLUMNS, "score")
-    facts = {name: _constant(rows, name, path) for name in CONSTANT}
+    facts = {name: only_value(rows, name, path, REMEDY) for name in CONSTANT}
     phi_shas = _phi_shas(rows, path)
     places: dict[tuple[str, ...], dict[str, dict[Arm, Score]]] = {}
     for number, row in enumerate(rows, start=2):
@@ -133,21 +132,13 @@ def load_results(path: Path) -> list[Result]:
                 benchmark=benchmark,
                 length=length,
                 **facts,
-                prompts_sha=_constant(of_place, "prompts_sha", path),
+                prompts_sha=only_value(of_place, "prompts_sha", path, REMEDY),
                 phi_shas={maps: sha for maps, sha in phi_shas.items() if maps in used},
                 tasks=tuple(task for task in scores if task != ALL_TASKS),
                 scores=scores,
             )
         )
     return results
-
-
-def _constant(rows: list[Row], name: str, path: Path) -> str:
-    values = dict.fromkeys(row[name] for row in rows)
-    if len(values) != 1:
-        found = " and ".join(map(repr, values)) or "no row"
-        raise ValueError(f"{path}: {name} should have one value, found {found}; {REMEDY}")
-    return next(iter(values))
 
 
 def _phi_shas(rows: Iterable[Row], path: Path) -> dict[str, str]:
@@ -168,7 +159,7 @@ def _arm(row: Row, where: str) -> Arm:
     for name in ("maps", "phi_sha"):
         if method.startswith("topk_phi") != (row[name] != ""):
             raise ValueError(f"{where}: {name} is {row[name]!r} for method {method}; {REMEDY}")
-    return method, None if budget == "" else _number(row, "budget_percent", where), maps or None
+    return method, None if budget == "" else finite_field(row, "budget_percent", where, REMEDY), maps or None
 
 
 def _name(arm: Arm) -> str:
@@ -179,8 +170,8 @@ def _name(arm: Arm) -> str:
 def _score(row: Row, path: Path, where: str) -> Score:
     where = f"{where}: {row['task']} {row['method']} {row['budget_percent']}".rstrip()
     for name in ("n", "value", "ci_low", "ci_high", "cut_share"):
-        _number(row, name, where)
-    optional = {name: None if row[name] == "" else _number(row, name, where) for name in OPTIONAL}
+        finite_field(row, name, where, REMEDY)
+    optional = {name: None if row[name] == "" else finite_field(row, name, where, REMEDY) for name in OPTIONAL}
     if (row["gain"] == "") != (row["gain_p"] == ""):
         raise ValueError(f"{where}: gain is {row['gain']!r}, but gain_p is {row['gain_p']!r}; {REMEDY}")
     for name in SHARES:
@@ -206,16 +197,6 @@ def _words(row: Row, name: str, between: str, known: tuple[str, ...], where: str
     if unknown := [word for word in words if word not in known]:
         raise ValueError(f"{where}: {name} holds {unknown[0]!r}; known are {', '.join(known)}; {REMEDY}")
     return words
-
-
-def _number(row: Row, name: str, where: str) -> float:
-    try:
-        value = float(row[name])
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: {name} is {row[name]!r}, not a finite number; {REMEDY}")
-    return value
 
 
 def _check_complete(scores: dict[str, dict[Arm, Score]], where: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.files import read_csv
+from residual_mass.files import finite_field, only_value, read_csv
 from residual_mass.paper import accounting_table
 from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, Point, format_score
 from residual_mass.paper.layouts import LAYOUTS
@@ -88,12 +87,12 @@ def load_table(path: Path, study: str) -> tuple[str, list[Measured]]:
             printed one; names file and line.
     """
     rows = read_csv(path, ["table", "study", "text"], "table")
-    label = _constant(rows, "table", path)
+    label = only_value(rows, "table", path, REMEDY)
     if label not in TABLES:
         raise ValueError(f"{path}: is of table {label!r}; known are {', '.join(TABLES)}")
     rows = read_csv(path, OF_ACCOUNTING if label == accounting_table.LABEL else OF_SCORES, "table")
     printed = {number: row for number, row in enumerate(rows, start=2) if row["text"] != LEFT_OUT.text}
-    if (found := _constant(printed.values(), "study", path)) != study:
+    if (found := only_value(printed.values(), "study", path, REMEDY)) != study:
         raise ValueError(f"{path}: is of study {found!r}, not of {study!r}; {REMEDY}")
     by_place: dict[Place, Measured] = {}
     for number, row in printed.items():
@@ -106,7 +105,7 @@ def load_table(path: Path, study: str) -> tuple[str, list[Measured]]:
 
 
 def _measured(row: Row, where: str) -> Measured:
-    value = _number(row, "value", where)
+    value = finite_field(row, "value", where, REMEDY)
     if row["text"] != format_score(value):
         raise ValueError(f"{where}: text is {row['text']!r}, but value {row['value']}; {REMEDY}")
     _check_names(row, where)
@@ -121,7 +120,7 @@ def _measured(row: Row, where: str) -> Measured:
         corpus=row.get("corpus", ""),
         length=row["length"],
         method=row.get("method", ""),
-        budget_percent=_number(row, "budget_percent", where) if row["budget_percent"] else None,
+        budget_percent=finite_field(row, "budget_percent", where, REMEDY) if row["budget_percent"] else None,
         maps=row["maps"] or None,
         quantity=row.get("quantity", SCORE),
     )
@@ -158,28 +157,10 @@ def _check_names(row: Row, where: str) -> None:
 def _interval(row: Row, where: str) -> tuple[str, str] | tuple[None, None]:
     if row["ci_low"] == row["ci_high"] == "":
         return None, None
-    low, high = _number(row, "ci_low", where), _number(row, "ci_high", where)
+    low, high = finite_field(row, "ci_low", where, REMEDY), finite_field(row, "ci_high", where, REMEDY)
     if low > high:
         raise ValueError(f"{where}: ci_low is {row['ci_low']}, above ci_high, {row['ci_high']}; {REMEDY}")
     return format_score(low), format_score(high)
-
-
-def _number(row: Row, name: str, where: str) -> float:
-    try:
-        value = float(row[name])
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: {name} is {row[name]!r}, not a finite number; {REMEDY}")
-    return value
-
-
-def _constant(rows: Iterable[Row], name: str, path: Path) -> str:
-    values = dict.fromkeys(row[name] for row in rows)
-    if len(values) != 1:
-        found = " and ".join(map(repr, values)) or "no row with a value"
-        raise ValueError(f"{path}: {name} should have one value, found {found}; {REMEDY}")
-    return next(iter(values))
 
 
 def _check_complete(rows: Sequence[Row], path: Path) -> None:
