@@ -4,6 +4,7 @@ snakemake --cores 8 all                          the study named in config/confi
 snakemake --cores 8 all --config study=paper     another study (targets come before --config)
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 8 recipes                      ways to train, side by side: logs and a figure
+snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
 snakemake --cores 1 estimate                     what the study will cost
 """
@@ -42,7 +43,7 @@ wildcard_constraints:
     comparison=r"[a-z0-9]+",
     group=r"main|mismatch|ablation",
     ablation=r"[a-z0-9]+",
-    label=r"(?!comparison(_picture)?\.)[a-z0-9_]+",
+    label=r"(?!(comparison(_picture)?|main)\.)[a-z0-9_]+",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
     recipe=r"[a-z0-9_]+",
@@ -70,6 +71,12 @@ rule all:
 rule recipes:
     input:
         recipe_targets(config["study"]),
+    localrule: True
+
+
+rule pdf:
+    input:
+        expand(DOCUMENT_PDF, study=config["study"]),
     localrule: True
 
 

@@ -19,6 +19,7 @@ from residual_mass.specs import (
     BackboneSpec,
     CaptureSpec,
     ComparisonSpec,
+    DocumentSpec,
     EstimateSpec,
     FigureSpec,
     FindingsSpec,
@@ -94,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     stages.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
     add("comparison", _comparison, "set a study's tables beside the paper's values", "cells+", "out", "picture")
     add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png")
+    add("document", _document, "put all tables and figures of a study into a LaTeX document", "template", "out")
+    for name in ("tables", "figures"):
+        stages.choices["document"].add_argument(f"--{name}", type=Path, nargs="*", default=[])
+    add("pdf", _pdf, "compile a LaTeX document", "document", "out", spec=False)
     add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
     return parser
 
@@ -223,6 +228,19 @@ def _figure(options: argparse.Namespace) -> None:
     from residual_mass.paper import figures
 
     figures.run(spec, options.data, options.pdf, options.png)
+
+
+def _document(options: argparse.Namespace) -> None:
+    spec = parse_spec(DocumentSpec, options.spec)
+    from residual_mass.paper import document
+
+    document.run(spec, options.tables, options.figures, options.template, options.out)
+
+
+def _pdf(options: argparse.Namespace) -> None:
+    from residual_mass.paper import typesetting
+
+    typesetting.run(options.document, options.out)
 
 
 def _preflight(options: argparse.Namespace) -> None:

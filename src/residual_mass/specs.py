@@ -374,6 +374,16 @@ class ComparisonSpec:
     study: str
 
 
+@dataclass(frozen=True)
+class DocumentSpec:
+    """All tables and figures of a study."""
+
+    study: str
+    backbones: tuple[BackboneSpec, ...]
+    figure_titles: dict[str, str] = field(default_factory=dict)
+    """What a figure is of, by its label; ends its caption."""
+
+
 def parse_spec(cls: type[Spec], text: str) -> Spec:
     """Parses the JSON object `text` into the dataclass `cls`.
 

@@ -20,6 +20,7 @@ from residual_mass.specs import (
     AuditSpec,
     CaptureSpec,
     ComparisonSpec,
+    DocumentSpec,
     FigureSpec,
     FindingsSpec,
     GenerateSpec,
@@ -49,6 +50,7 @@ SPECS: dict[str, type[Any]] = {
     "table": TableSpec,
     "comparison": ComparisonSpec,
     "figure": FigureSpec,
+    "document": DocumentSpec,
 }
 
 
@@ -70,7 +72,7 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
     "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2, "table": 9,
-    "comparison": 1, "figure": 11,
+    "comparison": 1, "figure": 11, "document": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
@@ -78,6 +80,7 @@ PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
     "findings": 1, "map_errors": 3, "table": 9, "comparison": 1, "figure": 11,
+    "document": 1,
 }  # fmt: skip
 
 
@@ -304,6 +307,31 @@ def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: di
     assert cut == {"mini"}, "what keeps values from being compared is told by these words"
 
 
+def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, Run]) -> None:
+    for study, run in studies.items():
+        (given,) = told(run, "document")
+        for flag, stage, made in (("tables", "table", "out"), ("figures", "figure", "pdf")):
+            assert sorted(given[flag]) == sorted(each[made][0] for each in told(run, stage))
+        labels = list(yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())["figures"])
+        assert [Path(path).stem for path in given["figures"]] == [label for label in labels if label != "recipe_costs"]
+        assert given["out"] == [f"paper_tables/{study}/main.tex"]
+        (told_to,) = specs(run, "document", DocumentSpec)
+        titles = {figure.label: figure.title for figure in specs(run, "figure", FigureSpec)}
+        assert (told_to.study, told_to.figure_titles) == (study, titles)
+        assert [backbone.study for backbone in told_to.backbones] == [study] * len(told_to.backbones)
+
+
+@pytest.mark.parametrize(("study", "jobs"), [("mini", MINI), ("paper", PAPER)])
+def test_the_pdf_needs_the_document_and_what_it_shows(study: str, jobs: dict[str, int], tmp_path: Path) -> None:
+    run = dry_run(tmp_path, "pdf", "--config", f"study={study}")
+    assert {name: run.jobs[name] for name in ("table", "figure", "document", "document_pdf", "pdf")} == {
+        "table": 9, "figure": 11, "document": 1, "document_pdf": 1, "pdf": 1
+    }, run.output  # fmt: skip
+    assert set(run.jobs) - {"document_pdf", "pdf", "total"} <= set(jobs)
+    (given,) = told(run, "pdf")
+    assert given == {"document": [f"paper_tables/{study}/main.tex"], "out": [f"paper_tables/{study}/main.pdf"]}
+
+
 @pytest.mark.parametrize(("backbone", "length"), [("smol", "2k"), ("1b", "64k")])
 def test_every_result_is_a_target_in_both_studies(backbone: str, length: str, tmp_path: Path) -> None:
     targets = [f"results/{name}_{backbone}_{length}.csv" for name in ("babilong", "longbench")]
@@ -448,11 +476,11 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
     audited = everything - {"ablation_kernel_fidelity", "training_curves"}
-    jobs = {"audit": 4, "findings": 1, "table": 1, "comparison": 1, "figure": len(audited)}
+    jobs = {"audit": 4, "findings": 1, "table": 1, "comparison": 1, "figure": len(audited), "document": 1}
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
     one_budget = everything - {"entropy_gain", "mass_curves", "quartile_error", "training_curves"}
-    jobs = {"kernels": 2, "findings": 1, "table": 1, "comparison": 1, "figure": len(one_budget)}
+    jobs = {"kernels": 2, "findings": 1, "table": 1, "comparison": 1, "figure": len(one_budget), "document": 1}
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
     jobs = {
@@ -463,6 +491,7 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
         "table": 1,
         "comparison": 1,
         "figure": len(audited),
+        "document": 1,
     }
     assert of_smol(dry()) == (jobs, audited)
 

@@ -48,6 +48,7 @@ TARGETS = [
         "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
     ("results/ablation_width_1b.csv", "ablation 'width' is not in config/config.yaml, which has dphi, loss"),
+    ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has mini, paper"),
     ("paper_tables/small/ruler_sweep.tex", "study 'small' is not in config/studies, which has mini, paper"),
 ]
 
@@ -350,14 +351,20 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
     assert run.jobs == {
         "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "comparison": 1,
-        "figure": 1, "total": 11,
+        "figure": 1, "document": 1, "total": 12,
     }, run.output  # fmt: skip
     assert dry_run(checkout, "recipes", snakefile=checkout / "Snakefile").jobs == {"recipes": 1, "total": 1}
     study["tables"] = []
     path.write_text(yaml.safe_dump(study))
-    assert "comparison" not in dry_run(checkout, "all", snakefile=checkout / "Snakefile").jobs
+    jobs = dry_run(checkout, "all", snakefile=checkout / "Snakefile").jobs
+    assert "comparison" not in jobs and jobs["document"] == 1
     run = dry_run(checkout, "paper_tables/mini/comparison.csv", snakefile=checkout / "Snakefile")
     assert run.said == ["config/studies/mini.yaml: tables: has none to compare with the paper's; add one"]
+    study["figures"] = {}
+    path.write_text(yaml.safe_dump(study))
+    assert "document" not in dry_run(checkout, "all", snakefile=checkout / "Snakefile").jobs
+    run = dry_run(checkout, "pdf", snakefile=checkout / "Snakefile")
+    assert run.said == ["config/studies/mini.yaml: tables, figures: has neither for a document; add one"]
 
 
 def test_a_study_that_is_no_yaml(checkout: Path) -> None:

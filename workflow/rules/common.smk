@@ -22,6 +22,7 @@ from residual_mass.specs import (
     BackboneSpec,
     CaptureSpec,
     ComparisonSpec,
+    DocumentSpec,
     EstimateSpec,
     FigureSpec,
     FindingsSpec,

@@ -169,6 +169,19 @@ def cells_of(wildcards: Any) -> list[str]:
     return expand(CELLS, study=study, label=labels)
 
 
+def tables_of(wildcards: Any) -> list[str]:
+    """What a document shows, in the order of the study's configuration; its figures are the other half."""
+    study = known("study", wildcards.study, STUDIES, "config/studies")
+    if not STUDIES[study]["tables"] and not figures_of(study):
+        sys.exit(f"config/studies/{study}.yaml: tables, figures: has neither for a document; add one")
+    return expand(TABLE, study=study, label=STUDIES[study]["tables"])
+
+
+def figures_shown(wildcards: Any) -> list[str]:
+    study = known("study", wildcards.study, STUDIES, "config/studies")
+    return expand(f"{FIGURE}.pdf", study=study, label=figures_of(study))
+
+
 def recipe_logs_of(wildcards: Any) -> list[str]:
     """The logs of every recipe and seed that a study compares."""
     recipes = study_of(wildcards)["recipes"]
@@ -243,13 +256,14 @@ def diagnostics_results(study: str) -> list[str]:
 
 def study_targets(study: str) -> list[str]:
     """Everything that `all` makes for a study."""
-    figures = figure_files(study, [label for label in STUDIES[study]["figures"] if label != COSTS])
+    figures = figure_files(study, figures_of(study))
     tables = STUDIES[study]["tables"]
+    document = [DOCUMENT] if tables or figures else []
     comparison = [COMPARISON, PICTURE] if set(tables) & set(COMPARED_TABLES) else []
     return [
         *study_results(study),
         *expand(TABLE, study=study, label=tables),
-        *expand(comparison, study=study),
+        *expand([*comparison, *document], study=study),
         *figures,
     ]
 

@@ -2,7 +2,8 @@
 
 Needs: result tables, diagnostics, training logs, feature maps.
 Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png,
-paper_tables/published/{label}.tex, paper_tables/{study}/comparison.csv and comparison_picture.csv
+paper_tables/published/{label}.tex, paper_tables/{study}/comparison.csv and comparison_picture.csv,
+paper_tables/{study}/main.tex and, where LaTeX is installed, main.pdf
 """
 
 
@@ -110,3 +111,54 @@ rule figure:
     shell:
         "python -m residual_mass figure --spec {params.spec:q} --data {input.data}"
         " --pdf {output.pdf} --png {output.png} > {log} 2>&1"
+
+
+rule document:
+    input:
+        tables=tables_of,
+        figures=figures_shown,
+        template=here("paper_tables/templates/main.tex.j2"),
+    output:
+        DOCUMENT,
+    log:
+        "logs/document/{study}.log",
+    benchmark:
+        "logs/document/{study}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        spec=document_spec,
+    message:
+        "All tables and figures of study {wildcards.study}"
+    shell:
+        "python -m residual_mass document --spec {params.spec:q} --tables {input.tables} --figures {input.figures}"
+        " --template {input.template:q} --out {output} > {log} 2>&1"
+
+
+rule document_pdf:
+    input:
+        document=DOCUMENT,
+        tables=tables_of,  # the document reads them and the figures itself
+        figures=figures_shown,
+    output:
+        DOCUMENT_PDF,
+    log:
+        "logs/document_pdf/{study}.log",
+    benchmark:
+        "logs/document_pdf/{study}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    message:
+        "PDF of all tables and figures of study {wildcards.study}"
+    shell:
+        "python -m residual_mass pdf --document {input.document} --out {output} > {log} 2>&1"

@@ -27,6 +27,8 @@ PUBLISHED_TABLE = f"paper_tables/{PUBLISHED}/{{label}}.tex"
 COMPARISON = "paper_tables/{study}/comparison.csv"
 PICTURE = "paper_tables/{study}/comparison_picture.csv"
 FIGURE = "paper_tables/{study}/figures/{label}"
+DOCUMENT = "paper_tables/{study}/main.tex"
+DOCUMENT_PDF = "paper_tables/{study}/main.pdf"
 
 TABLE_BENCHMARKS = {
     "natural_main": ("longbench",),
@@ -349,8 +351,6 @@ def figure_spec(wildcards: Any) -> str:
     shown = figure_of(wildcards)
     names = shown.get("backbones") or [shown["backbone"]]
     titles = {name: config["backbones"][name]["title"] for name in names}
-    several = titles if len(titles) > 1 else {}
-    text = [shown[key] for key in ("corpus", "length") if key in shown]
     maps = []
     if wildcards.label == "kernel_sanity":
         maps = [study["maps"]["main"]]
@@ -360,8 +360,32 @@ def figure_spec(wildcards: Any) -> str:
     return spec(
         FigureSpec,
         label=wildcards.label,
-        title=", ".join(text if several else [*titles.values(), *text]),
+        title=figure_title(shown),
         budget_percent=study["diagnostics"]["budget"] if wildcards.label.startswith(ONE_BUDGET) else None,
         maps=maps,
-        backbone_titles=several,
+        backbone_titles=titles if len(titles) > 1 else {},
     )
+
+
+def figure_title(shown: dict[str, Any]) -> str:
+    """The backbone, unless there are several, and the text that a figure shows."""
+    backbone = shown.get("backbone") or shown["backbones"]
+    names = [backbone] if isinstance(backbone, str) else backbone
+    titles = [config["backbones"][name]["title"] for name in names]
+    text = [shown[key] for key in ("corpus", "length") if key in shown]
+    return ", ".join([*titles, *text] if len(names) == 1 else text)
+
+
+def document_spec(wildcards: Any) -> str:
+    shown = STUDIES[wildcards.study]["figures"]
+    return spec(
+        DocumentSpec,
+        study=wildcards.study,
+        backbones=[dataclasses.asdict(BACKBONES[name]) for name in backbones_of(wildcards.study)],
+        figure_titles={label: figure_title(shown[label]) for label in figures_of(wildcards.study)},
+    )
+
+
+def figures_of(study: str) -> list[str]:
+    """Labels of the figures that `all` makes."""
+    return [label for label in STUDIES[study]["figures"] if label != COSTS]
