@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from residual_mass.spec_json import parse_spec
 from residual_mass.specs import (
     AuditSpec,
     BackboneSpec,
@@ -30,7 +31,6 @@ from residual_mass.specs import (
     ScoreSpec,
     TableSpec,
     TrainSpec,
-    parse_spec,
 )
 
 Stage = Callable[[argparse.Namespace], None]

@@ -16,6 +16,7 @@ from runs import ROOT, Run, dry_run, snakemake
 from residual_mass.cli import _parser
 from residual_mass.paper.comparability import ANSWERS_CUT
 from residual_mass.paper.table_file import TABLES
+from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (
     AuditSpec,
     CaptureSpec,
@@ -32,8 +33,6 @@ from residual_mass.specs import (
     TableSpec,
     TrainSpec,
     VariantSpec,
-    parse_spec,
-    to_json,
     tokens_of,
 )
 

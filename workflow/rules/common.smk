@@ -13,9 +13,11 @@ import yaml
 from residual_mass import preflight
 from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.diagnostics import CWE
 from residual_mass.estimate import planned
 from residual_mass.paper import published as of_the_paper
 from residual_mass.recipes import RECIPES
+from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (
     METHODS,
     AuditSpec,
@@ -33,8 +35,6 @@ from residual_mass.specs import (
     ScoreSpec,
     TableSpec,
     TrainSpec,
-    parse_spec,
-    to_json,
     tokens_of,
 )
 
@@ -270,8 +270,6 @@ PUBLISHED = "published"
 """The folder of the tables with the paper's own values, where others have their study."""
 PUBLISHED_ALONE = ("training_cost_64k", "runtime_1b", "runtime_3b")
 """Tables of the paper that no study makes of its results."""
-CWE = "cwe"
-"""The corpus of packs that are made of RULER's prompts."""
 MOST_PANELS = 6
 """Panels that a figure with one for every corpus and length has room for."""
 

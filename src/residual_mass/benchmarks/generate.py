@@ -30,7 +30,8 @@ from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_meta, write_text
-from residual_mass.specs import ArmSpec, GenerateSpec, to_json, tokens_of
+from residual_mass.spec_json import to_json
+from residual_mass.specs import ArmSpec, GenerateSpec, tokens_of
 
 if TYPE_CHECKING:
     from residual_mass.backbones.engine import Generation, Saturated, SharedPrefillEngine

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from residual_mass.benchmarks.catalogue import task_named, tasks_of, too_long
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_meta, write_text
-from residual_mass.specs import PromptsSpec, to_json, tokens_of
+from residual_mass.spec_json import to_json
+from residual_mass.specs import PromptsSpec, tokens_of
 
 logger = logging.getLogger(__name__)
 

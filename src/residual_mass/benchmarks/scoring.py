@@ -25,7 +25,8 @@ from residual_mass.benchmarks.statistics import (
 )
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_meta, write_text
 from residual_mass.holm import holm
-from residual_mass.specs import METHODS, ArmSpec, ScoreSpec, to_json
+from residual_mass.spec_json import to_json
+from residual_mass.specs import METHODS, ArmSpec, ScoreSpec
 
 logger = logging.getLogger(__name__)
 

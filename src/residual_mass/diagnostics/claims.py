@@ -8,13 +8,12 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from residual_mass.diagnostics import claim_statistics
+from residual_mass.diagnostics import CWE, claim_statistics
 from residual_mass.diagnostics.claim_statistics import EXACT
 from residual_mass.diagnostics.resampling import Sample
 from residual_mass.diagnostics.settings import Setting
 
 Data = TypeVar("Data")
-CWE = "cwe"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Claim(Generic[Data]):
         """Whether it is a statement about this setting."""
         if self.needs_several_k and len(set(setting.ks.values())) < 2:
             return False
-        return self.about == "any" or (self.about == "cwe") == (setting.facts["corpus"] == CWE)
+        return self.about == "any" or (self.about == CWE) == (setting.facts["corpus"] == CWE)
 
 
 CLAIMS: tuple[Claim[Sample], ...] = (

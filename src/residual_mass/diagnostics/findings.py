@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from residual_mass.diagnostics.claims import CLAIMS, CWE, JOINT_CLAIMS, Claim
+from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, estimate_extreme, resampled, whole
 from residual_mass.diagnostics.settings import Setting, read_settings
 from residual_mass.files import csv_text, sha256_of, write_meta, write_text

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.selection import exhaustive_topk
@@ -50,8 +50,8 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         if layer == spec.layer:
-            kv_head = spec.head * shape.kv_heads // shape.query_heads
-            frames.extend(_frames(spec, maps, queries[spec.head].float(), keys[kv_head].float(), scale))
+            of_head = keys[_kv_head(spec, shape)]
+            frames.extend(_frames(spec, maps, queries[spec.head].float(), of_head.float(), scale))
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
@@ -77,14 +77,20 @@ class HeadMaps(NamedTuple):
 def _of_the_head(spec: KernelsSpec, maps: PhiMaps, backbone: Backbone) -> HeadMaps:
     """Raises ValueError unless the maps belong to the backbone. What other heads have of them is let go."""
     maps.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
-    kv_head = spec.head * maps.shape.kv_heads // maps.shape.query_heads
 
     def only(stacked: nn.Module, head: int) -> nn.Module:
         for name, value in list(stacked.named_parameters()):
             setattr(stacked, name, nn.Parameter(value[head : head + 1].clone(), requires_grad=False))
         return stacked.to(backbone.device)
 
-    return HeadMaps(only(maps.query[spec.layer], spec.head), only(maps.key[spec.layer], kv_head), maps.sha256)
+    return HeadMaps(
+        only(maps.query[spec.layer], spec.head), only(maps.key[spec.layer], _kv_head(spec, maps.shape)), maps.sha256
+    )
+
+
+def _kv_head(spec: KernelsSpec, shape: HeadShape) -> int:
+    """Whose keys the head reads."""
+    return spec.head * shape.kv_heads // shape.query_heads
 
 
 def _frames(

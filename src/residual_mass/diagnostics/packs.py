@@ -18,13 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
+from residual_mass.diagnostics import CWE
 from residual_mass.files import read_json, read_jsonl, sha256_of
 from residual_mass.specs import BackboneSpec, tokens_of
 
 log = logging.getLogger(__name__)
 
-CWE = "cwe"
-"""The corpus that is no text: prompts of RULER's common words extraction, as frozen for the evaluation."""
 CWE_TASK = "ruler_cwe"
 Pack = list[int]
 Visit = Callable[[int, Tensor, Tensor, Tensor, float], None]

@@ -20,7 +20,8 @@ from residual_mass.paper.captions import OF_THE_PAPER, header_of_published
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.published import MODELS
 from residual_mass.paper.titles import VARIANT_TITLES
-from residual_mass.specs import MapSpec, TableSpec, parse_spec
+from residual_mass.spec_json import parse_spec
+from residual_mass.specs import MapSpec, TableSpec
 
 LABEL = "phi_param_count"
 QUANTITIES = ("params_per_head", "q_heads", "kv_heads", "phi_q_total_m", "phi_k_total_m", "total_m")

@@ -22,7 +22,8 @@ from residual_mass.backbones.corpora import Corpus, check_corpora, training_corp
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import read_safetensors, write_safetensors
 from residual_mass.files import csv_text, sha256_text, write_meta, write_text
-from residual_mass.specs import TrainSpec, to_json, tokens_of
+from residual_mass.spec_json import to_json
+from residual_mass.specs import TrainSpec, tokens_of
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner

@@ -77,6 +77,11 @@ def open_braces(tex: str) -> int:
     return plain.count("{") - plain.count("}")
 
 
+def without_comments(tex: str) -> str:
+    """What LaTeX reads of a table."""
+    return "\n".join(re.split(r"(?<!\\)%", line)[0] for line in tex.splitlines())
+
+
 def has_latex() -> bool:
     packages = ("booktabs.sty", "multirow.sty")
     return shutil.which("pdflatex") is not None and all(

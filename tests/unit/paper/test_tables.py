@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from printed import METHODS, caption_of, open_braces, printed_cells, row_widths
+from printed import METHODS, caption_of, has_latex, open_braces, pdflatex, printed_cells, row_widths
 from sample_results import (
     BUDGETS,
     LABELS,
@@ -515,23 +514,6 @@ def test_the_package_needs_no_torch() -> None:
 # ---- LaTeX -----------------------------------------------------------------------------------------------------------
 
 
-def compiled(folder: Path, *tables: str) -> str:
-    """The log of a document with the text width of a NeurIPS page."""
-    document = (
-        "\\documentclass[10pt]{article}\\usepackage[textwidth=5.5in]{geometry}\\usepackage{booktabs,multirow}"
-        "\\begin{document}%s\\end{document}"
-    )
-    (folder / "main.tex").write_text(document % "\\clearpage\n".join(tables), encoding="utf-8")
-    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "main.tex"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
-    return done.stdout
-
-
-def has_latex() -> bool:
-    return shutil.which("pdflatex") is not None and subprocess.run(["kpsewhich", "multirow.sty"]).returncode == 0
-
-
 needs_latex = pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
 
 
@@ -543,13 +525,13 @@ def test_latex_accepts_every_table_whatever_the_names(tmp_path: Path) -> None:
         spec, files = files_of(tmp_path, label, backbone=hostile, model_id=hostile)
         spec = table_spec(**{**vars(spec), "backbones": (hostile,)})
         tables.append(table(tmp_path, spec, *files))
-    assert "Output written" in compiled(tmp_path, *tables)
+    assert "Output written" in pdflatex(tmp_path, "\\clearpage\n".join(tables))
 
 
 @needs_latex
 def test_the_papers_tables_fit_the_page(tmp_path: Path) -> None:
     tables = [render_published(label, TEMPLATES / f"{label}.tex.j2") for label in LABELS]
-    assert "Overfull" not in compiled(tmp_path, *tables)
+    assert "Overfull" not in pdflatex(tmp_path, "\\clearpage\n".join(tables))
 
 
 @needs_latex
@@ -565,4 +547,4 @@ def test_the_widest_of_our_tables_fits_the_page(tmp_path: Path) -> None:
     wide = {"backbones": ("smol", "big"), "lengths": ("2k",), "budgets": budgets, "benchmarks": ("longbench",)}
     tex = table(tmp_path, table_spec("natural_main", **wide), *files)
     assert {cell.gain for (_, row, _), cell in printed_cells(tex).items() if row in (PHI, NOSUB)} == {"above"}
-    assert "Overfull" not in compiled(tmp_path, tex)
+    assert "Overfull" not in pdflatex(tmp_path, tex)

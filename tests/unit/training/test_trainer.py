@@ -24,6 +24,7 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
 from residual_mass.paper import training_log
+from residual_mass.spec_json import to_json
 from residual_mass.specs import (
     CurriculumSpec,
     MapSpec,
@@ -31,7 +32,6 @@ from residual_mass.specs import (
     ReplaySpec,
     TrainSpec,
     VariantSpec,
-    to_json,
 )
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.initialise import positive_random_features
