@@ -11,6 +11,7 @@ endif
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
+TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
 export PATH := $(BIN):$(PATH)
@@ -23,7 +24,7 @@ mini: $(STAMP)
 test: $(STAMP)
 	pytest -m "not slow and not gpu"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(TRITON)
 	pytest -m "not gpu"
 
 lint: $(STAMP)
@@ -34,6 +35,13 @@ lint: $(STAMP)
 
 gpu-check: $(STAMP)
 	pytest -m gpu
+	python benchmarks/gpu_check.py
+	python benchmarks/gpu_check.py
+
+# The kernels' interpreter: torch for CUDA brings Triton along, torch for CPUs does not.
+$(TRITON): $(STAMP)
+	$(PIP) install --no-deps "triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'"
+	@touch $@
 
 clean:
 	rm -rf results logs .snakemake .pytest_cache .ruff_cache $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))

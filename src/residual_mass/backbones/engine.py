@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.backbones.decoder import ArmDecoder, ArmGroup
-from residual_mass.backbones.hook import attention_hook, exact_attention
+from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import PrefixLayer, build_prefix, retrieved_by, summarise_prefix
 from residual_mass.specs import AnchorSpec, ArmSpec
 
@@ -103,14 +104,14 @@ class SharedPrefillEngine:
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         started = time.monotonic()
-        recorders = [self._prefill(ids) for ids in prompts]
-        first = [int(recorder.next_token) for recorder in recorders]
+        read = [prefill(self.backbone.model, [ids]) for ids in prompts]
+        first = [int(one.next_token) for one in read]
         self.work.prefill_tokens += sum(map(len, prompts))
         self.work.prefill_seconds += time.monotonic() - started
         started = time.monotonic()
         lengths = [len(ids) for ids in prompts]
-        decoder = self._decoder(recorders, lengths, max(limits) - 1)
-        del recorders
+        decoder = self._decoder(read, lengths, max(limits) - 1)
+        del read
         batch = _Batch(first, limits, len(self.arms), self._end_tokens(), saturated)
         self._decode(decoder, batch, lengths)
         self.work.decode_rows += sum(len(tokens) for of_example in batch.tokens for tokens in of_example)
@@ -123,18 +124,10 @@ class SharedPrefillEngine:
         assert finish is not None
         return Generation(batch.tokens[e][a], k, finish)
 
-    def _prefill(self, ids: list[int]) -> _PrefillRecorder:
-        recorder = _PrefillRecorder()
-        with attention_hook(self.backbone.model, recorder):
-            inputs = torch.tensor([ids], device=self.backbone.device)
-            logits = self.backbone.model(inputs, use_cache=False, logits_to_keep=1).logits
-        recorder.next_token = logits[0, -1].argmax(-1)
-        return recorder
-
-    def _decoder(self, recorders: list[_PrefillRecorder], lengths: list[int], steps: int) -> ArmDecoder:
+    def _decoder(self, read: list[Prefill], lengths: list[int], steps: int) -> ArmDecoder:
         real = _padded_mask(lengths, self.backbone.device)
         layers = [
-            build_prefix(*_stacked([r.layers[index] for r in recorders]), real, self.anchors)
+            build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors)
             for index in range(self.backbone.shape.layers)
         ]
         return ArmDecoder(
@@ -215,20 +208,6 @@ class _Batch:
             decoder.keep([self.examples.index(e) for e in examples], [self.arms.index(a) for a in arms])
             self.examples, self.arms = examples, arms
         return True
-
-
-class _PrefillRecorder:
-    """Attention handler of the exact prefill: keeps every layer's keys and values."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.next_token = torch.tensor(0)
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        self.layers[module.layer_idx] = (key, value)
-        return exact_attention(module, query, key, value, mask, scale)
 
 
 def _padded_mask(lengths: list[int], device: torch.device) -> Tensor:

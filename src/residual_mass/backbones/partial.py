@@ -49,7 +49,7 @@ def partial_kv(
     decoder-only models with rotary positions whose attention goes through transformers' attention interface.
 
     Args:
-        method: full, topk, topk_phi or topk_phi_nosub.
+        method: full, topk, topk_phi, topk_phi_nosub, or what else is in `core.estimators`.
         budget: exact-support budget as a share of each row's own prompt, in (0, 1], anchors included; ignored for full.
         phi: maps trained for this backbone; needed by the topk_phi methods.
 

@@ -18,13 +18,14 @@ from residual_mass.core.accounting import (
     Estimate,
     SummaryState,
     Terms,
+    added,
     attention_scores,
     exact_terms,
     key_features,
     one_gather_terms,
     summarise,
 )
-from residual_mass.core.estimators import estimator_named
+from residual_mass.core.estimators import Residual, Unread, estimator_named
 from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.selection import Selected, exhaustive_topk, members
 from residual_mass.core.support import Partition, partition, retrieved_count
@@ -87,6 +88,8 @@ class ArmRows:
     k: Tensor
     """[E, 1, P] int64, tokens to retrieve."""
     any_residual: bool
+    own: tuple[tuple[Residual, Tensor], ...]
+    """Residuals that need no summary, each with the indices of its rows among the P."""
 
 
 def arm_rows(
@@ -106,6 +109,7 @@ def arm_rows(
     whole_prefix = rows([r.whole_prefix for r in rules])
     whole, partial = whole_prefix.nonzero().flatten(), (~whole_prefix).nonzero().flatten()
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
+    own = dict.fromkeys(rule.residual for rule in rules if rule.residual is not None)
     return ArmRows(
         whole,
         partial,
@@ -114,6 +118,7 @@ def arm_rows(
         rows([r.subtracts for r in rules])[partial],
         torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None, partial],
         any(r.adds_residual for r in rules),
+        tuple((one, rows([r.residual is one for r in rules])[partial].nonzero().flatten()) for one in own),
     )
 
 
@@ -167,8 +172,21 @@ def prefix_terms(
             assert log_query is not None and summary is not None, "an arm adds a residual, but there are no maps"
             partial_query = log_query[:, :, arms.partial]
             estimate = Estimate(summary.state, summary.features, partial_query, arms.adds_residual, arms.subtracts)
-        parts.append(one_gather_terms(partial_scores, values, layer.anchors, retrieved, estimate))
+        terms = one_gather_terms(partial_scores, values, layer.anchors, retrieved, estimate)
+        if arms.own:
+            mask = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
+            terms = _with_own_residuals(terms, Unread(mask, partial_scores, values), arms)
+        parts.append(terms)
     return Terms(*(torch.cat(pieces, dim=2)[:, :, arms.order] for pieces in zip(*parts, strict=True)))
+
+
+def _with_own_residuals(terms: Terms, unread: Unread, arms: ArmRows) -> Terms:
+    """The terms [E, Hkv, P, ...] with what needs no summary added in its rows."""
+    for residual, rows in arms.own:
+        estimate = residual(Unread(unread.mask[:, :, rows], unread.scores[:, :, rows], unread.values))
+        both = added(Terms(*(part[:, :, rows] for part in terms)), Terms(*estimate))
+        terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
+    return terms
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:

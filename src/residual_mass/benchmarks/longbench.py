@@ -138,7 +138,7 @@ def _longest_that_fits(draft: Draft, config: dict[str, Any], tokens: Callable[[s
 
 def _doc(draft: Draft, config: dict[str, Any], parts: int) -> Doc:
     texts = [part.text for part in sorted(draft.parts[:parts])]
-    context = CONTEXTS[config["task"]](texts)
+    context = CONTEXTS.get(config["task"], _numbered)(texts)
     return {
         "question": draft.question,
         "context": context,
@@ -205,10 +205,8 @@ def _numbered(texts: Sequence[str]) -> str:
 CONTEXTS: dict[str, Callable[[Sequence[str]], str]] = {
     "longbench_gov_report": "\n\n".join,
     "longbench_qmsum": "\n".join,
-    "longbench_musique": _numbered,
-    "longbench_hotpotqa": _numbered,
 }
-"""How a task's context is put together from its parts."""
+"""How a task's context is put together from its parts, where these are not numbered passages."""
 
 
 def _items(assets: Path) -> list[Doc]:

@@ -23,10 +23,11 @@ from residual_mass.benchmarks.statistics import (
     estimate_arms,
     estimate_over_tasks,
 )
+from residual_mass.core.estimators import NAMES
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_meta, write_text
 from residual_mass.holm import holm
 from residual_mass.spec_json import to_json
-from residual_mass.specs import METHODS, ArmSpec, ScoreSpec
+from residual_mass.specs import ArmSpec, ScoreSpec
 
 logger = logging.getLogger(__name__)
 
@@ -154,15 +155,15 @@ def collect(
 
 
 def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
-    return METHODS.index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
+    return NAMES.index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
 
 
 def _checked_arm(row: Row, examples: Mapping[str, Sequence[Prompt]], where: str) -> ArmSpec:
     for key, types in ROW_TYPES.items():
         if key not in row or not isinstance(row[key], types) or isinstance(row[key], bool):
             raise ValueError(f"{where}: {key} is {row.get(key, 'missing')!r}; delete the file and {RERUN}")
-    if row["method"] not in METHODS:
-        raise ValueError(f"{where}: unknown method {row['method']!r}")
+    if row["method"] not in NAMES:
+        raise ValueError(f"{where}: unknown method {row['method']!r}; known are {', '.join(NAMES)}")
     if row["task"] not in examples:
         raise ValueError(f"{where}: task {row['task']!r} is not among the prompts")
     if not 0 <= row["index"] < len(examples[row["task"]]):
@@ -229,8 +230,8 @@ def _example_scores(
 
 
 def _baseline(arm: ArmSpec) -> ArmSpec | None:
-    """What the gain of an arm with feature maps is measured against."""
-    return ArmSpec("topk", arm.budget_percent) if arm.uses_phi else None
+    """What the gain of an arm that estimates the residual is measured against."""
+    return ArmSpec("topk", arm.budget_percent) if arm.method not in ("full", "topk") else None
 
 
 def _over_tasks(tasks: Sequence[Score]) -> Score:

@@ -5,32 +5,38 @@ Shape letters used throughout (leading dimensions `...` are free, for instance p
     D = head dimension   M = features (d_phi)   H = heads stacked in one map   N = vectors mapped at once
 """
 
-from residual_mass.core.accounting import (
-    Estimate,
-    Retrieved,
-    SummaryState,
-    Terms,
-    attention_scores,
-    exact_terms,
-    gather_retrieved,
-    key_features,
-    merge,
-    one_gather_terms,
-    residual_terms,
-    summarise,
-)
-from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
-from residual_mass.core.measures import (
-    mass_curve,
-    mass_recovery,
-    mid_entropy,
-    rel_l1,
-    residual_share,
-    row_measures,
-    subset_bias,
-)
-from residual_mass.core.selection import Selected, exhaustive_topk, members
-from residual_mass.core.support import Partition, partition, retrieved_count
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from residual_mass.core.accounting import (
+        Estimate,
+        Retrieved,
+        SummaryState,
+        Terms,
+        attention_scores,
+        exact_terms,
+        gather_retrieved,
+        key_features,
+        merge,
+        one_gather_terms,
+        residual_terms,
+        summarise,
+    )
+    from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
+    from residual_mass.core.measures import (
+        mass_curve,
+        mass_recovery,
+        mid_entropy,
+        rel_l1,
+        residual_share,
+        row_measures,
+        subset_bias,
+    )
+    from residual_mass.core.selection import Selected, exhaustive_topk, members
+    from residual_mass.core.support import Partition, partition, retrieved_count
 
 __all__ = [
     "Estimate",
@@ -62,3 +68,13 @@ __all__ = [
     "subset_bias",
     "summarise",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads torch only when something is asked for: the estimators' names are known without."""
+    if name in __all__:
+        for home in ("accounting", "feature_maps", "measures", "selection", "support"):
+            module = importlib.import_module(f"{__name__}.{home}")
+            if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

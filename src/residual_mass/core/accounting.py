@@ -144,13 +144,7 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
 def gather_retrieved(features: Tensor, values: Tensor, retrieved: Selected) -> Retrieved:
     """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's choice."""
     indices, valid = retrieved
-    rows = indices.shape[-2]
-
-    def pick(x: Tensor) -> Tensor:
-        x = x.unsqueeze(-3).expand(*x.shape[:-2], rows, *x.shape[-2:])
-        return x.gather(-2, indices.unsqueeze(-1).expand(*indices.shape, x.shape[-1]))
-
-    return Retrieved(pick(features) * valid.unsqueeze(-1), pick(values))
+    return Retrieved(_rows_at(features, indices) * valid.unsqueeze(-1), _rows_at(values, indices))
 
 
 def one_gather_terms(
@@ -183,9 +177,7 @@ def one_gather_terms(
         unit = torch.where(residual.kept, (residual.shift - shift).exp(), 0)
         weights[..., num_anchors:] -= unit.unsqueeze(-1) * residual.z
         denominator = denominator + unit * residual.mass
-    # As one dense product: tokens of different rows overlap, and a matrix product reads each value once for all rows.
-    dense = torch.zeros_like(scores).scatter_add_(-1, indices, weights)
-    numerator = dense @ values
+    numerator = _weighted_sum(weights, indices, values)
     if estimate is not None:
         numerator = numerator + (unit.unsqueeze(-1) * residual.query) @ estimate.state.numerator
     return Terms(numerator, denominator, shift)
@@ -207,10 +199,36 @@ def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeigh
     shift = log_weights.amax(-1)
     query = (log_weights - shift.unsqueeze(-1)).exp()
     whole_mass = (query * estimate.state.mass.unsqueeze(-2)).sum(-1)
-    z = (query @ estimate.features.transpose(-1, -2)).gather(-1, retrieved.indices)
+    z = _products_at(query, estimate.features, retrieved.indices)
     z = torch.where(retrieved.valid & estimate.subtracts.unsqueeze(-1), z, 0)
     mass = whole_mass - z.sum(-1)
     return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & (mass > CLAMP_RELATIVE * whole_mass))
+
+
+def _weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
+    """sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D]."""
+    if _few(indices, x):
+        return (weights.unsqueeze(-2) @ _rows_at(x, indices)).squeeze(-2)
+    dense = weights.new_zeros(*indices.shape[:-1], x.shape[-2])
+    return dense.scatter_add_(-1, indices, weights) @ x
+
+
+def _products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
+    """<query, x_i> for the columns `indices` [..., R, K] of x [..., L, D], query [..., R, D]: [..., R, K]."""
+    if _few(indices, x):
+        return (_rows_at(x, indices) @ query.unsqueeze(-1)).squeeze(-1)
+    return (query @ x.transpose(-1, -2)).gather(-1, indices)
+
+
+def _few(indices: Tensor, x: Tensor) -> bool:
+    """Whether the rows' tokens are best gathered. Else a dense product reads each token once for all rows."""
+    return indices.shape[-2] * indices.shape[-1] <= x.shape[-2]
+
+
+def _rows_at(x: Tensor, indices: Tensor) -> Tensor:
+    """Columns `indices` [..., R, K] of x [..., L, D]: [..., R, K, D]."""
+    flat = indices.flatten(-2).unsqueeze(-1)
+    return x.gather(-2, flat.expand(*flat.shape[:-1], x.shape[-1])).unflatten(-2, indices.shape[-2:])
 
 
 def merge(*terms: Terms) -> Tensor:
@@ -219,13 +237,19 @@ def merge(*terms: Terms) -> Tensor:
     Terms may carry different shifts; empty branches (denominator 0) do not count. At least one must be non-empty in
     every row.
     """
+    total = added(*terms)
+    return total.numerator / total.denominator.unsqueeze(-1)
+
+
+def added(*terms: Terms) -> Terms:
+    """All branches together, not yet normalised; as in `merge`, shifts may differ and empty branches do not count."""
     lowest = torch.finfo(terms[0].shift.dtype).min
     shifts = [torch.where(t.denominator > 0, t.shift, lowest) for t in terms]
     common = torch.stack(torch.broadcast_tensors(*shifts)).amax(0)
     scales = [torch.where(t.denominator > 0, (t.shift - common).exp(), 0) for t in terms]
     numerator = sum(t.numerator * scale.unsqueeze(-1) for t, scale in zip(terms, scales, strict=True))
     denominator = sum(t.denominator * scale for t, scale in zip(terms, scales, strict=True))
-    return numerator / denominator.unsqueeze(-1)
+    return Terms(numerator, denominator, common)
 
 
 def _finite_max(scores: Tensor, mask: Tensor) -> Tensor:

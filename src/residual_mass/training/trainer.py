@@ -28,7 +28,7 @@ from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
 from residual_mass.training.passes import Passes
-from residual_mass.training.processes import Processes, processes
+from residual_mass.training.processes import Processes, hardware, processes
 from residual_mass.training.teacher import LayerTrace
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,10 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        facts = {"device": str(backbone.device), "processes": group.world, "identity": backbone.identity}
+        facts = {
+            "device": str(backbone.device), "hardware": hardware(backbone.device), "processes": group.world,
+            "identity": backbone.identity,
+        }  # fmt: skip
         for learner, out in zip(trainer.learners, outs, strict=True):
             learner.maps.save(out)
             write_meta(out, spec=asdict(spec), steps=spec.steps, seconds=trainer.seconds_of(learner), **facts)

@@ -1,0 +1,150 @@
+"""One decode step of each method: our fused path against the paper's kind of prototype, and against the best Full.
+
+Both sides decode the same prompt to the same tokens. Full is measured in every way that we know; the fastest counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from shared_prefill import SMOL
+from torch import Tensor
+
+from residual_mass.backbones.corpora import held_out_corpus
+from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefill import Prefill, prefill
+from residual_mass.backbones.prefix import map_heads
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.core.fused import DecodeCache
+from residual_mass.core.fused.torch_path import decode_attention
+from residual_mass.core.selection import largest
+from residual_mass.core.support import retrieved_count
+from residual_mass.runtime.measure import device_name
+from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
+from residual_mass.specs import METHODS, AnchorSpec, MapSpec
+
+ANCHORS = AnchorSpec()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--assets", type=Path, default=Path("results/assets"))
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--budget", type=float, default=4.0, help="percent")
+    parser.add_argument("--d-emb", type=int, default=512, help="inner width of the maps; the paper's is 512")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    backbone = load_backbone(SMOL, options.assets)
+    phi = PhiMaps(backbone.shape, MapSpec(d_emb=options.d_emb)).requires_grad_(False)
+    prompt = held_out_corpus("books", backbone.tokenizer, options.length, 0, options.assets).sequence(0)
+    read = prefill(backbone.model, [prompt])
+    k = retrieved_count(options.budget, options.length, ANCHORS.sink + ANCHORS.tail)
+    bandwidth = copy_bandwidth(backbone.device)
+    print(f"SmolLM2-135M, {options.length} tokens, K = {k}, d_emb {options.d_emb}; {device_name(backbone.device)}")
+    steps(backbone, read, phi, k, bandwidth, options.steps, options.rounds)
+    stages(fill_buffers([fresh(read)], 1)[0], phi, k, options.rounds)
+
+
+def fresh(read: Prefill) -> Prefill:
+    one = copy.copy(read)
+    one.layers = dict(read.layers)
+    return one
+
+
+@torch.no_grad()
+def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: float, count: int, rounds: int) -> None:
+    """Whole steps, all sides in turn, and what they must move at this machine's speed of copying."""
+    decoders: dict[str, PrototypeDecoder | StaticDecoder] = {}
+    floors: dict[str, float] = {}
+    length = next(iter(read.layers.values()))[0].shape[2]
+    for method in METHODS:
+        decoders[f"prototype {method}"] = PrototypeDecoder(backbone.model, fresh(read), method, k, ANCHORS, phi, count)
+        decoders[f"fused {method}"] = StaticDecoder(
+            backbone.model, fill_buffers([fresh(read)], count), method, k, ANCHORS, phi, count
+        )
+        for side in ("prototype", "fused"):
+            traffic = step_traffic(
+                backbone.model, phi, side, method, batch=1, length=length, k=k, anchors=ANCHORS, generated=count // 2
+            )  # type: ignore[arg-type]
+            floors[f"{side} {method}"] = traffic.total / bandwidth
+    seconds: dict[str, list[float]] = {name: [] for name in decoders}
+    tokens: dict[str, Tensor] = {}
+    for round_ in range(rounds + 1):
+        for name, decoder in decoders.items():
+            decoder.prepare()
+            started = time.perf_counter()
+            tokens[name] = decoder.run(read.next_token).clone()
+            if round_:
+                seconds[name].append((time.perf_counter() - started) / count)
+    for method in METHODS:
+        if not torch.equal(tokens[f"prototype {method}"], tokens[f"fused {method}"]):
+            raise SystemExit(f"the two sides of {method} decoded different tokens")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"step, median of {rounds} rounds of {count} tokens (range), floor by bytes at {bandwidth / 1e9:.1f} GB/s")
+    for name, values in seconds.items():
+        spread = f"({1e3 * min(values):.1f} .. {1e3 * max(values):.1f})"
+        print(f"  {name:26s} {1e3 * medians[name]:7.1f} ms  {spread:18s} floor {1e3 * floors[name]:6.1f} ms")
+    for method in METHODS:
+        ours = medians[f"fused {method}"]
+        best_full = min(medians["fused full"], medians["prototype full"])
+        print(f"  {method}: {medians[f'prototype {method}'] / ours:.2f} x as fast as the prototype, ", end="")
+        print(f"{ours / best_full:.2f} of the best Full's time")
+
+
+@torch.no_grad()
+def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
+    """One layer's attention by parts, and Full in every form; milliseconds, the best of many."""
+    kv_heads, d = cache.keys.shape[1], cache.keys.shape[3]
+    heads, scale = phi.shape.query_heads, d**-0.5
+    query = torch.randn(1, heads, 1, d)
+    grouped = query.view(1, kv_heads, -1, d)
+    keys, values = cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length]
+    low = [x.bfloat16() for x in (query, keys, values)]
+    query_map, key_map = phi.folded()[0]
+    from residual_mass.core.fused import with_summary
+
+    full = with_summary(cache, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
+    log_query = map_heads(query_map, query).squeeze(2)
+    scores = grouped @ keys.transpose(-1, -2)
+
+    def eager() -> Tensor:
+        return (grouped * scale @ keys.transpose(-1, -2)).softmax(-1) @ values
+
+    parts: dict[str, Callable[[], object]] = {
+        "Full: SDPA, float32": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
+        "Full: SDPA, bfloat16": lambda: F.scaled_dot_product_attention(*low, enable_gqa=True),
+        "Full: grouped products, float32": eager,
+        "scores": lambda: grouped @ keys.transpose(-1, -2),
+        "selection": lambda: largest(scores, k),
+        "phi_q as written": lambda: phi.query[0].unfolded(query[0]),
+        "phi_q folded": lambda: map_heads(query_map, query),
+        "TopK attention, all": lambda: decode_attention(
+            query.squeeze(2), cache, None, k=k, sink=4, tail=16, subtracts=False, generated=1, scale=scale
+        ),
+        "TopK+phi attention, all but phi_q": lambda: decode_attention(
+            query.squeeze(2), full, log_query, k=k, sink=4, tail=16, subtracts=True, generated=1, scale=scale
+        ),
+    }
+    print("one layer's attention, best of many, with warm caches")
+    for name, part in parts.items():
+        best = float("inf")
+        for _ in range(20 * rounds):
+            started = time.perf_counter()
+            part()
+            best = min(best, time.perf_counter() - started)
+        print(f"  {name:36s} {1e3 * best:7.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The exact reading of a prompt: every layer's keys and values, and the token that follows.
+
+Shape letters: B = batch rows, Hkv = KV heads, L = prompt tokens, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
+
+
+@dataclass
+class Prefill:
+    """What a prompt leaves behind; as an attention handler it fills itself.
+
+    Attributes:
+        layers: keys and values [B, Hkv, L, D] by layer.
+        next_token: [B], the greedy continuation.
+    """
+
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    next_token: Tensor = field(default_factory=lambda: torch.tensor(0))
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        self.layers[module.layer_idx] = (key, value)
+        return exact_attention(module, query, key, value, mask, scale)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
+    """Reads prompts of one length in one pass, with the logits of the last position alone."""
+    read = Prefill()
+    with attention_hook(model, read):
+        inputs = torch.tensor(prompts, device=device_of(model))
+        logits = model(inputs, use_cache=False, logits_to_keep=1).logits
+    read.next_token = logits[:, -1].argmax(-1)
+    return read

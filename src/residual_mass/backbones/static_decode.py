@@ -1,0 +1,155 @@
+"""Greedy decoding of one method from static buffers, on a GPU as one CUDA graph per step.
+
+Nothing in a step depends on values that the host would have to wait for: sizes are known before the first step, the
+chosen token stays on the device, and a graph of step t reads the buffers up to column L + t.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T = decoded steps, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.hook import attention_hook, device_of
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefill import Prefill
+from residual_mass.backbones.prefix import Map, map_heads
+from residual_mass.core.estimators import estimator_named
+from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, with_summary
+from residual_mass.specs import AnchorSpec
+
+
+def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
+    """One layer's cache each, from prompts of one length; what `read` holds is given up on the way.
+
+    Raises:
+        ValueError: the prompts differ in length.
+    """
+    lengths = {key.shape[2] for one in read for key, _ in one.layers.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"prompts have {len(lengths)} lengths, but static buffers take one; cut them to the shortest")
+    caches = []
+    for layer in sorted(read[0].layers):
+        keys, values = (torch.cat(rows) for rows in zip(*(one.layers.pop(layer) for one in read), strict=True))
+        first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
+        caches.append(build_cache(keys, values, first, first + keys.shape[2], steps))
+    return caches
+
+
+class StaticDecoder:
+    """Decodes a batch of prompts under one method.
+
+    Args:
+        caches: of every layer; several decoders may share the prefix, since each run writes the generated columns anew.
+        method: an estimator's name.
+        k: retrieved tokens per query head; unused by `full`.
+        phi: needed by methods that add a residual.
+        steps: tokens after the first; the buffers have room for so many.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        caches: list[DecodeCache],
+        method: str,
+        k: int,
+        anchors: AnchorSpec,
+        phi: PhiMaps | None,
+        steps: int,
+    ) -> None:
+        self.model, self.rule, self.k, self.anchors, self.steps = model, estimator_named(method), k, anchors, steps
+        self.device = device_of(model)
+        if self.rule.residual is not None:
+            raise ValueError(f"method {method} has a residual of its own, which static buffers do not serve")
+        self.attention = decode_attention_for(self.device, caches[0].keys.shape[-1])
+        self.query_maps: list[Map] | None = None
+        self.caches = caches
+        if self.rule.adds_residual:
+            if phi is None:
+                raise ValueError(f"method {method} needs phi maps")
+            maps = phi.folded()
+            self.query_maps = [query_map for query_map, _ in maps]
+            self.caches = [
+                with_summary(cache, map_heads(key_map, cache.keys[:, :, : cache.length]), anchors.sink, anchors.tail)
+                for cache, (_, key_map) in zip(caches, maps, strict=True)
+            ]
+        batch, length = caches[0].keys.shape[0], caches[0].length
+        self.step = 0
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+        self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
+        self.positions = torch.arange(length, length + steps, device=self.device).expand(batch, -1)
+        # A mask with four dimensions is taken as it is; without one, transformers looks at values on the host.
+        self.mask = torch.ones(batch, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        cache = self.caches[module.layer_idx]
+        filled = cache.length + self.step + 1
+        cache.keys[:, :, filled - 1], cache.values[:, :, filled - 1] = key[:, :, 0], value[:, :, 0]
+        if self.rule.whole_prefix:
+            keys, values = cache.keys[:, :, :filled], cache.values[:, :, :filled]
+            output = F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
+            return output.transpose(1, 2)
+        log_query = None
+        if self.query_maps is not None:
+            log_query = map_heads(self.query_maps[module.layer_idx], query).squeeze(2)
+        output = self.attention(
+            query.squeeze(2),
+            cache,
+            log_query,
+            k=self.k,
+            sink=self.anchors.sink,
+            tail=self.anchors.tail,
+            subtracts=self.rule.subtracts,
+            generated=self.step + 1,
+            scale=scale,
+        )
+        return output.unsqueeze(1).to(query.dtype)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Records every step as a CUDA graph, after one run outside of graphs; on a CPU there is nothing to record."""
+        if self.device.type != "cuda" or self.graphs:
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run(self.token[:, 0])
+        torch.cuda.current_stream().wait_stream(stream)
+        pool = torch.cuda.graph_pool_handle()
+        graphs = []
+        with attention_hook(self.model, self):
+            for step in range(self.steps):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._advance(step)
+                graphs.append(graph)
+        self.graphs = graphs
+
+    @torch.no_grad()
+    def run(self, first: Tensor) -> Tensor:
+        """Tokens [B, T] that follow the tokens `first` [B]. Queues the work; the caller waits for the device."""
+        self.token.copy_(first.unsqueeze(1))
+        if self.graphs:
+            for graph in self.graphs:
+                graph.replay()
+            return self.tokens
+        with attention_hook(self.model, self):
+            for step in range(self.steps):
+                self._advance(step)
+        return self.tokens
+
+    def _advance(self, step: int) -> None:
+        self.step = step
+        position = self.positions[:, step : step + 1]
+        output = self.model(self.token, position_ids=position, attention_mask=self.mask, use_cache=False)
+        self.logits = output.logits[:, -1]
+        self.token.copy_(self.logits.argmax(-1, keepdim=True))
+        self.tokens[:, step] = self.token[:, 0]

@@ -1,0 +1,81 @@
+"""What one decode step reads of a layer: static buffers, filled once after the prefill.
+
+Shape letters: B = batch rows, Hkv = KV heads, L = prefix columns, T = room for generated tokens, D = head dimension,
+    M = features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residual_mass.core.accounting import key_features, summarise
+
+
+class DecodeCache(NamedTuple):
+    """Keys and values of prefix and generated tokens, and the summary of the prefix's mid-region.
+
+    Without maps, `features`, `summary` and `log_shift` are None, and only TopK can be decoded.
+    """
+
+    keys: Tensor
+    """[B, Hkv, L + T, D] in the cache's dtype: the prefix, then the generated tokens."""
+    values: Tensor
+    """[B, Hkv, L + T, D]."""
+    first: Tensor
+    """[B] int32, the first real column of the prefix; left padding stands before it."""
+    last: Tensor
+    """[B] int32, one past the last real column of the prefix; right padding follows up to L."""
+    length: int
+    """L."""
+    features: Tensor | None = None
+    """[B, Hkv, L, M] in the cache's dtype: exp(log phi_k - log_shift), in [0, 1], zero outside the mid-region."""
+    summary: Tensor | None = None
+    """[B, Hkv, M, D + 1] float32: S, and u as its last column, both of exactly the rounded features."""
+    log_shift: Tensor | None = None
+    """[B, Hkv, M] float32."""
+
+
+def build_cache(
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    room: int,
+    log_features: Tensor | None = None,
+    sink: int = 0,
+    tail: int = 0,
+) -> DecodeCache:
+    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, and sums up its mid-region.
+
+    Args:
+        log_features: [B, Hkv, L, M] log phi_k of every column; None for a cache without maps.
+        sink, tail: anchors, which the summary leaves out.
+    """
+    length = keys.shape[2]
+    buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
+    for buffer, prefix in zip(buffers, (keys, values), strict=True):
+        buffer[:, :, :length] = prefix
+    cache = DecodeCache(*buffers, first.to(torch.int32), last.to(torch.int32), length)
+    return cache if log_features is None else with_summary(cache, log_features, sink, tail)
+
+
+def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int) -> DecodeCache:
+    """The cache with rounded key features, and with the summary of exactly these."""
+    mid = mid_region(cache, sink, tail)
+    features, log_shift = key_features(log_features.float(), mid.unsqueeze(1))
+    rounded = features.to(cache.keys.dtype)
+    # Padding may hold anything, and zero times NaN is NaN.
+    inside = torch.where(mid[:, None, :, None], cache.values[:, :, : cache.length].float(), 0)
+    state = summarise(rounded.float(), log_shift, inside)
+    summary = torch.cat((state.numerator, state.mass.unsqueeze(-1)), dim=-1)
+    return cache._replace(features=rounded, summary=summary.contiguous(), log_shift=log_shift)
+
+
+def mid_region(cache: DecodeCache, sink: int, tail: int) -> Tensor:
+    """[B, L] bool, the real columns that are neither among the first `sink` nor the last `tail`."""
+    column = torch.arange(cache.length, device=cache.first.device)
+    first, last = cache.first.unsqueeze(1), cache.last.unsqueeze(1)
+    return (column >= first + sink) & (column < last - tail)

@@ -1,0 +1,317 @@
+"""Triton kernels of the fused decode; `triton_path` launches them and says why they are cut this way.
+
+Rows are counted through: `row` = batch row * Hkv + KV head, `head` = batch row * Hq + query head. One program never
+waits for another. Atomics count integers alone and sums are made in a fixed order, so a step repeats to the bit.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
+tokens, D = head dimension, M = features, P = programs of one query head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FIRST_BITS, NEXT_BITS = tl.constexpr(12), tl.constexpr(10)
+"""Digits of a score's 32 bits, one histogram each. The first is the longest, because all keys count in it and few
+octaves hold most of their scores: with fewer bins they would queue for the same counters."""
+FIRST_BINS, NEXT_BINS = tl.constexpr(2**12), tl.constexpr(2**10)
+DOT_ROWS = tl.constexpr(16)
+"""The fewest query rows that a tensor core multiplies."""
+
+
+@triton.jit(do_not_specialize=["generated"])
+def score_kernel(
+    query,  # [B, Hq, D]
+    keys,  # [B, Hkv, L + T, D]
+    first,  # [B]
+    last,  # [B]
+    scores,  # out: [B * Hq, stride], written at real tokens alone
+    counts,  # out: [B * Hq, bins], adds the mid-region's first digits
+    scale,
+    length,
+    columns,  # L + T
+    stride,
+    generated,
+    sink,
+    tail,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scores of the G query heads that share a block of keys, and the first histogram of each."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    begin, end = tl.load(first + row // KV_HEADS), tl.load(last + row // KV_HEADS)
+    real = ((column >= begin) & (column < end)) | ((column >= length) & (column < length + generated))
+    member = tl.arange(0, DOT_ROWS)
+    head = row * GROUP + member
+    width = tl.arange(0, D)
+    # What is not real may hold NaN, or lie behind the buffer.
+    k = tl.load(keys + (row * columns + column)[:, None] * D + width[None, :], mask=real[:, None], other=0.0)
+    q = tl.load(query + head[:, None] * D + width[None, :], mask=(member < GROUP)[:, None], other=0.0)
+    product = tl.dot(q.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision="ieee") * scale
+    ours = (member < GROUP)[:, None]
+    tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours & real[None, :])
+    mid = (column >= begin + sink) & (column < end - tail)
+    digit = (_falling(product) >> (32 - FIRST_BITS)).to(tl.int32)
+    bins = counts + head[:, None] * (FIRST_BINS + 2 * NEXT_BINS)
+    tl.atomic_add(bins + digit, 1, mask=ours & mid[None, :], sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def refine_kernel(
+    scores,  # [B * Hq, stride]
+    first,
+    last,
+    counts,  # in and out: [B * Hq, bins], adds the digit behind the first LEVEL ones
+    stride,
+    k,
+    sink,
+    tail,
+    HEADS: tl.constexpr,
+    LEVEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Histogram of the next digit, of the keys whose leading digits are those of the k-th highest."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
+    if block * BLOCK >= end or block * BLOCK + BLOCK <= begin:
+        return
+    counts += head * (FIRST_BINS + 2 * NEXT_BINS)
+    prefix, _ = _threshold(counts, tl.minimum(k, end - begin), LEVEL)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    mid = (column >= begin) & (column < end)
+    key = _falling(tl.load(scores + head * stride + column, mask=mid, other=0.0))
+    rest = 32 - FIRST_BITS - NEXT_BITS * (LEVEL - 1)
+    digit = (key >> (rest - NEXT_BITS)).to(tl.int32) & (NEXT_BINS - 1)
+    counted = mid & ((key >> rest).to(tl.int32) == prefix)
+    tl.atomic_add(counts + FIRST_BINS + (LEVEL - 1) * NEXT_BINS + digit, 1, mask=counted, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def select_kernel(
+    scores,  # [B * Hq, stride]
+    first,
+    last,
+    counts,  # [B * Hq, bins], complete
+    chosen,  # out: [B * Hq, P, BLOCK] each block's columns above the threshold, then those at it
+    tally,  # out: [B * Hq, 2, P] how many of each
+    stride,
+    k,
+    sink,
+    tail,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Columns that score above the k-th highest, and those that tie with it, block by block.
+
+    A block has room for all of its columns, so no list can overflow, whatever the scores are.
+    """
+    block, head, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
+    counts += head * (FIRST_BINS + 2 * NEXT_BINS)
+    threshold, _ = _threshold(counts, tl.minimum(k, end - begin), 3)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    mid = (column >= begin) & (column < end)
+    key = _falling(tl.load(scores + head * stride + column, mask=mid, other=0.0))
+    above = mid & (key < threshold.to(tl.uint32, bitcast=True))
+    tied = mid & (key == threshold.to(tl.uint32, bitcast=True))
+    num_above, num_tied = tl.sum(above.to(tl.int32), 0), tl.sum(tied.to(tl.int32), 0)
+    chosen += (head * blocks + block) * BLOCK
+    tl.store(chosen + tl.cumsum(above.to(tl.int32), 0) - 1, column, mask=above)
+    tl.store(chosen + num_above + tl.cumsum(tied.to(tl.int32), 0) - 1, column, mask=tied)
+    tl.store(tally + head * 2 * blocks + block, num_above)
+    tl.store(tally + head * 2 * blocks + blocks + block, num_tied)
+
+
+@triton.jit(do_not_specialize=["k", "generated", "rounds"])
+def gather_kernel(
+    scores,  # [B * Hq, stride]
+    values,  # [B, Hkv, L + T, D]
+    features,  # [B, Hkv, L, M], unless SUBTRACTS is false
+    log_query,  # [B, Hq, M], the same
+    log_shift,  # [B, Hkv, M], the same
+    first,
+    last,
+    chosen,  # [B * Hq, blocks, SELECT_BLOCK]
+    tally,  # [B * Hq, 2, blocks]
+    sums,  # out: [2, B * Hq, P, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
+    shifts,  # out: [B * Hq, P], -inf where there are no tokens
+    length,
+    columns,  # L + T
+    stride,
+    k,
+    generated,
+    rounds,  # slots of one program, in units of SLOTS
+    blocks,
+    sink,
+    tail,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,  # blocks, rounded up to a power of two
+    SLOTS: tl.constexpr,
+):
+    """One share of a query head's exact support. Slots: k retrieved tokens, then anchors, then generated tokens."""
+    split, head, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    row = head // GROUP
+    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
+    wanted = tl.maximum(tl.minimum(k, end - begin), 0)
+    block = tl.arange(0, MAX_BLOCKS)
+    tally += head * 2 * blocks
+    above = tl.load(tally + block, mask=block < blocks, other=0)
+    tied = tl.load(tally + blocks + block, mask=block < blocks, other=0)
+    # Ties are taken in order of their columns until `wanted` tokens are together.
+    still = wanted - tl.sum(above, 0) - (tl.cumsum(tied, 0) - tied)
+    taken = above + tl.maximum(tl.minimum(tied, still), 0)
+    stop = tl.cumsum(taken, 0)
+    chosen += head * blocks * SELECT_BLOCK
+    scores += head * stride
+    values += row * columns * D
+    width = tl.arange(0, D)
+    if SUBTRACTS:
+        features += row * length * M
+        phi_query, _ = _query_features(log_query, log_shift, head, row, M)
+
+    shift = -float("inf")
+    mass, share_mass = 0.0, 0.0
+    numerator, share = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
+    for i in range(rounds):
+        slot = (split * rounds + i) * SLOTS + tl.arange(0, SLOTS)
+        retrieved = slot < wanted
+        before = stop[None, :] <= slot[:, None]
+        home = tl.sum(before.to(tl.int32), 1)
+        place = slot - tl.sum(tl.where(before, taken[None, :], 0), 1)
+        column = tl.load(chosen + home.to(tl.int64) * SELECT_BLOCK + place, mask=retrieved, other=0)
+        # In a short row the two ends overlap: sinks end at its last token, tails start behind the sinks.
+        sinks = slot - k
+        tails = slot - k - sink
+        new = tails - tail
+        is_sink = (sinks >= 0) & (sinks < sink) & (begin - sink + sinks < end + tail)
+        is_tail = (tails >= 0) & (tails < tail) & (end + tails >= begin)
+        is_new = (new >= 0) & (new < generated)
+        column = tl.where(is_sink, begin - sink + sinks, column)
+        column = tl.where(is_tail, end + tails, column)
+        column = tl.where(is_new, length + new, column)
+        valid = retrieved | is_sink | is_tail | is_new
+
+        score = tl.load(scores + column, mask=valid, other=-float("inf"))
+        value = tl.load(values + column[:, None] * D + width[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        highest = tl.maximum(shift, tl.max(score, 0))
+        unit = tl.where(highest > -float("inf"), highest, 0.0)
+        weight = tl.exp(score - unit)
+        rescale = tl.exp(shift - unit)
+        mass = mass * rescale + tl.sum(weight, 0)
+        numerator = numerator * rescale + tl.sum(weight[:, None] * value, 0)
+        shift = highest
+        if SUBTRACTS:
+            feature = tl.arange(0, M)
+            phi = tl.load(features + column[:, None] * M + feature[None, :], mask=retrieved[:, None], other=0.0)
+            z = tl.sum(phi.to(tl.float32) * phi_query[None, :], 1)
+            share_mass += tl.sum(z, 0)
+            share += tl.sum(z[:, None] * value, 0)
+
+    out = (head * splits + split) * (D + 1)
+    tl.store(shifts + head * splits + split, shift)
+    tl.store(sums + out + width, numerator)
+    tl.store(sums + out + D, mass)
+    if SUBTRACTS:
+        out += tl.num_programs(1).to(tl.int64) * splits * (D + 1)
+        tl.store(sums + out + width, share)
+        tl.store(sums + out + D, share_mass)
+
+
+@triton.jit
+def merge_kernel(
+    sums,  # [2, B * Hq, P, D + 1]
+    shifts,  # [B * Hq, P]
+    summary,  # [B, Hkv, M, D + 1], unless RESIDUAL is false
+    log_query,  # [B, Hq, M], the same
+    log_shift,  # [B, Hkv, M], the same
+    out,  # [B, Hq, D]
+    splits,
+    clamp,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """All shares of a query head and its residual, divided once."""
+    head = tl.program_id(0).to(tl.int64)
+    row = head // GROUP
+    split, width = tl.arange(0, MAX_SPLITS), tl.arange(0, D)
+    there = split < splits
+    shares = sums + (head * splits + split) * (D + 1)
+    own = tl.load(shifts + head * splits + split, mask=there, other=-float("inf"))
+    top = tl.max(own, 0)
+    unit = tl.where(top > -float("inf"), top, 0.0)
+    scale = tl.exp(own - unit)
+    mass = tl.sum(tl.load(shares + D, mask=there, other=0.0) * scale, 0)
+    numerator = tl.load(shares[:, None] + width[None, :], mask=there[:, None], other=0.0)
+    numerator = tl.sum(numerator * scale[:, None], 0)
+    if RESIDUAL:
+        phi_query, phi_shift = _query_features(log_query, log_shift, head, row, M)
+        state = summary + (row * M + tl.arange(0, M)) * (D + 1)
+        whole = tl.sum(phi_query * tl.load(state + D), 0)
+        left = whole
+        estimate = tl.sum(phi_query[:, None] * tl.load(state[:, None] + width[None, :]), 0)
+        if SUBTRACTS:
+            shares += tl.num_programs(0).to(tl.int64) * splits * (D + 1)
+            left -= tl.sum(tl.load(shares + D, mask=there, other=0.0), 0)
+            estimate -= tl.sum(tl.load(shares[:, None] + width[None, :], mask=there[:, None], other=0.0), 0)
+        # The common unit is chosen after the clamp: a dropped residual must not push e^s below the floats.
+        kept = left > clamp * whole
+        common = tl.where(kept, tl.maximum(top, phi_shift), unit)
+        residual = tl.where(kept, tl.exp(phi_shift - common), 0.0)
+        exact = tl.exp(unit - common)
+        mass = mass * exact + tl.where(kept, residual * left, 0.0)
+        numerator = numerator * exact + tl.where(kept, residual * estimate, 0.0)
+    tl.store(out + head * D + width, numerator / mass)
+
+
+@triton.jit
+def _mid_region(first, last, batch, sink, tail):
+    """Its first column, and one past its last; empty where the second is not larger."""
+    return tl.load(first + batch) + sink, tl.load(last + batch) - tail
+
+
+@triton.jit
+def _falling(scores):
+    """uint32 keys in the opposite order of the float32 scores: the smallest key is the highest score's."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits, bits ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _threshold(counts, wanted, DIGITS: tl.constexpr):
+    """Leading digits of the `wanted`-th smallest key as one integer, and how many keys that begin so are wanted."""
+    prefix, wanted = _digit(counts, wanted, FIRST_BINS)
+    for level in tl.static_range(1, DIGITS):
+        digit, wanted = _digit(counts + FIRST_BINS + (level - 1) * NEXT_BINS, wanted, NEXT_BINS)
+        prefix = (prefix << NEXT_BITS) | digit
+    return prefix, wanted
+
+
+@triton.jit
+def _digit(counts, wanted, BINS: tl.constexpr):
+    bins = tl.arange(0, BINS)
+    count = tl.load(counts + bins)
+    digit = tl.sum((tl.cumsum(count, 0) < wanted).to(tl.int32), 0)
+    return digit, wanted - tl.sum(tl.where(bins < digit, count, 0), 0)
+
+
+@triton.jit
+def _query_features(log_query, log_shift, head, row, M: tl.constexpr):
+    """phi_q in units of e^shift [M], and that shift."""
+    feature = tl.arange(0, M)
+    log_weights = tl.load(log_query + head * M + feature) + tl.load(log_shift + row * M + feature)
+    shift = tl.max(log_weights, 0)
+    return tl.exp(log_weights - shift), shift

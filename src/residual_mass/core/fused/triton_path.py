@@ -1,0 +1,196 @@
+"""One decode step's attention in Triton kernels: what `torch_path` computes, without leaving the GPU.
+
+1. `score`: every key is read once, for all query heads that share it; a histogram of the scores' leading bits is made
+   on the way.
+2. `refine` twice, `select`: a radix selection over all 32 bits of the scores. Each digit is one launch, because a
+   histogram must be complete before it is read, and no program may wait for another. The passes are the same whatever
+   the scores are, so no distribution of scores is slow or inexact.
+3. `gather`, `merge`: values and key features of the exact support, in shares; then the residual, and one division.
+
+Nothing is read back to the host, and all shapes and grids depend on the buffers and k alone, so a step can be captured
+in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from residual_mass.core.accounting import CLAMP_RELATIVE
+from residual_mass.core.fused import triton_kernels as kernels
+from residual_mass.core.fused.cache import DecodeCache
+
+SCORE_BLOCK = 128
+"""Keys of one program, 16 KiB in bfloat16 at D = 64: small enough that several programs of an SM load at once."""
+SELECT_BLOCK = 4096
+"""Scores of one program, no fewer than the bins that it must sum up first."""
+SLOTS = 32
+"""Tokens that one program gathers at once: at D = M = 128 their values and features still fit in its registers."""
+MOST_SPLITS = 32
+"""Shares of one query head: 24 heads or more fill any GPU with them, and `merge` can read all of a head at once."""
+
+
+def decode_attention(
+    query: Tensor,
+    cache: DecodeCache,
+    log_query: Tensor | None,
+    *,
+    k: int,
+    sink: int,
+    tail: int,
+    subtracts: bool,
+    generated: int,
+    scale: float,
+) -> Tensor:
+    """`torch_path.decode_attention`; D at least 16, D and M powers of two, the cache bfloat16 or float32."""
+    cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
+    assert all(x is None or x.is_contiguous() for x in cache if not isinstance(x, int)), "no copies of large buffers"
+    query, log_query = query.contiguous(), None if log_query is None else log_query.contiguous()
+    region = Region(min(k, cache.length), sink, tail)
+    scores, counts = score(query, cache, region, generated, scale)
+    selection = select(scores, counts, cache, region)
+    return _merge(query, cache, log_query, region, scores, selection, generated, subtracts)
+
+
+class Region(NamedTuple):
+    """How many tokens every query head retrieves, and what the mid-region leaves out."""
+
+    k: int
+    sink: int
+    tail: int
+
+
+class Selection(NamedTuple):
+    """The retrieved tokens, by blocks of columns: the first `tally[n, 0, p]` of `chosen[n, p]`, and of the
+    `tally[n, 1, p]` behind them, which tie with the k-th highest, as many as are still missing, in order of p.
+    """
+
+    chosen: Tensor
+    """[B * Hq, P, SELECT_BLOCK] int32, columns."""
+    tally: Tensor
+    """[B * Hq, 2, P] int32."""
+
+
+def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Scores [B * Hq, >= L + T] float32, of real tokens alone, and histograms [B * Hq, bins] with the first digit."""
+    batch, kv_heads, columns, d = cache.keys.shape
+    heads = query.shape[1]
+    blocks = triton.cdiv(columns, SCORE_BLOCK)
+    # Rows start at multiples of the block, so that a block's scores are aligned for wide stores.
+    scores = query.new_empty(batch * heads, blocks * SCORE_BLOCK, dtype=torch.float32)
+    bins = kernels.FIRST_BINS.value + 2 * kernels.NEXT_BINS.value
+    counts = torch.zeros(batch * heads, bins, dtype=torch.int32, device=query.device)
+    kernels.score_kernel[blocks, batch * kv_heads](
+        query,
+        cache.keys,
+        cache.first,
+        cache.last,
+        scores,
+        counts,
+        scale,
+        cache.length,
+        columns,
+        scores.stride(0),
+        generated,
+        region.sink,
+        region.tail,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        D=d,
+        DOT_TYPE=_dot_type(query, cache.keys),
+        BLOCK=SCORE_BLOCK,
+    )
+    return scores, counts
+
+
+def select(scores: Tensor, counts: Tensor, cache: DecodeCache, region: Region) -> Selection:
+    """The k highest scores of every query head's mid-region; completes `counts`."""
+    rows, device = len(scores), scores.device
+    blocks = triton.cdiv(cache.length, SELECT_BLOCK)
+    chosen = torch.empty(rows, blocks, SELECT_BLOCK, dtype=torch.int32, device=device)
+    tally = torch.empty(rows, 2, blocks, dtype=torch.int32, device=device)
+    spans, sizes = (cache.first, cache.last), (scores.stride(0), *region)
+    settings = {"HEADS": rows // len(cache.first), "BLOCK": SELECT_BLOCK, "num_warps": 8}
+    for level in (1, 2):
+        kernels.refine_kernel[blocks, rows](scores, *spans, counts, *sizes, LEVEL=level, **settings)
+    kernels.select_kernel[blocks, rows](scores, *spans, counts, chosen, tally, *sizes, **settings)
+    return Selection(chosen, tally)
+
+
+def _merge(
+    query: Tensor,
+    cache: DecodeCache,
+    log_query: Tensor | None,
+    region: Region,
+    scores: Tensor,
+    selection: Selection,
+    generated: int,
+    subtracts: bool,
+) -> Tensor:
+    (batch, heads, d), columns = query.shape, cache.keys.shape[2]
+    rows, group, blocks = batch * heads, heads // cache.keys.shape[1], selection.tally.shape[2]
+    subtracts = subtracts and log_query is not None
+    m = 1 if log_query is None else log_query.shape[-1]
+    pieces = triton.cdiv(sum(region) + columns - cache.length, SLOTS)
+    rounds = triton.cdiv(pieces, MOST_SPLITS)
+    splits = triton.cdiv(pieces, rounds)
+    sums = torch.empty(2, rows, splits, d + 1, dtype=torch.float32, device=query.device)
+    shifts = torch.empty(rows, splits, dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, heads, d, dtype=torch.float32, device=query.device)
+    kernels.gather_kernel[splits, rows](
+        scores,
+        cache.values,
+        cache.features,
+        log_query,
+        cache.log_shift,
+        cache.first,
+        cache.last,
+        *selection,
+        sums,
+        shifts,
+        cache.length,
+        columns,
+        scores.stride(0),
+        region.k,
+        generated,
+        rounds,
+        blocks,
+        region.sink,
+        region.tail,
+        HEADS=heads,
+        GROUP=group,
+        D=d,
+        M=m,
+        SUBTRACTS=subtracts,
+        SELECT_BLOCK=SELECT_BLOCK,
+        MAX_BLOCKS=triton.next_power_of_2(blocks),
+        SLOTS=SLOTS,
+    )
+    kernels.merge_kernel[(rows,)](
+        sums,
+        shifts,
+        cache.summary,
+        log_query,
+        cache.log_shift,
+        out,
+        splits,
+        CLAMP_RELATIVE,
+        GROUP=group,
+        D=d,
+        M=m,
+        RESIDUAL=log_query is not None,
+        SUBTRACTS=subtracts,
+        MAX_SPLITS=triton.next_power_of_2(splits),
+        num_warps=8,
+    )
+    return out
+
+
+def _dot_type(query: Tensor, keys: Tensor) -> tl.dtype:
+    """Products of bfloat16 are exact in float32; the interpreter multiplies its bits as integers, without a word."""
+    compiled = isinstance(kernels.score_kernel, triton.JITFunction)
+    return tl.bfloat16 if compiled and query.dtype == keys.dtype == torch.bfloat16 else tl.float32

@@ -1,0 +1,161 @@
+"""The other side of the measurement: decoding as the paper describes its prototype.
+
+Full is transformers' own, with a dynamic cache. The partial methods run one torch operation after another: exhaustive
+top-K, feature maps as written (not multiplied out), features of retrieved tokens computed again, S_R formed for every
+query head, a cache that grows by concatenation. Nothing is slowed down on purpose: values of retrieved tokens are
+gathered, query heads are batched, and summaries are made once.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prompt tokens, D = head dimension, M =
+features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from residual_mass.backbones.hook import attention_hook, device_of
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefill import Prefill
+from residual_mass.core.accounting import (
+    Retrieved,
+    SummaryState,
+    Terms,
+    attention_scores,
+    exact_terms,
+    key_features,
+    merge,
+    residual_terms,
+    summarise,
+)
+from residual_mass.core.estimators import estimator_named
+from residual_mass.core.feature_maps import ReZeroMap
+from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.support import full_prefix, partition
+from residual_mass.specs import AnchorSpec
+
+KEY_CHUNK = 8192
+"""Keys mapped at once when the summary is made: bounds the inner activations of a long prefix."""
+
+
+class PrototypeDecoder:
+    """Decodes a batch of prompts of one length under one method; arguments as of the fused decoder."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        read: Prefill,
+        method: str,
+        k: int,
+        anchors: AnchorSpec,
+        phi: PhiMaps | None,
+        steps: int,
+    ) -> None:
+        self.model, self.rule, self.k, self.anchors, self.steps = model, estimator_named(method), k, anchors, steps
+        self.device, self.phi, self.read = device_of(model), phi, read
+        self.length = next(iter(read.layers.values()))[0].shape[2]
+        self.masks = partition(full_prefix(self.length, self.device), anchors.sink, anchors.tail)
+        self.cache = DynamicCache()
+        self.summaries: dict[int, SummaryState] = {}
+        if self.rule.adds_residual:
+            self.summaries = {index: self._summary(index) for index in read.layers}
+
+    @torch.no_grad()
+    def _summary(self, index: int) -> SummaryState:
+        keys, values = self.read.layers[index]
+        log_features = torch.cat([self._phi_k(index, part) for part in keys.split(KEY_CHUNK, dim=2)], dim=2)
+        features, log_shift = key_features(log_features, self.masks.mid)
+        return summarise(features, log_shift, values.float())
+
+    def prepare(self) -> None:
+        """A cache that holds the prompt and nothing else, before every run."""
+        self.cache = DynamicCache()
+        for index, (keys, values) in sorted(self.read.layers.items()):
+            self.cache.update(keys, values, index)
+
+    @torch.no_grad()
+    def run(self, first: Tensor) -> Tensor:
+        """Tokens [B, T] that follow the tokens `first` [B]."""
+        token, tokens = first.unsqueeze(1), []
+        for step in range(self.steps):
+            position = torch.full_like(token, self.length + step)
+            self.logits = self._logits(token, position, self.cache)
+            token = self.logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+        return torch.cat(tokens, dim=1)
+
+    def _logits(self, token: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+        options = {"position_ids": position, "past_key_values": cache, "use_cache": True}
+        if self.rule.whole_prefix:
+            return self.model(token, **options).logits[:, -1]
+        with attention_hook(self.model, self):
+            return self.model(token, **options).logits[:, -1]
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        grouped = query.float().unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
+        keys, values = key[:, :, : self.length].float(), value[:, :, : self.length].float()
+        scores = attention_scores(grouped, keys, scale)
+        wanted = torch.full(grouped.shape[:3], self.k, device=self.device)
+        retrieved = exhaustive_topk(scores, self.masks.mid, wanted)
+        chosen_values = _gathered(values, retrieved.indices)
+        chosen_scores = scores.gather(-1, retrieved.indices)
+        parts = [
+            _terms_of_rows(chosen_scores, chosen_values, retrieved.valid),
+            exact_terms(
+                scores[..., self.masks.anchors],
+                values[:, :, self.masks.anchors],
+                self.masks.anchors[self.masks.anchors],
+            ),
+        ]
+        new_keys, new_values = key[:, :, self.length :].float(), value[:, :, self.length :].float()
+        new_scores = attention_scores(grouped, new_keys, scale)
+        parts.append(exact_terms(new_scores, new_values, full_prefix(new_keys.shape[2], self.device)))
+        if self.rule.adds_residual:
+            subtracted = None
+            if self.rule.subtracts:
+                features = self._features_again(module.layer_idx, keys, retrieved.indices)
+                subtracted = Retrieved(features * retrieved.valid.unsqueeze(-1), chosen_values)
+            log_query = self._phi_q(module.layer_idx, query).squeeze(2).unflatten(1, (key.shape[1], -1))
+            parts.append(residual_terms(self.summaries[module.layer_idx], log_query, subtracted))
+        return merge(*parts).flatten(1, 2).unsqueeze(1).to(query.dtype)
+
+    def _features_again(self, index: int, keys: Tensor, indices: Tensor) -> Tensor:
+        """phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units."""
+        chosen = _gathered(keys, indices)
+        log_features = self._phi_k(index, chosen.flatten(2, 3)).unflatten(2, indices.shape[2:])
+        return (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
+
+    def _phi_q(self, index: int, query: Tensor) -> Tensor:
+        assert self.phi is not None
+        return _as_written(self.phi.query[index], query)
+
+    def _phi_k(self, index: int, keys: Tensor) -> Tensor:
+        assert self.phi is not None
+        return _as_written(self.phi.key[index], keys)
+
+
+def _as_written(feature_map: nn.Module, x: Tensor) -> Tensor:
+    """log phi of [B, H, N, D] -> [B, H, N, M] by the map's own layers."""
+    function = feature_map.unfolded if isinstance(feature_map, ReZeroMap) else feature_map
+    batch, heads, n, d = x.shape
+    stacked = x.float().transpose(0, 1).reshape(heads, batch * n, d)
+    return function(stacked).unflatten(1, (batch, n)).transpose(0, 1)
+
+
+def _gathered(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of x [B, Hkv, L, D] at indices [B, Hkv, G, K]: [B, Hkv, G, K, D]."""
+    flat = indices.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, flat).unflatten(2, indices.shape[2:])
+
+
+def _terms_of_rows(scores: Tensor, values: Tensor, valid: Tensor) -> Terms:
+    """Exact terms where every query row has values of its own [B, Hkv, G, K, D]."""
+    if scores.shape[-1] == 0:
+        nothing = scores.new_zeros(scores.shape[:-1])
+        return Terms(values.sum(-2), nothing, nothing)
+    shift = scores.masked_fill(~valid, -torch.inf).amax(-1).clamp_min(torch.finfo(scores.dtype).min)
+    weights = torch.where(valid, (scores - shift.unsqueeze(-1)).exp(), 0)
+    return Terms((weights.unsqueeze(-2) @ values).squeeze(-2), weights.sum(-1), shift)

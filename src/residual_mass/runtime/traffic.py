@@ -1,0 +1,127 @@
+"""Bytes that a decode step must move, and how fast this machine moves them: together a floor for its time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.feature_maps import FoldedMap
+from residual_mass.specs import AnchorSpec
+
+Implementation = Literal["prototype", "fused"]
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one decode step, by what they are."""
+
+    weights: int
+    """The backbone's, its embedding table only where the output layer shares it."""
+    keys: int
+    """Keys are scored exhaustively, whatever the budget."""
+    values: int
+    features: int
+    """Cached key features of retrieved tokens; the prototype's are computed again from their keys."""
+    maps: int
+    """Weights of the feature maps that a step evaluates."""
+    state: int
+    """S and u, and where they are formed S_R and u_R, written and read."""
+    concatenation: int
+    """A dynamic cache that grows by a token is written anew."""
+
+    @property
+    def total(self) -> int:
+        return (
+            self.weights + self.keys + self.values + self.features + self.maps + self.state + self.concatenation
+        )  # fmt: skip
+
+
+def step_traffic(
+    model: PreTrainedModel,
+    phi: PhiMaps,
+    implementation: Implementation,
+    method: str,
+    *,
+    batch: int,
+    length: int,
+    k: int,
+    anchors: AnchorSpec,
+    generated: int,
+) -> Traffic:
+    """What one step of a batch must read and write; small vectors are left out, and what fits into caches (scores)."""
+    shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
+    fused, adds_residual, subtracts = implementation == "fused", method.startswith("topk_phi"), method == "topk_phi"
+    columns = length + generated
+    whole = batch * shape.layers * shape.kv_heads * columns * shape.head_dim * item
+    per_token = batch * shape.layers * shape.query_heads * item
+    support = k + anchors.sink + anchors.tail + generated
+    values = whole if method == "full" else min(whole, per_token * support * shape.head_dim)
+    retrieved = per_token * k * (phi.map.d_phi if fused else shape.head_dim) if subtracts else 0
+    state = state_bytes(shape, phi.map.d_phi, FLOAT32) * batch if adds_residual else 0
+    if subtracts and not fused:
+        state += 2 * batch * state_bytes(shape, phi.map.d_phi, FLOAT32) * shape.query_heads // shape.kv_heads
+    return Traffic(
+        weights=_weight_bytes(model),
+        keys=whole,
+        values=values,
+        features=retrieved,
+        maps=_map_bytes(phi, fused, subtracts) if adds_residual else 0,
+        state=state,
+        concatenation=0 if fused else 4 * whole,
+    )
+
+
+def state_bytes(shape: HeadShape, d_phi: int, item: int) -> int:
+    """Size of S and u of one prompt, over all layers and KV heads."""
+    return shape.layers * shape.kv_heads * d_phi * (shape.head_dim + 1) * item
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    embedding = model.get_input_embeddings()
+    unread = 0 if model.get_output_embeddings().weight is embedding.weight else _bytes_of(embedding)
+    return _bytes_of(model) - unread
+
+
+def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
+    """phi_q of every query head; phi_k, too, where features are computed again."""
+    if fused:
+        return sum(_folded_bytes(query_map) for query_map, _ in phi.folded())
+    return _bytes_of(phi.query) + (_bytes_of(phi.key) if subtracts else 0)
+
+
+def _folded_bytes(feature_map: FoldedMap | nn.Module) -> int:
+    if isinstance(feature_map, FoldedMap):
+        parts = (feature_map.a, feature_map.b, feature_map.c, feature_map.c_bias, feature_map.e_bias)
+        return sum(part.numel() * part.element_size() for part in parts)
+    return _bytes_of(feature_map)
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
+
+
+def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
+    """Bytes per second of a large copy, read and write counted, the best of some rounds."""
+    size = 2**30 if device.type == "cuda" else 2**28
+    source = torch.ones(size // FLOAT32, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(rounds):
+        wait_for(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        wait_for(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size / best
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

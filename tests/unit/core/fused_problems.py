@@ -1,0 +1,104 @@
+"""Random decode steps with padding and poison, and the slow reference's answer to them."""
+
+from __future__ import annotations
+
+import torch
+from reference import attention, split, top, topk_phi
+from torch import Tensor
+
+from residual_mass.core.fused.cache import DecodeCache, build_cache
+
+
+class DecodeProblem:
+    """One step of a batch whose rows have their real tokens at columns [first, last); everything else is NaN."""
+
+    def __init__(
+        self,
+        seed: int,
+        spans: list[tuple[int, int]],
+        length: int,
+        *,
+        groups: int = 3,
+        kv_heads: int = 2,
+        d: int = 8,
+        features: int = 8,
+        sink: int = 2,
+        tail: int = 3,
+        generated: int = 2,
+        room: int = 4,
+        spread: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        g = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+        batch = len(spans)
+        self.spans, self.sink, self.tail, self.generated, self.groups = spans, sink, tail, generated, groups
+        self.scale = d**-0.5
+        self.query = (draw(batch, kv_heads * groups, d) * spread).to(dtype)
+        self.log_query = draw(batch, kv_heads * groups, features).to(dtype)
+        keys, values = draw(batch, kv_heads, length, d) * spread, draw(batch, kv_heads, length, d)
+        self.log_features = draw(batch, kv_heads, length, features)
+        for row, (first, last) in enumerate(spans):
+            for x in (keys, values, self.log_features):
+                x[row, :, :first], x[row, :, last:] = torch.nan, torch.nan
+        first, last = torch.tensor(spans, dtype=torch.int32).T
+        self.cache = build_cache(
+            keys.to(dtype), values.to(dtype), first, last, room, self.log_features.to(dtype), sink, tail
+        )
+        for buffer in (self.cache.keys, self.cache.values):
+            buffer[:, :, length:] = torch.nan
+            buffer[:, :, length : length + generated] = draw(batch, kv_heads, generated, d).to(dtype)
+
+    def arguments(self, k: int, method: str) -> dict[str, object]:
+        """Of decode_attention, for topk, topk_phi or topk_phi_nosub."""
+        return {
+            "query": self.query,
+            "cache": self.cache if method != "topk" else _without_maps(self.cache),
+            "log_query": None if method == "topk" else self.log_query.float(),
+            "k": k,
+            "sink": self.sink,
+            "tail": self.tail,
+            "subtracts": method == "topk_phi",
+            "generated": self.generated,
+            "scale": self.scale,
+        }
+
+    def expected(self, k: int, method: str) -> Tensor:
+        """[B, Hq, D] float64, from the buffers as they are, so that their rounding is no difference."""
+        rows = range(len(self.spans))
+        heads = range(self.query.shape[1])
+        return torch.tensor([[self._row(b, h, k, method) for h in heads] for b in rows], dtype=torch.float64)
+
+    def _row(self, b: int, h: int, k: int, method: str) -> list[float]:
+        kv, (first, last), length = h // self.groups, self.spans[b], self.cache.length
+        query = self.query[b, h].double().tolist()
+        old_k, new_k = _split(self.cache.keys[b, kv], first, last, length, self.generated)
+        old_v, new_v = _split(self.cache.values[b, kv], first, last, length, self.generated)
+        if method == "topk":
+            keys, values = old_k + new_k, old_v + new_v
+            anchors, mid = split(len(old_k), self.sink, self.tail)
+            scores = [self.scale * sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
+            tokens = anchors + top(scores, mid, k) + list(range(len(old_k), len(keys)))
+            return attention(query, keys, values, self.scale, tokens)
+        assert self.cache.features is not None and self.cache.log_shift is not None
+        phi_k = self.cache.features[b, kv, first:last].double() * self.cache.log_shift[b, kv].double().exp()
+        phi_q = self.log_query[b, h].float().double().exp().tolist()
+        return topk_phi(
+            query, old_k, old_v, self.scale, self.sink, self.tail, k, phi_q, phi_k.tolist(), method == "topk_phi",
+            (new_k, new_v),
+        )  # fmt: skip
+
+
+def _without_maps(cache: DecodeCache) -> DecodeCache:
+    return cache._replace(features=None, summary=None, log_shift=None)
+
+
+def _split(
+    x: Tensor, first: int, last: int, length: int, generated: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """One head's prefix tokens and generated tokens."""
+    x = x.double()
+    return x[first:last].tolist(), x[length : length + generated].tolist()

@@ -1,0 +1,93 @@
+"""The fused decode in torch against a reference that forms S_R token by token, in Python floats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_problems import DecodeProblem
+from torch import Tensor
+
+from residual_mass.core import rel_l1
+from residual_mass.core.fused.torch_path import decode_attention
+from residual_mass.core.selection import BLOCK, LONG_ROW, largest
+
+METHODS = ["topk", "topk_phi", "topk_phi_nosub"]
+SPANS = {
+    "whole rows": [(0, 24), (0, 24)],
+    "left padding": [(7, 24), (0, 24)],
+    "right padding": [(0, 24), (0, 15)],
+    "no mid-region": [(20, 24), (3, 8)],
+    "one token": [(23, 24), (0, 1)],
+}
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, 19, 40])
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_the_token_by_token_reference(method: str, spans: str, k: int) -> None:
+    p = DecodeProblem(seed=k, spans=SPANS[spans], length=24)
+    ours = decode_attention(**p.arguments(k, method))
+    assert rel_l1(ours.double(), p.expected(k, method)).max() < 2e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_far_beyond_what_float32_can_exponentiate(method: str) -> None:
+    p = DecodeProblem(seed=5, spans=[(0, 24)], length=24, spread=6.0)
+    ours = decode_attention(**p.arguments(4, method))
+    assert rel_l1(ours.double(), p.expected(4, method)).max() < 1e-4
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_features_far_beyond_the_floats(offset: float) -> None:
+    """phi_k e^offset and phi_q e^-offset have the same products."""
+    p = DecodeProblem(seed=6, spans=[(0, 24)], length=24)
+    arguments = p.arguments(4, "topk_phi")
+    moved = p.cache._replace(log_shift=p.cache.log_shift + offset)
+    ours = decode_attention(**arguments | {"cache": moved, "log_query": arguments["log_query"] - offset})
+    torch.testing.assert_close(ours, decode_attention(**arguments), rtol=1e-4, atol=1e-5)
+
+
+def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
+    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24)
+    arguments = p.arguments(100, "topk_phi") | {"log_query": p.log_query.float() + 60}
+    exact = decode_attention(**p.arguments(100, "topk"))
+    torch.testing.assert_close(decode_attention(**arguments), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_summaries_are_of_the_rounded_features() -> None:
+    """Subtracting what was cached leaves rounding of float32, however coarse the cache."""
+    p = DecodeProblem(seed=8, spans=[(0, 24)], length=24, dtype=torch.bfloat16)
+    assert p.cache.features is not None and p.cache.summary is not None
+    assert p.cache.features.dtype == torch.bfloat16
+    mass = p.cache.features.double().sum(2)
+    torch.testing.assert_close(p.cache.summary[..., -1].double(), mass, rtol=1e-6, atol=1e-6)
+    values = p.cache.values[:, :, :24].double()
+    numerator = p.cache.features.double().transpose(-1, -2) @ values
+    torch.testing.assert_close(p.cache.summary[..., :-1].double(), numerator, rtol=1e-5, atol=1e-5)
+
+
+def _adversarial(length: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(length)
+    random = torch.randn(3, length, generator=g)
+    one = torch.ones(3, length)
+    return {
+        "random": random,
+        "all equal": one,
+        "a rounding apart": torch.nextafter(one, 2 * one).where(random > 0, one),
+        "mostly -inf": random.masked_fill(random < 2, -torch.inf),
+        "all -inf": torch.full_like(random, -torch.inf),
+        "best in the last block": torch.arange(length).float().expand(3, -1),
+        "negative zero": torch.where(random > 0, 0.0, -0.0),
+    }
+
+
+@pytest.mark.parametrize("length", [50, LONG_ROW, LONG_ROW + 3 * BLOCK + 5])
+@pytest.mark.parametrize("name", _adversarial(50))
+def test_the_largest_are_those_of_topk(name: str, length: int) -> None:
+    scores = _adversarial(length)[name]
+    for k in (0, 1, 7, 50, 300, length, length + 1):
+        columns, values = largest(scores, k)
+        expected = scores.topk(min(k, length), dim=-1).values
+        assert torch.equal(values.sort(dim=-1, descending=True).values, expected)
+        assert torch.equal(scores.gather(-1, columns), values)
+        assert all(len(set(row)) == len(row) for row in columns.tolist())

@@ -1,0 +1,278 @@
+"""What holds of the Triton kernels, under the interpreter as on a GPU; `test_fused_triton.py` runs it in processes of
+its own, because the interpreter must be chosen before Triton is imported.
+
+Scratch memory is poisoned throughout, as are padding and unused columns of the problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fused_problems import DecodeProblem
+from torch import Tensor
+
+from residual_mass.core import rel_l1
+from residual_mass.core.fused import torch_path, triton_path
+from residual_mass.core.fused.cache import DecodeCache
+from residual_mass.core.fused.triton_path import Region, decode_attention, score, select
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = ["topk", "topk_phi", "topk_phi_nosub"]
+SPANS = {
+    "no padding": [(0, 50), (0, 50)],
+    "padding on both sides": [(7, 50), (0, 41)],
+    "no mid-region": [(45, 50), (3, 7)],
+    "one token": [(49, 50), (0, 1)],
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch() -> Iterator[None]:
+    """Fresh memory holds NaN, and the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(9).isnan().all() and torch.zeros(2).new_empty(9).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few columns make many blocks, several rounds, and an unfilled last one of each."""
+    for name, size in {"SCORE_BLOCK": 16, "SELECT_BLOCK": 32, "SLOTS": 16, "MOST_SPLITS": 2}.items():
+        monkeypatch.setattr(triton_path, name, size)
+
+
+def moved(arguments: dict[str, object]) -> dict[str, object]:
+    """Arguments of decode_attention on the device at hand."""
+
+    def move(x: object) -> object:
+        return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+    cache = arguments["cache"]
+    assert isinstance(cache, DecodeCache)
+    return {name: move(x) for name, x in arguments.items()} | {"cache": DecodeCache(*map(move, cache))}
+
+
+def decode(arguments: dict[str, object]) -> Tensor:
+    out = decode_attention(**moved(arguments))
+    assert out.dtype == torch.float32
+    return out.cpu()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("spans", "k"),
+    [("no padding", 1), ("no padding", 60), ("padding on both sides", 9), ("no mid-region", 9), ("one token", 9)],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_the_token_by_token_reference(method: str, spans: str, k: int) -> None:
+    p = DecodeProblem(seed=k, spans=SPANS[spans], length=50, d=16, dtype=torch.float32)
+    assert rel_l1(decode(p.arguments(k, method)).double(), p.expected(k, method)).max() < 2e-5
+
+
+@pytest.mark.parametrize(("method", "k"), [("topk", 6), ("topk_phi", 0), ("topk_phi", 6), ("topk_phi_nosub", 6)])
+def test_blocks_larger_than_the_problem_and_a_group_of_four(method: str, k: int) -> None:
+    p = DecodeProblem(seed=1, spans=[(3, 40)], length=43, groups=4, d=32, features=16, dtype=torch.float32)
+    assert rel_l1(decode(p.arguments(k, method)).double(), p.expected(k, method)).max() < 2e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bfloat16_cache_is_rounded_and_nothing_else(method: str) -> None:
+    p = DecodeProblem(seed=2, spans=[(0, 40), (5, 31)], length=40, d=16, dtype=torch.bfloat16)
+    assert rel_l1(decode(p.arguments(7, method)).double(), p.expected(7, method)).max() < 2e-5
+
+
+def test_a_float32_query_is_not_rounded_to_the_type_of_the_cache() -> None:
+    p = DecodeProblem(seed=3, spans=[(0, 40)], length=40, d=16, dtype=torch.bfloat16)
+    p.query = p.query.float() * 1.001
+    assert rel_l1(decode(p.arguments(7, "topk_phi")).double(), p.expected(7, "topk_phi")).max() < 2e-5
+
+
+def test_long_rows_equal_those_of_the_torch_path() -> None:
+    p = DecodeProblem(
+        seed=4, spans=[(700, 9001), (0, 8500)], length=9001, kv_heads=1, d=64, features=32, sink=4, tail=16,
+        generated=5, room=33, dtype=torch.float32,
+    )  # fmt: skip
+    arguments = p.arguments(150, "topk_phi")
+    torch.testing.assert_close(decode(arguments), torch_path.decode_attention(**arguments), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_far_beyond_what_float32_can_exponentiate(method: str) -> None:
+    p = DecodeProblem(seed=5, spans=[(0, 24)], length=24, d=16, spread=6.0, dtype=torch.float32)
+    assert rel_l1(decode(p.arguments(4, method)).double(), p.expected(4, method)).max() < 1e-4
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_features_far_beyond_the_floats(offset: float) -> None:
+    """phi_k e^offset and phi_q e^-offset have the same products."""
+    p = DecodeProblem(seed=6, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
+    arguments = p.arguments(4, "topk_phi")
+    shifted = p.cache._replace(log_shift=p.cache.log_shift + offset)
+    ours = decode(arguments | {"cache": shifted, "log_query": arguments["log_query"] - offset})
+    torch.testing.assert_close(ours, decode(arguments), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+def test_a_residual_and_exact_terms_of_any_sizes_meet(offset: float) -> None:
+    """Whichever is e^300 times the other is all that is left."""
+    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
+    arguments = p.arguments(4, "topk_phi")
+    arguments["log_query"] = arguments["log_query"] + offset
+    expected = torch_path.decode_attention(**arguments)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(decode(arguments), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
+    p = DecodeProblem(seed=8, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
+    arguments = p.arguments(100, "topk_phi") | {"log_query": p.log_query.float() + 200}
+    torch.testing.assert_close(decode(arguments), decode(p.arguments(100, "topk")), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("k", [1, 20, 70])
+def test_tokens_that_tie_with_the_kth_highest_fill_up_in_order(k: int) -> None:
+    p = DecodeProblem(seed=9, spans=[(0, 90)], length=90, d=16, dtype=torch.float32)
+    p.query[:], p.cache.keys[:] = 1, 0
+    p.cache.keys[:, :, 86] = 0.1  # the last of the mid-region, in the last block
+    always = [0, 1, 86, 87, 88, 89, 90, 91]
+    columns = [*always, *range(2, 2 + k - 1)]
+    weights = (p.cache.keys[:, :, columns].sum(-1, keepdim=True) * p.scale).exp()
+    mean = (weights * p.cache.values[:, :, columns]).sum(2) / weights.sum(2)
+    expected = mean.repeat_interleave(p.groups, 1)
+    torch.testing.assert_close(decode(p.arguments(k, "topk")), expected, rtol=1e-5, atol=1e-6)
+
+
+SINK, TAIL, LENGTH = 2, 3, 100
+
+
+def hostile_scores() -> dict[str, Tensor]:
+    """Rows of scores [LENGTH] float32."""
+    random = torch.randn(LENGTH, generator=torch.Generator().manual_seed(10))
+    one = torch.ones(LENGTH)
+    return {
+        "random": random,
+        "all equal": one,
+        "all equal and negative": -one,
+        "one rounding apart": torch.nextafter(one, 2 * one).where(random > 0, one),
+        "one bin of the first digit": 1 + random.abs().clamp(max=3) / 32,
+        "one bin of two digits": 1 + torch.arange(LENGTH).flip(0) * 2.0**-23,
+        "mostly -inf": random.masked_fill(random < 1, -torch.inf),
+        "all -inf": torch.full_like(random, -torch.inf),
+        "zeros of both signs": torch.where(random > 0, 0.0, -0.0),
+        "near the largest floats": random * 1e38,
+        "the smallest floats": (torch.arange(LENGTH) - 50) * 2.0**-149,
+        "rising": torch.arange(LENGTH).float(),
+        "anchors are the highest": torch.arange(LENGTH).float().sub(LENGTH / 2).abs(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of query rows that only fill a tile
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("k", [0, 1, 60, 95, 1000])
+def test_selects_the_highest_whatever_the_scores_are(k: int) -> None:
+    scores = torch.stack(list(hostile_scores().values()))
+    chosen = selected(scores, k)
+    for row, columns, name in zip(scores, chosen, hostile_scores(), strict=True):
+        mid = row[SINK : LENGTH - TAIL]
+        expected = mid.topk(min(k, len(mid))).values
+        assert len(set(columns)) == len(columns) == len(expected), name
+        assert all(SINK <= column < LENGTH - TAIL for column in columns), name
+        assert torch.equal(row[columns].sort(descending=True).values, expected), name
+
+
+def selected(rows: Tensor, k: int) -> list[list[int]]:
+    """Columns retrieved from scores [H, LENGTH]: each KV head's keys are a row's scores along the first axis."""
+    keys = torch.zeros(1, len(rows), LENGTH, 16, device=DEVICE)
+    keys[0, :, :, 0] = rows
+    query = torch.zeros(1, len(rows), 16, device=DEVICE)
+    query[..., 0] = 1
+    first, last = torch.tensor([[0], [LENGTH]], dtype=torch.int32, device=DEVICE)
+    cache, region = DecodeCache(keys, keys, first, last, LENGTH), Region(k, SINK, TAIL)
+    chosen, tally = (x.tolist() for x in select(*score(query, cache, region, 0, 1.0), cache, region))
+    found = []
+    for blocks, (above, tied) in zip(chosen, tally, strict=True):
+        columns = [column for block, n in zip(blocks, above, strict=True) for column in block[:n]]
+        for block, start, n in zip(blocks, above, tied, strict=True):
+            columns += block[start : start + min(n, min(k, LENGTH - SINK - TAIL) - len(columns))]
+        found.append(columns)
+    return found
+
+
+def random_step(
+    group: int, d: int, m: int, dtype: torch.dtype, length: int = 20_011, kv_heads: int = 8, room: int = 37
+) -> dict[str, object]:
+    """Arguments of decode_attention as at full size, made on the GPU."""
+    torch.manual_seed(d + m)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device="cuda")
+
+    first = torch.tensor([0, length // 3], dtype=torch.int32, device="cuda")
+    last = torch.tensor([length - 300, length], dtype=torch.int32, device="cuda")
+    keys, values = draw(2, kv_heads, length + room, d), draw(2, kv_heads, length + room, d)
+    keys[:, :, length + 5 :], values[:, :, length + 5 :] = torch.nan, torch.nan
+    column = torch.arange(length, device="cuda")
+    for row, (start, stop) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        outside = ((column < start) | (column >= stop)).nonzero().flatten()
+        keys[row, :, outside], values[row, :, outside] = torch.nan, torch.nan
+    features = draw(2, kv_heads, length, m).sigmoid()
+    inside = (column >= first[:, None] + 4) & (column < last[:, None] - 16)
+    features = torch.where(inside[:, None, :, None], features, 0.0)
+    weights = torch.where(inside[:, None, :, None], values[:, :, :length].float(), 0)
+    summary = torch.cat((features.float().transpose(-1, -2) @ weights, features.float().sum(2).unsqueeze(-1)), dim=-1)
+    log_shift = draw(2, kv_heads, m, dtype=torch.float32)
+    return {
+        "query": draw(2, kv_heads * group, d) * 2,
+        "cache": DecodeCache(keys, values, first, last, length, features, summary.contiguous(), log_shift),
+        "log_query": draw(2, kv_heads * group, m, dtype=torch.float32) - 6,
+        "k": 181,
+        "sink": 4,
+        "tail": 16,
+        "subtracts": True,
+        "generated": 5,
+        "scale": d**-0.5,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "d", "m"), [(4, 64, 64), (3, 128, 64), (4, 128, 128), (3, 64, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_kernels_at_full_size(dtype: torch.dtype, group: int, d: int, m: int) -> None:
+    arguments = random_step(group, d, m, dtype)
+    for change in ({}, {"subtracts": False}, {"log_query": None}, {"k": 0}, {"k": 30_000}, {"k": 2602}):
+        expected = torch_path.decode_attention(**arguments | change)
+        assert rel_l1(decode_attention(**arguments | change), expected).max() < 1e-3, change
+
+
+@pytest.mark.gpu
+def test_a_step_repeats_to_the_bit_also_from_a_cuda_graph() -> None:
+    arguments = random_step(4, 64, 64, torch.bfloat16)
+    new = {name: torch.randn_like(arguments[name]) for name in ("query", "log_query")}
+    expected = [decode_attention(**arguments), decode_attention(**arguments | new)]
+    assert torch.equal(decode_attention(**arguments), expected[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(**arguments)
+    graph.replay()
+    assert torch.equal(out, expected[0])
+    for name, x in new.items():
+        arguments[name].copy_(x)
+    graph.replay()
+    assert torch.equal(out, expected[1])
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    arguments = random_step(4, 128, 32, torch.bfloat16, length=2**20, kv_heads=9, room=8)
+    cache = arguments["cache"]
+    assert cache.keys.numel() > 2**31
+    ours = decode_attention(**arguments)[1:, -4:]
+    alone = DecodeCache(
+        *(x if isinstance(x, int) else x[1:].contiguous() if x.ndim == 1 else x[1:, -1:].contiguous() for x in cache)
+    )
+    queries = {name: arguments[name][1:, -4:] for name in ("query", "log_query")}
+    assert rel_l1(ours, torch_path.decode_attention(**arguments | queries | {"cache": alone})).max() < 1e-3

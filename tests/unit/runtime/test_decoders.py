@@ -1,0 +1,103 @@
+"""The fused decoder and the prototype against the evaluation's engine, token by token."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefill import Prefill, prefill
+from residual_mass.backbones.prefix import retrieved_by
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.specs import METHODS, AnchorSpec, ArmSpec, MapSpec
+
+ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
+
+
+@pytest.fixture(scope="module", params=["rezero", "hedgehog"])
+def phi(request: pytest.FixtureRequest, tiny_backbone: Backbone) -> PhiMaps:
+    torch.manual_seed(3)
+    facts = {"model_id": tiny_backbone.spec.model_id, "revision": tiny_backbone.spec.revision, "length": 512}
+    maps = PhiMaps(tiny_backbone.shape, MapSpec(request.param, d_emb=24, d_phi=8), facts)
+    for name, parameter in maps.named_parameters():
+        if name.endswith("alpha"):
+            parameter.data.normal_()
+    return maps.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return torch.randint(2, 258, (2, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def fresh(read: Prefill) -> Prefill:
+    """The same prefill, to be used up."""
+    one = copy.copy(read)
+    one.layers = dict(read.layers)
+    return one
+
+
+def engine_tokens(backbone: Backbone, arm: ArmSpec, phi: PhiMaps, prompts: list[list[int]]) -> list[list[int]]:
+    engine = SharedPrefillEngine(backbone, [arm], ANCHORS, phi, nominal_length=None)
+    ended = backbone.model.generation_config.eos_token_id
+    backbone.model.generation_config.eos_token_id = None  # the decoders under test know no end
+    try:
+        return [row[0].tokens[1:] for row in engine.generate(prompts, STEPS + 1)]
+    finally:
+        backbone.model.generation_config.eos_token_id = ended
+
+
+@pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_both_decode_what_the_engine_decodes(
+    method: str, budget: float, tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    arm = ArmSpec(method, None if method == "full" else budget)
+    expected = engine_tokens(tiny_backbone, arm, phi, prompts)
+    read = prefill(tiny_backbone.model, prompts)
+    k = retrieved_by(arm, LENGTH, ANCHORS, None)
+    fused = StaticDecoder(tiny_backbone.model, fill_buffers([fresh(read)], STEPS), method, k, ANCHORS, phi, STEPS)
+    prototype = PrototypeDecoder(tiny_backbone.model, fresh(read), method, k, ANCHORS, phi, STEPS)
+    for decoder in (fused, prototype):
+        for _ in range(2):  # a second run starts from the same prompt
+            decoder.prepare()
+            assert decoder.run(read.next_token).tolist() == expected
+    torch.testing.assert_close(fused.logits, prototype.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_methods_differ_or_equality_shows_nothing(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    arms = [ArmSpec("full"), *(ArmSpec(method, 15.0) for method in METHODS[1:])]
+    tokens = [engine_tokens(tiny_backbone, arm, phi, prompts)[0] for arm in arms]
+    assert len({tuple(row) for row in tokens}) > 2
+
+
+def test_rows_that_were_read_one_by_one(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    together = prefill(tiny_backbone.model, prompts)
+    singly = [prefill(tiny_backbone.model, [prompt]) for prompt in prompts]
+    first = torch.cat([read.next_token for read in singly])
+    assert torch.equal(first, together.next_token)
+    tokens = [
+        StaticDecoder(tiny_backbone.model, fill_buffers(reads, STEPS), "topk_phi", 5, ANCHORS, phi, STEPS).run(first)
+        for reads in ([fresh(together)], [fresh(read) for read in singly])
+    ]
+    assert torch.equal(*tokens)
+
+
+def test_prompts_of_two_lengths_are_refused(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
+    reads = [prefill(tiny_backbone.model, [prompt]) for prompt in (prompts[0], prompts[1][:-3])]
+    with pytest.raises(ValueError, match="prompts have 2 lengths"):
+        fill_buffers(reads, STEPS)
+
+
+def test_maps_are_asked_for_where_they_are_needed(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
+    caches = fill_buffers([prefill(tiny_backbone.model, prompts)], STEPS)
+    with pytest.raises(ValueError, match="topk_phi needs phi maps"):
+        StaticDecoder(tiny_backbone.model, caches, "topk_phi", 5, ANCHORS, None, STEPS)
+    StaticDecoder(tiny_backbone.model, caches, "topk", 5, ANCHORS, None, STEPS)

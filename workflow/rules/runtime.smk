@@ -1,0 +1,30 @@
+"""What decoding costs: latency, memory and bytes of every method.
+
+Needs: the assets, the backbone; no feature maps, since latency does not depend on their weights.
+Makes: results/runtime_{backbone}.csv
+"""
+
+
+rule runtime:
+    input:
+        assets=assets_for(RUNTIME),
+    output:
+        RUNTIME,
+    log:
+        "logs/runtime/{backbone}.log",
+    benchmark:
+        "logs/runtime/{backbone}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: 8
+    resources:
+        gpu=gpus,
+        mem_mb=with_gpu(64000, 6000),
+        runtime=with_gpu(240, 60),
+    params:
+        spec=runtime_spec,
+    message:
+        "Measuring latencies of {wildcards.backbone}"
+    shell:
+        'python -m residual_mass runtime --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --out {output} > {log} 2>&1"
