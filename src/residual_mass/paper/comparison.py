@@ -1,7 +1,7 @@
 """What a study computed beside what the paper prints: every published cell with a verdict, and the larger picture.
 
-Compared are the score tables and `exact_accounting`. The tables `runtime_1b`, `runtime_3b`, `phi_param_count` and
-`training_cost_64k` are not part of this.
+Compared are the score tables, `exact_accounting`, and what the method costs: latencies and the time of training. The
+table `phi_param_count`, which is arithmetic, is not part of this.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from decimal import Decimal
 from pathlib import Path
 
 from residual_mass.files import csv_text, write_text
-from residual_mass.paper import accounting_table, comparison_picture, published
+from residual_mass.paper import accounting_table, comparison_picture, published, runtime_table, training_cost_table
 from residual_mass.paper.accounting_table import PUBLISHED_QUANTITIES
 from residual_mass.paper.comparability import OTHER_BACKBONE, obstacles
+from residual_mass.paper.layouts import LAYOUTS
 from residual_mass.paper.published import EXAMPLES, MAIN_MAPS, MODELS
-from residual_mass.paper.table_file import TABLES, Measured, Place, load_table
+from residual_mass.paper.runtime_file import PROTOTYPE
+from residual_mass.paper.table_file import Measured, Place, load_table
+from residual_mass.paper.training_cost_table import WALL_CLOCK
 from residual_mass.specs import ComparisonSpec
 
 COLUMNS = (
-    "table backbone benchmark task corpus length method budget_percent maps quantity published published_bold ours "
-    "ci_low ci_high n published_n verdict reason deviations study model_id weights source"
+    "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
+    "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
 AGREES, NOT_COMPARABLE, NOT_RUN = "agrees", "not comparable", "not run"
 OF_MAPS = {5, 6, 7, 10, 11, 12, 16}
@@ -36,6 +39,9 @@ DEVIATIONS = {
     "dphi_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4},
     "loss_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4, 9, 19},
     "exact_accounting": OF_MAPS | {14, 20},
+    "training_cost_64k": {12, 16},
+    "runtime_1b": {1, 10, 11},
+    "runtime_3b": {1, 10, 11},
 }
 """Open points of docs/deviations.md that touch a table, by their number."""
 
@@ -85,22 +91,25 @@ def run(spec: ComparisonSpec, cells: list[Path], out: Path, picture: Path) -> No
 
 
 def published_cells() -> list[PublishedCell]:
-    """Every value of the paper's score tables and of `exact_accounting`, table by table."""
+    """Every value of the paper's score tables, of `exact_accounting` and of its costs, table by table."""
     scores = (
         PublishedCell(label, _place(fact), fact.text, fact.bold)
-        for label in TABLES
-        if label != accounting_table.LABEL
+        for label in LAYOUTS
+        if label in published.labels()
         for fact in published.load(label)
     )
-    return [*scores, *_accounting_cells()]
+    return [*scores, *_accounting_cells(), *_training_cells(), *_latency_cells()]
 
 
 def verdict_on(cell: PublishedCell, tables: Tables) -> Verdict:
-    """Whether the study's value in the same place has the published one in its 95 % interval, at the printed precision.
+    """Whether the study's value in the same place has the published one in its 95 % interval, at the printed precision;
+    or a latency in the range of its repeats.
 
-    Only values of the paper's backbones, from as many of the benchmark's own examples, are compared.
+    Only values of the paper's backbones, from as many of the benchmark's own examples, are compared, and of costs those
+    that were measured as the paper's were.
     """
     there = [value for value in tables.get(cell.table, ()) if _elsewhere(value.place) == _elsewhere(cell.place)]
+    there.sort(key=lambda value: value.place.implementation == cell.place.implementation)  # the last one counts
     by_backbone = {value.place.backbone: value for value in there}
     ours = by_backbone.get(cell.place.backbone)
     if ours is None or ours.model_id != MODELS[cell.place.backbone]:
@@ -146,9 +155,31 @@ def _accounting_cells() -> Iterator[PublishedCell]:
         yield PublishedCell(accounting_table.LABEL, place, row["value"], row["bold"] == "1")
 
 
+def _training_cells() -> Iterator[PublishedCell]:
+    """The time that training takes; steps and hardware are what it was measured with."""
+    for row in published.rows_of(training_cost_table.LABEL):
+        place = Place(backbone=row["backbone"], length=MAIN_MAPS, maps=MAIN_MAPS, quantity=WALL_CLOCK)
+        yield PublishedCell(training_cost_table.LABEL, place, row[WALL_CLOCK], bold=False)
+
+
+def _latency_cells() -> Iterator[PublishedCell]:
+    for label in runtime_table.PUBLISHED:
+        for row in published.rows_of(label):
+            place = Place(
+                backbone=row["backbone"],
+                length=row["context"],
+                method=row["method"],
+                budget_percent=None if row["method"] == "full" else runtime_table.PAPERS_BUDGET,
+                implementation=PROTOTYPE,
+                batch=runtime_table.PAPERS_BATCH,
+            )
+            for quantity in (runtime_table.STEP, runtime_table.END_TO_END):
+                yield PublishedCell(label, replace(place, quantity=quantity), row[quantity], bold=False)
+
+
 def _elsewhere(place: Place) -> Place:
-    """The same place on no particular backbone."""
-    return replace(place, backbone="")
+    """The same place on no particular backbone and, of a latency, in no particular implementation."""
+    return replace(place, backbone="", implementation="")
 
 
 def _without_the_backbone(
@@ -175,6 +206,8 @@ def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> Row:
         **{name: getattr(place, name) for name in ("backbone", "benchmark", "task", "corpus", "length", "method")},
         "budget_percent": "" if place.budget_percent is None else f"{place.budget_percent:g}",
         "maps": place.maps or "",
+        "implementation": place.implementation,
+        "batch": "" if place.batch is None else str(place.batch),
         "quantity": place.quantity,
         "published": cell.text,
         "published_bold": str(int(cell.bold)),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from residual_mass.paper import accounting_table
+from residual_mass.paper import accounting_table, runtime_table, training_cost_table
 from residual_mass.paper.comparability import obstacles
 from residual_mass.paper.table_file import Measured, Place
 from residual_mass.paper.tally import tally_by_family
@@ -81,6 +81,10 @@ def tau_b(first: Sequence[Decimal], second: Sequence[Decimal]) -> float | None:
 def _findings(table: str, texts: Texts) -> Findings:
     if table == accounting_table.LABEL:
         return _accounting(texts)
+    if table in runtime_table.PUBLISHED:
+        return _latencies(texts)
+    if table == training_cost_table.LABEL:
+        return {}  # one number per backbone
     if table == MISMATCH:
         return _mismatch(texts)
     return _changes(texts)
@@ -130,6 +134,25 @@ def _accounting(texts: Texts) -> Findings:
         for statement, holds in statements.items():
             found.setdefault((_family(place), statement), []).append(holds)
     return {key: _share(each) for key, each in found.items()}
+
+
+def _latencies(texts: Texts) -> Findings:
+    """Steps of TopK+phi beside those of full attention: on which side they are, and how many times as long."""
+    rows: dict[tuple[str, str], dict[str, Decimal]] = {}
+    for place, text in texts.items():
+        if place.quantity == runtime_table.STEP:
+            rows.setdefault((_family(place), place.length), {})[place.method] = Decimal(text)
+    shorter: dict[str, list[bool]] = {}
+    ratios: dict[str, list[str]] = {}
+    for family, length in sorted(rows, key=lambda row: tokens_of(row[1])):
+        steps = rows[family, length]
+        shorter.setdefault(family, []).append(steps["topk_phi"] < steps["full"])
+        ratios.setdefault(family, []).append(f"{length} {steps['topk_phi'] / steps['full']:.2f}")
+    found: Findings = {}
+    for family, each in shorter.items():
+        found[family, "contexts at which a step of TopK+phi is shorter than one of Full"] = _share(each)
+        found[family, "step of TopK+phi over one of Full, by context"] = Finding(", ".join(ratios[family]), None)
+    return found
 
 
 def _ranks(published: Texts, ours: Texts) -> tuple[Findings, Findings]:
@@ -184,6 +207,8 @@ def _notes(values: Iterable[Measured]) -> dict[str, str]:
 
 
 def _family(place: Place) -> str:
+    if place.implementation:
+        return f"{place.implementation}, batch {place.batch}"
     if place.corpus:
         return "common words" if place.corpus == COMMON_WORDS else "running text"
     return family_title(place.point)

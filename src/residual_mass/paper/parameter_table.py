@@ -112,7 +112,7 @@ def load_counts(path: Path) -> Counted:
     Raises:
         ValueError: the file is missing or damaged, holds something else, or its tensors are not those of its header.
     """
-    metadata, shapes = _read_header(path)
+    metadata, shapes = read_header(path)
     if HEADER not in metadata:
         raise ValueError(f"{path}: holds no phi maps (no {HEADER} in its header); train them with the train stage")
     try:
@@ -138,7 +138,7 @@ def load_counts(path: Path) -> Counted:
     return counted
 
 
-def _read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
     """Metadata, and the shape of every tensor by name."""
     try:
         with safetensors.safe_open(path, framework="numpy") as stream:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from residual_mass.files import write_text
-from residual_mass.paper import accounting_table, cost_tables, parameter_table, published
+from residual_mass.paper import accounting_table, parameter_table, published, runtime_table, training_cost_table
 from residual_mass.paper.captions import Caption, caption_of_published, caption_of_results, place_of
 from residual_mass.paper.cells import Cell, Point
 from residual_mass.paper.content import Content, cells_csv, content_of_scores, content_of_texts
@@ -41,8 +41,13 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
         return accounting_table.run(spec, results, template, out, cells)
     if spec.label == parameter_table.LABEL:
         return parameter_table.run(spec, results, template, out, cells)
+    if spec.label == training_cost_table.LABEL:
+        return training_cost_table.run(spec, results, template, out, cells)
+    if runtime_table.is_label(spec.label):
+        return runtime_table.run(spec, results, template, out, cells)
     if spec.label not in LAYOUTS:
-        known = ", ".join([*LAYOUTS, accounting_table.LABEL, parameter_table.LABEL])
+        others = (accounting_table.LABEL, parameter_table.LABEL, training_cost_table.LABEL, "runtime_<backbone>")
+        known = ", ".join([*LAYOUTS, *others])
         raise ValueError(f"table {spec.label!r} is unknown; known are {known}")
     layout = layout_of(spec)
     shown = dict.fromkeys(point for point in layout.all_points() if evaluated(point, spec))
@@ -68,8 +73,10 @@ def render_published(label: str, template: Path) -> str:
         return accounting_table.render_published(template)
     if label == parameter_table.LABEL:
         return parameter_table.render_published(template)
-    if label in cost_tables.LABELS:
-        return cost_tables.render_published(label, template)
+    if label == training_cost_table.LABEL:
+        return training_cost_table.render_published(template)
+    if label in runtime_table.PUBLISHED:
+        return runtime_table.render_published(label, template)
     facts = published.load(label)
     points = [fact.point for fact in facts]
     spec = TableSpec(

@@ -18,16 +18,25 @@ import pytest
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
-from residual_mass.paper import accounting_table, content, published
-from residual_mass.paper.comparison import DEVIATIONS, run
+from residual_mass.paper import (
+    accounting_table,
+    comparability,
+    content,
+    published,
+    runtime_table,
+    training_cost_table,
+)
+from residual_mass.paper.comparison import COLUMNS, DEVIATIONS, run
 from residual_mass.paper.comparison_picture import tau_b
 from residual_mass.paper.table_file import TABLES
 from residual_mass.specs import ComparisonSpec
 
 CELLS = {
     "natural_main": 104, "stress_1pct": 48, "ruler_sweep": 104, "babilong_sweep": 104, "cross_length_mismatch": 15,
-    "dphi_ablation": 10, "loss_ablation": 14, "exact_accounting": 20,
+    "dphi_ablation": 10, "loss_ablation": 14, "exact_accounting": 20, "training_cost_64k": 2, "runtime_1b": 24,
+    "runtime_3b": 24,
 }  # fmt: skip
+COSTS = ("training_cost_64k", "runtime_1b", "runtime_3b")
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 EXAMPLES = {"ruler": 6500, "babilong": 4996, "longbench": 200}
 QUANTITIES = {
@@ -73,26 +82,71 @@ def interval(text: str, half_width: float = 0.01) -> Row:
     return {"value": f"{value:.6f}", "ci_low": f"{value - half_width:.6f}", "ci_high": f"{value + half_width:.6f}"}
 
 
+def latency_rows(fact: Row, **facts: str) -> list[Row]:
+    """What a table of latencies prints of one measurement, as the paper took it, whose step is known to 0.5 ms."""
+    backbone, step = fact["backbone"], float(fact["per_step_ms"])
+    row = {
+        "table": f"runtime_{backbone}", "backbone": backbone, "implementation": "prototype", "method": fact["method"],
+        "length": fact["context"], "batch": "1", "budget_percent": "" if fact["method"] == "full" else "1",
+        "k": "" if fact["method"] == "full" else fact["k"], "bold": "0", "repeats": "5", "source": "runtime_x.csv",
+        "study": "paper", "model_id": MODELS[backbone], "revision": "r", "weights": "pretrained", "dtype": "bfloat16",
+        "device": "NVIDIA H200", "bandwidth_gb_s": "4300.000",
+    } | facts  # fmt: skip
+    values = {
+        "per_step_ms": {"text": fact["per_step_ms"], "low": f"{step - 0.5:.3f}", "high": f"{step + 0.5:.3f}"},
+        "end_to_end_ms": {"text": fact["end_to_end_ms"]},
+        "step_bytes": {"text": "2.500", "value": "2500000000"},
+        "floor_ms": {"text": "0.58", "value": "0.581"},
+        "over_floor": {"text": "9.00", "value": "9.000001"},
+    }
+    return [row | {"quantity": name, "value": cell["text"]} | cell for name, cell in values.items()]
+
+
+def training_rows(fact: Row, **facts: str) -> list[Row]:
+    row = {
+        "table": "training_cost_64k", "backbone": fact["backbone"], "length": "64k", "maps": "64k", "bold": "0",
+        "steps": "200000", "hardware": "NVIDIA H200", "processes": "8", "source": "training_x.csv", "study": "paper",
+        "model_id": MODELS[fact["backbone"]], "weights": "pretrained",
+    } | facts  # fmt: skip
+    hours = fact["wall_clock_h"]
+    values = [(name, "200k", "200000") for name in ("steps", "sequences", "teacher_passes")]
+    values.append(("wall_clock_h", f"{hours}.0 h", f"{hours}.000000"))
+    return [row | {"quantity": name, "text": text, "value": value} for name, text, value in values]
+
+
 def papers_tables() -> Tables:
-    scores = {
+    tables = {
         label: [score_row(label, fact.point, fact.text) for fact in published.load(label)]
         for label in CELLS
-        if label != "exact_accounting"
+        if label not in ("exact_accounting", *COSTS)
     }
-    return scores | {"exact_accounting": [accounting_row(fact) for fact in published.rows_of("exact_accounting")]}
+    tables["exact_accounting"] = [accounting_row(fact) for fact in published.rows_of("exact_accounting")]
+    return tables | {label: papers_costs(label) for label in COSTS}
+
+
+def papers_costs(label: str) -> list[Row]:
+    rows_of = training_rows if label == "training_cost_64k" else latency_rows
+    return [row for fact in published.rows_of(label) for row in rows_of(fact)]
 
 
 def write(folder: Path, tables: Tables) -> list[Path]:
     paths = []
     for label, rows in tables.items():
         path = folder / f"{label}.csv"
-        columns = accounting_table.CELL_COLUMNS if label == "exact_accounting" else content.COLUMNS
         with open(path, "w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
+            writer = csv.DictWriter(stream, columns_of(label), restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         paths.append(path)
     return paths
+
+
+def columns_of(label: str) -> list[str]:
+    special = {
+        "exact_accounting": accounting_table.CELL_COLUMNS,
+        "training_cost_64k": training_cost_table.CELL_COLUMNS,
+    }
+    return runtime_table.CELL_COLUMNS if label.startswith("runtime_") else special.get(label, content.COLUMNS)
 
 
 def compare(folder: Path, tables: Tables, study: str = "paper") -> tuple[list[Row], list[Row]]:
@@ -124,9 +178,9 @@ PUBLISHED_THERE = "0.617"
 def test_every_published_cell_has_one_row(tmp_path: Path) -> None:
     rows, _ = compare(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]})
     assert Counter(row["table"] for row in rows) == CELLS and set(TABLES) == set(CELLS)
-    names = "table backbone benchmark task corpus length method budget_percent maps quantity".split()
-    assert len({tuple(row[name] for name in names) for row in rows}) == len(rows) == 419
-    for label in CELLS:
+    names = COLUMNS[: COLUMNS.index("published")]
+    assert len({tuple(row[name] for name in names) for row in rows}) == len(rows) == 469
+    for label in (label for label in CELLS if label not in COSTS):
         with open(Path(published.__file__).with_name(f"{label}.csv"), newline="") as stream:
             facts = [(row["value"], row["bold"]) for row in csv.DictReader(stream)]
         assert [(row["published"], row["published_bold"]) for row in rows if row["table"] == label] == facts
@@ -137,13 +191,15 @@ def test_every_published_cell_has_one_row(tmp_path: Path) -> None:
 def test_the_papers_own_values_agree_wherever_there_is_an_interval(tmp_path: Path) -> None:
     rows, _ = compare(tmp_path, papers_tables())
     counted = Counter((row["verdict"], row["reason"]) for row in rows)
-    assert counted == {("agrees", ""): 415, ("not comparable", "no interval"): 4}
+    assert counted == {("agrees", ""): 439, ("not comparable", "no interval"): 30}
     for row in rows:
-        assert row["ours"] == row["published"] and row["study"] == "paper"
+        hours = ".000" if row["quantity"] == "wall_clock_h" else ""
+        assert row["ours"] == row["published"] + hours and row["study"] == "paper"
         assert row["model_id"] == MODELS[row["backbone"]] and row["source"]
         n = {"n": row["n"], "published_n": row["published_n"]}
         examples = str(EXAMPLES.get(row["benchmark"], ""))
-        assert n == {"n": examples or "16", "published_n": examples}
+        others = {"exact_accounting": "16", "training_cost_64k": "1"}
+        assert n == {"n": examples or others.get(row["table"], "5"), "published_n": examples}
 
 
 OTHER = "org/Other-LM"
@@ -190,36 +246,39 @@ def test_the_verdict_on_a_cell(tmp_path: Path, changes: Row, verdict: str, reaso
     assert (row["verdict"], row["reason"], row["ours"]) == (verdict, reason, ours)
     lacking = {name for name in ("ci_low", "ci_high", "n", "model_id", "weights", "source") if not row[name]}
     assert not lacking if ours else len(lacking) == 6
-    assert Counter(each["verdict"] for each in rows if each != row) == {"agrees": 414, "not comparable": 4}
+    assert Counter(each["verdict"] for each in rows if each != row) == {"agrees": 438, "not comparable": 30}
 
 
 def test_the_same_cells_of_another_backbone_are_not_comparable(tmp_path: Path) -> None:
     tables = papers_tables()
+    del tables["runtime_3b"]  # has one backbone
     for rows in tables.values():
         rows[:] = [row | {"backbone": "tiny", "model_id": OTHER} for row in rows if row["backbone"] == "1b"]
     rows, _ = compare(tmp_path, tables)
-    assert {(row["verdict"], row["reason"], row["ours"]) for row in rows} == {
+    assert {(row["verdict"], row["reason"], row["ours"]) for row in rows if row["table"] in tables} == {
         ("not comparable", f"other backbone: tiny ({OTHER})", "")
     }
 
 
 def test_a_study_of_one_of_the_papers_backbones_has_not_run_the_other(tmp_path: Path) -> None:
     tables = papers_tables()
+    del tables["runtime_3b"]
     for rows in tables.values():
         rows[:] = [row for row in rows if row["backbone"] == "1b"]
     rows, _ = compare(tmp_path, tables)
     for row in rows:
         if row["backbone"] == "3b":
-            assert (row["verdict"], row["reason"]) == ("not run", "the study's backbones are 1b")
+            reason = "the study's backbones are 1b" if row["table"] in tables else "the study leaves the table out"
+            assert (row["verdict"], row["reason"]) == ("not run", reason)
         else:
-            assert row["ours"] == row["published"]
+            assert float(row["ours"]) == float(row["published"])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_verdicts_are_those_of_a_slow_recomputation(tmp_path: Path, seed: int) -> None:
     """In whole thousandths, the unit in which values are printed."""
     generator = random.Random(seed)
-    tables = papers_tables()
+    tables = {label: rows for label, rows in papers_tables().items() if label not in COSTS}
     expected: dict[tuple[str, ...], str] = {}
     names = "table backbone task corpus length method budget_percent maps quantity".split()
     for row in itertools.chain(*tables.values()):
@@ -238,8 +297,93 @@ def test_verdicts_are_those_of_a_slow_recomputation(tmp_path: Path, seed: int) -
         key = tuple((defaults | row)[name] for name in names) + (row.get("benchmark", ""),)
         expected[key] = "not comparable" if obstacle else verdict
     rows, _ = compare(tmp_path, tables)
+    rows = [row for row in rows if row["table"] in tables]
     found = {tuple(row[name] for name in names) + (row["benchmark"],): row["verdict"] for row in rows}
     assert found == expected and len(set(found.values())) > 20
+
+
+def test_a_latency_of_our_own_that_is_outside_the_papers_differs(tmp_path: Path) -> None:
+    tables = {"runtime_1b": papers_costs("runtime_1b")}
+    step = find(tables["runtime_1b"], length="16k", method="topk_phi", quantity="per_step_ms")
+    step.update(text="80.41", value="80.412", low="79.900", high="84.404")
+    rows, _ = compare(tmp_path, tables)
+    row = find(rows, table="runtime_1b", length="16k", method="topk_phi", quantity="per_step_ms")
+    assert row["published"] == "84.41" and row["implementation"] == "prototype" and row["batch"] == "1"
+    assert (row["verdict"], row["ci_low"], row["ci_high"]) == ("differs by -4.000", "79.90", "84.40")
+    step.update(high="84.405001")  # which is printed as 84.41
+    rows, _ = compare(tmp_path, tables)
+    row = find(rows, table="runtime_1b", length="16k", method="topk_phi", quantity="per_step_ms")
+    assert row["verdict"] == "agrees"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"device": "NVIDIA H100 80GB HBM3"}, "other device: NVIDIA H100 80GB HBM3"),
+        ({"device": "Some CPU, 2 threads"}, "other device: Some CPU, 2 threads"),
+        ({"dtype": "float32"}, "other precision: float32"),
+        ({"weights": "random"}, "random weights"),
+        ({"implementation": "fused"}, "other implementation: fused"),
+        (
+            {"implementation": "fused", "weights": "random", "device": "CPU"},
+            "random weights; other implementation: fused; other device: CPU",
+        ),
+        ({"model_id": OTHER}, f"other backbone: 1b ({OTHER})"),
+    ],
+)
+def test_a_latency_of_anything_else_never_agrees(tmp_path: Path, facts: Row, reason: str) -> None:
+    tables = {"runtime_1b": papers_costs("runtime_1b")}
+    for row in tables["runtime_1b"]:
+        row.update(facts)
+    rows, _ = compare(tmp_path, tables)
+    latencies = [row for row in rows if row["table"] == "runtime_1b"]
+    assert {(row["verdict"], row["reason"]) for row in latencies} == {("not comparable", reason)}
+    assert all((row["ours"] == row["published"]) == (facts.get("model_id") != OTHER) for row in latencies)
+
+
+def test_a_latency_is_compared_with_that_of_the_same_implementation_and_batch_size(tmp_path: Path) -> None:
+    tables = {"runtime_1b": papers_costs("runtime_1b")}
+    facts = published.rows_of("runtime_1b")
+    changed = {name: "9999.00" for name in ("per_step_ms", "end_to_end_ms")}
+    others = [{"implementation": "fused"}, {"implementation": "fused", "batch": "8"}, {"batch": "8"}]
+    more = [row for fact in facts for other in others for row in latency_rows(fact | changed, **other)]
+    expected, _ = compare(tmp_path, tables)
+    for rows in (more + tables["runtime_1b"], tables["runtime_1b"] + more):
+        found, _ = compare(tmp_path, tables | {"runtime_1b": rows})
+        assert found == expected
+    found, _ = compare(tmp_path, tables | {"runtime_1b": [row for row in more if row["batch"] == "8"]})
+    latencies = {(row["verdict"], row["reason"]) for row in found if row["table"] == "runtime_1b"}
+    assert latencies == {("not run", "the study has no such cell")}
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, "no interval"),
+        ({"steps": "100000"}, "other number of steps: 100000"),
+        ({"processes": "1"}, "other hardware: 1 x NVIDIA H200"),
+        ({"hardware": "CPU, 2 cores"}, "other hardware: 8 x CPU, 2 cores"),
+        ({"hardware": "", "processes": ""}, "unknown hardware"),
+        ({"weights": "random", "steps": "3"}, "random weights; other number of steps: 3"),
+    ],
+)
+def test_one_training_time_is_never_said_to_agree(tmp_path: Path, facts: Row, reason: str) -> None:
+    tables = {"training_cost_64k": papers_costs("training_cost_64k")}
+    for row in tables["training_cost_64k"]:
+        row.update(facts)
+    rows, _ = compare(tmp_path, tables)
+    trainings = [row for row in rows if row["table"] == "training_cost_64k"]
+    assert [(row["backbone"], row["published"], row["ours"]) for row in trainings] == [
+        ("1b", "19", "19.000"), ("3b", "35", "35.000")
+    ]  # fmt: skip
+    assert {(row["verdict"], row["reason"]) for row in trainings} == {("not comparable", reason)}
+
+
+def test_what_the_paper_measured_with_is_what_its_tables_and_captions_say() -> None:
+    assert {(row["steps"], row["hardware"]) for row in published.rows_of("training_cost_64k")} == {
+        (comparability.STEPS, f"{comparability.GPUS}x{comparability.GPU}")
+    }
+    assert f"One {comparability.GPU}, bfloat16" in runtime_table.RUNTIME_CONDITIONS
 
 
 def test_deviations_are_open_points_of_the_document() -> None:
@@ -273,6 +417,7 @@ def pictured(rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple[str, str, 
 
 ABOVE = "cells with TopK+phi above / equal / below"
 BELOW = "cells below TopK, of those with maps used"
+SHORTER = "contexts at which a step of TopK+phi is shorter than one of Full"
 
 
 def test_the_picture_of_the_papers_own_values(tmp_path: Path) -> None:
@@ -288,14 +433,20 @@ def test_the_picture_of_the_papers_own_values(tmp_path: Path) -> None:
         ("cross_length_mismatch", "RULER", f"{BELOW} within their length"): "0 of 6",
         ("exact_accounting", "running text", "rows in which NoSub has a lower error than TopK"): "2 of 2",
         ("exact_accounting", "common words", "rows in which NoSub has a lower error than TopK"): "0 of 2",
+        ("runtime_1b", "prototype, batch 1", SHORTER): "0 of 3",
     }.items():
         assert found[key] == (text, text, "yes"), key
     order = "full > aux_only > ours > topk > kl_only > lolcats_loss > hedgehog_map"
     assert found["loss_ablation", "RULER", "rows, best first"] == (order, order, "")
+    ratios = "4k 12.14, 16k 11.88, 64k 8.43"
+    assert found["runtime_3b", "prototype, batch 1", "step of TopK+phi over one of Full, by context"] == (
+        ratios, ratios, ""
+    )  # fmt: skip
     tau = "rank correlation with the published order (tau-b, 7 rows)"
     assert found["loss_ablation", "RULER", tau] == ("", "+1.000", "yes")
     assert {row["note"] for row in rows} == {""}
-    assert {row["same_direction"] for row in rows if "best first" not in row["statement"]} == {"yes"}
+    directed = [row for row in rows if not row["statement"].endswith(("best first", "by context"))]
+    assert {row["same_direction"] for row in directed} == {"yes"}
 
 
 def small_study(seed: int) -> Tables:
@@ -349,6 +500,44 @@ def small_study(seed: int) -> Tables:
         for quantity in QUANTITIES.values()
     ]  # fmt: skip
     return tables
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_picture_of_latencies_is_that_of_a_slow_recomputation(tmp_path: Path, seed: int) -> None:
+    generator = random.Random(seed)
+    settings = [("prototype", "1"), ("fused", "1"), ("fused", "8")]
+    steps = {
+        (setting, fact["context"], fact["method"]): generator.randint(100, 900)
+        for fact in published.rows_of("runtime_1b")
+        for setting in settings
+    }
+    rows = []
+    for fact in published.rows_of("runtime_1b"):
+        for setting in settings:
+            step = steps[setting, fact["context"], fact["method"]]
+            changed = {"per_step_ms": f"{step / 100:.2f}"}
+            rows += latency_rows(fact | changed, implementation=setting[0], batch=setting[1], device="Other GPU")
+    generator.shuffle(rows)
+    _, picture = compare(tmp_path, {"runtime_1b": rows})
+    expected = {}
+    for implementation, batch in settings:
+        shorter, ratios = 0, []
+        for context in ("4k", "16k", "64k"):
+            phi, full = (steps[(implementation, batch), context, method] for method in ("topk_phi", "full"))
+            shorter += phi < full
+            ratios.append(f"{context} {Decimal(phi) / full:.2f}")
+        family = f"{implementation}, batch {batch}"
+        direction = ("yes" if shorter <= 1 else "no") if implementation == "prototype" else ""
+        expected[family, SHORTER] = (f"{shorter} of 3", direction)
+        expected[family, "step of TopK+phi over one of Full, by context"] = (", ".join(ratios), "")
+    found = {(row["family"], row["statement"]): row for row in picture if row["ours"]}
+    assert {key: (row["ours"], row["same_direction"]) for key, row in found.items()} == expected
+    notes = {row["family"]: row["note"] for row in found.values()}
+    device = "other device: Other GPU; directions only"
+    assert notes == {
+        "prototype, batch 1": device,
+        **dict.fromkeys(("fused, batch 1", "fused, batch 8"), f"other implementation: fused; {device}"),
+    }
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -542,6 +731,22 @@ def set_first(**fields: str) -> Callable[[list[Row]], None]:
         ("ruler_sweep", lambda rows: rows.pop(), "ruler_sweep.csv: cut short, 3b ruler all 64k has 12 cells, not 13"),
         ("exact_accounting", lambda rows: rows.pop(), "cut short, 1b cwe 64k has 4 cells, not 5"),
         ("ruler_sweep", lambda rows: rows.clear(), "table should have one value, found no row"),
+        ("runtime_1b", set_first(value="6.70"), "runtime_1b.csv:2: text is '6.69', but value 6.70; delete it"),
+        ("runtime_1b", set_first(value="nan"), "runtime_1b.csv:2: value is 'nan', not a finite number"),
+        ("runtime_1b", set_first(low="nan"), "runtime_1b.csv:2: low is 'nan', not a finite number"),
+        ("runtime_1b", set_first(low="9"), "runtime_1b.csv:2: low is 9, above high, 7.190"),
+        ("runtime_1b", set_first(quantity="speed"), "runtime_1b.csv:2: unknown quantity 'speed'"),
+        ("runtime_1b", set_first(implementation="x"), "runtime_1b.csv:2: unknown implementation 'x'"),
+        ("runtime_1b", set_first(batch="0"), "runtime_1b.csv:2: batch is '0', not a count"),
+        ("runtime_1b", set_first(length="4 k"), "runtime_1b.csv:2: length '4 k' is not a length label"),
+        (
+            "runtime_1b",
+            lambda rows: rows.append(rows[0]),
+            "runtime_1b.csv:62: a second row for full (prototype, batch 1)",
+        ),
+        ("runtime_1b", lambda rows: rows.pop(), "cut short, 1b prototype 1 64k has 19 cells, not 20"),
+        ("training_cost_64k", lambda rows: rows.pop(), "cut short, 3b 64k has 3 cells, not 4"),
+        ("training_cost_64k", set_first(text="200"), "training_cost_64k.csv:2: text is '200', but value 200000"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(
@@ -567,7 +772,7 @@ def test_a_file_that_is_cut_lacks_a_column_or_is_another_studys_is_refused(tmp_p
     for damaged, message in (
         (text[:-5], "empty or cut short, its last line does not end"),
         (text.replace("ci_low", "low", 1), "column ci_low is missing"),
-        (text.replace("ruler_sweep,", "runtime_1b,"), "is of table 'runtime_1b'; known are natural_main"),
+        (text.replace("ruler_sweep,", "phi_param_count,"), "is of table 'phi_param_count'; known are natural_main"),
     ):
         path.write_text(damaged)
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,71 @@
+"""Files of the runtime stage with made-up numbers."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
+COLUMNS = (
+    "study backbone implementation method context batch budget_percent k per_step_ms per_step_low_ms per_step_high_ms "
+    "prefill_ms end_to_end_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes tokens_as_prototype "
+    "repeats weights phi_weights phi_sha dtype device model_id revision"
+).split()
+BLOCKS = (("prototype", 1), ("fused", 1), ("fused", 8))
+K = {"1k": "21", "2k": "62", "4k": "21", "16k": "144", "64k": "636"}
+
+Row = dict[str, str]
+
+
+def runtime_rows(
+    seed: int = 0,
+    contexts: Iterable[str] = ("1k", "2k"),
+    blocks: Iterable[tuple[str, int]] = BLOCKS,
+    scale: float = 1.0,
+    **facts: str,
+) -> list[Row]:
+    """One row per implementation, batch size, context and method, as the stage writes them; `facts` replace what is
+    constant in a file.
+    """
+    generator = random.Random(seed)
+    constant = {
+        "study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained",
+        "dtype": "float32", "device": "Some CPU, 2 threads", "repeats": "3", "bandwidth_gb_s": "21.700",
+        "budget_percent": "4", "peak_memory_mib": "", "state_bytes": "0", "phi_sha": "",
+    }  # fmt: skip
+    rows = []
+    for implementation, batch in blocks:
+        for context in contexts:
+            for method in METHODS:
+                row = constant | {"implementation": implementation, "batch": str(batch), "context": context}
+                row |= {"method": method, "k": K[context], "phi_weights": "random" if "phi" in method else ""} | facts
+                if method == "full":
+                    row |= {"k": "", "budget_percent": ""}
+                count = round(scale * generator.uniform(1e8, 2e9))
+                step, prefill = scale * generator.uniform(20, 300), scale * generator.uniform(500, 3000)
+                row |= {"step_bytes": str(count), "floor_ms": f"{count / float(row['bandwidth_gb_s']) / 1e6:.3f}"}
+                row |= {"per_step_ms": f"{step:.3f}", "prefill_ms": f"{prefill:.3f}"}
+                row |= {"per_step_low_ms": f"{0.98 * step:.3f}", "per_step_high_ms": f"{1.04 * step:.3f}"}
+                row |= {"end_to_end_ms": f"{prefill + 31 * step:.3f}"}
+                row |= {"tokens_as_prototype": "1.000" if implementation == "prototype" else "0.969"}
+                rows.append(row)
+    return rows
+
+
+def runtime_1b(**facts: str) -> list[Row]:
+    """Of the paper's smaller model, where and how the paper measured it."""
+    of_the_paper = {
+        "study": "paper", "backbone": "1b", "model_id": "meta-llama/Llama-3.2-1B-Instruct", "dtype": "bfloat16",
+        "device": "NVIDIA H200", "bandwidth_gb_s": "4300.000", "budget_percent": "1", "peak_memory_mib": "4000.0",
+    }  # fmt: skip
+    return runtime_rows(contexts=("4k", "16k", "64k"), **of_the_paper | facts)
+
+
+def write_runtime(path: Path, rows: Iterable[Row], columns: Iterable[str] = COLUMNS) -> Path:
+    with open(path, "w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, list(columns), lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path

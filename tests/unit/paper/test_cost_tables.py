@@ -1,0 +1,698 @@
+"""The tables of costs, read back from their LaTeX: latencies with their traffic, and training; what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from printed import caption_of, has_latex, open_braces, pdflatex, printed_fields, row_widths, without_comments
+from sample_results import TEMPLATES, table_spec
+from sample_runtime import BLOCKS, COLUMNS, METHODS, runtime_1b, runtime_rows, write_runtime
+
+from residual_mass.backbones.phi_maps import HeadShape
+from residual_mass.cli import main
+from residual_mass.files import csv_text, sha256_of, write_meta
+from residual_mass.paper import published, runtime_table, training_cost_table, training_log
+from residual_mass.paper.runtime_file import load_runtime
+from residual_mass.paper.tables import run
+from residual_mass.spec_json import to_json
+from residual_mass.specs import (
+    AnchorSpec,
+    BackboneSpec,
+    CurriculumSpec,
+    MapSpec,
+    ObjectiveSpec,
+    ReplaySpec,
+    TableSpec,
+    TrainSpec,
+    VariantSpec,
+)
+from residual_mass.training.learner import Learner
+
+RUNTIME_TEMPLATE = TEMPLATES / "runtime.tex.j2"
+TRAINING = "training_cost_64k"
+TRAINING_TEMPLATE = TEMPLATES / f"{TRAINING}.tex.j2"
+LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
+TITLES = {"prototype": "Prototype", "fused": "Fused"}
+HOSTILE = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
+RUNTIME_REMEDY = "delete it and run the runtime stage again"
+TRAIN_REMEDY = "delete it and run the train stage again"
+
+Row = dict[str, str]
+
+
+def no_results(label: str, **changes: Any) -> TableSpec:
+    return table_spec(label, **{"lengths": (), "budgets": (), "benchmarks": ()} | changes)
+
+
+def of_1b(label: str, **changes: Any) -> TableSpec:
+    return no_results(label, **{"study": "paper", "backbones": ("1b",)} | changes)
+
+
+def table(folder: Path, wanted: TableSpec, *results: Path) -> str:
+    template = TRAINING_TEMPLATE if wanted.label == TRAINING else RUNTIME_TEMPLATE
+    run(wanted, list(results), template, folder / "out.tex", folder / "cells.csv")
+    return (folder / "out.tex").read_text(encoding="utf-8")
+
+
+def cells(folder: Path) -> list[Row]:
+    with open(folder / "cells.csv", encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def refusal(folder: Path, wanted: TableSpec, *results: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        table(folder, wanted, *results)
+    assert not (folder / "out.tex").exists() and not (folder / "cells.csv").exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- latencies -------------------------------------------------------------------------------------------------------
+
+
+def halves(tex: str) -> tuple[str, str]:
+    """The tabular of latencies and that of traffic."""
+    latencies, traffic = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", tex, re.DOTALL)
+    return latencies, traffic
+
+
+SMOL = no_results("runtime_smol")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_latencies_and_traffic_are_those_of_the_file(tmp_path: Path, seed: int) -> None:
+    rows = runtime_rows(seed)
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    tex = table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", shuffled))
+    latencies, traffic = [], []
+    for implementation, batch in BLOCKS:
+        title = f"{TITLES[implementation]}, batch {batch}"
+        latencies.append([rf"\multicolumn{{6}}{{l}}{{{title}}}"])
+        traffic.append([rf"\multicolumn{{5}}{{l}}{{{title}, budget 4\%}}"])
+        for context, k in (("1k", "21"), ("2k", "62")):
+            times, moved = [], []
+            for method in METHODS:
+                (row,) = (
+                    row
+                    for row in rows
+                    if (row["implementation"], row["batch"]) == (implementation, str(batch))
+                    and (row["context"], row["method"]) == (context, method)
+                )
+                step, floor = float(row["per_step_ms"]), int(row["step_bytes"]) / 21.7e9 * 1000
+                whole = float(row["end_to_end_ms"])
+                times.append(f"{step:.2f} / {whole:.{0 if whole >= 10_000 else 2}f}")
+                cost = float(row["floor_ms"])
+                moved.append(f"{int(row['step_bytes']) / 1e9:.3f} / {cost:.2f} / {step / floor:.2f}")
+            latencies.append([context, k, *times])
+            traffic.append([context, *moved])
+    assert [printed_fields(half) for half in halves(tex)] == [latencies, traffic]
+    assert [row_widths(half.replace("{rr", "{ll").replace("{rc", "{lc")) for half in halves(tex)] == [{6}, {5}]
+    assert open_braces(tex) == 0 and r"\textbf" not in tex and r"\label{tab:runtime_smol}" in tex
+
+
+def test_contexts_of_the_spec_are_shown_in_rising_order(tmp_path: Path) -> None:
+    rows = runtime_rows(contexts=("64k", "2k", "16k"), blocks=(("fused", 1),))
+    path = write_runtime(tmp_path / "runtime_smol.csv", rows)
+    for lengths, shown in (((), ["2k", "16k", "64k"]), (("64k", "2k"), ["2k", "64k"])):
+        for half in halves(table(tmp_path, replace(SMOL, lengths=lengths), path)):
+            assert [row[0] for row in printed_fields(half)[1:]] == shown
+        assert {line["length"] for line in cells(tmp_path)} == set(shown)
+        assert sum(map(len, load_runtime(path).blocks[0].rows.values())) == 12, "what is loaded is not cut"
+    (tmp_path / "out.tex").unlink(), (tmp_path / "cells.csv").unlink()
+    message = refusal(tmp_path, replace(SMOL, lengths=("2k", "4k")), path)
+    assert message == f"{path}: no row for fused at 4k; {RUNTIME_REMEDY}"
+
+
+def test_a_batch_size_may_lack_a_context_that_another_one_has(tmp_path: Path) -> None:
+    rows = [row for row in runtime_rows() if (row["batch"], row["context"]) != ("8", "2k")]
+    tex = table(tmp_path, replace(SMOL, lengths=("1k", "2k")), write_runtime(tmp_path / "a.csv", rows))
+    titles = [row[0] for row in printed_fields(halves(tex)[0])]
+    assert titles[-2:] == [r"\multicolumn{6}{l}{Fused, batch 8}", "1k"] and len(titles) == 3 + 5
+    only = replace(SMOL, lengths=("2k",))
+    assert "batch 8" not in table(tmp_path, only, tmp_path / "a.csv"), "a block of no rows has no title"
+
+
+def test_the_papers_values_stand_beside_those_of_its_model_alone(tmp_path: Path) -> None:
+    path = write_runtime(tmp_path / "runtime_1b.csv", runtime_1b())
+    tex = table(tmp_path, of_1b("runtime_1b", backbone_titles={"1b": "Llama one"}), path)
+    fields = printed_fields(halves(tex)[0])
+    assert fields[-4] == [r"\multicolumn{6}{l}{The paper, batch 1}"]
+    with open(Path(published.__file__).with_name("runtime_1b.csv"), newline="") as stream:
+        facts = list(csv.DictReader(stream))
+    texts = [f"{fact['per_step_ms']} / {fact['end_to_end_ms']}" for fact in facts]
+    expected = [[facts[i]["context"], facts[i]["k"], *texts[i : i + 4]] for i in range(0, 12, 4)]
+    assert fields[-3:] == expected and "The paper" not in halves(tex)[1]
+    assert "Latency with Llama one in milliseconds" in caption_of(tex)
+    assert "The paper's values are of its own prototype in bfloat16 on one H200" in caption_of(tex)
+    write_runtime(path, runtime_1b(model_id="org/Namesake"))
+    tex = table(tmp_path, of_1b("runtime_1b"), path)
+    assert "The paper, batch" not in tex and "The paper's values are" not in tex
+    assert "The paper does not evaluate org/Namesake; the values are not comparable" in caption_of(tex)
+
+
+def test_the_caption_of_latencies_owns_up_to_what_was_measured(tmp_path: Path) -> None:
+    rows = runtime_rows(blocks=BLOCKS[:2])
+    rows[5] |= {"per_step_ms": "100.000", "per_step_low_ms": "88.000", "per_step_high_ms": "101.000"}
+    rows[5]["end_to_end_ms"] = "9000.000"
+    rows[-1]["tokens_as_prototype"] = "0.875"
+    tex = table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", rows))
+    caption = caption_of(tex)
+    for words in (
+        "Study mini, backbone org/Small-LM, float32, on Some CPU, 2 threads.",
+        "The paper does not evaluate org/Small-LM; the values are not comparable with the paper's.",
+        "The feature maps are random: times do not depend on the values, and accuracy is not measured here.",
+        "Prototype: Full is the decoding of the transformers library",
+        "Fused: decoding of our own",
+        r"medians of 3 repeats, the furthest of which is 12\% from its median.",
+        r"$K$ is that of a budget of 4\%.",
+        "The bandwidth is that of copies, 21.7 GB/s.",
+        r"Fused decoding gives the prototype's tokens in 87.5\% of all places at least.",
+    ):
+        assert words in caption, words
+    assert "% runtime_smol.csv: org/Small-LM at r1, pretrained weights, float32, phi maps random, on Some CPU" in tex
+    same = [row | {"tokens_as_prototype": "1.000"} for row in rows]
+    caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", same)))
+    assert "Fused decoding gives the prototype's tokens everywhere." in caption
+    only = [row for row in rows if row["implementation"] == "prototype"]
+    caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", only)))
+    assert "Fused" not in caption and "Prototype: " in caption
+
+
+def test_random_weights_and_trained_maps_are_owned_up_to(tmp_path: Path) -> None:
+    path = write_runtime(tmp_path / "runtime_1b.csv", runtime_1b(weights="random"))
+    caption = caption_of(table(tmp_path, of_1b("runtime_1b"), path))
+    assert "The backbone's weights and the feature maps are random: times do not depend on the values" in caption
+    assert "say nothing of a method" not in caption, "that is said of scores"
+    trained = runtime_1b()
+    for row in trained:
+        if row["phi_weights"]:
+            row |= {"phi_weights": "trained", "phi_sha": "ab" * 32}
+    tex = table(tmp_path, of_1b("runtime_1b"), write_runtime(path, trained))
+    assert "are random" not in caption_of(tex) and "phi maps trained (abababababab)" in tex
+    trained = [row | {"weights": "random"} for row in trained]
+    caption = caption_of(table(tmp_path, of_1b("runtime_1b"), write_runtime(path, trained)))
+    assert "The backbone's weights are random: times" in caption
+
+
+def test_every_printed_latency_is_a_line_with_its_origin(tmp_path: Path) -> None:
+    rows = runtime_rows()
+    path = write_runtime(tmp_path / "runtime_smol.csv", rows)
+    latencies, traffic = (printed_fields(half) for half in halves(table(tmp_path, SMOL, path)))
+    lines = cells(tmp_path)
+    assert len(lines) == len(rows) * 5 and list(lines[0]) == list(runtime_table.CELL_COLUMNS)
+    keys = {tuple(line[name] for name in list(line)[: list(line).index("text")]) for line in lines}
+    assert len(keys) == len(lines), "what stands before the text tells cells apart"
+    texts = [text for fields in latencies if len(fields) > 1 for field in fields[2:] for text in field.split(" / ")]
+    texts += [text for fields in traffic if len(fields) > 1 for field in fields[1:] for text in field.split(" / ")]
+    first = [line["text"] for line in lines if line["quantity"] in ("per_step_ms", "end_to_end_ms")]
+    second = [line["text"] for line in lines if line["quantity"] not in ("per_step_ms", "end_to_end_ms")]
+    assert first + second == texts
+    for line in lines:
+        (row,) = (
+            row
+            for row in rows
+            if all(row[name] == line[name] for name in ("implementation", "method", "batch"))
+            and row["context"] == line["length"]
+        )
+        ratio = float(row["per_step_ms"]) * float(row["bandwidth_gb_s"]) * 1e6 / int(row["step_bytes"])
+        exact = f"{ratio:.6f}" if line["quantity"] == "over_floor" else row[line["quantity"]]
+        bounds = [row[f"per_step_{side}_ms"] if line["quantity"] == "per_step_ms" else "" for side in ("low", "high")]
+        assert (line["value"], [line["low"], line["high"]]) == (exact, bounds)
+        for origin in ("backbone", "study", "model_id", "revision", "weights", "dtype", "device", "k", "repeats"):
+            assert line[origin] == row[origin]
+        assert (line["table"], line["source"], line["bold"]) == ("runtime_smol", path.name, "0")
+
+
+def test_the_floor_of_a_tiny_model_may_round_to_nothing(tmp_path: Path) -> None:
+    rows = runtime_rows()
+    for row in rows:
+        row |= {"step_bytes": "4000", "floor_ms": "0.000", "per_step_ms": "1.000", "per_step_low_ms": "1.000"}
+        row["per_step_high_ms"] = "1.000"
+    table(tmp_path, SMOL, write_runtime(tmp_path / "a.csv", rows))
+    assert {line["value"] for line in cells(tmp_path) if line["quantity"] == "over_floor"} == {"5425.000000"}
+
+
+# ---- latencies that are refused --------------------------------------------------------------------------------------
+
+
+NEEDED = [name for name in COLUMNS if name != "state_bytes"]
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_a_missing_column_is_named(tmp_path: Path, missing: str) -> None:
+    path = write_runtime(tmp_path / "a.csv", runtime_rows(), [name for name in COLUMNS if name != missing])
+    assert refusal(tmp_path, SMOL, path) == f"{path}: column {missing} is missing; {RUNTIME_REMEDY}"
+
+
+NUMBERS = (
+    "per_step_ms per_step_low_ms per_step_high_ms prefill_ms end_to_end_ms floor_ms bandwidth_gb_s tokens_as_prototype "
+    "budget_percent"
+).split()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["nan", "inf", "x", ""])
+def test_a_number_that_is_none_is_named_with_its_line(tmp_path: Path, name: str, value: str) -> None:
+    rows = runtime_rows()
+    rows[6][name] = value
+    path = write_runtime(tmp_path / "a.csv", rows)
+    assert refusal(tmp_path, SMOL, path) == f"{path}:8: {name} is {value!r}, not a finite number; {RUNTIME_REMEDY}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"per_step_low_ms": "0.000"}, "per_step_low_ms is 0.000, not above 0"),
+        ({"per_step_low_ms": "400.000"}, "per_step_low_ms is 400.000, above per_step_ms"),
+        ({"per_step_high_ms": "1.000"}, "per_step_ms is"),
+        ({"end_to_end_ms": "1.000"}, "prefill_ms is"),
+        ({"floor_ms": "-1.000"}, "floor_ms is -1.000, but step_bytes at bandwidth_gb_s take"),
+        ({"bandwidth_gb_s": "21.000"}, "floor_ms is"),
+        ({"bandwidth_gb_s": "0.000"}, "bandwidth_gb_s is 0.000, not above 0"),
+        ({"step_bytes": "1e9"}, "step_bytes is '1e9', not a count"),
+        ({"step_bytes": "0"}, "step_bytes is '0', not a count"),
+        ({"repeats": ""}, "repeats is '', not a count"),
+        ({"batch": "1.0"}, "batch is '1.0', not a count"),
+        ({"k": ""}, "k is '', not a count"),
+        ({"k": "-3"}, "k is '-3', not a count"),
+        ({"budget_percent": "101"}, "budget_percent is 101, outside (0, 100]"),
+        ({"peak_memory_mib": "nan"}, "peak_memory_mib is 'nan', not a finite number"),
+        ({"tokens_as_prototype": "1.5"}, "tokens_as_prototype is 1.5, outside [0, 1]"),
+        ({"implementation": "best"}, "implementation of topk_phi is 'best', not 'prototype' or 'fused'"),
+        ({"method": "magic"}, "method of magic is 'magic', not 'full' or 'topk'"),
+        ({"phi_weights": ""}, "phi_weights of topk_phi is '', not 'trained' or 'random'"),
+        ({"phi_weights": "trained"}, "phi_sha is '', with phi_weights 'trained'"),
+        ({"phi_sha": "ab"}, "phi_sha is 'ab', with phi_weights 'random'"),
+        ({"context": "1 k"}, "context: length '1 k' is not a length label"),
+    ],
+)
+def test_a_latency_that_cannot_be_is_named_with_its_line(tmp_path: Path, fields: Row, message: str) -> None:
+    rows = runtime_rows()
+    assert rows[6]["method"] == "topk_phi"
+    rows[6].update(fields)
+    path = write_runtime(tmp_path / "a.csv", rows)
+    said = refusal(tmp_path, SMOL, path)
+    assert said.startswith(f"{path}:8: {message}") and said.endswith(RUNTIME_REMEDY)
+
+
+@pytest.mark.parametrize(("name", "value"), [("k", "21"), ("budget_percent", "100"), ("phi_weights", "random")])
+def test_full_attention_has_no_budget_and_no_maps(tmp_path: Path, name: str, value: str) -> None:
+    rows = runtime_rows()
+    rows[4][name] = value
+    path = write_runtime(tmp_path / "a.csv", rows)
+    assert rows[4]["method"] == "full" and refusal(tmp_path, SMOL, path).startswith(f"{path}:6: {name}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("k", "20"), ("budget_percent", "2")])
+def test_methods_that_stand_in_one_row_share_their_budget(tmp_path: Path, name: str, value: str) -> None:
+    rows = runtime_rows()
+    first = rows[5][name]
+    rows[7][name] = value
+    path = write_runtime(tmp_path / "a.csv", rows)
+    there = f"{name} at prototype, batch 1, 2k is {first} for topk, but {value} for topk_phi_nosub"
+    assert refusal(tmp_path, SMOL, path) == f"{path}: {there}; {RUNTIME_REMEDY}"
+
+
+def test_a_file_of_latencies_that_is_cut_is_refused_unless_whole_contexts_are_left(tmp_path: Path) -> None:
+    wanted = replace(SMOL, lengths=("1k", "2k"))
+    path = write_runtime(tmp_path / "a.csv", runtime_rows(blocks=BLOCKS[:2]))
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 17
+    for kept in (kept for kept in range(17) if kept != 9):  # the prototype alone is a whole file
+        path.write_text("".join(lines[:kept]))
+        assert RUNTIME_REMEDY in refusal(tmp_path, wanted, path)
+    path.write_text("".join(lines)[:-1])
+    assert "cut short" in refusal(tmp_path, wanted, path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert refusal(tmp_path, wanted, path).startswith(f"{path}: not UTF-8")
+    path.unlink()
+    assert refusal(tmp_path, wanted, path) == f"{path}: no such file; run the runtime stage"
+
+
+def test_a_method_that_is_missing_or_stands_twice_is_named(tmp_path: Path) -> None:
+    rows = runtime_rows()
+    path = write_runtime(tmp_path / "a.csv", rows[:9] + rows[10:])
+    message = f"{path}: cut short, no row for topk at 1k (fused, batch 1); {RUNTIME_REMEDY}"
+    assert refusal(tmp_path, SMOL, path) == message
+    write_runtime(path, [*rows, rows[9] | {"per_step_ms": rows[9]["per_step_low_ms"]}])
+    message = f"{path}:26: a second row for topk at 1k (fused, batch 1); {RUNTIME_REMEDY}"
+    assert refusal(tmp_path, SMOL, path) == message
+
+
+@pytest.mark.parametrize("fact", ["study", "backbone", "model_id", "revision", "weights", "dtype", "device"])
+def test_latencies_of_two_origins_are_refused(tmp_path: Path, fact: str) -> None:
+    rows = runtime_rows()
+    rows[5][fact] = "random" if fact == "weights" else "other"
+    path = write_runtime(tmp_path / "a.csv", rows)
+    assert refusal(tmp_path, SMOL, path).startswith(f"{path}: {fact} should have one value, found ")
+
+
+def test_latencies_with_maps_that_were_trained_anew_are_refused(tmp_path: Path) -> None:
+    rows = runtime_rows()
+    for i, row in enumerate(row for row in rows if row["phi_weights"]):
+        row |= {"phi_weights": "trained", "phi_sha": "ab" if i else "cd"}
+    path = write_runtime(tmp_path / "a.csv", rows)
+    assert refusal(tmp_path, SMOL, path) == f"{path}: phi_sha has several values; {RUNTIME_REMEDY}"
+
+
+def test_latencies_of_other_studies_and_backbones_are_refused(tmp_path: Path) -> None:
+    path = write_runtime(tmp_path / "a.csv", runtime_rows())
+    for changes, message in (
+        ({"study": "paper"}, f"{path}: is of study 'mini', table runtime_smol is of 'paper'; {RUNTIME_REMEDY}"),
+        ({"label": "runtime_1b"}, f"{path}: is of backbone 'smol', table runtime_1b is of '1b'; {RUNTIME_REMEDY}"),
+    ):
+        assert refusal(tmp_path, replace(SMOL, **changes), path) == message
+    message = "table runtime_smol: shows one file, --results has 2 (a.csv, a.csv); give one"
+    assert refusal(tmp_path, SMOL, path, path) == message
+    message = refusal(tmp_path, replace(SMOL, label="runtime_}\\input{x"), path)
+    assert message.startswith("table 'runtime_}\\\\input{x' is unknown; known are natural_main, ")
+    assert message.endswith("exact_accounting, phi_param_count, training_cost_64k, runtime_<backbone>")
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+SMALL = BackboneSpec("smol", "mini", "org/Small-LM", "r1", "assets", "float32", "bytes", 8192)
+OWN = VariantSpec("ours", MapSpec(d_emb=5, d_phi=4), ObjectiveSpec())
+TRAINED = TrainSpec(
+    name="study", backbone=SMALL, length="2k", variants=(OWN,), corpora=("wiki",), steps=300, learning_rate=1e-3,
+    weight_decay=0.0, schedule="constant", warmup_steps=0, sequences_per_step=1, queries_per_step=5, query_window=0.5,
+    replay=ReplaySpec(), curriculum=None, anchors=AnchorSpec(), held_out=("wiki",), eval_budgets=(4.0,), eval_every=100,
+    checkpoint_every=50, seed=3, recipe=1,
+)  # fmt: skip
+ONE_B = replace(SMALL, name="1b", study="paper", model_id=LLAMA, source="hub", dtype="bfloat16", context=131072)
+PAPERS = replace(TRAINED, backbone=ONE_B, length="64k", steps=200_000, eval_every=100_000)
+CPU = {"device": "cpu", "processes": 1}
+GPU = {"device": "cuda:0", "hardware": "NVIDIA H200", "processes": 8}
+TRAINING_SMOL = no_results(TRAINING)
+
+
+def log_rows(spec: TrainSpec, seconds: float) -> list[Row]:
+    """Two layers on two budgets at every evaluation, the time in proportion to the steps."""
+    steps = [*range(0, spec.steps, spec.eval_every), spec.steps]
+    label = spec.variants[0].label
+    return [
+        {
+            "recipe": spec.name, "variant": label, "seed": str(spec.seed), "step": str(step),
+            "seconds": f"{2 + (seconds - 2) * step / spec.steps:.1f}", "corpus": "wiki", "k": k, "layer": layer,
+            "e_topk": "0.3", "e_sub": "0.2", "e_nosub": "0.25", "kl": "1.0", "log_z_error": "nan",
+        }
+        for step in steps
+        for k in ("1", "21")
+        for layer in ("all", "0")
+    ]  # fmt: skip
+
+
+def trained(
+    folder: Path,
+    spec: TrainSpec = TRAINED,
+    seconds: float = 122.1,
+    ran_on: dict[str, Any] | None = CPU,
+    change: Callable[[list[Row]], Any] = lambda rows: None,
+) -> list[Path]:
+    """Maps and log as the train stage leaves them, and the sidecar with what it `ran_on`, if it is there."""
+    stem = f"{spec.backbone.name}_{spec.length}"
+    path, log = folder / f"{stem}.safetensors", folder / f"training_{stem}.csv"
+    Learner(spec, spec.variants[0], HeadShape(2, 4, 2, 6), torch.device("cpu")).maps.save(path)
+    rows = log_rows(spec, seconds)
+    change(rows)
+    log.write_text(csv_text(training_log.COLUMNS, rows))
+    if ran_on is not None:
+        write_meta(path, spec=asdict(spec), steps=spec.steps, seconds=seconds, **ran_on)
+    return [path, log]
+
+
+def test_a_row_says_what_the_training_took(tmp_path: Path) -> None:
+    spec = replace(TRAINED, sequences_per_step=2, replay=ReplaySpec(pool=10, reuse=30))
+    files = trained(tmp_path, spec, ran_on=CPU | {"hardware": "CPU, 4 threads"})
+    tex = table(tmp_path, replace(TRAINING_SMOL, backbone_titles={"smol": "SmolLM"}), *files)
+    assert printed_fields(tex) == [["SmolLM", "300 steps on CPU, 4 threads", "600", "20", "2.0 min"]]
+    assert open_braces(tex) == 0 and r"\label{tab:training_cost_64k}" in tex
+    caption = caption_of(tex)
+    assert "on 2k-token sequences, once and for all prompts" in caption and "64k" not in caption
+    assert "Study mini, backbone org/Small-LM." in caption and "A dash" not in caption
+    assert "The paper does not evaluate org/Small-LM" in caption
+    assert "kept: there is a new one every 30 steps, and the newest 10 are in use." in caption
+    assert tex.startswith(f"% Table {TRAINING} of study mini; generated, changes are overwritten.\n")
+    assert f"maps {sha256_of(files[0])[:12]}, 300 steps in 122.1 s" in tex
+
+
+@pytest.mark.parametrize(("steps", "pool", "reuse", "sequences"), [(300, 1, 1, 1), (301, 10, 30, 2), (7, 3, 2, 4)])
+def test_teacher_passes_are_those_that_the_steps_want(
+    tmp_path: Path, steps: int, pool: int, reuse: int, sequences: int
+) -> None:
+    wanted = {i for step in range(steps) for i in range(max(0, step // reuse - pool + 1), step // reuse + 1)}
+    spec = replace(TRAINED, steps=steps, replay=ReplaySpec(pool, reuse), sequences_per_step=sequences)
+    (fields,) = printed_fields(table(tmp_path, TRAINING_SMOL, *trained(tmp_path, spec)))
+    assert fields[2:4] == [str(steps * sequences), str(len(wanted) * sequences)]
+
+
+def test_the_papers_training_stands_below_that_of_its_model(tmp_path: Path) -> None:
+    tex = table(tmp_path, of_1b(TRAINING), *trained(tmp_path, PAPERS, 612_345.6, GPU))
+    assert printed_fields(tex) == [
+        ["Llama-3.2-1B-Instruct", r"200k steps on 8$\times$H200", "200k", "200k", "170.1 h"],
+        ["in the paper", r"200k steps on 8$\times$H200", "--", "--", "19 h"],
+    ]
+    caption = caption_of(tex)
+    assert "on 64k-token sequences" in caption and "A dash stands for what the paper leaves open" in caption
+    assert "does not evaluate" not in caption and row_widths(tex) == {5}
+
+
+@pytest.mark.parametrize(
+    ("ran_on", "words"),
+    [
+        (None, "300 steps on unknown hardware"),
+        (CPU | {"processes": 2}, r"300 steps on 2$\times$CPU, {cpus} cores"),
+        ({"device": "cuda", "processes": 1}, r"300 steps on 1$\times$GPU"),
+        (GPU | {"processes": 1}, r"300 steps on 1$\times$H200"),
+        (GPU | {"hardware": "A & B_1"}, r"300 steps on 8$\times$A \& B\_1"),
+    ],
+)
+def test_hardware_is_that_of_the_sidecar(tmp_path: Path, ran_on: dict[str, Any] | None, words: str) -> None:
+    files = trained(tmp_path, ran_on=ran_on)
+    cpus = json.loads(Path(f"{files[0]}.meta.json").read_text())["machine"]["cpus"] if ran_on else 0
+    (fields,) = printed_fields(table(tmp_path, TRAINING_SMOL, *files))
+    assert fields[1] == words.replace("{cpus}", str(cpus))
+    line = cells(tmp_path)[0]
+    assert (line["hardware"] == "", line["processes"]) == (not ran_on, str(ran_on["processes"]) if ran_on else "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2, "2 s"), (119.4, "119 s"), (120, "2.0 min"), (7199, "120.0 min"), (7200, "2.0 h"), (68400, "19.0 h")],
+)
+def test_times_have_a_unit_that_fits(tmp_path: Path, seconds: float, text: str) -> None:
+    (fields,) = printed_fields(table(tmp_path, TRAINING_SMOL, *trained(tmp_path, seconds=seconds)))
+    assert fields[-1] == text
+    (line,) = (line for line in cells(tmp_path) if line["quantity"] == "wall_clock_h")
+    assert (line["text"], line["value"]) == (text, f"{seconds / 3600:.6f}")
+
+
+def test_what_a_reader_must_know_of_a_training_is_said(tmp_path: Path) -> None:
+    random_weights = replace(SMALL, source="random")
+    spec = replace(TRAINED, backbone=random_weights, curriculum=CurriculumSpec("512", 0.25))
+    caption = caption_of(table(tmp_path, TRAINING_SMOL, *trained(tmp_path, spec)))
+    assert "Random weights (org/Small-LM): times do not depend on the values." in caption
+    assert r"The first 25\% of the steps use 512 tokens of each sequence." in caption
+    assert "added up over interruptions, and neither loading nor measuring on held-out text" in caption
+    assert "is kept" not in caption
+
+
+def test_backbones_stand_in_the_order_of_the_spec_whatever_that_of_the_files(tmp_path: Path) -> None:
+    big = replace(TRAINED, backbone=replace(SMALL, name="big", model_id="org/Big-LM"), replay=ReplaySpec(2, 3))
+    files = [*trained(tmp_path), *trained(tmp_path, big)]
+    wanted = replace(TRAINING_SMOL, backbones=("big", "smol"))
+    tex = table(tmp_path, wanted, *files)
+    assert [row[0] for row in printed_fields(tex)] == ["Big-LM", "Small-LM"]
+    assert "the newest 2 are in use (Big-LM)." in caption_of(tex)
+    assert tex == table(tmp_path, wanted, *reversed(files))
+
+
+def test_every_number_of_a_training_is_a_line_with_its_origin(tmp_path: Path) -> None:
+    files = trained(tmp_path)
+    table(tmp_path, TRAINING_SMOL, *files)
+    lines = cells(tmp_path)
+    assert list(lines[0]) == list(training_cost_table.CELL_COLUMNS)
+    values = [(line["quantity"], line["text"], line["value"]) for line in lines]
+    assert values == [
+        ("steps", "300", "300"), ("sequences", "300", "300"), ("teacher_passes", "300", "300"),
+        ("wall_clock_h", "2.0 min", "0.033917"),
+    ]  # fmt: skip
+    common = {
+        "table": TRAINING, "backbone": "smol", "length": "2k", "maps": "2k", "bold": "0", "steps": "300",
+        "processes": "1", "source": files[1].name, "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
+        "weights": "pretrained", "phi_sha": sha256_of(files[0]),
+    }  # fmt: skip
+    assert all({name: line[name] for name in common} == common for line in lines)
+
+
+def test_the_stage_writes_both_tables_of_costs(tmp_path: Path) -> None:
+    runtime = write_runtime(tmp_path / "runtime_smol.csv", runtime_rows())
+    for wanted, template, files in (
+        (SMOL, RUNTIME_TEMPLATE, [runtime]),
+        (TRAINING_SMOL, TRAINING_TEMPLATE, trained(tmp_path)),
+    ):
+        out = ["--out", str(tmp_path / "cli.tex"), "--cells", str(tmp_path / "cli.csv")]
+        command = ["table", "--spec", to_json(wanted), "--results", *map(str, files), "--template", str(template)]
+        main([*command, *out])
+        assert (tmp_path / "cli.tex").read_text() == table(tmp_path, wanted, *files)
+        assert (tmp_path / "cli.csv").read_bytes() == (tmp_path / "cells.csv").read_bytes()
+
+
+# ---- trainings that are refused --------------------------------------------------------------------------------------
+
+
+def set_last(**fields: str) -> Callable[[list[Row]], None]:
+    def change(rows: list[Row]) -> None:
+        rows[-1].update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.clear(), "has no rows"),
+        (lambda rows: [rows.pop() for _ in range(4)], "ends at step 200, but smol_2k.safetensors has 300 steps"),
+        (set_last(step="301"), "ends at step 301, but smol_2k.safetensors has 300 steps"),
+        (set_last(step="3.5"), ":17: step is '3.5', not a count"),
+        (set_last(seconds="nan"), ":17: seconds is 'nan', not a finite number"),
+        (set_last(seconds=""), ":17: seconds is '', not a finite number"),
+        (set_last(seconds="9.0"), ":17: seconds is 9.0, elsewhere not at step 300"),
+        (lambda rows: [row.update(seconds="1.0") for row in rows[-4:]], "seconds go down as steps go up"),
+        (lambda rows: [row.update(seconds="-1.0") for row in rows], "seconds go down as steps go up"),
+        (lambda rows: [row.update(seconds="0.0") for row in rows], "ends at step 300, but"),
+        (set_last(recipe="fast"), "recipe should have one value, found 'study' and 'fast'"),
+        (lambda rows: [row.update(seed="4") for row in rows], "seed is '4', but smol_2k.safetensors has '3'"),
+        (
+            lambda rows: [row.update(variant="kl_only") for row in rows],
+            "variant is 'kl_only', but smol_2k.safetensors has 'ours'",
+        ),
+    ],
+)
+def test_a_log_that_is_not_that_of_the_maps_is_refused(
+    tmp_path: Path, change: Callable[[list[Row]], Any], message: str
+) -> None:
+    files = trained(tmp_path, change=change)
+    said = refusal(tmp_path, TRAINING_SMOL, *files)
+    assert said.startswith(str(files[1])) and message in said and said.endswith(TRAIN_REMEDY)
+
+
+def test_a_log_that_is_cut_or_missing_is_refused(tmp_path: Path) -> None:
+    maps, log = trained(tmp_path)
+    text = log.read_text()
+    for damaged, message in (
+        (text[:-4], "cut short"),
+        (text.replace("seconds", "t", 1), "column seconds is missing"),
+    ):
+        log.write_text(damaged)
+        said = refusal(tmp_path, TRAINING_SMOL, maps, log)
+        assert said.startswith(f"{log}: ") and message in said and said.endswith(TRAIN_REMEDY)
+    log.unlink()
+    assert refusal(tmp_path, TRAINING_SMOL, maps, log) == f"{log}: no such file; run the train stage"
+    message = f"table {TRAINING}: no training_smol_2k.csv for {maps}; pass it to --results"
+    assert refusal(tmp_path, TRAINING_SMOL, maps) == message
+    message = f"table {TRAINING}: {log} is the log of no maps that are given; pass theirs to --results"
+    assert refusal(tmp_path, TRAINING_SMOL, log) == message
+
+
+def test_maps_that_are_none_or_do_not_say_how_they_were_trained_are_refused(tmp_path: Path) -> None:
+    maps, log = trained(tmp_path)
+    maps.write_bytes(maps.read_bytes()[:20])
+    assert refusal(tmp_path, TRAINING_SMOL, maps, log).startswith(f"{maps}: damaged safetensors file")
+    maps.unlink()
+    assert refusal(tmp_path, TRAINING_SMOL, maps, log) == f"{maps}: no such file; run the train stage"
+    learner = Learner(TRAINED, OWN, HeadShape(2, 4, 2, 6), torch.device("cpu"))
+    recipe = learner.maps.training_facts["recipe"]
+    for change, message in (
+        (lambda: recipe.pop("steps"), "spec.steps: missing key"),
+        (lambda: recipe.update(steps="300"), "spec.steps: "),
+        (lambda: learner.maps.training_facts.pop("recipe"), "'recipe' is missing"),
+    ):
+        change()
+        learner.maps.save(maps)
+        said = refusal(tmp_path, TRAINING_SMOL, maps, log)
+        assert said.startswith(f"{maps}: its header does not say how it was trained (") and message in said
+
+
+def test_maps_of_variants_studies_and_backbones_that_are_not_shown_are_refused(tmp_path: Path) -> None:
+    variant = replace(TRAINED, variants=(replace(OWN, label="kl_only"),))
+    files = trained(tmp_path, variant)
+    message = f"{files[0]}: is of the variant kl_only, table {TRAINING} of own maps; take it out"
+    assert refusal(tmp_path, TRAINING_SMOL, *files) == message
+    files = trained(tmp_path)
+    message = f"{files[0]}: is of study 'mini', table {TRAINING} is of 'paper'; {TRAIN_REMEDY}"
+    assert refusal(tmp_path, replace(TRAINING_SMOL, study="paper"), *files) == message
+    message = f"{files[0]}: is of backbone smol, table {TRAINING} shows big; take it out of --results"
+    assert refusal(tmp_path, replace(TRAINING_SMOL, backbones=("big",)), *files) == message
+    message = f"table {TRAINING}: no file is of backbone big; pass its maps to --results"
+    assert refusal(tmp_path, replace(TRAINING_SMOL, backbones=("smol", "big")), *files) == message
+    (twins := tmp_path / "twins").mkdir()
+    renamed = [path.rename(twins / path.name.replace("2k", "twin")) for path in trained(twins)]
+    message = f"{renamed[0]}: a second file for smol 2k, beside {files[0]}; give one"
+    assert refusal(tmp_path, TRAINING_SMOL, *files, *renamed) == message
+
+
+def test_a_sidecar_of_another_training_or_without_its_facts_is_refused(tmp_path: Path) -> None:
+    maps, log = trained(tmp_path)
+    sidecar = Path(f"{maps}.meta.json")
+    write_meta(maps, spec=asdict(replace(TRAINED, seed=4)), **CPU)
+    message = f"{sidecar}: is of another training than smol_2k.safetensors; delete it, or train again"
+    assert refusal(tmp_path, TRAINING_SMOL, maps, log) == message
+    for name in ("device", "processes", "spec"):
+        facts = {"spec": asdict(TRAINED), **CPU}
+        del facts[name]
+        write_meta(maps, **facts)
+        said = refusal(tmp_path, TRAINING_SMOL, maps, log)
+        assert said == f"{sidecar}: does not say what ran (KeyError('{name}')); delete it, or train again"
+    sidecar.write_text("{")
+    assert refusal(tmp_path, TRAINING_SMOL, maps, log).startswith(f"{sidecar}: not valid JSON")
+
+
+# ---- LaTeX -----------------------------------------------------------------------------------------------------------
+
+
+def hostile_tables(folder: Path) -> list[str]:
+    facts = {"model_id": HOSTILE, "revision": HOSTILE, "device": f"{HOSTILE}\n\\end{{table}}", "dtype": HOSTILE}
+    path = write_runtime(folder / "hostile.csv", runtime_rows(study=HOSTILE, **facts))
+    latencies = table(folder, replace(SMOL, study=HOSTILE), path)
+    spec = replace(TRAINED, backbone=replace(SMALL, study=HOSTILE, model_id=HOSTILE, revision=HOSTILE))
+    files = trained(folder, spec, ran_on=GPU | {"hardware": HOSTILE})
+    titles = {"smol": f"{HOSTILE}\n\\end{{table}}"}
+    return [latencies, table(folder, replace(TRAINING_SMOL, study=HOSTILE, backbone_titles=titles), *files)]
+
+
+def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
+    for tex in hostile_tables(tmp_path):
+        active = without_comments(tex)
+        assert r"\input" not in active and active.count(r"\end{table}") == 1
+        assert open_braces(active) == 0 and "<" not in active
+
+
+@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+def test_latex_accepts_the_tables_whatever_the_names_and_they_fit_the_page(tmp_path: Path) -> None:
+    small = write_runtime(tmp_path / "small.csv", runtime_rows(scale=4))
+    rows = [row | {"step_bytes": "36060000000", "floor_ms": "8.386"} for row in runtime_1b(weights="random")]
+    large = write_runtime(tmp_path / "large.csv", rows)
+    titled = replace(TRAINING_SMOL, backbone_titles={"smol": "SmolLM2-135M-Instruct"})
+    sound = [
+        table(tmp_path, SMOL, small),
+        table(tmp_path, of_1b("runtime_1b"), large),
+        table(tmp_path, titled, *trained(tmp_path)),
+        table(
+            tmp_path,
+            of_1b(TRAINING),
+            *trained(tmp_path, PAPERS, 612_345.6, GPU | {"hardware": "NVIDIA A100-SXM4-80GB"}),
+        ),
+    ]
+    assert "Overfull" not in pdflatex(tmp_path, "\\clearpage\n".join(sound))
+    assert "Output written" in pdflatex(tmp_path, "\\clearpage\n".join(hostile_tables(tmp_path)))
