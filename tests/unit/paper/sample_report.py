@@ -1,0 +1,181 @@
+"""A small study of one of the paper's backbones with everything that its page shows, made by the stages themselves."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from sample_results import TEMPLATES, Arm, result_rows, table_spec, write_rows
+
+from residual_mass.files import write_json
+from residual_mass.paper import accounting_table, comparison, published, report, runtime_file, tables
+from residual_mass.paper.report import ReportFiles
+from residual_mass.paper.report_verdicts import CLAIM_COLUMNS
+from residual_mass.paper.style import TEXT_WIDTH, save
+from residual_mass.specs import METHODS, BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
+
+ROOT = TEMPLATES.parents[1]
+TEMPLATE = TEMPLATES / "report.html.j2"
+DEVIATIONS = ROOT / "docs" / "deviations.md"
+MODEL = published.MODELS["1b"]
+FACTS = {"study": "paper", "backbone": "1b", "model_id": MODEL, "revision": "r1", "weights": "pretrained"}
+LENGTHS, BUDGETS = ("4k", "8k"), (0.5, 1.0, 2.0, 4.0)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the stage is given."""
+
+    folder: Path
+    spec: ReportSpec
+    files: ReportFiles
+
+    def page(self) -> str:
+        out = self.folder / "report.html"
+        report.run(self.spec, self.files, TEMPLATE, out)
+        return out.read_text(encoding="utf-8")
+
+    def with_files(self, **changes: Any) -> Study:
+        return replace(self, files=replace(self.files, **changes))
+
+    def cells(self, label: str) -> Path:
+        return next(path for path in self.files.cells if path.stem == label)
+
+
+def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> Study:
+    """Tables of scores, of errors and of latencies, one figure, claims, and sidecars beside the results."""
+    facts = FACTS | {"model_id": model_id}
+    results = [_scores(folder, "ruler", length, facts) for length in LENGTHS]
+    results += [_scores(folder, "babilong", length, facts | {"data": "simulated"}) for length in LENGTHS]
+    accounting, runtime = _accounting(folder, facts), _runtime(folder, facts)
+    given: dict[str, tuple[list[Path], Row]] = {
+        "ruler_sweep": (results[:2], {}),
+        "babilong_sweep": (results[2:], {"benchmarks": ("babilong",)}),
+        "exact_accounting": ([accounting], {"budgets": (1.0,), "lengths": ()}),
+        "runtime_1b": ([runtime], {"lengths": (), "budgets": ()}),
+    }
+    for label, (paths, changes) in given.items():
+        _table(folder, label, paths, {"backbone_titles": {"1b": title}} | changes)
+    cells = [folder / f"{label}.csv" for label in given]
+    compared, picture = folder / "comparison.csv", folder / "comparison_picture.csv"
+    comparison.run(ComparisonSpec("paper"), cells, compared, picture)
+    figure = folder / "mass_curves.png"
+    save(Figure(figsize=(TEXT_WIDTH, 1)), figure.with_suffix(".pdf"), figure)
+    write_json(
+        folder / f"{results[0].name}.meta.json",
+        {"device": "NVIDIA H200", "seconds": 1234.5, "spec": {"seed": 7, "recipe": 3}, "packages": {"torch": "9.8.7"},
+         "machine": {"platform": "Linux-x", "cpus": 12, "python": "3.11.2"}},
+    )  # fmt: skip
+    backbone = BackboneSpec("1b", "paper", model_id, "r1", "hub", "bfloat16", "llama32", 131072)
+    spec = ReportSpec("paper", (backbone,), LENGTHS, BUDGETS, {"mass_curves": f"{title}, wiki"})
+    files = ReportFiles(
+        tables=[path.with_suffix(".tex") for path in cells],
+        cells=cells,
+        figures=[figure],
+        comparison=compared,
+        picture=picture,
+        claims=[_claims(folder)],
+        sources=[*results, accounting, runtime],
+        deviations=DEVIATIONS,
+    )
+    return Study(folder, spec, files)
+
+
+def edit_cells(path: Path, where: Row, **fields: str) -> None:
+    """Sets fields of the lines of a CSV that match, of which there must be some."""
+    header, rows = read(path)
+    chosen = [row for row in rows if all(row[name] == value for name, value in where.items())]
+    assert chosen, where
+    for row in chosen:
+        row.update(fields)
+    write(path, header, rows)
+
+
+def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    with open(path, encoding="utf-8", newline="") as stream:
+        reader = csv.DictReader(stream)
+        return list(reader.fieldnames or ()), list(reader)
+
+
+def write(path: Path, header: list[str], rows: list[Row]) -> Path:
+    with open(path, "w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, header, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def _table(folder: Path, label: str, paths: list[Path], changes: Row) -> None:
+    shown: Row = {"study": "paper", "backbones": ("1b",), "lengths": LENGTHS, "budgets": BUDGETS}
+    spec: TableSpec = table_spec(label, **shown | changes)
+    name = "runtime" if label.startswith("runtime") else label
+    tables.run(spec, paths, TEMPLATES / f"{name}.tex.j2", folder / f"{label}.tex", folder / f"{label}.csv")
+
+
+def _scores(folder: Path, benchmark: str, length: str, facts: Row) -> Path:
+    arms: list[Arm] = [("full", None, "")]
+    arms += [(method, budget, "64k" if "phi" in method else "") for method in METHODS[1:] for budget in BUDGETS]
+    tasks = ("babilong_qa1", "babilong_qa2") if benchmark == "babilong" else ("niah", "vt")
+    values: dict[tuple[Any, ...], float] = {("topk_phi", 1.0): 0.53, ("topk_phi", 2.0): 0.47}
+    rows = result_rows(values, arms, tasks, benchmark=benchmark, length=length, n=6500, **facts)
+    return write_rows(folder / f"{benchmark}_1b_{length}.csv", rows)
+
+
+def _accounting(folder: Path, facts: Row) -> Path:
+    rows = []
+    for index, (corpus, length) in enumerate([("wikitext", "4k"), ("cwe", "4k")]):
+        errors = {
+            name: f"{0.1 + 0.05 * place + 0.01 * index:.6f}" for place, name in enumerate(accounting_table.ERRORS)
+        }
+        errors[accounting_table.LOG_Z] = "-0.574000"
+        bounds = {
+            f"{name}_ci_{side}": f"{float(errors[name]) + step:.6f}"
+            for name in accounting_table.INTERVALS
+            for side, step in (("low", -0.02), ("high", 0.02))
+        }
+        rows.append(
+            facts | errors | bounds | {
+                "corpus": corpus, "length": length, "maps": "64k", "budget_percent": "1", "k": "21", "packs": "8",
+                "heads": "512", "rows": "4096", "clamped_share": "0.000000", "phi_sha": "ab" * 32,
+            }
+        )  # fmt: skip
+    return write(folder / "accounting_1b.csv", list(accounting_table.COLUMNS), rows)
+
+
+def _runtime(folder: Path, facts: Row) -> Path:
+    """Made-up times: every number is another one."""
+    rows = []
+    for size, context in enumerate(("4k", "16k")):
+        for place, method in enumerate(METHODS):
+            step = 6.5 + 40 * size + 10 * place
+            partial = {"budget_percent": "1", "k": str(21 + size)} if place else {}
+            maps = {"phi_weights": "trained", "phi_sha": "cd" * 32} if "phi" in method else {}
+            rows.append(
+                facts | partial | maps | {
+                    "implementation": "prototype", "method": method, "context": context, "batch": "1",
+                    "per_step_ms": f"{step:.3f}", "per_step_low_ms": f"{step - 0.4:.3f}",
+                    "per_step_high_ms": f"{step + 0.5:.3f}", "prefill_ms": "30.000",
+                    "end_to_end_ms": f"{30 + 31 * step:.3f}", "peak_memory_mib": "900.000", "repeats": "5",
+                    "step_bytes": str((place + 3 + size) * 10**9), "floor_ms": f"{(place + 3 + size) / 4:.3f}",
+                    "bandwidth_gb_s": "4000.000", "tokens_as_prototype": "1.000", "dtype": "bfloat16",
+                    "device": "NVIDIA H200",
+                }
+            )  # fmt: skip
+    return write(folder / "measured_runtime_1b.csv", list(runtime_file.COLUMNS), rows)
+
+
+def _claims(folder: Path) -> Path:
+    statements = [("1", "holds", "Completion helps."), ("1", "undecided", "Nothing is lost."),
+                  ("0", "does not hold", "It never hurts.")]  # fmt: skip
+    rows = [
+        {"study": "paper", "backbone": "1b", "statement": text, "shown_in": "entropy_gain", "corpus": "wiki",
+         "length": "4k", "k": "21", "primary": primary, "statistic": "mean gain", "estimate": "0.1", "ci_low": "-0.1",
+         "ci_high": "0.3", "verdict": verdict}
+        for primary, verdict, text in statements
+    ]  # fmt: skip
+    return write(folder / "claims_1b.csv", list(CLAIM_COLUMNS), rows)

@@ -1,0 +1,439 @@
+"""The page of a study: what it shows, that it is complete in itself, what hostile names become, what is refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_study, write
+
+from residual_mass.cli import main
+from residual_mass.paper import report
+from residual_mass.paper.report import load_deviations
+from residual_mass.paper.report_tables import load_page_table, place_of
+from residual_mass.spec_json import to_json
+
+HOSTILE = '<script>alert("x")</script> $(rm) </title> \' & \\input{z} {{ 7 * 7 }}'
+VOID = {"meta", "link", "br", "img", "circle", "line"}
+
+
+class Element:
+    """An element of a page, with its children and text in order."""
+
+    def __init__(self, tag: str, attributes: dict[str, str]) -> None:
+        self.tag, self.attributes, self.parts = tag, attributes, list["Element | str"]()
+
+    @property
+    def text(self) -> str:
+        return "".join(part if isinstance(part, str) else part.text for part in self.parts)
+
+    def all(self, tag: str, name: str = "") -> list[Element]:
+        """Descendants by tag and, if it is given, a class among theirs."""
+        found = []
+        for part in self.parts:
+            if isinstance(part, Element):
+                if part.tag == tag and (not name or name in part.attributes.get("class", "").split()):
+                    found.append(part)
+                found += part.all(tag, name)
+        return found
+
+
+class Page(HTMLParser):
+    """Refuses elements that are not closed where they should be."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open = [Element("page", {})]
+        self.feed(html)
+        self.close()
+        assert len(self.open) == 1, [each.tag for each in self.open]
+
+    @property
+    def root(self) -> Element:
+        return self.open[0]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = Element(tag, {name: value or "" for name, value in attrs})
+        assert len(element.attributes) == len(attrs), f"{tag} has an attribute twice"
+        self.open[-1].parts.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open[-1].parts.append(Element(tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop().tag == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.open[-1].parts.append(data)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return sample_study(tmp_path_factory.mktemp("study"))
+
+
+@pytest.fixture(scope="module")
+def page(study: Study) -> Element:
+    return Page(study.page()).root
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Study:
+    """A study whose files a test may change."""
+    return sample_study(tmp_path)
+
+
+def article(page: Element, label: str) -> Element:
+    (found,) = [each for each in page.all("article") if each.attributes["aria-labelledby"] == f"table-{label}"]
+    return found
+
+
+def grid(table: Element) -> dict[tuple[int, int], Element]:
+    """Cells by row and column, each in every place that it takes."""
+    places: dict[tuple[int, int], Element] = {}
+    for number, row in enumerate(table.all("tr")):
+        column = 0
+        for cell in [*row.all("th"), *row.all("td")]:
+            while (number, column) in places:
+                column += 1
+            for down in range(int(cell.attributes.get("rowspan", 1))):
+                for right in range(int(cell.attributes.get("colspan", 1))):
+                    places[number + down, column + right] = cell
+            column += int(cell.attributes.get("colspan", 1))
+    return places
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_score_stands_under_its_titles(study: Study, page: Element) -> None:
+    """Looked up by the words of row and column, as a reader would."""
+    methods = {"full": "Full", "topk": "Top-K", "topk_phi": "Top-K+φ", "topk_phi_nosub": "Top-K+φ (NoSub)"}
+    for label in ("ruler_sweep", "babilong_sweep"):
+        (table,) = article(page, label).all("table")
+        places = grid(table)
+        height = max(row for row, _ in places) + 1
+        titles = {places[1, column].text.strip(): column for column in range(2, 6)}
+        for line in read(study.cells(label))[1]:
+            (row,) = [
+                row
+                for row in range(2, height)
+                if places[row, 0].text.startswith(line["length"]) and places[row, 1].text == methods[line["method"]]
+            ]
+            column = titles[f"{line['budget_percent']}%"] if line["budget_percent"] else 2
+            (button,) = places[row, column].all("button")
+            assert button.text == line["text"] and bool(button.all("strong")) == (line["bold"] == "1")
+            told = button.attributes["aria-label"]
+            low, high = (f"{float(line[name]):.3f}" for name in ("ci_low", "ci_high"))
+            assert told.startswith(f"{line['text']}; ") and f"95% interval {low} to {high}" in told
+            assert f"{line['n']} examples" in told and line["source"] in told
+            assert (("difference to Top-K" in told) and f"p {float(line['gain_p']):.3g}" in told) == bool(line["gain"])
+            assert button.attributes["data-notes"].split("\n") == told.split("; ")[1:]
+
+
+def test_every_line_of_every_table_is_there_in_its_order(study: Study, page: Element) -> None:
+    for path in study.files.cells:
+        buttons = article(page, path.stem).all("button")
+        _, lines = read(path)
+        if path.stem == "runtime_1b":
+            continue
+        assert [button.text.replace("−", "-") for button in buttons] == [line["text"] for line in lines]
+
+
+def test_a_cell_of_several_values_tells_of_each(study: Study, page: Element) -> None:
+    _, lines = read(study.cells("runtime_1b"))
+    by_place: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        by_place.setdefault((line["length"], line["method"]), {})[line["quantity"]] = line["text"]
+    latencies, traffic = article(page, "runtime_1b").all("table")
+    for table, names in ((latencies, ("per_step_ms", "end_to_end_ms")), (traffic, ("step_bytes", "floor_ms"))):
+        buttons = table.all("button")
+        assert len(buttons) == len(by_place) == 8
+        for button, texts in zip(buttons, by_place.values(), strict=True):
+            assert button.text.split(" / ")[: len(names)] == [texts[name] for name in names]
+            for name in names:
+                assert f"{texts[name]}: {name.replace('_', ' ')}" in button.attributes["data-notes"].split("\n")
+    assert "5.500" not in latencies.text  # the paper's block is not taken for the study's
+    assert "84.41 / 2798.91" in latencies.text
+
+
+def test_rows_of_the_paper_are_not_taken_for_those_of_the_study(tmp_path: Path) -> None:
+    """The paper's row repeats the steps of the study's, and so does the next of the study's."""
+    rows = [
+        r"A & 200k steps on 8$\times$H200 & 200k & 200k & 21.5 h \\",
+        r"in the paper & 200k steps on 8$\times$H200 & -- & -- & 19 h \\",
+        r"B & 200k steps on 8$\times$H200 & 200k & 200k & 30.1 h \\",
+    ]
+    tex, cells = tmp_path / "training_cost_64k.tex", tmp_path / "training_cost_64k.csv"
+    body = "\n".join([r"\begin{tabular}{lcccc}", r"a & b & c & d & e \\", r"\midrule", *rows, r"\end{tabular}"])
+    tex.write_text(f"\\caption{{x}}\n{body}\n")
+    lines = [
+        {"table": tex.stem, "backbone": name, "length": "64k", "maps": "64k", "quantity": quantity, "text": text,
+         "bold": "0", "value": value, "steps": "200000", "hardware": "H200", "processes": "8", "source": f"{name}.csv",
+         "study": "paper", "model_id": name, "weights": "pretrained"}
+        for name, hours in (("A", "21.5"), ("B", "30.1"))
+        for quantity, text, value in (
+            ("steps", "200k", "200000"), ("sequences", "200k", "200000"), ("teacher_passes", "200k", "200000"),
+            ("wall_clock_h", f"{hours} h", f"{hours}00000"),
+        )
+    ]  # fmt: skip
+    write(cells, list(lines[0]), lines)
+    fact = {"ours": "21.5", "published": "19", "verdict": "differs by +2.500", "reason": "", "quantity": "wall_clock_h"}
+    table = load_page_table(tex, cells, "paper", {place_of(lines[3]): fact})
+    (block,) = table.grids[0].blocks
+    sources = [{note for cell in row for note in cell.notes if note.startswith("from")} for row in block]
+    assert sources == [{"from A.csv"}, set(), {"from B.csv"}]
+    assert [cell.published.text for row in block for cell in row if cell.published] == ["19 h"]
+
+
+def test_published_values_stand_beside_those_of_the_same_cell(study: Study, page: Element) -> None:
+    assert study.files.comparison
+    _, facts = read(study.files.comparison)
+    compared = [fact for fact in facts if fact["ours"] and fact["table"] == "ruler_sweep"]
+    shown = article(page, "ruler_sweep").all("span", "paper")
+    assert len(compared) == len(shown) == 26
+    for fact, span in zip(compared, shown, strict=True):
+        kind = "agrees" if fact["verdict"] == "agrees" else "differs"
+        assert span.text.startswith(fact["published"]) and kind in span.attributes["class"].split()
+        assert span.text.endswith(f"in the paper: {fact['verdict']}")
+    assert {"agrees", "differs"} == {"agrees" if "agrees" in span.text else "differs" for span in shown}
+    for span in article(page, "babilong_sweep").all("span", "paper"):
+        assert "open" in span.attributes["class"] and "not comparable (simulated data)" in span.text
+
+
+def test_captions_are_those_of_the_latex_tables(study: Study, page: Element) -> None:
+    for path in study.files.tables:
+        (caption,) = article(page, path.stem).all("p", "caption")
+        words = re.findall(r"\b[a-z]{4,}\b", caption.text)
+        tex = path.read_text(encoding="utf-8").split(r"\caption{")[1].split(r"\label")[0]
+        assert words == re.findall(r"\b[a-z]{4,}\b", re.sub(r"\\[a-z]+", " ", tex)) and len(words) > 20
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_counts_every_published_cell(study: Study, page: Element) -> None:
+    assert study.files.comparison and study.files.picture
+    _, facts = read(study.files.comparison)
+    counted = Counter(re.sub(r" by .*", "", fact["verdict"]) for fact in facts)
+    (tiles,) = page.all("ul", "tiles")
+    words = {"agrees": "agree", "differs": "differ", "not comparable": "not comparable", "not run": "not run"}
+    assert [tile.text.split(" ", 1) for tile in tiles.all("li")] == [
+        [str(counted[verdict]), text] for verdict, text in words.items()
+    ]
+    assert min(counted.values()) > 0 and f"prints {len(facts)} values" in page.text
+    _, statements = read(study.files.picture)
+    same = Counter(row["same_direction"] for row in statements)
+    text = " ".join(page.text.split())
+    assert f"of {same['yes'] + same['no']} statements" in text and f"{same['yes']} have the same sign" in text
+    assert "of 2 statements that the paper’s figures make of attention heads, 1 hold here, 1 is undecided" in text
+
+
+def test_one_dot_stands_for_every_change(study: Study, page: Element) -> None:
+    rows = read(study.cells("ruler_sweep"))[1]
+    values = {(r["length"], r["method"], r["budget_percent"]): float(r["text"]) for r in rows}
+    expected = sorted(values[key] - values[key[0], "topk", key[2]] for key in values if key[1] == "topk_phi")
+    ours = next(strip for strip in page.all("svg", "ours") if strip.attributes["aria-label"].startswith("8 cells"))
+    places = [float(circle.attributes["cx"].rstrip("%")) for circle in ours.all("circle")]
+    limit = float(re.search(r"\+(0\.\d{3})", page.all("span", "axis")[0].text)[1])  # type: ignore[index]
+    assert places == pytest.approx([50 + 47 * each / limit for each in expected], abs=0.01)
+    published = [len(strip.all("circle")) for strip in page.all("svg", "published")]
+    assert published == [16, 16, 32, 32]
+
+
+# ---- the page itself -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_complete_in_itself_and_well_formed(study: Study, page: Element) -> None:
+    html = (study.folder / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|url\(|@import|src=\"(?!data:)|<link(?! rel=\"icon\" href=\"data:,\")", html)
+    assert len(page.all("h1")) == 1 and page.all("html")[0].attributes["lang"]
+    names = re.findall(r'\bid="([^"]+)"', html)
+    assert len(names) == len(set(names))
+    for pattern in (r'href="#([^"]+)"', r'aria-labelledby="([^"]+)"', r'aria-describedby="([^"]+)"'):
+        assert (targets := set(re.findall(pattern, html))) and targets <= set(names)
+    for table in page.all("table"):
+        assert len(table.all("caption")) == 1 and table.all("caption")[0].text
+        assert all(cell.attributes.get("scope") in ("col", "colgroup", "row", "rowgroup") for cell in table.all("th"))
+        assert table.all("thead") and table.all("th")
+    assert all(image.attributes["alt"] and int(image.attributes["width"]) > 0 for image in page.all("img"))
+    body = page.all("main")[0].text
+    assert not re.search(r"\\[a-zA-Z]+|\$[^ ]|\{\{|None", body)
+
+
+def test_the_same_inputs_make_the_same_bytes(study: Study) -> None:
+    assert study.page() == study.page()
+
+
+def test_a_figure_is_embedded_as_it_is(study: Study, page: Element) -> None:
+    (image,) = page.all("img")
+    kind, _, data = image.attributes["src"].partition(";base64,")
+    assert kind == "data:image/png" and base64.b64decode(data) == study.files.figures[0].read_bytes()
+    assert "Llama, wiki." in page.all("figcaption")[-1].text
+
+
+def test_provenance_names_every_file_and_what_its_sidecar_says(study: Study, page: Element) -> None:
+    (section,) = [each for each in page.all("section") if each.attributes["aria-labelledby"] == "provenance"]
+    rows = {row.all("th")[0].text: [cell.text for cell in row.all("td")] for row in section.all("tr")[1:]}
+    files = [study.files.comparison, study.files.picture, *study.files.tables, *study.files.cells]
+    files += [*study.files.figures, *study.files.claims, *study.files.sources]
+    assert set(rows) == {str(path) for path in files}
+    for path in files:
+        assert path and rows[str(path)][0] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert rows[str(study.files.sources[0])][2:] == ["NVIDIA H200", "1,234", "7", "3"]
+    assert rows[str(study.files.sources[1])][2:] == ["", "", "", ""]
+    assert "9.8.7" in section.text and "Linux-x, 12 CPUs" in section.text
+
+
+def test_nothing_is_read_that_is_not_an_input(own: Study) -> None:
+    before = own.page()
+    (own.folder / "other.csv").write_text("\0")
+    (own.folder / "other.csv.meta.json").write_text("\0")
+    assert own.page() == before
+
+
+def test_a_study_of_one_half_has_a_page(own: Study) -> None:
+    without = own.with_files(tables=[], cells=[], comparison=None, picture=None, claims=[], sources=[])
+    text = " ".join(Page(without.page()).root.all("main")[0].text.split())
+    assert "No table of this study has values that the paper prints as well." in text and "Directions:" not in text
+    assert "<img" not in own.with_files(figures=[]).page()
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    study = sample_study(tmp_path, title=HOSTILE, model_id=HOSTILE)
+    edit_cells(study.files.claims[0], {"primary": "1"}, statement=HOSTILE)
+    edit_cells(study.cells("ruler_sweep"), {"method": "topk"}, source=HOSTILE)
+    html = study.page()
+    page = Page(html).root
+    assert len(page.all("script")) == 1 and page.all("title")[0].text.startswith("Study paper")
+    assert page.text.count(HOSTILE) >= 6
+    (button, *_) = [
+        each for each in article(page, "ruler_sweep").all("button") if HOSTILE in each.attributes["aria-label"]
+    ]
+    assert f"from {HOSTILE}" in button.attributes["data-notes"]
+    assert HOSTILE in page.all("img")[0].attributes["alt"]
+    assert 'alert("x")' not in html
+
+
+# ---- deviations ------------------------------------------------------------------------------------------------------
+
+
+def test_deviations_are_the_rows_of_the_document() -> None:
+    found = load_deviations(DEVIATIONS, "mini", [3, 1, 3])
+    assert list(found.open_points) == [1, 3]
+    what, done, key = found.open_points[1]
+    assert "|A|" in what and "<code>benchmarks.&lt;name&gt;.budget_length</code>" in key and done
+    assert len(found.of_study) > 15 and {len(row) for row in found.of_study} == {4}
+    assert not load_deviations(DEVIATIONS, "paper", []).of_study
+
+
+def test_an_open_point_without_a_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no open point 99, which the comparison names"):
+        load_deviations(DEVIATIONS, "mini", [99])
+    with pytest.raises(ValueError, match="no such file"):
+        load_deviations(tmp_path / "x.md", "mini", [])
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def swap_tables(study: Study) -> Study:
+    return study.with_files(cells=study.files.cells[::-1])
+
+
+def other_values(study: Study) -> None:
+    edit_cells(study.cells("ruler_sweep"), {"method": "full"}, text="0.501", value="0.501000")
+
+
+REFUSALS: dict[str, tuple[Callable[[Study], Study | None], str]] = {
+    "tex": (lambda s: s.files.tables[0].unlink(), "ruler_sweep.tex: no such file; run the table stage"),
+    "cells": (lambda s: s.files.cells[1].unlink(), "babilong_sweep.csv: no such file; run the table stage"),
+    "figure": (lambda s: s.files.figures[0].unlink(), "mass_curves.png: no such file; run the figure stage"),
+    "claims": (lambda s: s.files.claims[0].unlink(), "claims_1b.csv: no such file; run the findings stage"),
+    "source": (lambda s: s.files.sources[0].unlink(), "ruler_1b_4k.csv: no such file; run the stage that makes it"),
+    "picture": (lambda s: s.folder.joinpath("comparison_picture.csv").unlink(), "run the comparison stage"),
+    "cut figure": (lambda s: cut(s.files.figures[0], 500), "not a PNG file, or cut short"),
+    "cut table": (lambda s: cut(s.files.tables[0], 900), "0 tabulars"),
+    "cut cells": (lambda s: cut(s.cells("ruler_sweep"), -1), "its last line does not end"),
+    "other order": (swap_tables, "tables and cells are not of the same tables in the same order"),
+    "other values": (other_values, "is not where it should be in"),
+    "another study": (
+        lambda s: edit_cells(s.cells("ruler_sweep"), {}, study="mini"), "is of study 'mini', not of 'paper'"
+    ),
+    "bold": (
+        lambda s: edit_cells(s.cells("ruler_sweep"), {"method": "full"}, bold="1"),
+        "'0.500' is bold here or in its CSV, but not in both",
+    ),
+    "old comparison": (
+        lambda s: edit_cells(s.folder / "comparison.csv", {"ours": "0.500"}, ours="0.499"),
+        "the comparison has '0.499' where '0.500' is printed",
+    ),
+    "no number": (
+        lambda s: edit_cells(s.cells("ruler_sweep"), {"method": "full"}, ci_low="nan"), "ci_low is 'nan', not a finite"
+    ),
+    "no test": (
+        lambda s: edit_cells(s.cells("ruler_sweep"), {"method": "topk_phi"}, gain_p="x"), "gain_p is 'x', not a finite"
+    ),
+    "verdict": (
+        lambda s: edit_cells(s.folder / "comparison.csv", {"verdict": "agrees"}, verdict="maybe"),
+        "unknown verdict 'maybe'; delete it and run the comparison stage again",
+    ),
+    "claim": (
+        lambda s: edit_cells(s.files.claims[0], {"verdict": "holds"}, verdict="<b>"),
+        "claims_1b.csv:2: unknown verdict '<b>'; delete it and run the findings stage again",
+    ),
+    "sidecar": (
+        lambda s: (s.folder / "ruler_1b_4k.csv.meta.json").write_text("[]"), "is not a record of a job; delete it"
+    ),
+    "nothing": (lambda s: s.with_files(tables=[], cells=[], figures=[]), "study paper: no table and no figure"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSALS)
+def test_what_is_missing_or_damaged_is_refused_in_one_line(fault: str, own: Study) -> None:
+    damage, message = REFUSALS[fault]
+    changed = damage(own)
+    with pytest.raises(ValueError) as caught:
+        (changed if isinstance(changed, Study) else own).page()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (own.folder / "report.html").exists()
+
+
+def test_figures_have_a_limit(own: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = own.files.figures[0].stat().st_size
+    monkeypatch.setattr(report, "LARGEST", size)
+    own.page()
+    monkeypatch.setattr(report, "LARGEST", size - 1)
+    with pytest.raises(ValueError, match="mass_curves.png: the figures up to this one have"):
+        own.page()
+
+
+def test_the_command_line_makes_the_same_page(own: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted, out = own.page(), own.folder / "again.html"
+    arguments = ["report", "--spec", to_json(own.spec), "--template", str(TEMPLATE), "--out", str(out)]
+    for name in ("tables", "cells", "figures", "claims", "sources"):
+        arguments += [f"--{name}", *map(str, getattr(own.files, name))]
+    for name in ("comparison", "picture", "deviations"):
+        arguments += [f"--{name}", str(getattr(own.files, name))]
+    main(arguments)
+    assert out.read_text(encoding="utf-8") == wanted
+    own.files.claims[0].unlink()
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err == (
+        f"residual_mass report: error: {own.files.claims[0]}: no such file; run the findings stage\n"
+    )
+    assert json.loads(to_json(own.spec))["study"] == "paper"
