@@ -7,6 +7,7 @@ snakemake --cores 8 recipes                      ways to train, side by side: lo
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
 snakemake --cores 1 estimate                     what the study will cost
+snakemake all --report report.zip                what was made and how, of a finished run, to look at in a browser
 """
 
 import shlex
@@ -25,6 +26,9 @@ sys.path.insert(0, SOURCE)
 configfile: ROOT / "config/config.yaml"
 
 
+report: "workflow/report/workflow.rst"
+
+
 # A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
 shell.prefix(f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
 
@@ -38,12 +42,12 @@ include: "workflow/rules/planned.smk"
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.
 wildcard_constraints:
     backbone=r"[a-z0-9][a-z0-9.-]*",
-    benchmark=r"(?!training_|recipes_)[a-z0-9]+",
+    benchmark=r"(?!training_|recipes_|runtime_)[a-z0-9]+",
     corpus=r"[a-z0-9]+",
     comparison=r"[a-z0-9]+",
     group=r"main|mismatch|ablation",
     ablation=r"[a-z0-9]+",
-    label=r"(?!(comparison(_picture)?|main)\.)[a-z0-9_]+",
+    label=r"(?!(comparison(_picture)?|main|numbers)\.)(?:runtime_[a-z0-9.-]+|[a-z0-9_]+)",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
     recipe=r"[a-z0-9_]+",
@@ -57,7 +61,9 @@ include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/diagnostics.smk"
+include: "workflow/rules/runtime.smk"
 include: "workflow/rules/paper.smk"
+include: "workflow/rules/report.smk"
 include: "workflow/rules/estimate.smk"
 
 
@@ -87,5 +93,8 @@ rule published:
 
 
 onstart:
-    if lacking := preflight.problems(backbones_to_run(), ASSETS.parent):
+    lacking = preflight.problems(backbones_to_run(), ASSETS.parent)
+    if any(job.rule.name == "document_pdf" for job in workflow.dag.needrun_jobs()):
+        lacking += typesetting.problems()
+    if lacking:
         sys.exit("; ".join(lacking))

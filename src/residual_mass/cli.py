@@ -27,7 +27,10 @@ from residual_mass.specs import (
     GenerateSpec,
     KernelsSpec,
     MapErrorsSpec,
+    NumbersSpec,
     PromptsSpec,
+    ReportSpec,
+    RuntimeSpec,
     ScoreSpec,
     TableSpec,
     TrainSpec,
@@ -89,16 +92,24 @@ def _parser() -> argparse.ArgumentParser:
         )
     add("findings", _findings, "read means, precision and claims out of captured rows", "heads+", "mass+", *FINDINGS)
     add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
+    add("runtime", _runtime, "measure latencies of the prototype and of the fused decode", "assets", "out")
     add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
     add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
     add("published", _published, "render a table with the paper's own values", "template", "out", spec=False)
     stages.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
     add("comparison", _comparison, "set a study's tables beside the paper's values", "cells+", "out", "picture")
+    add("numbers", _numbers, "make LaTeX macros of the numbers in a study's tables", "cells+", "template", "out")
     add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png")
     add("document", _document, "put all tables and figures of a study into a LaTeX document", "template", "out")
     for name in ("tables", "figures"):
         stages.choices["document"].add_argument(f"--{name}", type=Path, nargs="*", default=[])
+    stages.choices["document"].add_argument("--numbers", type=Path, nargs="?", help="macros of the tables' numbers")
     add("pdf", _pdf, "compile a LaTeX document", "document", "out", spec=False)
+    add("report", _report, "put all results of a study on one page for a browser", "deviations", "template", "out")
+    for name in ("tables", "cells", "figures", "claims", "sources"):
+        stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="*", default=[])
+    for name in ("comparison", "picture"):
+        stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="?")
     add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
     return parser
 
@@ -197,6 +208,14 @@ def _map_errors(options: argparse.Namespace) -> None:
     map_errors.run(spec, options.assets, options.phi, options.out)
 
 
+def _runtime(options: argparse.Namespace) -> None:
+    spec = parse_spec(RuntimeSpec, options.spec)
+    from residual_mass.runtime import measure
+
+    _use_allotted_threads()
+    measure.run(spec, options.assets, options.out)
+
+
 def _estimate(options: argparse.Namespace) -> None:
     from residual_mass import estimate
 
@@ -223,6 +242,13 @@ def _comparison(options: argparse.Namespace) -> None:
     comparison.run(spec, options.cells, options.out, options.picture)
 
 
+def _numbers(options: argparse.Namespace) -> None:
+    spec = parse_spec(NumbersSpec, options.spec)
+    from residual_mass.paper import numbers
+
+    numbers.run(spec, options.cells, options.template, options.out)
+
+
 def _figure(options: argparse.Namespace) -> None:
     spec = parse_spec(FigureSpec, options.spec)
     from residual_mass.paper import figures
@@ -234,13 +260,22 @@ def _document(options: argparse.Namespace) -> None:
     spec = parse_spec(DocumentSpec, options.spec)
     from residual_mass.paper import document
 
-    document.run(spec, options.tables, options.figures, options.template, options.out)
+    document.run(spec, options.tables, options.figures, options.numbers, options.template, options.out)
 
 
 def _pdf(options: argparse.Namespace) -> None:
     from residual_mass.paper import typesetting
 
     typesetting.run(options.document, options.out)
+
+
+def _report(options: argparse.Namespace) -> None:
+    spec = parse_spec(ReportSpec, options.spec)
+    from residual_mass.paper import report
+
+    names = ("tables", "cells", "figures", "comparison", "picture", "claims", "sources", "deviations")
+    files = report.ReportFiles(**{name: getattr(options, name) for name in names})
+    report.run(spec, files, options.template, options.out)
 
 
 def _preflight(options: argparse.Namespace) -> None:

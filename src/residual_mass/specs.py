@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from residual_mass.core.estimators import estimator_named
+
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
-MethodName = Literal["full", "topk", "topk_phi", "topk_phi_nosub"]
+"""Those of the paper, in the order of its tables; `core.estimators` knows all."""
 
 
 def tokens_of(label: str) -> int:
@@ -42,12 +44,14 @@ class BackboneSpec:
 class ArmSpec:
     """One evaluated method at one exact-support budget (percent of the prefix, anchors included)."""
 
-    method: MethodName
+    method: str
+    """Name of an estimator."""
     budget_percent: float | None = None
     maps: str | None = None
     """Label of the feature maps, where there are several."""
 
     def __post_init__(self) -> None:
+        estimator_named(self.method)
         if self.maps is not None and not self.uses_phi:
             raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
         if (self.method == "full") != (self.budget_percent is None):
@@ -57,7 +61,7 @@ class ArmSpec:
 
     @property
     def uses_phi(self) -> bool:
-        return self.method.startswith("topk_phi")
+        return estimator_named(self.method).adds_residual
 
 
 @dataclass(frozen=True)
@@ -320,6 +324,25 @@ class MapErrorsSpec:
 
 
 @dataclass(frozen=True)
+class RuntimeSpec:
+    """Latencies of every method, in the paper's kind of implementation and in ours."""
+
+    study: str
+    backbone: BackboneSpec
+    contexts: tuple[str, ...]
+    """Length labels."""
+    batches: tuple[int, ...]
+    budget: float
+    """Exact-support budget, in percent of the context."""
+    anchors: AnchorSpec
+    map: MapSpec
+    """Shape of the feature maps, whose weights are random: latency does not depend on them."""
+    repeats: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True)
 class PlannedJob:
     """One training or generation job, as an estimate of its cost sees it."""
 
@@ -366,10 +389,29 @@ class ComparisonSpec:
 
 
 @dataclass(frozen=True)
+class NumbersSpec:
+    """The numbers of a study's tables, for prose."""
+
+    study: str
+
+
+@dataclass(frozen=True)
 class DocumentSpec:
     """All tables and figures of a study."""
 
     study: str
     backbones: tuple[BackboneSpec, ...]
+    figure_titles: dict[str, str] = field(default_factory=dict)
+    """What a figure is of, by its label; ends its caption."""
+
+
+@dataclass(frozen=True)
+class ReportSpec:
+    """The page of a study: what it was run on, and what its figures are of."""
+
+    study: str
+    backbones: tuple[BackboneSpec, ...]
+    lengths: tuple[str, ...]
+    budgets: tuple[float, ...]
     figure_titles: dict[str, str] = field(default_factory=dict)
     """What a figure is of, by its label; ends its caption."""

@@ -74,7 +74,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
     study = folder / "config" / "studies" / "mini.yaml"
-    benchmarks = yaml.safe_load(study.read_text())["benchmarks"]
+    protocol = yaml.safe_load(study.read_text())
+    benchmarks, tables = protocol["benchmarks"], protocol["tables"]
     for settings in benchmarks.values():
         settings |= {"examples": 2, "answer_margin": 0, "batch_tokens": 1}
     benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
@@ -92,6 +93,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "head": {"layer": 1, "head": 3},
         },
         recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
+        runtime={"contexts": ["512", "1k"], "batches": [1, 2]},
+        tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
         figures={
             "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
             **{
@@ -149,21 +152,28 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     errors = pd.read_csv(study / "results/diagnostics/map_errors_tiny_1k.csv")
     assert sorted(set(errors.maps)) == ["1k", "1k-dphi_4", "1k-kl_only", "512"]
     labels = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["tables"]
-    assert len(labels) == 9
+    assert len(labels) == 11
     for label in labels:
         assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
-    for label in (label for label in labels if label not in ("exact_accounting", "phi_param_count")):
+    others = ("exact_accounting", "phi_param_count", "training_cost_64k", "runtime_tiny")
+    for label in (label for label in labels if label not in others):
         cells = pd.read_csv(study / "paper_tables" / "mini" / f"{label}.csv", dtype={"text": str})
         shown = cells[cells.text != "--"]
         assert len(shown) and shown[["n", "ci_low", "ci_high", "source", "prompts_sha"]].notna().all(axis=None)
     rendered = (study / "paper_tables" / "mini" / "ruler_sweep.tex").read_text()
     assert r"Tiny \& random\_Llama" in rendered
     compared = pd.read_csv(study / "paper_tables" / "mini" / "comparison.csv")
-    assert len(compared) == 419 and set(compared.verdict) <= {"not run", "not comparable"}
+    assert len(compared) == 469 and set(compared.verdict) <= {"not run", "not comparable"}
     picture = pd.read_csv(study / "paper_tables" / "mini" / "comparison_picture.csv")
     assert picture.note[picture.ours.notna()].str.startswith("other backbone").all()
     counts = pd.read_csv(study / "paper_tables" / "mini" / "phi_param_count.csv")
     assert list(counts[counts.quantity == "params_per_head"].maps) == ["1k-dphi_4", "1k"]
+    trained = pd.read_csv(study / "paper_tables" / "mini" / "training_cost_64k.csv").set_index("quantity")
+    assert trained.value["steps"] == 6 and trained.value["teacher_passes"] == 1 and trained.value["wall_clock_h"] > 0
+    assert trained.hardware.str.fullmatch(r"CPU, \d+ threads").all() and set(trained.processes) == {1}
+    latencies = pd.read_csv(study / "paper_tables" / "mini" / "runtime_tiny.csv")
+    blocks = latencies[["implementation", "batch", "length"]].astype(str).drop_duplicates()
+    assert len(latencies) == 4 * 5 * len(blocks) == 4 * 5 * 2 * 2 * 2 and (latencies.value > 0).mean() > 0.8
     figures = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["figures"]
     for name in (f"{label}.{kind}" for label in figures if label != "recipe_costs" for kind in ("pdf", "png")):
         assert (study / "paper_tables" / "mini" / "figures" / name).stat().st_size > 1000

@@ -24,6 +24,6 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name)
     for name in ("Snakefile", "environment.yml"):
         shutil.copy(ROOT / name, folder)
-    (folder / "src").symlink_to(ROOT / "src")
-    (folder / "paper_tables").symlink_to(ROOT / "paper_tables")
+    for name in ("src", "paper_tables", "docs"):
+        (folder / name).symlink_to(ROOT / name)
     return folder

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, Run, dry_run, snakemake
+from runs import ROOT, Run, dry_run, made, snakemake
 
 from residual_mass.cli import _parser
 from residual_mass.paper.comparability import ANSWERS_CUT
@@ -28,7 +27,9 @@ from residual_mass.specs import (
     KernelsSpec,
     MapErrorsSpec,
     MapsSpec,
+    NumbersSpec,
     PromptsSpec,
+    ReportSpec,
     ScoreSpec,
     TableSpec,
     TrainSpec,
@@ -48,8 +49,10 @@ SPECS: dict[str, type[Any]] = {
     "findings": FindingsSpec,
     "table": TableSpec,
     "comparison": ComparisonSpec,
+    "numbers": NumbersSpec,
     "figure": FigureSpec,
     "document": DocumentSpec,
+    "report": ReportSpec,
 }
 
 
@@ -70,16 +73,16 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
-    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2, "table": 9,
-    "comparison": 1, "figure": 11, "document": 1,
+    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2,
+    "runtime": 1, "table": 11, "comparison": 1, "numbers": 1, "figure": 11, "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
-    "findings": 1, "map_errors": 3, "table": 9, "comparison": 1, "figure": 11,
-    "document": 1,
+    "findings": 1, "map_errors": 3, "runtime": 2, "table": 12, "comparison": 1, "numbers": 1, "figure": 11,
+    "document": 1, "report": 1,
 }  # fmt: skip
 
 
@@ -276,12 +279,43 @@ def test_parameters_are_counted_of_the_main_maps_and_of_other_widths(studies: di
         assert not told_to.budgets and not told_to.benchmarks, "what is not shown must not render it again"
 
 
+def test_costs_are_those_of_the_main_maps_and_of_one_backbone_each(studies: dict[str, Run]) -> None:
+    for study, main, backbones in (("mini", "2k", ["smol"]), ("paper", "64k", ["1b", "3b"])):
+        protocol = yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())
+        given = {Path(each["out"][0]).stem: each for each in told(studies[study], "table")}
+        assert sorted(given["training_cost_64k"]["results"]) == sorted(
+            path
+            for name in backbones
+            for path in (f"results/phi/{name}_{main}.safetensors", f"results/training_{name}_{main}.csv")
+        )
+        told_to = parse_spec(TableSpec, given["training_cost_64k"]["spec"][0])
+        assert (list(told_to.backbones), told_to.budgets, told_to.benchmarks) == (backbones, (), ())
+        for name in backbones:
+            each = given[f"runtime_{name}"]
+            assert each["results"] == [f"results/runtime_{name}.csv"]
+            assert Path(each["template"][0]).name == "runtime.tex.j2"
+            told_to = parse_spec(TableSpec, each["spec"][0])
+            assert (told_to.backbones, told_to.budgets, told_to.benchmarks) == ((name,), (), ())
+            assert list(told_to.lengths) == protocol["runtime"]["contexts"]
+
+
+def test_latencies_of_a_backbone_have_a_table_whatever_its_name(checkout: Path) -> None:
+    config, study = checkout / "config" / "config.yaml", checkout / "config" / "studies" / "mini.yaml"
+    settings = yaml.safe_load(config.read_text())
+    settings["backbones"]["smol-1.7b"] = settings["backbones"]["smol"]
+    config.write_text(yaml.safe_dump(settings))
+    protocol = yaml.safe_load(study.read_text())
+    study.write_text(yaml.safe_dump(protocol | {"tables": ["runtime_smol-1.7b"]}))
+    run = dry_run(checkout, "paper_tables/mini/runtime_smol-1.7b.csv", snakefile=checkout / "Snakefile")
+    assert run.jobs == {"assets": 1, "runtime": 1, "table": 1, "total": 3}, run.output
+
+
 def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
     run = dry_run(tmp_path, "published")
     assert run.jobs == {"published_table": 12, "published": 1, "total": 13}, run.output
     given = {each["label"][0]: each for each in told(run, "published")}
     tables = yaml.safe_load((ROOT / "config" / "studies" / "paper.yaml").read_text())["tables"]
-    assert set(given) == {*tables, "training_cost_64k", "runtime_1b", "runtime_3b"}
+    assert set(given) == set(tables)
     for label, each in given.items():
         _parser().parse_args(["published", *(word for flag in each for word in (f"--{flag}", *each[flag]))])
         assert each["out"] == [f"paper_tables/published/{label}.tex"]
@@ -293,7 +327,10 @@ def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
 def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
         (given,) = told(run, "comparison")
-        assert {Path(path).stem for path in given["cells"]} == set(TABLES)
+        latencies = {label for label in TABLES if label.startswith("runtime_")}
+        assert latencies == {"runtime_1b", "runtime_3b"}
+        there = set(TABLES) if study == "paper" else set(TABLES) - latencies
+        assert {Path(path).stem for path in given["cells"]} == there
         assert given["out"] + given["picture"] == [
             f"paper_tables/{study}/comparison{ending}.csv" for ending in ("", "_picture")
         ]
@@ -309,22 +346,46 @@ def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: di
 def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
         (given,) = told(run, "document")
-        for flag, stage, made in (("tables", "table", "out"), ("figures", "figure", "pdf")):
-            assert sorted(given[flag]) == sorted(each[made][0] for each in told(run, stage))
+        for flag, stage, output in (("tables", "table", "out"), ("figures", "figure", "pdf")):
+            assert sorted(given[flag]) == sorted(each[output][0] for each in told(run, stage))
         labels = list(yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())["figures"])
         assert [Path(path).stem for path in given["figures"]] == [label for label in labels if label != "recipe_costs"]
         assert given["out"] == [f"paper_tables/{study}/main.tex"]
+        (numbers,) = told(run, "numbers")
+        assert numbers["out"] == given["numbers"] == [f"paper_tables/{study}/numbers.tex"]
+        assert sorted(numbers["cells"]) == sorted(each["cells"][0] for each in told(run, "table"))
         (told_to,) = specs(run, "document", DocumentSpec)
         titles = {figure.label: figure.title for figure in specs(run, "figure", FigureSpec)}
         assert (told_to.study, told_to.figure_titles) == (study, titles)
         assert [backbone.study for backbone in told_to.backbones] == [study] * len(told_to.backbones)
 
 
+def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
+    for study, run in studies.items():
+        (given,) = told(run, "report")
+        (shown,) = told(run, "document")
+        assert given["tables"] == shown["tables"]
+        assert given["cells"] == [path.replace(".tex", ".csv") for path in shown["tables"]]
+        figures = [path.replace(".pdf", ".png") for path in shown["figures"]]
+        assert (given["figures"], given["out"]) == (figures, ["results/report.html"])
+        (compared,) = told(run, "comparison")
+        assert (given["comparison"], given["picture"]) == (compared["out"], compared["picture"])
+        assert given["claims"] == [each["claims"][0] for each in told(run, "findings")]
+        generated = {each["out"][0] for each in told(run, "generate")}
+        trained = {each["out"][0] for each in told(run, "train")}
+        assert generated | trained <= set(given["sources"])
+        (told_to,), (document,) = specs(run, "report", ReportSpec), specs(run, "document", DocumentSpec)
+        assert (told_to.study, told_to.backbones) == (study, document.backbones)
+        assert told_to.figure_titles == document.figure_titles
+        kept = yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())
+        assert told_to.budgets == tuple(kept["budgets"]) and set(kept["lengths"]) <= set(told_to.lengths)
+
+
 @pytest.mark.parametrize(("study", "jobs"), [("mini", MINI), ("paper", PAPER)])
 def test_the_pdf_needs_the_document_and_what_it_shows(study: str, jobs: dict[str, int], tmp_path: Path) -> None:
     run = dry_run(tmp_path, "pdf", "--config", f"study={study}")
     assert {name: run.jobs[name] for name in ("table", "figure", "document", "document_pdf", "pdf")} == {
-        "table": 9, "figure": 11, "document": 1, "document_pdf": 1, "pdf": 1
+        "table": jobs["table"], "figure": 11, "document": 1, "document_pdf": 1, "pdf": 1
     }, run.output  # fmt: skip
     assert set(run.jobs) - {"document_pdf", "pdf", "total"} <= set(jobs)
     (given,) = told(run, "pdf")
@@ -450,17 +511,6 @@ def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:
     assert len(dry_run(checkout, made[0], snakefile=snakefile).commands) == 1
 
 
-def made(folder: Path, snakefile: Path, studies: dict[str, Run]) -> Callable[..., Run]:
-    """Dry runs of the mini study in a folder in which all its files are there and up to date."""
-    words = {word for command in studies["mini"].commands for word in command}
-    for path in (word for word in words if word.startswith(("results/", "paper_tables/"))):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text("{}")
-    touched = snakemake(folder, "--cores", "1", "--touch", "--forceall", "all", snakefile=snakefile)
-    assert touched.code == 0, touched.output
-    return functools.partial(dry_run, folder, "all", snakefile=snakefile)
-
-
 def of_smol(run: Run) -> tuple[dict[str, int], set[str]]:
     """Jobs by rule, without the totals, and the figures among them."""
     jobs = {name: count for name, count in run.jobs.items() if name not in ("all", "total")}
@@ -470,16 +520,25 @@ def of_smol(run: Run) -> tuple[dict[str, int], set[str]]:
 def test_what_is_captured_is_made_again_only_where_it_changes(
     tmp_path: Path, checkout: Path, studies: dict[str, Run]
 ) -> None:
-    dry = made(tmp_path / "made", checkout / "Snakefile", studies)
+    folder = made(tmp_path / "made", checkout / "Snakefile", studies["mini"])
+    dry = functools.partial(dry_run, folder, "all", snakefile=checkout / "Snakefile")
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
     audited = everything - {"ablation_kernel_fidelity", "training_curves"}
-    jobs = {"audit": 4, "findings": 1, "table": 1, "comparison": 1, "figure": len(audited), "document": 1}
+    jobs = {"audit": 4, "findings": 1, "table": 1, "comparison": 1, "numbers": 1, "figure": len(audited), "document": 1}
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
     one_budget = everything - {"entropy_gain", "mass_curves", "quartile_error", "training_curves"}
-    jobs = {"kernels": 2, "findings": 1, "table": 1, "comparison": 1, "figure": len(one_budget), "document": 1}
+    jobs = {
+        "kernels": 2,
+        "findings": 1,
+        "table": 1,
+        "comparison": 1,
+        "numbers": 1,
+        "figure": len(one_budget),
+        "document": 1,
+    }
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
     jobs = {
@@ -489,6 +548,7 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
         "findings": 1,
         "table": 1,
         "comparison": 1,
+        "numbers": 1,
         "figure": len(audited),
         "document": 1,
     }

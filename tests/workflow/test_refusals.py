@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ TARGETS = [
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, "
         "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting, "
-        "phi_param_count",
+        "phi_param_count, training_cost_64k, runtime_smol",
     ),
     (
         "paper_tables/published/runtime_smol.tex",
@@ -147,8 +149,8 @@ def ask_for_unknown_table(study: dict[str, Any]) -> None:
     study["tables"].append("table_nine")
 
 
-def make_the_papers_costs_anew(study: dict[str, Any]) -> None:
-    study["tables"].append("training_cost_64k")
+def tabulate_latencies_of_a_foreign_backbone(study: dict[str, Any]) -> None:
+    study["tables"].append("runtime_1b")
 
 
 def go_below_every_task(study: dict[str, Any]) -> None:
@@ -303,7 +305,11 @@ STUDY_SLIPS = [
     (evaluate_untrained_maps, "maps.main: 2k is not among maps.trained"),
     (show_uncaptured_text, "figures.entropy_gain.corpus: 'poems' is not one of wiki"),
     (ask_for_unknown_table, "tables: table_nine is not one of babilong_sweep, cross_length_mismatch, "),
-    (make_the_papers_costs_anew, "tables: training_cost_64k is not one of babilong_sweep, cross_length_mismatch, "),
+    (
+        tabulate_latencies_of_a_foreign_backbone,
+        "tables: runtime_1b is not one of babilong_sweep, cross_length_mismatch, dphi_ablation, exact_accounting, "
+        "loss_ablation, natural_main, phi_param_count, ruler_sweep, stress_1pct, training_cost_64k, runtime_smol",
+    ),
     (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]
 
@@ -351,7 +357,7 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
     assert run.jobs == {
         "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "comparison": 1,
-        "figure": 1, "document": 1, "total": 12,
+        "numbers": 1, "figure": 1, "document": 1, "runtime": 1, "report": 1, "total": 15,
     }, run.output  # fmt: skip
     assert dry_run(checkout, "recipes", snakefile=checkout / "Snakefile").jobs == {"recipes": 1, "total": 1}
     study["tables"] = []
@@ -398,3 +404,27 @@ def test_a_capture_of_which_a_part_is_lost_needs_its_backbone(lost: str, tmp_pat
     assert run.code == 1
     assert "backbone 1b: meta-llama/Llama-3.2-1B-Instruct is neither public nor" in run.output.splitlines()[-1]
     assert not list((tmp_path / "logs").rglob("*.log"))
+
+
+def test_a_pdf_without_latex_ends_before_the_first_job(tmp_path: Path) -> None:
+    """Whatever else is asked for; and only where a PDF is to be made."""
+    programs = str(programs_without_latex(tmp_path / "bin"))
+    run = snakemake(tmp_path, "--cores", "1", "published", "pdf", PATH=programs)
+    assert run.code == 1 and "Traceback" not in run.output
+    assert run.output.splitlines()[-1] == (
+        "no LaTeX on PATH (pdflatex or tectonic); install one, on Debian `apt install texlive-latex-extra`"
+    )
+    assert not [path for name in ("results", "logs", "paper_tables") for path in (tmp_path / name).rglob("*.*")]
+    table = "paper_tables/published/ruler_sweep.tex"
+    run = snakemake(tmp_path, "--cores", "1", table, PATH=programs)
+    assert run.code == 0 and (tmp_path / table).is_file(), run.output
+
+
+def programs_without_latex(folder: Path) -> Path:
+    """A folder with what else a run needs."""
+    folder.mkdir()
+    for name in ("bash", "sh", "which"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return folder

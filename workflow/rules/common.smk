@@ -13,9 +13,12 @@ import yaml
 from residual_mass import preflight
 from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.core import estimators
 from residual_mass.diagnostics import CWE
 from residual_mass.estimate import planned
 from residual_mass.paper import published as of_the_paper
+from residual_mass.paper import typesetting
+from residual_mass.paper.layouts import LAYOUTS
 from residual_mass.recipes import RECIPES
 from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (
@@ -31,7 +34,10 @@ from residual_mass.specs import (
     GenerateSpec,
     KernelsSpec,
     MapErrorsSpec,
+    NumbersSpec,
     PromptsSpec,
+    ReportSpec,
+    RuntimeSpec,
     ScoreSpec,
     TableSpec,
     TrainSpec,
@@ -73,6 +79,7 @@ def contradictions() -> Iterator[str]:
             continue
         study = STUDIES[backbone.study]
         longest = [study["truncate_to"], *study["maps"]["trained"], *study["diagnostics"]["lengths"]]
+        longest += study["runtime"]["contexts"]
         for length in (*evaluated_lengths(study), *longest):
             if tokens_of(length) > backbone.context:
                 yield f"{where}.context: {backbone.context} tokens, but study {backbone.study} has the length {length}"
@@ -111,8 +118,10 @@ def study_contradictions(name: str) -> Iterator[str]:
     for what, length in [*lengths, (f"truncate_to: {study['truncate_to']}", study["truncate_to"])]:
         if tokens_of(length) > longest:
             yield f"{where}: {what} is beyond maps.main ({study['maps']['main']}), which the maps were trained on"
-    if study["tables"] and set(study["methods"]) != set(METHODS):
-        yield f"{where}: tables show every method; methods must be {', '.join(METHODS)}, or tables empty"
+    for method in (method for method in study["methods"] if method not in estimators.NAMES):
+        yield f"{where}: methods: {method} is not one of {', '.join(estimators.NAMES)}"
+    if study["tables"] and not set(study["methods"]) >= set(METHODS):
+        yield f"{where}: tables show every method of the paper; have {', '.join(METHODS)} in methods, or tables empty"
     if "natural_main" in study["tables"] and len(benchmark_lengths(study, "longbench")) != 1:
         yield f"{where}: tables: natural_main shows one length of longbench; give benchmarks.longbench.lengths one"
     for label, key in (
@@ -123,7 +132,9 @@ def study_contradictions(name: str) -> Iterator[str]:
     ):
         if label in study["tables"] and not study[key]["backbones"]:
             yield f"{where}: tables: {label} needs a backbone in {key}.backbones"
-    made = [label for label in of_the_paper.labels() if label not in PUBLISHED_ALONE]
+    latencies = [f"{LATENCIES}{backbone}" for backbone in backbones_of(name)]
+    of_paper = [label for label in of_the_paper.labels() if not label.startswith(LATENCIES)]
+    made = list(dict.fromkeys([*of_paper, *LAYOUTS, *latencies]))
     for label in (label for label in study["tables"] if label not in made):
         yield f"{where}: tables: {label} is not one of {', '.join(made)}"
     yield from diagnostics_contradictions(name)
@@ -268,8 +279,10 @@ PARAMETER_TABLE = "phi_param_count"
 """The table of what the feature maps' files hold."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, where others have their study."""
-PUBLISHED_ALONE = ("training_cost_64k", "runtime_1b", "runtime_3b")
-"""Tables of the paper that no study makes of its results."""
+TRAINING_TABLE = "training_cost_64k"
+"""The table of what training takes."""
+LATENCIES = "runtime_"
+"""What the labels of tables of latencies begin with; the backbone's name follows."""
 MOST_PANELS = 6
 """Panels that a figure with one for every corpus and length has room for."""
 

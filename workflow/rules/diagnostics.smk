@@ -97,7 +97,12 @@ rule findings:
     output:
         accounting=ACCOUNTING,
         state_dtype=STATE_DTYPE,
-        claims=CLAIMS,
+        claims=report(
+            CLAIMS,
+            caption="../report/claims.rst",
+            category="Claims",
+            labels={"backbone": "{backbone}"},
+        ),
     log:
         "logs/findings/{backbone}.log",
     benchmark:

@@ -117,7 +117,7 @@ def ablation_of(wildcards: Any) -> list[str]:
 
 
 def results_of(wildcards: Any) -> list[str]:
-    """The result CSVs that a table shows, or the feature maps that it counts."""
+    """The result CSVs that a table shows, the feature maps that it counts, or both with their logs."""
     study = STUDIES[known("study", wildcards.study, STUDIES, "config/studies")]
     known("table", wildcards.label, study["tables"], f"config/studies/{wildcards.study}.yaml")
     if wildcards.label == "cross_length_mismatch":
@@ -126,9 +126,13 @@ def results_of(wildcards: Any) -> list[str]:
         return expand(ACCOUNTING, backbone=study["diagnostics"]["backbones"])
     if wildcards.label == PARAMETER_TABLE:
         return [path for name in backbones_of(wildcards.study) for path in sized_phi(study, name)]
+    if wildcards.label == TRAINING_TABLE:
+        return expand([PHI, TRAINING_LOG], backbone=backbones_of(wildcards.study), maps=study["maps"]["main"])
+    if wildcards.label.startswith(LATENCIES):
+        return [RUNTIME.format(backbone=wildcards.label.removeprefix(LATENCIES))]
     if comparison := ABLATION_TABLES.get(wildcards.label):
         return expand(ABLATION, ablation=comparison, backbone=study["ablations"]["backbones"])
-    shown = [name for name in TABLE_BENCHMARKS[wildcards.label] if name in study["benchmarks"]]
+    shown = [name for name in LAYOUTS[wildcards.label].benchmarks if name in study["benchmarks"]]
     return [
         path
         for benchmark in shown
@@ -154,9 +158,9 @@ def facts_of(wildcards: Any) -> str:
     return here(f"src/residual_mass/paper/published/{label}.csv")
 
 
-def published_template(wildcards: Any) -> str:
+def template_of(wildcards: Any) -> str:
     """Latencies of all backbones share one."""
-    name = "runtime" if wildcards.label.startswith("runtime_") else wildcards.label
+    name = "runtime" if wildcards.label.startswith(LATENCIES) else wildcards.label
     return here(f"paper_tables/templates/{name}.tex.j2")
 
 
@@ -167,6 +171,19 @@ def cells_of(wildcards: Any) -> list[str]:
     if not labels:
         sys.exit(f"config/studies/{study}.yaml: tables: has none to compare with the paper's; add one")
     return expand(CELLS, study=study, label=labels)
+
+
+def numbers_cells(wildcards: Any) -> list[str]:
+    """What all tables of a study print."""
+    study = known("study", wildcards.study, STUDIES, "config/studies")
+    if not STUDIES[study]["tables"]:
+        sys.exit(f"config/studies/{study}.yaml: tables: has none whose numbers could be quoted; add one")
+    return expand(CELLS, study=study, label=STUDIES[study]["tables"])
+
+
+def numbers_shown(wildcards: Any) -> list[str]:
+    """The macros that a document reads, where the study has tables."""
+    return expand(NUMBERS, study=wildcards.study) if STUDIES[wildcards.study]["tables"] else []
 
 
 def tables_of(wildcards: Any) -> list[str]:
@@ -180,6 +197,34 @@ def tables_of(wildcards: Any) -> list[str]:
 def figures_shown(wildcards: Any) -> list[str]:
     study = known("study", wildcards.study, STUDIES, "config/studies")
     return expand(f"{FIGURE}.pdf", study=study, label=figures_of(study))
+
+
+def reported(pattern: str, compared: bool = False) -> Callable[[Any], list[str]]:
+    """The files of all tables of the study that the page is of; with `compared` only where the paper's values are."""
+
+    def files(_: Any) -> list[str]:
+        study = config["study"]
+        labels = STUDIES[study]["tables"]
+        if compared:
+            return expand(pattern, study=study) if set(labels) & set(COMPARED_TABLES) else []
+        return expand(pattern, study=study, label=labels)
+
+    return files
+
+
+def figures_reported(_: Any) -> list[str]:
+    return expand(f"{FIGURE}.png", study=config["study"], label=figures_of(config["study"]))
+
+
+def claims_reported(_: Any) -> list[str]:
+    return expand(CLAIMS, backbone=STUDIES[config["study"]]["diagnostics"]["backbones"])
+
+
+def sources_reported(_: Any) -> list[str]:
+    """Feature maps, generated texts and results, whose hashes the page names."""
+    study = config["study"]
+    made = (job["target"] for job in itertools.chain(planned_training(study), planned_generation(study)))
+    return [*made, *study_results(study)]
 
 
 def recipe_logs_of(wildcards: Any) -> list[str]:
@@ -241,6 +286,7 @@ def study_results(study: str) -> list[str]:
         *expand(MISMATCH, backbone=mismatch["backbones"]),
         *expand(ABLATION, ablation=config["ablations"], backbone=ablations["backbones"]),
         *expand(MAP_ERRORS, backbone=mismatch["backbones"] or ablations["backbones"], length=dict.fromkeys(compared)),
+        *expand(RUNTIME, backbone=names),
         *diagnostics_results(study),
     ]
 
@@ -259,12 +305,14 @@ def study_targets(study: str) -> list[str]:
     figures = figure_files(study, figures_of(study))
     tables = STUDIES[study]["tables"]
     document = [DOCUMENT] if tables or figures else []
+    numbers = [NUMBERS] if tables else []
     comparison = [COMPARISON, PICTURE] if set(tables) & set(COMPARED_TABLES) else []
     return [
         *study_results(study),
         *expand(TABLE, study=study, label=tables),
-        *expand([*comparison, *document], study=study),
+        *expand([*comparison, *numbers, *document], study=study),
         *figures,
+        *([REPORT] if study == config["study"] and document else []),
     ]
 
 

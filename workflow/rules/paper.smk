@@ -3,18 +3,30 @@
 Needs: result tables, diagnostics, training logs, feature maps.
 Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png,
 paper_tables/published/{label}.tex, paper_tables/{study}/comparison.csv and comparison_picture.csv,
-paper_tables/{study}/main.tex and, where LaTeX is installed, main.pdf
+paper_tables/{study}/numbers.tex, paper_tables/{study}/main.tex and, where LaTeX is installed, main.pdf
 """
 
 
 rule table:
     input:
         results=results_of,
-        template=here("paper_tables/templates/{label}.tex.j2"),
+        template=template_of,
         frame=here("paper_tables/templates/frame.tex.j2"),
     output:
-        tex=TABLE,
-        cells=CELLS,
+        tex=report(
+            TABLE,
+            caption="../report/table.rst",
+            category="Tables",
+            subcategory="{study}",
+            labels={"table": "{label}", "file": "LaTeX"},
+        ),
+        cells=report(
+            CELLS,
+            caption="../report/table.rst",
+            category="Tables",
+            subcategory="{study}",
+            labels={"table": "{label}", "file": "cells"},
+        ),
     log:
         "logs/table/{study}_{label}.log",
     benchmark:
@@ -38,7 +50,7 @@ rule table:
 rule published_table:
     input:
         facts=facts_of,  # not named to the stage, which has them built in
-        template=published_template,
+        template=template_of,
         frame=here("paper_tables/templates/frame.tex.j2"),
     output:
         PUBLISHED_TABLE,
@@ -64,8 +76,20 @@ rule comparison:
     input:
         cells=cells_of,
     output:
-        cells=COMPARISON,
-        picture=PICTURE,
+        cells=report(
+            COMPARISON,
+            caption="../report/comparison.rst",
+            category="Beside the paper",
+            subcategory="{study}",
+            labels={"compares": "every cell"},
+        ),
+        picture=report(
+            PICTURE,
+            caption="../report/comparison.rst",
+            category="Beside the paper",
+            subcategory="{study}",
+            labels={"compares": "whole tables"},
+        ),
     log:
         "logs/comparison/{study}.log",
     benchmark:
@@ -86,13 +110,45 @@ rule comparison:
         " --out {output.cells} --picture {output.picture} > {log} 2>&1"
 
 
+rule numbers:
+    input:
+        cells=numbers_cells,
+        template=here("paper_tables/templates/numbers.tex.j2"),
+    output:
+        NUMBERS,
+    log:
+        "logs/numbers/{study}.log",
+    benchmark:
+        "logs/numbers/{study}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        spec=numbers_spec,
+    message:
+        "Numbers of study {wildcards.study} for prose"
+    shell:
+        "python -m residual_mass numbers --spec {params.spec:q} --cells {input.cells}"
+        " --template {input.template:q} --out {output} > {log} 2>&1"
+
+
 rule figure:
     input:
         data=figure_data,
         audits=figure_audits,  # not read: rows that fail theirs become no figure
     output:
         pdf=f"{FIGURE}.pdf",
-        png=f"{FIGURE}.png",
+        png=report(
+            f"{FIGURE}.png",
+            caption="../report/figure.rst",
+            category="Figures",
+            subcategory="{study}",
+            labels={"figure": "{label}"},
+        ),
     log:
         "logs/figure/{study}_{label}.log",
     benchmark:
@@ -117,6 +173,7 @@ rule document:
     input:
         tables=tables_of,
         figures=figures_shown,
+        numbers=numbers_shown,
         template=here("paper_tables/templates/main.tex.j2"),
     output:
         DOCUMENT,
@@ -137,16 +194,22 @@ rule document:
         "All tables and figures of study {wildcards.study}"
     shell:
         "python -m residual_mass document --spec {params.spec:q} --tables {input.tables} --figures {input.figures}"
-        " --template {input.template:q} --out {output} > {log} 2>&1"
+        " --numbers {input.numbers} --template {input.template:q} --out {output} > {log} 2>&1"
 
 
 rule document_pdf:
     input:
         document=DOCUMENT,
-        tables=tables_of,  # the document reads them and the figures itself
+        tables=tables_of,  # the document reads them, the figures and the numbers itself
         figures=figures_shown,
+        numbers=numbers_shown,
     output:
-        DOCUMENT_PDF,
+        report(
+            DOCUMENT_PDF,
+            caption="../report/document.rst",
+            category="Document",
+            labels={"study": "{study}"},
+        ),
     log:
         "logs/document_pdf/{study}.log",
     benchmark:

@@ -21,23 +21,26 @@ KERNELS = "results/diagnostics/kernels_{backbone}_{corpus}_{length}.parquet"
 ACCOUNTING = "results/diagnostics/accounting_{backbone}.csv"
 STATE_DTYPE = "results/diagnostics/state_dtype_{backbone}.csv"
 CLAIMS = "results/diagnostics/claims_{backbone}.csv"
+RUNTIME = "results/runtime_{backbone}.csv"
 TABLE = "paper_tables/{study}/{label}.tex"
 CELLS = "paper_tables/{study}/{label}.csv"
 PUBLISHED_TABLE = f"paper_tables/{PUBLISHED}/{{label}}.tex"
 COMPARISON = "paper_tables/{study}/comparison.csv"
 PICTURE = "paper_tables/{study}/comparison_picture.csv"
+NUMBERS = "paper_tables/{study}/numbers.tex"
 FIGURE = "paper_tables/{study}/figures/{label}"
 DOCUMENT = "paper_tables/{study}/main.tex"
 DOCUMENT_PDF = "paper_tables/{study}/main.pdf"
+REPORT = "results/report.html"
+"""Of the study that is named in the configuration."""
 
-TABLE_BENCHMARKS = {
-    "natural_main": ("longbench",),
-    "ruler_sweep": ("ruler",),
-    "babilong_sweep": ("babilong",),
-    "stress_1pct": ("ruler", "babilong"),
-}
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
-COMPARED_TABLES = (*TABLE_BENCHMARKS, "cross_length_mismatch", *ABLATION_TABLES, ACCOUNTING_TABLE)
+PAPERS_COSTS = (TRAINING_TABLE, *(label for label in of_the_paper.labels() if label.startswith(LATENCIES)))
+COMPARED_TABLES = (
+    *(label for label in LAYOUTS if label in of_the_paper.labels()),
+    ACCOUNTING_TABLE,
+    *PAPERS_COSTS,
+)
 """Tables whose cells are compared with the paper's."""
 ONE_BUDGET = ("kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown")
 """What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
@@ -81,7 +84,11 @@ def group_arms(study: dict[str, Any], group: str) -> list[dict[str, Any]]:
     budgets = {method: study["budgets"] if method != "full" else [None] for method in study["methods"]}
     (main,) = labels
     return [
-        {"method": method, "budget_percent": budget, "maps": main if method.startswith("topk_phi") else None}
+        {
+            "method": method,
+            "budget_percent": budget,
+            "maps": main if estimators.estimator_named(method).adds_residual else None,
+        }
         for method in budgets
         for budget in budgets[method]
     ]
@@ -314,9 +321,21 @@ def maps_at(wildcards: Any) -> list[str]:
     return list(dict.fromkeys(labels))
 
 
+def runtime_spec(wildcards: Any) -> str:
+    study = study_of(wildcards)
+    return spec(
+        RuntimeSpec,
+        **protocol(wildcards),
+        anchors=study["anchors"],
+        map=study["phi"]["map"],
+        recipe=RECIPES["runtime"],
+        **study["runtime"],
+    )
+
+
 def table_spec(wildcards: Any) -> str:
     study, names = STUDIES[wildcards.study], backbones_of(wildcards.study)
-    benchmarks = TABLE_BENCHMARKS.get(wildcards.label, ())
+    benchmarks = LAYOUTS[wildcards.label].benchmarks if wildcards.label in LAYOUTS else ()
     lengths_of = {name: benchmark_lengths(study, name) for name in benchmarks if name in study["benchmarks"]}
     shown = {
         "backbones": names,
@@ -336,14 +355,21 @@ def table_spec(wildcards: Any) -> str:
     if wildcards.label == ACCOUNTING_TABLE:
         captured = study["diagnostics"]
         shown |= {"backbones": captured["backbones"], "lengths": captured["lengths"], "budgets": [captured["budget"]]}
-    if wildcards.label == PARAMETER_TABLE:
+    if wildcards.label in (PARAMETER_TABLE, TRAINING_TABLE):
         shown |= {"budgets": [], "benchmarks": []}
+    if wildcards.label.startswith(LATENCIES):
+        names = [wildcards.label.removeprefix(LATENCIES)]
+        shown |= {"backbones": names, "lengths": study["runtime"]["contexts"], "budgets": [], "benchmarks": []}
     titles = {name: config["backbones"][name]["title"] for name in names}
     return spec(TableSpec, study=wildcards.study, label=wildcards.label, backbone_titles=titles, **shown)
 
 
 def comparison_spec(wildcards: Any) -> str:
     return spec(ComparisonSpec, study=wildcards.study)
+
+
+def numbers_spec(wildcards: Any) -> str:
+    return spec(NumbersSpec, study=wildcards.study)
 
 
 def figure_spec(wildcards: Any) -> str:
@@ -383,6 +409,19 @@ def document_spec(wildcards: Any) -> str:
         study=wildcards.study,
         backbones=[dataclasses.asdict(BACKBONES[name]) for name in backbones_of(wildcards.study)],
         figure_titles={label: figure_title(shown[label]) for label in figures_of(wildcards.study)},
+    )
+
+
+def report_spec(_: Any) -> str:
+    study = STUDIES[config["study"]]
+    shown = study["figures"]
+    return spec(
+        ReportSpec,
+        study=config["study"],
+        backbones=[dataclasses.asdict(BACKBONES[name]) for name in backbones_of(config["study"])],
+        lengths=evaluated_lengths(study),
+        budgets=study["budgets"],
+        figure_titles={label: figure_title(shown[label]) for label in figures_of(config["study"])},
     )
 
 

@@ -12,7 +12,12 @@ rule train:
         assets=assets_for(PHI),
     output:
         phi=PHI,
-        csv=TRAINING_LOG,
+        csv=report(
+            TRAINING_LOG,
+            caption="../report/training.rst",
+            category="Training",
+            labels={"backbone": "{backbone}", "maps": "{maps}"},
+        ),
     log:
         "logs/train/{backbone}_{maps}.log",
     benchmark:
@@ -41,7 +46,12 @@ rule train_variants:
         assets=assets_for(*VARIANTS),
     output:
         phi=VARIANTS,
-        csv="results/training_{backbone}_{maps}-variants.csv",
+        csv=report(
+            "results/training_{backbone}_{maps}-variants.csv",
+            caption="../report/training.rst",
+            category="Training",
+            labels={"backbone": "{backbone}", "maps": "{maps}, variants"},
+        ),
     log:
         "logs/train/{backbone}_{maps}-variants.log",
     benchmark:
@@ -69,7 +79,12 @@ use rule train as train_recipe with:
         assets=assets_for(RECIPE_PHI),
     output:
         phi=RECIPE_PHI,
-        csv=RECIPE_LOG,
+        csv=report(
+            RECIPE_LOG,
+            caption="../report/training.rst",
+            category="Training",
+            labels={"backbone": "{backbone}", "maps": "{maps}", "recipe": "{recipe}", "seed": "{seed}"},
+        ),
     log:
         "logs/train/{recipe}_{backbone}_{maps}_{seed}.log",
     benchmark:

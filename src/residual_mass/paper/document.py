@@ -75,8 +75,18 @@ class Part:
     """Of figures; tables bring theirs along."""
 
 
-def run(spec: DocumentSpec, tables: Sequence[Path], figures: Sequence[Path], template: Path, out: Path) -> None:
+def run(
+    spec: DocumentSpec,
+    tables: Sequence[Path],
+    figures: Sequence[Path],
+    numbers: Path | None,
+    template: Path,
+    out: Path,
+) -> None:
     """Writes a document that shows the tables (.tex), then the figures (.pdf), each in the order given.
+
+    Args:
+        numbers: macros of the tables' numbers (.tex), for whoever writes text into a copy; None where there are none.
 
     Raises:
         ValueError: there are none of either, a file is missing or its name is none that LaTeX reads as it stands, a
@@ -88,11 +98,18 @@ def run(spec: DocumentSpec, tables: Sequence[Path], figures: Sequence[Path], tem
         template,
         study=spec.study,
         backbones=spec.backbones,
+        numbers=_place(numbers, out.parent, "numbers") if numbers else None,
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         tables=[_table(path, out.parent) for path in tables],
         figures=[_figure(path, out.parent, spec.figure_titles) for path in figures],
     )
     write_text(out, text)
+
+
+def figure_caption(label: str, titles: Mapping[str, str]) -> Latex:
+    """What a figure shows and, where `titles` says so, what of. Raises ValueError when the figure is unknown."""
+    caption = CAPTIONS[kind_of(label)]
+    return Latex(f"{caption} {escape(titles[label])}.") if titles.get(label) else caption
 
 
 def _table(path: Path, folder: Path) -> Part:
@@ -104,9 +121,7 @@ def _table(path: Path, folder: Path) -> Part:
 
 
 def _figure(path: Path, folder: Path, titles: Mapping[str, str]) -> Part:
-    caption = CAPTIONS[kind_of(path.stem)]
-    if title := titles.get(path.stem):
-        caption = Latex(f"{caption} {escape(title)}.")
+    caption = figure_caption(path.stem, titles)
     return Part(path.stem, _place(path, folder, "figure"), Latex(f"fig:{path.stem}"), caption)
 
 

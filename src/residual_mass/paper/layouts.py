@@ -66,9 +66,17 @@ class Layout:
                     yield from self.points(block, row, backbone)
 
 
+@dataclass(frozen=True)
+class ScoreTable:
+    """How a score table is laid out, and the benchmarks whose results it shows; none where it compares maps."""
+
+    layout: Callable[[TableSpec], Layout]
+    benchmarks: tuple[str, ...] = ()
+
+
 def layout_of(spec: TableSpec) -> Layout:
     """Of a table of LAYOUTS. Raises ValueError when the spec does not fit the table."""
-    return LAYOUTS[spec.label](spec)
+    return LAYOUTS[spec.label].layout(spec)
 
 
 def evaluated(point: Point, spec: TableSpec) -> bool:
@@ -128,15 +136,16 @@ def _published_width_title(maps: str) -> Latex:
     return Latex(f"{OURS} ({width_title(PUBLISHED_D_PHI)})") if title == OURS else title
 
 
-LAYOUTS: dict[str, Callable[[TableSpec], Layout]] = {
-    "natural_main": _natural_main,
-    "stress_1pct": _stress_1pct,
-    "ruler_sweep": _sweep("ruler"),
-    "babilong_sweep": _sweep("babilong"),
-    "cross_length_mismatch": _cross_length_mismatch,
-    "dphi_ablation": _ablation,
-    "loss_ablation": _ablation,
+LAYOUTS = {
+    "natural_main": ScoreTable(_natural_main, ("longbench",)),
+    "stress_1pct": ScoreTable(_stress_1pct, ("ruler", "babilong")),
+    "ruler_sweep": ScoreTable(_sweep("ruler"), ("ruler",)),
+    "babilong_sweep": ScoreTable(_sweep("babilong"), ("babilong",)),
+    "cross_length_mismatch": ScoreTable(_cross_length_mismatch),
+    "dphi_ablation": ScoreTable(_ablation),
+    "loss_ablation": ScoreTable(_ablation),
 }
+"""By the table's label."""
 
 
 def _method_rows() -> tuple[Slice, ...]:

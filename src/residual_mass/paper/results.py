@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import Data
+from residual_mass.core.estimators import NAMES, estimator_named
 from residual_mass.files import finite_field, only_value, read_csv
 from residual_mass.paper.cells import ALL_TASKS, Point
-from residual_mass.specs import METHODS
 
 COLUMNS = (
     "benchmark backbone length task method budget_percent maps value stderr ci_low ci_high original_value n "
@@ -152,12 +152,12 @@ def _phi_shas(rows: Iterable[Row], path: Path) -> dict[str, str]:
 
 def _arm(row: Row, where: str) -> Arm:
     method, budget, maps = row["method"], row["budget_percent"], row["maps"]
-    if method not in METHODS:
-        raise ValueError(f"{where}: unknown method {method!r}; known are {', '.join(METHODS)}")
+    if method not in NAMES:
+        raise ValueError(f"{where}: unknown method {method!r}; known are {', '.join(NAMES)}")
     if (method == "full") != (budget == ""):
         raise ValueError(f"{where}: budget_percent is {budget!r} for method {method}; {REMEDY}")
     for name in ("maps", "phi_sha"):
-        if method.startswith("topk_phi") != (row[name] != ""):
+        if estimator_named(method).adds_residual != (row[name] != ""):
             raise ValueError(f"{where}: {name} is {row[name]!r} for method {method}; {REMEDY}")
     return method, None if budget == "" else finite_field(row, "budget_percent", where, REMEDY), maps or None
 

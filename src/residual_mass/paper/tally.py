@@ -30,11 +30,11 @@ def tally(texts: Mapping[Point, str], other: str = "topk") -> Tally | None:
     """Counts over the cells with one of the method `other` beside them, at the printed precision; None when there is
     none.
     """
-    changes = list(_changes(texts, other))
-    if not changes:
+    found = list(changes(texts, other))
+    if not found:
         return None
-    wins, losses = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    return Tally(wins, len(changes) - wins - losses, losses, sum(changes, Decimal()) / len(changes))
+    wins, losses = sum(change > 0 for change in found), sum(change < 0 for change in found)
+    return Tally(wins, len(found) - wins - losses, losses, sum(found, Decimal()) / len(found))
 
 
 def tally_by_family(texts: Mapping[Point, str], other: str = "topk") -> dict[str, Tally]:
@@ -46,7 +46,7 @@ def tally_by_family(texts: Mapping[Point, str], other: str = "topk") -> dict[str
     return {family: each for family, each in counted.items() if each is not None}
 
 
-def _changes(texts: Mapping[Point, str], other: str) -> Iterable[Decimal]:
+def changes(texts: Mapping[Point, str], other: str = "topk") -> Iterable[Decimal]:
     """Printed differences. A point that names its maps has no partner: variants do not stand for the method."""
     for point, text in texts.items():
         partner = replace(point, method=other)

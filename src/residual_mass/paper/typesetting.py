@@ -24,9 +24,9 @@ def run(document: Path, out: Path) -> None:
     """
     if not document.is_file():
         raise ValueError(f"{document}: no such file; run the document stage")
-    program = next((program for program in PASSES if shutil.which(program)), None)
+    program = _latex()
     if program is None:
-        raise ValueError(f"no LaTeX on PATH ({' or '.join(PASSES)}); install one, {REMEDY}")
+        raise ValueError(*problems())
     log = out.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, document.with_suffix(".pdf").name)
@@ -39,6 +39,15 @@ def run(document: Path, out: Path) -> None:
         with replacing(out) as temporary:
             shutil.copyfile(built, temporary)
     log.unlink(missing_ok=True)  # of a run that failed
+
+
+def problems() -> list[str]:
+    """What this machine lacks to make a PDF, in one line with its remedy; empty where it has a LaTeX."""
+    return [] if _latex() else [f"no LaTeX on PATH ({' or '.join(PASSES)}); install one, {REMEDY}"]
+
+
+def _latex() -> str | None:
+    return next((program for program in PASSES if shutil.which(program)), None)
 
 
 def _compile(program: str, document: Path, folder: str) -> tuple[str, bool]:

@@ -49,8 +49,10 @@ def make_figures(folder: Path, *labels: str) -> list[Path]:
     return paths
 
 
-def document(folder: Path, wanted: DocumentSpec, tables: list[Path], figures: list[Path]) -> str:
-    run(wanted, tables, figures, TEMPLATE, folder / "main.tex")
+def document(
+    folder: Path, wanted: DocumentSpec, tables: list[Path], figures: list[Path], numbers: Path | None = None
+) -> str:
+    run(wanted, tables, figures, numbers, TEMPLATE, folder / "main.tex")
     return (folder / "main.tex").read_text(encoding="utf-8")
 
 
@@ -94,6 +96,14 @@ def test_tables_and_figures_stand_in_the_order_given(tmp_path: Path) -> None:
 def test_a_study_of_one_half_has_a_document(tmp_path: Path) -> None:
     assert r"\includegraphics" not in document(tmp_path, spec(), make_tables(tmp_path), [])
     assert r"\input" not in document(tmp_path, spec(), [], make_figures(tmp_path, "mass_curves"))
+
+
+def test_the_macros_of_the_numbers_are_read_before_the_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"numbers\.tex: no such file; run the numbers stage"):
+        document(tmp_path, spec(), make_tables(tmp_path), [], tmp_path / "numbers.tex")
+    (tmp_path / "numbers.tex").write_text("")
+    tex = document(tmp_path, spec(), make_tables(tmp_path), [], tmp_path / "numbers.tex")
+    assert "\n\\input{numbers.tex}\n" in tex.partition("\\begin{document}")[0]
 
 
 def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:

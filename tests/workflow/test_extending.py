@@ -1,0 +1,223 @@
+"""Every example of docs/extending.md, applied as it stands to a copy of the repository, and then run."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import ROOT, Run, dry_run, snakemake
+from tests.small_assets import MODEL_ID, REVISION, write_assets
+from tests.unit.paper.printed import printed_cells
+from tests.unit.paper.sample_results import result_rows, write_rows
+
+from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.spec_json import to_json
+from residual_mass.specs import METHODS, BackboneSpec, PromptsSpec
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+TINY = BackboneSpec("tiny", "mini", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A fenced block: the file that it is for, where in it ("at the end", "in place of X", "under X"), and its text."""
+
+    language: str
+    file: str
+    where: str
+    text: str
+
+
+def examples(title: str) -> list[Example]:
+    """The examples of a section."""
+    section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    blocks = re.findall(r"^```(\w+)\n[#%] ([^\n]*)\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
+    return [Example(language, *place.partition(", ")[::2], text) for language, place, text in blocks]
+
+
+def test_the_page_has_examples_for_everything_it_lists() -> None:
+    titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    assert [len(examples(title)) for title in titles[:5]] == [1, 2, 2, 2, 2]
+    assert sum(len(examples(title)) for title in titles) == PAGE.count("\n```") / 2
+    assert "(docs/extending.md)" in (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of what examples change."""
+    folder = tmp_path / "copy"
+    for name in ("config", "docs", "workflow", "src", "paper_tables/templates"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("Snakefile", "environment.yml"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def apply(copy: Path, title: str) -> None:
+    for example in examples(title):
+        if example.language == "bash":
+            subprocess.run(["bash", "-euc", example.text], cwd=copy, check=True)
+            continue
+        path = copy / example.file
+        before = path.read_text() if path.exists() else ""
+        path.write_text(edited(before, example))
+
+
+def edited(before: str, example: Example) -> str:
+    if example.where.startswith("under "):
+        content = yaml.safe_load(before)
+        content[example.where.removeprefix("under ")] |= yaml.safe_load(example.text)
+        return yaml.safe_dump(content)
+    if example.where.startswith("in place of "):
+        name = example.where.removeprefix("in place of ")
+        lines = re.findall(rf"^{name}(?:: | = ).*\n", before, re.MULTILINE)
+        assert len(lines) == 1, f"{example.file} has {len(lines)} lines that set {name}"
+        return before.replace(lines[0], example.text)
+    assert example.where in ("", "at the end") and bool(example.where) == bool(before), example
+    return before + example.text
+
+
+def plan(copy: Path, *arguments: str) -> Run:
+    run = dry_run(copy, *arguments, snakefile=copy / "Snakefile")
+    assert run.code == 0, run.output
+    return run
+
+
+def test_a_backbone(copy: Path) -> None:
+    apply(copy, "A backbone")
+    (target,) = re.findall(r"`snakemake --cores 8 (results/ruler_smol360m_\S+)`", PAGE)
+    run = plan(copy, target)
+    assert {name: run.jobs[name] for name in ("train", "generate", "score")} == {"train": 1, "generate": 1, "score": 1}
+    assert "SmolLM2-360M-Instruct" in " ".join(" ".join(command) for command in run.commands)
+
+
+def test_a_study(copy: Path) -> None:
+    apply(copy, "A study")
+    (command,) = re.findall(r"`snakemake --cores 8 (all --config study=\w+)`", PAGE)
+    jobs, mini = plan(copy, *command.split()).jobs, plan(copy, "all").jobs
+    assert jobs == mini and jobs["table"] >= 9
+    assert yaml.safe_load((copy / "config/studies/dense.yaml").read_text())["budgets"] == [1, 4, 16]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from residual_mass import PhiMaps, partial_kv
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.phi_maps import HeadShape
+from residual_mass.cli import main
+from residual_mass.spec_json import parse_spec
+from residual_mass.specs import BackboneSpec, MapSpec
+
+assets, backbone, prompts, generate, score, *methods = sys.argv[1:]
+loaded = load_backbone(parse_spec(BackboneSpec, backbone), Path(assets))
+training = {"model_id": loaded.spec.model_id, "revision": loaded.spec.revision, "length": 1024}
+PhiMaps(HeadShape.of(loaded.model.config), MapSpec(d_emb=8, d_phi=8), training).save(Path("phi.safetensors"))
+main(["prompts", "--spec", prompts, "--assets", assets, "--out", "manifest.json"])
+files = ["--prompts", "manifest.json", "--phi", "phi.safetensors", "--store", "store.jsonl", "--out", "all.jsonl"]
+main(["generate", "--spec", generate, "--assets", assets, *files])
+main(["score", "--spec", score, "--prompts", "manifest.json", "--generations", "all.jsonl", "--out", "scores.csv"])
+
+def logits(method, budget):
+    with partial_kv(loaded.model, method=method, budget=budget):
+        made = loaded.model.generate(torch.arange(2, 202)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False,
+                                     return_dict_in_generate=True, output_logits=True)
+    return torch.stack(made.logits)
+
+for method in methods:
+    whole, part, topk = logits(method, 1.0), logits(method, 0.15), logits("topk", 0.15)
+    torch.testing.assert_close(whole, logits("full", None))
+    assert part.isfinite().all() and not torch.allclose(part, topk)
+"""
+"""The stages prompts, generate and score, then methods of the library: exact where nothing is left unread, and not what
+top-K makes of the same tokens elsewhere.
+"""
+
+
+def scores(copy: Path, tasks: list[str], more: list[str]) -> list[dict[str, str]]:
+    """What the copy's package makes of one example of LongBench tasks at 1k, by the paper's methods and `more`."""
+    assets = copy / "results" / "assets"
+    write_assets(assets)
+    prompts = PromptsSpec("longbench", "1k", "tiny", MODEL_ID, REVISION, "assets", "assets", 1, 0, 1)
+    place = {
+        "study": "mini",
+        "backbone": dataclasses.asdict(TINY),
+        "benchmark": "longbench",
+        "length": "1k",
+        "recipe": 1,
+    }
+    generate = place | {
+        "tasks": tasks, "examples": 1, "anchors": {}, "budget_length": "real", "chat_template": False,
+        "truncate_to": "1k", "maps": [{"label": "1k", "length": 1024}], "answer_margin": 0,
+        "stop_when_saturated": False, "batch_tokens": 4096, "allow_extrapolation": False, "recipe": 1,
+        "arms": [
+            {"method": name, "budget_percent": None if name == "full" else 5, "maps": "1k" if "phi" in name else None}
+            for name in (*METHODS, *more)
+        ],
+    }  # fmt: skip
+    score = place | {
+        "data_source": "assets",
+        "arms": None,
+        "decoding": "",
+        "bootstrap_resamples": 10,
+        "seed": 0,
+        "recipe": 1,
+    }
+    told = [to_json(TINY), to_json(prompts), json.dumps(generate), json.dumps(score)]
+    command = [sys.executable, "-c", SCRIPT, str(assets), *told, *more]
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with open(copy / "scores.csv", encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_an_estimator_and_a_task(copy: Path) -> None:
+    """Both together, for what takes time is to start."""
+    apply(copy, "A residual estimator")
+    apply(copy, "A task of a benchmark")
+    tasks = ["longbench_gov_report", "longbench_qmsum", "longbench_2wikimqa"]
+    rows = scores(copy, tasks, ["topk_mean"])
+    assert {(row["task"], row["method"]) for row in rows} == {
+        (task, method) for task in (*tasks, "all") for method in (*METHODS, "topk_mean")
+    }
+    of_mean = [row for row in rows if row["method"] == "topk_mean"]
+    assert all(row["gain_p"] and not row["maps"] and not row["phi_sha"] for row in of_mean)
+    assert {row["metric"] for row in rows if row["task"] == "longbench_2wikimqa"} == {"qa_f1_score"}
+    run = plan(copy, "results/longbench_smol_2k.csv", "paper_tables/mini/natural_main.tex")
+    (given,) = [command for command in run.commands if command[0] == "generate"]
+    told = json.loads(given[given.index("--spec") + 1])
+    assert {"method": "topk_mean", "budget_percent": 8.0, "maps": None} in told["arms"]
+    assert "longbench_2wikimqa" in told["tasks"]
+
+
+def test_a_table(copy: Path) -> None:
+    """Rendered by Snakemake out of results that are there."""
+    apply(copy, "A table")
+    study = copy / "config" / "studies" / "mini.yaml"
+    content = yaml.safe_load(study.read_text())
+    content["tables"].append("ruler_tasks")
+    study.write_text(yaml.safe_dump(content))
+    assert plan(copy, "all").jobs["table"] == len(content["tables"])
+    tasks = tuple(task.name for task in BENCHMARKS["ruler"])
+    (copy / "results").mkdir()
+    for length, fitting in (("1k", tasks[:-1]), ("2k", tasks)):
+        rows = result_rows({("ruler_vt", "topk", 4.0): 0.75}, tasks=fitting, length=length)
+        write_rows(copy / "results" / f"ruler_smol_{length}.csv", rows)
+    run = snakemake(copy, "--cores", "1", "paper_tables/mini/ruler_tasks.tex", snakefile=copy / "Snakefile")
+    assert run.code == 0 and "Finished jobid: 0 (Rule: table)" in run.output, run.output
+    cells = printed_cells((copy / "paper_tables/mini/ruler_tasks.tex").read_text())
+    assert len(cells) == len(tasks) * len(METHODS) * 3
+    (column,) = {column for (task, _, column), cell in cells.items() if cell.text == "0.750" and task == "vt"}
+    assert column == 1
