@@ -34,9 +34,7 @@ lint: $(STAMP)
 	snakemake --lint
 
 gpu-check: $(STAMP)
-	pytest -m gpu
-	python benchmarks/gpu_check.py
-	python benchmarks/gpu_check.py
+	pytest -m gpu; tests=$$?; python benchmarks/gpu_check.py && exit $$tests
 
 # The kernels' interpreter: torch for CUDA brings Triton along, torch for CPUs does not.
 $(TRITON): $(STAMP)

@@ -23,11 +23,11 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.fused import DecodeCache
+from residual_mass.core.fused import DecodeCache, with_summary
 from residual_mass.core.fused.torch_path import decode_attention
 from residual_mass.core.selection import largest
 from residual_mass.core.support import retrieved_count
-from residual_mass.runtime.measure import device_name
+from residual_mass.runtime.measure import IMPLEMENTATIONS, device_name
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
 from residual_mass.specs import METHODS, AnchorSpec, MapSpec
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.manual_seed(0)
-    backbone = load_backbone(SMOL, options.assets)
+    backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
     phi = PhiMaps(backbone.shape, MapSpec(d_emb=options.d_emb)).requires_grad_(False)
     prompt = held_out_corpus("books", backbone.tokenizer, options.length, 0, options.assets).sequence(0)
     read = prefill(backbone.model, [prompt])
@@ -73,10 +73,10 @@ def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: fl
         decoders[f"fused {method}"] = StaticDecoder(
             backbone.model, fill_buffers([fresh(read)], count), method, k, ANCHORS, phi, count
         )
-        for side in ("prototype", "fused"):
+        for side in IMPLEMENTATIONS:
             traffic = step_traffic(
                 backbone.model, phi, side, method, batch=1, length=length, k=k, anchors=ANCHORS, generated=count // 2
-            )  # type: ignore[arg-type]
+            )
             floors[f"{side} {method}"] = traffic.total / bandwidth
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     tokens: dict[str, Tensor] = {}
@@ -112,8 +112,6 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
     keys, values = cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length]
     low = [x.bfloat16() for x in (query, keys, values)]
     query_map, key_map = phi.folded()[0]
-    from residual_mass.core.fused import with_summary
-
     full = with_summary(cache, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
     log_query = map_heads(query_map, query).squeeze(2)
     scores = grouped @ keys.transpose(-1, -2)
@@ -121,6 +119,8 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
     def eager() -> Tensor:
         return (grouped * scale @ keys.transpose(-1, -2)).softmax(-1) @ values
 
+    one = query.squeeze(2)
+    common = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "generated": 1, "scale": scale}
     parts: dict[str, Callable[[], object]] = {
         "Full: SDPA, float32": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
         "Full: SDPA, bfloat16": lambda: F.scaled_dot_product_attention(*low, enable_gqa=True),
@@ -129,12 +129,8 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
         "selection": lambda: largest(scores, k),
         "phi_q as written": lambda: phi.query[0].unfolded(query[0]),
         "phi_q folded": lambda: map_heads(query_map, query),
-        "TopK attention, all": lambda: decode_attention(
-            query.squeeze(2), cache, None, k=k, sink=4, tail=16, subtracts=False, generated=1, scale=scale
-        ),
-        "TopK+phi attention, all but phi_q": lambda: decode_attention(
-            query.squeeze(2), full, log_query, k=k, sink=4, tail=16, subtracts=True, generated=1, scale=scale
-        ),
+        "TopK attention, all": lambda: decode_attention(one, cache, None, subtracts=False, **common),
+        "TopK+phi attention, all but phi_q": lambda: decode_attention(one, full, log_query, subtracts=True, **common),
     }
     print("one layer's attention, best of many, with warm caches")
     for name, part in parts.items():

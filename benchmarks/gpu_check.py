@@ -28,8 +28,8 @@ from residual_mass.core.selection import largest
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.runtime.measure import COLUMNS, measure
-from residual_mass.runtime.traffic import copy_bandwidth
-from residual_mass.specs import AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec
+from residual_mass.runtime.traffic import Implementation, copy_bandwidth
+from residual_mass.specs import AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec, tokens_of
 
 ANCHORS, MAP = AnchorSpec(), MapSpec()
 NAMES = {"llama-3.2-1b": "1b", "llama-3.2-3b": "3b"}
@@ -47,10 +47,11 @@ def main() -> None:
         raise SystemExit("gpu-check needs an NVIDIA GPU that torch can use, and there is none here")
     device = torch.device("cuda")
     slug = torch.cuda.get_device_name(device).lower().replace(" ", "_")
+    longest = max(options.contexts, key=tokens_of)
     rows: list[dict[str, object]] = []
     parts: dict[str, Callable[[], Lines]] = {
         "Ceilings": lambda: ceilings(device),
-        "Parts of a step, one layer at the longest context": lambda: parts_of_a_step(device, options.contexts[-1]),
+        "Parts of a step, one layer at the longest context": lambda: parts_of_a_step(device, longest),
         **{
             f"Steps, {shape}": lambda shape=shape: steps(shape, options.contexts, options.batch, rows)
             for shape in LLAMA
@@ -62,7 +63,8 @@ def main() -> None:
         started = time.monotonic()
         text += ["", f"## {title}", ""]
         try:
-            text += list(part())
+            for line in part():  # what came before a failure stays
+                text.append(line)
         except Exception:
             failed = True
             text += ["This part failed:", "", "```", traceback.format_exc().rstrip(), "```"]
@@ -97,8 +99,6 @@ def ceilings(device: torch.device) -> Lines:
 @torch.no_grad()
 def parts_of_a_step(device: torch.device, context: str) -> Lines:
     """Milliseconds of what one layer of the 1B shape does in a step, each part alone."""
-    from residual_mass.specs import tokens_of
-
     shape, length = HeadShape.of(LLAMA["llama-3.2-1b"]), tokens_of(context)
     k = retrieved_count(1.0, length, ANCHORS.sink + ANCHORS.tail)
     torch.manual_seed(0)
@@ -107,11 +107,13 @@ def parts_of_a_step(device: torch.device, context: str) -> Lines:
     first = torch.zeros(1, dtype=torch.int32, device=device)
     phi = PhiMaps(HeadShape(1, shape.query_heads, shape.kv_heads, shape.head_dim), MAP).to(device).requires_grad_(False)
     query_map, key_map = phi.folded()[0]
-    cache = with_summary(build_cache(keys, values, first, first + length, 32), map_heads(key_map, keys), 4, 16)
+    cache = with_summary(
+        build_cache(keys, values, first, first + length, 32), map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail
+    )
     log_query = map_heads(query_map, query).squeeze(2)
     scores = torch.randn(32, length, device=device)
-    fast = decode_attention_for(device, 64)
-    arguments = {"k": k, "sink": 4, "tail": 16, "subtracts": True, "generated": 16, "scale": 0.125}
+    fast = decode_attention_for(cache, shape.query_heads)
+    arguments = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "subtracts": True, "generated": 16, "scale": 0.125}
     expected = torch_path.decode_attention(query.squeeze(2).float(), cache, log_query, **arguments)
     ours = fast(query.squeeze(2), cache, log_query, **arguments)
     gap = float((ours - expected).abs().sum() / expected.abs().sum())
@@ -152,11 +154,12 @@ def steps(shape: str, contexts: list[str], batch: int, rows: list[dict[str, obje
 
     yield "| context | batch | implementation | method | step ms | floor ms | end to end ms | peak GiB |"
     yield "|---|---|---|---|---|---|---|---|"
-    for one, implementations in (
+    planned: list[tuple[RuntimeSpec, tuple[Implementation, ...]]] = [
         (spec(contexts, (1,)), ("prototype", "fused")),
-        (spec(contexts[-1:], (batch,)), ("fused",)),
-    ):
-        for row in measure(one, model, implementations):  # type: ignore[arg-type]
+        (spec([max(contexts, key=tokens_of)], (batch,)), ("fused",)),
+    ]
+    for one, implementations in planned:
+        for row in measure(one, model, implementations):
             rows.append(facts | row)
             shown = [row[name] for name in ("context", "batch", "implementation", "method", "per_step_ms", "floor_ms")]
             peak = float(str(row["peak_memory_mib"])) / 1024

@@ -40,9 +40,8 @@ NUMERIC = {
     "kernels": [*MODEL, *ACCOUNTING, *TEXTS, "diagnostics/kernels.py", "diagnostics/packs.py"],
     "map_errors": [*MODEL, *MEASURED, *TEXTS, "diagnostics/map_errors.py", "diagnostics/packs.py"],
     "audit": ["backbones/phi_maps.py", "diagnostics/audit.py"],
-    "runtime": ["backbones/hook.py", "backbones/phi_maps.py", "backbones/prefill.py", "backbones/static_decode.py",
-                "core/accounting.py", "core/feature_maps.py", "core/selection.py", "core/support.py",
-                "core/fused/cache.py", "core/fused/torch_path.py",
+    "runtime": [*MODEL, *ACCOUNTING, "backbones/prefill.py", "backbones/static_decode.py", "core/estimators.py",
+                *(f"core/fused/{n}.py" for n in ("__init__", "cache", "torch_path", "triton_kernels", "triton_path")),
                 *(f"runtime/{n}.py" for n in ("measure", "prototype", "traffic"))],
     "findings": [f"diagnostics/{n}.py" for n in ("claims", "claim_statistics", "findings", "resampling", "settings")],
 }  # fmt: skip

@@ -21,7 +21,7 @@ rule capture:
         "logs/capture/{backbone}_{corpus}_{length}.tsv"
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: half_of_the_cores
     resources:
         gpu=gpus,
         mem_mb=with_gpu(64000, 6000),
@@ -75,7 +75,7 @@ rule kernels:
         "logs/kernels/{backbone}_{corpus}_{length}.tsv"
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: half_of_the_cores
     resources:
         gpu=gpus,
         mem_mb=with_gpu(64000, 6000),
@@ -134,7 +134,7 @@ rule map_errors:
         "logs/map_errors/{backbone}_{length}.tsv"
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: half_of_the_cores
     resources:
         gpu=gpus,
         mem_mb=with_gpu(64000, 6000),

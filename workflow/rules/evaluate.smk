@@ -19,7 +19,7 @@ rule generate:
         "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.tsv"
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: half_of_the_cores
     resources:
         gpu=gpus,
         mem_mb=with_gpu(64000, 6000),

@@ -1,7 +1,7 @@
 """Greedy decoding of one method from static buffers, on a GPU as one CUDA graph per step.
 
 Nothing in a step depends on values that the host would have to wait for: sizes are known before the first step, the
-chosen token stays on the device, and a graph of step t reads the buffers up to column L + t.
+chosen token stays on the device, and the graph of step t fills column L + t of the buffers and reads up to it.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T = decoded steps, D = head dimension.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.hook import attention_hook, device_of
-from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill
 from residual_mass.backbones.prefix import Map, map_heads
 from residual_mass.core.estimators import estimator_named
@@ -52,6 +52,7 @@ class StaticDecoder:
         steps: tokens after the first; the buffers have room for so many.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -66,18 +67,19 @@ class StaticDecoder:
         self.device = device_of(model)
         if self.rule.residual is not None:
             raise ValueError(f"method {method} has a residual of its own, which static buffers do not serve")
-        self.attention = decode_attention_for(self.device, caches[0].keys.shape[-1])
         self.query_maps: list[Map] | None = None
         self.caches = caches
         if self.rule.adds_residual:
             if phi is None:
                 raise ValueError(f"method {method} needs phi maps")
-            maps = phi.folded()
+            phi.require(HeadShape.of(model.config))
+            maps = phi.on(self.device).folded()
             self.query_maps = [query_map for query_map, _ in maps]
             self.caches = [
                 with_summary(cache, map_heads(key_map, cache.keys[:, :, : cache.length]), anchors.sink, anchors.tail)
                 for cache, (_, key_map) in zip(caches, maps, strict=True)
             ]
+        self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
@@ -135,7 +137,10 @@ class StaticDecoder:
 
     @torch.no_grad()
     def run(self, first: Tensor) -> Tensor:
-        """Tokens [B, T] that follow the tokens `first` [B]. Queues the work; the caller waits for the device."""
+        """Tokens [B, T] that follow the tokens `first` [B], in a buffer that the next run writes again.
+
+        Queues the work; the caller waits for the device.
+        """
         self.token.copy_(first.unsqueeze(1))
         if self.graphs:
             for graph in self.graphs:

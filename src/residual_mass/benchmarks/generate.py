@@ -54,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples of one task, decoded together under all arms whatever the store already holds."""
+    """Examples of any tasks, decoded together under all arms whatever the store already holds."""
 
     examples: list[Example]
     keys: list[list[str]]
@@ -79,7 +79,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     identity = backbone_identity(spec.backbone, assets)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    batches = [batch for task in tasks for batch in _batches(spec, frozen[task], tokenizer, identity, shas)]
+    batches = list(_batches(spec, [one for task in tasks for one in frozen[task]], tokenizer, identity, shas))
     with GenerationStore(store) as rows:
         todo = sorted((batch for batch in batches if batch.missing_from(rows)), key=_longest, reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
@@ -107,6 +107,12 @@ def _maps_of(spec: GenerateSpec, phi: Sequence[Path]) -> dict[str, Path]:
 def _longest(batch: Batch) -> int:
     """Longest first: what does not fit into memory fails at once, and the estimate of the time left errs upwards."""
     return max(len(example.ids) for example in batch.examples)
+
+
+def _tasks_of(batch: Batch) -> str:
+    """The first of its tasks, and how many more there are."""
+    first, *more = dict.fromkeys(example.prompt.task for example in batch.examples)
+    return f"{first} and {len(more)} more" if more else first
 
 
 def _check_lengths(spec: GenerateSpec) -> None:
@@ -146,10 +152,14 @@ def _sha256_of(path: Path, remedy: str) -> str:
 def _batches(
     spec: GenerateSpec, prompts: Sequence[Prompt], tokenizer: Any, identity: str, shas: dict[str, str]
 ) -> Iterator[Batch]:
-    """Examples of like length together, so that batches hold little padding."""
-    examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: -len(e.ids))
+    """Examples with answers of like length together, and among these prompts of like length: a step costs little more
+    for many rows than for few, so that batches should stay full to their end, and hold little padding.
+    """
+    examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: (-e.limit, -len(e.ids)))
     while examples:
-        size = max(1, spec.batch_tokens // len(examples[0].ids))
+        size = 1
+        while size < len(examples) and (size + 1) * max(len(e.ids) for e in examples[: size + 1]) <= spec.batch_tokens:
+            size += 1
         batch, examples = examples[:size], examples[size:]
         yield Batch(batch, [[_key(spec, example, arm, identity, shas) for arm in spec.arms] for example in batch])
 
@@ -244,7 +254,7 @@ def _compute(
             rows = _rows(spec.arms, batch, generations, backbone, shas)
             store.append(row for row in rows if row["key"] not in store.rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
-            bar.set_postfix_str(f"{batch.examples[0].prompt.task}, {rate:.1f} tokens/s")
+            bar.set_postfix_str(f"{_tasks_of(batch)}, {rate:.1f} tokens/s")
             bar.update(len(batch.examples))
     return {"device": str(backbone.device), **asdict(engine.work)}
 

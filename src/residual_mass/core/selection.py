@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 LONG_ROW = 16384
-"""Columns from which on a selection in two levels is faster; on GPUs it also keeps torch.topk on its one-kernel path,
-which ends at 10,000 columns."""
+"""Columns from which on a selection in two levels is faster."""
 BLOCK = 8
 
 

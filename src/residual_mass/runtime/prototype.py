@@ -11,6 +11,8 @@ features.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -31,7 +33,7 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.feature_maps import ReZeroMap
-from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.selection import Selected
 from residual_mass.core.support import full_prefix, partition
 from residual_mass.specs import AnchorSpec
 
@@ -53,9 +55,13 @@ class PrototypeDecoder:
         steps: int,
     ) -> None:
         self.model, self.rule, self.k, self.anchors, self.steps = model, estimator_named(method), k, anchors, steps
-        self.device, self.phi, self.read = device_of(model), phi, read
+        self.device, self.read = device_of(model), read
+        self.phi = None if phi is None else phi.on(self.device)
         self.length = next(iter(read.layers.values()))[0].shape[2]
-        self.masks = partition(full_prefix(self.length, self.device), anchors.sink, anchors.tail)
+        sinks = min(anchors.sink, self.length)
+        tails = max(self.length - anchors.tail, sinks)
+        self.always_exact = (slice(0, sinks), slice(tails, None))
+        self.mid = partition(full_prefix(self.length, self.device), anchors.sink, anchors.tail).mid
         self.cache = DynamicCache()
         self.summaries: dict[int, SummaryState] = {}
         if self.rule.adds_residual:
@@ -65,7 +71,7 @@ class PrototypeDecoder:
     def _summary(self, index: int) -> SummaryState:
         keys, values = self.read.layers[index]
         log_features = torch.cat([self._phi_k(index, part) for part in keys.split(KEY_CHUNK, dim=2)], dim=2)
-        features, log_shift = key_features(log_features, self.masks.mid)
+        features, log_shift = key_features(log_features, self.mid)
         return summarise(features, log_shift, values.float())
 
     def prepare(self) -> None:
@@ -77,56 +83,46 @@ class PrototypeDecoder:
     @torch.no_grad()
     def run(self, first: Tensor) -> Tensor:
         """Tokens [B, T] that follow the tokens `first` [B]."""
-        token, tokens = first.unsqueeze(1), []
+        with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
+            return self._tokens(first.unsqueeze(1))
+
+    def _tokens(self, token: Tensor) -> Tensor:
+        tokens = []
         for step in range(self.steps):
             position = torch.full_like(token, self.length + step)
-            self.logits = self._logits(token, position, self.cache)
+            output = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
+            self.logits = output.logits[:, -1]
             token = self.logits.argmax(-1, keepdim=True)
             tokens.append(token)
         return torch.cat(tokens, dim=1)
-
-    def _logits(self, token: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
-        options = {"position_ids": position, "past_key_values": cache, "use_cache": True}
-        if self.rule.whole_prefix:
-            return self.model(token, **options).logits[:, -1]
-        with attention_hook(self.model, self):
-            return self.model(token, **options).logits[:, -1]
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         grouped = query.float().unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
-        keys, values = key[:, :, : self.length].float(), value[:, :, : self.length].float()
-        scores = attention_scores(grouped, keys, scale)
-        wanted = torch.full(grouped.shape[:3], self.k, device=self.device)
-        retrieved = exhaustive_topk(scores, self.masks.mid, wanted)
-        chosen_values = _gathered(values, retrieved.indices)
-        chosen_scores = scores.gather(-1, retrieved.indices)
-        parts = [
-            _terms_of_rows(chosen_scores, chosen_values, retrieved.valid),
-            exact_terms(
-                scores[..., self.masks.anchors],
-                values[:, :, self.masks.anchors],
-                self.masks.anchors[self.masks.anchors],
-            ),
-        ]
-        new_keys, new_values = key[:, :, self.length :].float(), value[:, :, self.length :].float()
-        new_scores = attention_scores(grouped, new_keys, scale)
-        parts.append(exact_terms(new_scores, new_values, full_prefix(new_keys.shape[2], self.device)))
+        scores = attention_scores(grouped, key.float(), scale)
+        mid = scores[..., : self.length].masked_fill(~self.mid, -torch.inf)
+        top, chosen = mid.topk(min(self.k, self.length), dim=-1, sorted=False)
+        retrieved = Selected(chosen, top > -torch.inf)
+        chosen_values = _gathered(value, chosen).float()
+        parts = [_terms_of_rows(top, chosen_values, retrieved.valid)]
+        for tokens in self.always_exact:  # anchors, and what was generated
+            exact_scores, values = scores[..., tokens], value[:, :, tokens].float()
+            parts.append(exact_terms(exact_scores, values, full_prefix(values.shape[2], self.device)))
         if self.rule.adds_residual:
             subtracted = None
             if self.rule.subtracts:
-                features = self._features_again(module.layer_idx, keys, retrieved.indices)
-                subtracted = Retrieved(features * retrieved.valid.unsqueeze(-1), chosen_values)
+                subtracted = Retrieved(self._features_again(module.layer_idx, key, retrieved), chosen_values)
             log_query = self._phi_q(module.layer_idx, query).squeeze(2).unflatten(1, (key.shape[1], -1))
             parts.append(residual_terms(self.summaries[module.layer_idx], log_query, subtracted))
         return merge(*parts).flatten(1, 2).unsqueeze(1).to(query.dtype)
 
-    def _features_again(self, index: int, keys: Tensor, indices: Tensor) -> Tensor:
-        """phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units."""
-        chosen = _gathered(keys, indices)
-        log_features = self._phi_k(index, chosen.flatten(2, 3)).unflatten(2, indices.shape[2:])
-        return (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
+    def _features_again(self, index: int, keys: Tensor, retrieved: Selected) -> Tensor:
+        """phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units, zero in slots that hold no token."""
+        chosen = _gathered(keys, retrieved.indices)
+        log_features = self._phi_k(index, chosen.flatten(2, 3)).unflatten(2, retrieved.indices.shape[2:])
+        features = (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
+        return torch.where(retrieved.valid.unsqueeze(-1), features, 0)
 
     def _phi_q(self, index: int, query: Tensor) -> Tensor:
         assert self.phi is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -11,11 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.core.feature_maps import FoldedMap
+from residual_mass.core.estimators import estimator_named
+from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.specs import AnchorSpec
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4
+COPIES = 4
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        return (
-            self.weights + self.keys + self.values + self.features + self.maps + self.state + self.concatenation
-        )  # fmt: skip
+        return sum(asdict(self).values())
 
 
 def step_traffic(
@@ -57,12 +57,13 @@ def step_traffic(
 ) -> Traffic:
     """What one step of a batch must read and write; small vectors are left out, and what fits into caches (scores)."""
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
-    fused, adds_residual, subtracts = implementation == "fused", method.startswith("topk_phi"), method == "topk_phi"
+    fused, rule = implementation == "fused", estimator_named(method)
+    adds_residual, subtracts = rule.adds_residual, rule.subtracts
     columns = length + generated
     whole = batch * shape.layers * shape.kv_heads * columns * shape.head_dim * item
     per_token = batch * shape.layers * shape.query_heads * item
     support = k + anchors.sink + anchors.tail + generated
-    values = whole if method == "full" else min(whole, per_token * support * shape.head_dim)
+    values = whole if rule.whole_prefix else min(whole, per_token * support * shape.head_dim)
     retrieved = per_token * k * (phi.map.d_phi if fused else shape.head_dim) if subtracts else 0
     state = state_bytes(shape, phi.map.d_phi, FLOAT32) * batch if adds_residual else 0
     if subtracts and not fused:
@@ -92,15 +93,17 @@ def _weight_bytes(model: PreTrainedModel) -> int:
 def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
     """phi_q of every query head; phi_k, too, where features are computed again."""
     if fused:
-        return sum(_folded_bytes(query_map) for query_map, _ in phi.folded())
+        return sum(_folded_bytes(query_map) for query_map in phi.query)
     return _bytes_of(phi.query) + (_bytes_of(phi.key) if subtracts else 0)
 
 
-def _folded_bytes(feature_map: FoldedMap | nn.Module) -> int:
-    if isinstance(feature_map, FoldedMap):
-        parts = (feature_map.a, feature_map.b, feature_map.c, feature_map.c_bias, feature_map.e_bias)
-        return sum(part.numel() * part.element_size() for part in parts)
-    return _bytes_of(feature_map)
+def _folded_bytes(feature_map: nn.Module) -> int:
+    """A: D x M, B: I x M, C: D x I, and two biases, for every head."""
+    if not isinstance(feature_map, ReZeroMap):
+        return _bytes_of(feature_map)  # nothing to fold
+    heads, d, inner = feature_map.stem.shape
+    m = feature_map.out.shape[-1]
+    return heads * (d * m + inner * m + d * inner + inner + m) * FLOAT32
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -116,9 +119,10 @@ def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
     for _ in range(rounds):
         wait_for(device)
         started = time.perf_counter()
-        target.copy_(source)
+        for _ in range(COPIES):  # one alone would count the time to launch it
+            target.copy_(source)
         wait_for(device)
-        best = min(best, time.perf_counter() - started)
+        best = min(best, (time.perf_counter() - started) / COPIES)
     return 2 * size / best
 
 

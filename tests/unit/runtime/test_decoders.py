@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import TINY
 
 from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import retrieved_by
@@ -101,3 +103,34 @@ def test_maps_are_asked_for_where_they_are_needed(tiny_backbone: Backbone, promp
     with pytest.raises(ValueError, match="topk_phi needs phi maps"):
         StaticDecoder(tiny_backbone.model, caches, "topk_phi", 5, ANCHORS, None, STEPS)
     StaticDecoder(tiny_backbone.model, caches, "topk", 5, ANCHORS, None, STEPS)
+
+
+def test_what_a_step_reads_lies_in_rows(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
+    """Kernels take the buffers as they are, and the torch path would copy them anew in every step."""
+    caches = fill_buffers([prefill(tiny_backbone.model, prompts)], STEPS)
+    decoder = StaticDecoder(tiny_backbone.model, caches, "topk_phi", 5, ANCHORS, phi, STEPS)
+    tensors = [x for cache in decoder.caches for x in cache if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 7 * len(caches)
+    assert all(x.is_contiguous() for x in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_replay_what_runs_without_them(
+    method: str, batch: int, tiny_assets: Path, phi: PhiMaps, prompts: list[list[int]]
+) -> None:
+    backbone = load_backbone(TINY, tiny_assets, torch.device("cuda"))
+    read = prefill(backbone.model, prompts[:batch])
+    arguments = (method, 5, ANCHORS, phi, STEPS)
+    plain = StaticDecoder(backbone.model, fill_buffers([fresh(read)], STEPS), *arguments)
+    recorded = StaticDecoder(backbone.model, fill_buffers([fresh(read)], STEPS), *arguments)
+    recorded.prepare()
+    assert len(recorded.graphs) == STEPS and not plain.graphs
+    for first in (read.next_token, read.next_token + 1, read.next_token):
+        assert torch.equal(recorded.run(first).clone(), plain.run(first))
+        torch.testing.assert_close(recorded.logits, plain.logits, rtol=1e-4, atol=1e-4)
+    prototype = PrototypeDecoder(backbone.model, fresh(read), *arguments)
+    prototype.prepare()
+    assert torch.equal(prototype.run(read.next_token), plain.run(read.next_token))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
 from residual_mass.core.fused import torch_path
@@ -17,15 +16,15 @@ from residual_mass.core.fused.cache import DecodeCache, build_cache, with_summar
 __all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_summary"]
 
 
-def decode_attention_for(device: torch.device, head_dim: int) -> Callable[..., Tensor]:
-    """`decode_attention` for tensors on `device`: kernels on a GPU where Triton is there, torch elsewhere."""
-    if device.type == "cuda" and find_spec("triton") is not None and _power_of_two(head_dim):
-        from residual_mass.core.fused import triton_path
+def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
+    """`decode_attention` for this cache: kernels on a GPU where Triton is there and its tiles fit, torch elsewhere."""
+    if cache.keys.device.type != "cuda" or find_spec("triton") is None:
+        return torch_path.decode_attention
+    widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])
+    if not all(16 <= width <= 128 and width & (width - 1) == 0 for width in widths):
+        return torch_path.decode_attention
+    if query_heads // cache.keys.shape[1] > 16:
+        return torch_path.decode_attention
+    from residual_mass.core.fused import triton_path
 
-        return triton_path.decode_attention
-    return torch_path.decode_attention
-
-
-def _power_of_two(width: int) -> bool:
-    """Of at least 16, as the kernels' tiles are."""
-    return width >= 16 and width & (width - 1) == 0
+    return triton_path.decode_attention

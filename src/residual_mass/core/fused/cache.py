@@ -66,12 +66,12 @@ def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int)
     """The cache with rounded key features, and with the summary of exactly these."""
     mid = mid_region(cache, sink, tail)
     features, log_shift = key_features(log_features.float(), mid.unsqueeze(1))
-    rounded = features.to(cache.keys.dtype)
+    rounded = features.to(cache.keys.dtype).contiguous()  # a map's output may be transposed; a step reads rows
     # Padding may hold anything, and zero times NaN is NaN.
     inside = torch.where(mid[:, None, :, None], cache.values[:, :, : cache.length].float(), 0)
     state = summarise(rounded.float(), log_shift, inside)
     summary = torch.cat((state.numerator, state.mass.unsqueeze(-1)), dim=-1)
-    return cache._replace(features=rounded, summary=summary.contiguous(), log_shift=log_shift)
+    return cache._replace(features=rounded, summary=summary.contiguous(), log_shift=log_shift.contiguous())
 
 
 def mid_region(cache: DecodeCache, sink: int, tail: int) -> Tensor:
