@@ -336,7 +336,7 @@ class RuntimeSpec:
     """Exact-support budget, in percent of the context."""
     anchors: AnchorSpec
     map: MapSpec
-    """Shape of the feature maps, whose weights are random: latency does not depend on them."""
+    """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
     repeats: int
     seed: int
     recipe: int

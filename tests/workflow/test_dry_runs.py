@@ -360,6 +360,14 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
         assert [backbone.study for backbone in told_to.backbones] == [study] * len(told_to.backbones)
 
 
+PAGE_SOURCES = (
+    ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
+    ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("audit", "out"), ("map-errors", "out"),
+    ("findings", "claims"), ("runtime", "out"),
+)  # fmt: skip
+"""Stages and their flags with files whose hashes a page names."""
+
+
 def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
         (given,) = told(run, "report")
@@ -371,9 +379,11 @@ def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
         (compared,) = told(run, "comparison")
         assert (given["comparison"], given["picture"]) == (compared["out"], compared["picture"])
         assert given["claims"] == [each["claims"][0] for each in told(run, "findings")]
-        generated = {each["out"][0] for each in told(run, "generate")}
-        trained = {each["out"][0] for each in told(run, "train")}
-        assert generated | trained <= set(given["sources"])
+        made = {path for stage, flag in PAGE_SOURCES for each in told(run, stage) for path in each[flag]}
+        joined = {path for path in made if path.startswith("results/compared/")}  # parts of result files
+        assert made - joined <= set(given["sources"]) and len(given["sources"]) == len(set(given["sources"]))
+        for variant in yaml.safe_load((ROOT / "config" / "config.yaml").read_text())["variants"]:
+            assert any(path.endswith(f"-{variant}.safetensors") for path in given["sources"])
         (told_to,), (document,) = specs(run, "report", ReportSpec), specs(run, "document", DocumentSpec)
         assert (told_to.study, told_to.backbones) == (study, document.backbones)
         assert told_to.figure_titles == document.figure_titles
@@ -526,32 +536,15 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
     audited = everything - {"ablation_kernel_fidelity", "training_curves"}
-    jobs = {"audit": 4, "findings": 1, "table": 1, "comparison": 1, "numbers": 1, "figure": len(audited), "document": 1}
+    rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
+    jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
     one_budget = everything - {"entropy_gain", "mass_curves", "quartile_error", "training_curves"}
-    jobs = {
-        "kernels": 2,
-        "findings": 1,
-        "table": 1,
-        "comparison": 1,
-        "numbers": 1,
-        "figure": len(one_budget),
-        "document": 1,
-    }
+    jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
-    jobs = {
-        "capture": 4,
-        "audit": 4,
-        "map_errors": 2,
-        "findings": 1,
-        "table": 1,
-        "comparison": 1,
-        "numbers": 1,
-        "figure": len(audited),
-        "document": 1,
-    }
+    jobs = {"capture": 4, "audit": 4, "map_errors": 2, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry()) == (jobs, audited)
 
 

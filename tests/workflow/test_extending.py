@@ -47,7 +47,7 @@ def examples(title: str) -> list[Example]:
 
 def test_the_page_has_examples_for_everything_it_lists() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert [len(examples(title)) for title in titles[:5]] == [1, 2, 2, 2, 2]
+    assert [len(examples(title)) for title in titles[:5]] == [1, 2, 2, 2, 3]
     assert sum(len(examples(title)) for title in titles) == PAGE.count("\n```") / 2
     assert "(docs/extending.md)" in (ROOT / "README.md").read_text()
 
@@ -76,7 +76,8 @@ def apply(copy: Path, title: str) -> None:
 def edited(before: str, example: Example) -> str:
     if example.where.startswith("under "):
         content = yaml.safe_load(before)
-        content[example.where.removeprefix("under ")] |= yaml.safe_load(example.text)
+        added, key = yaml.safe_load(example.text), example.where.removeprefix("under ")
+        content[key] = content[key] + added if isinstance(added, list) else content[key] | added
         return yaml.safe_dump(content)
     if example.where.startswith("in place of "):
         name = example.where.removeprefix("in place of ")
@@ -205,11 +206,8 @@ def test_an_estimator_and_a_task(copy: Path) -> None:
 def test_a_table(copy: Path) -> None:
     """Rendered by Snakemake out of results that are there."""
     apply(copy, "A table")
-    study = copy / "config" / "studies" / "mini.yaml"
-    content = yaml.safe_load(study.read_text())
-    content["tables"].append("ruler_tasks")
-    study.write_text(yaml.safe_dump(content))
-    assert plan(copy, "all").jobs["table"] == len(content["tables"])
+    tables = yaml.safe_load((ROOT / "config" / "studies" / "mini.yaml").read_text())["tables"]
+    assert plan(copy, "all").jobs["table"] == len(tables) + 1
     tasks = tuple(task.name for task in BENCHMARKS["ruler"])
     (copy / "results").mkdir()
     for length, fitting in (("1k", tasks[:-1]), ("2k", tasks)):

@@ -18,7 +18,12 @@ from residual_mass.diagnostics import CWE
 from residual_mass.estimate import planned
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper import typesetting
+from residual_mass.paper.accounting_table import LABEL as ACCOUNTING_TABLE
 from residual_mass.paper.layouts import LAYOUTS
+from residual_mass.paper.parameter_table import LABEL as PARAMETER_TABLE
+from residual_mass.paper.runtime_table import PREFIX as LATENCIES
+from residual_mass.paper.table_file import COMPARED as COMPARED_TABLES
+from residual_mass.paper.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.recipes import RECIPES
 from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (
@@ -273,16 +278,8 @@ COSTS = "recipe_costs"
 """The figure that shows recipes, which `all` does not train."""
 FIDELITY = "ablation_kernel_fidelity"
 """The figure that shows the maps of the ablations, at their length."""
-ACCOUNTING_TABLE = "exact_accounting"
-"""The table of the diagnostics."""
-PARAMETER_TABLE = "phi_param_count"
-"""The table of what the feature maps' files hold."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, where others have their study."""
-TRAINING_TABLE = "training_cost_64k"
-"""The table of what training takes."""
-LATENCIES = "runtime_"
-"""What the labels of tables of latencies begin with; the backbone's name follows."""
 MOST_PANELS = 6
 """Panels that a figure with one for every corpus and length has room for."""
 

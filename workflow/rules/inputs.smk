@@ -221,10 +221,53 @@ def claims_reported(_: Any) -> list[str]:
 
 
 def sources_reported(_: Any) -> list[str]:
-    """Feature maps, generated texts and results, whose hashes the page names."""
+    """What the page's tables and figures are made of, whose hashes it names: prompts, feature maps with the logs of their
+    training, generated texts, results and captured files. Left out are captured rows, which only the audits read.
+    """
     study = config["study"]
-    made = (job["target"] for job in itertools.chain(planned_training(study), planned_generation(study)))
-    return [*made, *study_results(study)]
+    files = [
+        *frozen_prompts(study),
+        *trained_files(study),
+        *(job["target"] for job in planned_generation(study)),
+        *study_results(study),
+        *captured_files(study),
+    ]
+    return list(dict.fromkeys(files))
+
+
+def frozen_prompts(study: str) -> list[str]:
+    """The manifests, which hold the hashes of all prompts."""
+    labels = dict.fromkeys(BACKBONES[name].tokenizer for name in backbones_of(study))
+    return [
+        path
+        for benchmark in STUDIES[study]["benchmarks"]
+        for path in expand(
+            PROMPTS, benchmark=benchmark, tokenizer=labels, length=benchmark_lengths(STUDIES[study], benchmark)
+        )
+    ]
+
+
+def trained_files(study: str) -> list[str]:
+    """Feature maps and training logs of everything `all` makes, those of every variant included."""
+    files = []
+    for job in planned_training(study):
+        backbone, maps = job["backbone"], job["length"]
+        variants = expand(VARIANTS, backbone=backbone, maps=maps)
+        if job["target"] in variants:
+            files += [*variants, TRAINING_LOG.format(backbone=backbone, maps=f"{maps}-variants")]
+        else:
+            files += [job["target"], TRAINING_LOG.format(backbone=backbone, maps=maps)]
+    return files
+
+
+def captured_files(study: str) -> list[str]:
+    """What is captured of every head for claims and figures, and the audits of what figures show."""
+    captured = STUDIES[study]["diagnostics"]
+    claimed = expand(
+        [HEADS, MASS], backbone=captured["backbones"], corpus=captured["corpora"], length=captured["lengths"]
+    )
+    figures = [Named(study=study, label=label) for label in figures_of(study) if CAPTURED.get(label, [HEADS])]
+    return [*claimed, *(path for each in figures for path in [*figure_data(each), *figure_audits(each)])]
 
 
 def recipe_logs_of(wildcards: Any) -> list[str]:
@@ -301,7 +344,7 @@ def diagnostics_results(study: str) -> list[str]:
 
 
 def study_targets(study: str) -> list[str]:
-    """Everything that `all` makes for a study."""
+    """Everything that `all` makes for the study that config.yaml names."""
     figures = figure_files(study, figures_of(study))
     tables = STUDIES[study]["tables"]
     document = [DOCUMENT] if tables or figures else []
@@ -312,7 +355,7 @@ def study_targets(study: str) -> list[str]:
         *expand(TABLE, study=study, label=tables),
         *expand([*comparison, *numbers, *document], study=study),
         *figures,
-        *([REPORT] if study == config["study"] and document else []),
+        *([REPORT] if document else []),
     ]
 
 
@@ -332,6 +375,14 @@ def figure_files(study: str, labels: list[str]) -> list[str]:
 
 def gpus(wildcards: Any) -> int:
     return int(preflight.needs_gpu(backbone_of(wildcards)))
+
+
+def half_of_the_cores(wildcards: Any) -> int:
+    """Threads of a job: a decode step of a small model gains nothing from a second core, so without a GPU two jobs share
+    the machine.
+    """
+    cores = workflow.cores
+    return 8 if gpus(wildcards) or not cores else max(1, min(8, cores // 2))
 
 
 def training_gpus(wildcards: Any) -> int:

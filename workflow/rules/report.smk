@@ -1,6 +1,7 @@
 """All results of the study that config.yaml names on one page, complete in itself.
 
-Needs: its tables, figures, comparison and claims, and for their hashes what these were made of.
+Needs: its tables, figures, comparison and claims, and for their hashes what these were made of: prompts, feature maps,
+training logs, generated texts, results and captured files.
 Makes: results/report.html
 """
 

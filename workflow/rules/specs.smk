@@ -35,13 +35,6 @@ REPORT = "results/report.html"
 """Of the study that is named in the configuration."""
 
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
-PAPERS_COSTS = (TRAINING_TABLE, *(label for label in of_the_paper.labels() if label.startswith(LATENCIES)))
-COMPARED_TABLES = (
-    *(label for label in LAYOUTS if label in of_the_paper.labels()),
-    ACCOUNTING_TABLE,
-    *PAPERS_COSTS,
-)
-"""Tables whose cells are compared with the paper's."""
 ONE_BUDGET = ("kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown")
 """What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
 

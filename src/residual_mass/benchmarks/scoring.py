@@ -70,7 +70,7 @@ class Score:
     Attributes:
         value: by the harness's scorer.
         original: by the scorer of the benchmark's authors.
-        gain: difference to topk at the same budget; None for arms without feature maps, or where topk is not there.
+        gain: difference to topk at the same budget; None for full and for topk itself, or where topk is not there.
         full_gap: difference to full; None for full itself, or where it is not there.
         ks: exact keys beyond the anchors, per example.
         cuts: tokens by which the prompt was cut to the context, per example.

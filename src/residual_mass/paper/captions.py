@@ -89,7 +89,12 @@ def model_warnings(models: Iterable[tuple[str, str]]) -> Iterator[str]:
     models = list(models)
     if random := dict.fromkeys(model_id for model_id, weights in models if weights == "random"):
         yield f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
-    if others := dict.fromkeys(model_id for model_id, _ in models if model_id not in MODELS.values()):
+    yield from not_evaluated(model_id for model_id, _ in models)
+
+
+def not_evaluated(model_ids: Iterable[str]) -> Iterator[str]:
+    """Names the models that are not the paper's."""
+    if others := dict.fromkeys(model_id for model_id in model_ids if model_id not in MODELS.values()):
         yield f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
 
 

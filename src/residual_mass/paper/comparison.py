@@ -1,7 +1,7 @@
 """What a study computed beside what the paper prints: every published cell with a verdict, and the larger picture.
 
 Compared are the score tables, `exact_accounting`, and what the method costs: latencies and the time of training. The
-table `phi_param_count`, which is arithmetic, is not part of this.
+table `phi_param_count`, which is arithmetic, is not part of this; only an open point touches it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from decimal import Decimal
 from pathlib import Path
 
 from residual_mass.files import csv_text, write_text
-from residual_mass.paper import accounting_table, comparison_picture, published, runtime_table, training_cost_table
+from residual_mass.paper import (
+    accounting_table,
+    comparison_picture,
+    parameter_table,
+    published,
+    runtime_table,
+    training_cost_table,
+)
 from residual_mass.paper.accounting_table import PUBLISHED_QUANTITIES
 from residual_mass.paper.comparability import OTHER_BACKBONE, obstacles
 from residual_mass.paper.layouts import LAYOUTS
 from residual_mass.paper.published import EXAMPLES, MAIN_MAPS, MODELS
 from residual_mass.paper.runtime_file import PROTOTYPE
-from residual_mass.paper.table_file import Measured, Place, load_table
+from residual_mass.paper.table_file import COMPARED, Measured, Place, load_table
 from residual_mass.paper.training_cost_table import WALL_CLOCK
 from residual_mass.specs import ComparisonSpec
 
@@ -26,10 +33,11 @@ COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
-AGREES, NOT_COMPARABLE, NOT_RUN = "agrees", "not comparable", "not run"
+AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
+"""How verdicts begin."""
 OF_MAPS = {5, 6, 7, 10, 11, 12, 16}
 """What training and using feature maps leaves open."""
-OF_RULER, OF_BABILONG = {1, 2, 15, 17}, {1, 2, 3, 15}
+OF_RULER, OF_BABILONG, OF_LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
 DEVIATIONS = {
     "natural_main": OF_MAPS | {1, 2, 13},
     "stress_1pct": OF_MAPS | OF_RULER | OF_BABILONG | {13},
@@ -38,12 +46,11 @@ DEVIATIONS = {
     "cross_length_mismatch": OF_MAPS | OF_RULER | {4, 18},
     "dphi_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4},
     "loss_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4, 9, 19},
-    "exact_accounting": OF_MAPS | {14, 20},
-    "training_cost_64k": {12, 16},
-    "runtime_1b": {1, 10, 11},
-    "runtime_3b": {1, 10, 11},
+    accounting_table.LABEL: OF_MAPS | {14, 20},
+    parameter_table.LABEL: {8},
+    training_cost_table.LABEL: {12, 16},
 }
-"""Open points of docs/deviations.md that touch a table, by their number."""
+"""Open points of docs/deviations.md that touch a table, by their number; those of latencies are OF_LATENCIES."""
 
 Row = dict[str, str]
 Tables = Mapping[str, Sequence[Measured]]
@@ -90,12 +97,17 @@ def run(spec: ComparisonSpec, cells: list[Path], out: Path, picture: Path) -> No
     write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, tables), spec) for cell in facts)))
 
 
+def deviations_of(label: str) -> set[int]:
+    """Numbers of the open points of docs/deviations.md that touch a table; none touches one of a study's own."""
+    return OF_LATENCIES if runtime_table.is_label(label) else DEVIATIONS.get(label, set())
+
+
 def published_cells() -> list[PublishedCell]:
     """Every value of the paper's score tables, of `exact_accounting` and of its costs, table by table."""
     scores = (
         PublishedCell(label, _place(fact), fact.text, fact.bold)
-        for label in LAYOUTS
-        if label in published.labels()
+        for label in COMPARED
+        if label in LAYOUTS
         for fact in published.load(label)
     )
     return [*scores, *_accounting_cells(), *_training_cells(), *_latency_cells()]
@@ -108,9 +120,11 @@ def verdict_on(cell: PublishedCell, tables: Tables) -> Verdict:
     Only values of the paper's backbones, from as many of the benchmark's own examples, are compared, and of costs those
     that were measured as the paper's were.
     """
-    there = [value for value in tables.get(cell.table, ()) if _elsewhere(value.place) == _elsewhere(cell.place)]
-    there.sort(key=lambda value: value.place.implementation == cell.place.implementation)  # the last one counts
-    by_backbone = {value.place.backbone: value for value in there}
+    by_backbone = {
+        value.place.backbone: value
+        for value in tables.get(cell.table, ())
+        if replace(value.place, backbone=cell.place.backbone) == cell.place
+    }
     ours = by_backbone.get(cell.place.backbone)
     if ours is None or ours.model_id != MODELS[cell.place.backbone]:
         return _without_the_backbone(cell, tables, ours, by_backbone)
@@ -120,7 +134,7 @@ def verdict_on(cell: PublishedCell, tables: Tables) -> Verdict:
         return Verdict(NOT_COMPARABLE, "no interval", ours)
     if Decimal(ours.low) <= Decimal(cell.text) <= Decimal(ours.high):
         return Verdict(AGREES, ours=ours)
-    return Verdict(f"differs by {Decimal(ours.text) - Decimal(cell.text):+z.3f}", ours=ours)
+    return Verdict(f"{DIFFERS} by {Decimal(ours.text) - Decimal(cell.text):+z.3f}", ours=ours)
 
 
 def _place(fact: published.Fact) -> Place:
@@ -177,11 +191,6 @@ def _latency_cells() -> Iterator[PublishedCell]:
                 yield PublishedCell(label, replace(place, quantity=quantity), row[quantity], bold=False)
 
 
-def _elsewhere(place: Place) -> Place:
-    """The same place on no particular backbone and, of a latency, in no particular implementation."""
-    return replace(place, backbone="", implementation="")
-
-
 def _without_the_backbone(
     cell: PublishedCell, tables: Tables, namesake: Measured | None, there: Mapping[str, Measured]
 ) -> Verdict:
@@ -214,7 +223,7 @@ def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> Row:
         "published_n": str(examples or ""),
         "verdict": verdict.words,
         "reason": verdict.reason,
-        "deviations": " ".join(map(str, sorted(DEVIATIONS[cell.table]))),
+        "deviations": " ".join(map(str, sorted(deviations_of(cell.table)))),
         "study": spec.study,
     }
     if ours:

@@ -14,7 +14,7 @@ from residual_mass.paper.table_file import REMEDY, TABLES, load_table
 from residual_mass.specs import NumbersSpec
 
 COUNTS = ("n", "packs")
-"""Columns of cells files that say how many examples or texts are behind a value."""
+"""Columns of cells files that say how many examples or packs are behind a value."""
 SMALLEST_P = 0.001
 """P-values below it are printed as such: more digits say nothing about so few resamples."""
 
@@ -74,7 +74,7 @@ def _cells(path: Path, study: str) -> Iterator[tuple[str, dict[str, Latex], str]
 def _facts(row: Row, where: str) -> Iterator[tuple[str, Latex]]:
     """What is known of a cell, by the macro that prints it."""
     finite_field(row, "value", where, REMEDY)
-    yield "value", escape(row["text"])
+    yield "value", _as_printed(row["text"])
     fraction = re.search(r"\.(\d+)", row["text"])
     decimals = len(fraction[1]) if fraction else 0
     if interval := _interval(row, "ci_low", "ci_high", decimals, where):
@@ -88,6 +88,11 @@ def _facts(row: Row, where: str) -> Iterator[tuple[str, Latex]]:
         yield "gaininterval", interval
     if row.get("gain_p_holm"):
         yield "gainp", _p_value(finite_field(row, "gain_p_holm", where, REMEDY))
+
+
+def _as_printed(text: str) -> Latex:
+    """In math where it has a sign, as in the tables: a hyphen is no minus."""
+    return Latex(f"${text}$") if re.fullmatch(r"[+-][0-9.]+", text) else escape(text)
 
 
 def _interval(row: Row, low: str, high: str, decimals: int, where: str) -> Latex | None:

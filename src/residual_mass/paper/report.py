@@ -19,6 +19,7 @@ from residual_mass import __version__
 from residual_mass.files import write_text
 from residual_mass.paper.captions import KIND_NOTES, model_warnings
 from residual_mass.paper.cells import LEFT_OUT
+from residual_mass.paper.comparison import deviations_of
 from residual_mass.paper.document import figure_caption
 from residual_mass.paper.latex_html import to_html
 from residual_mass.paper.report_provenance import provenance
@@ -124,7 +125,7 @@ def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None
         claimed=Counter(row["verdict"] for row in claims if row["primary"] == "1"),
         tables=tables,
         figures=list(_figures(spec, files.figures)),
-        deviations=load_deviations(files.deviations, spec.study, _numbers(compared, tables)),
+        deviations=load_deviations(files.deviations, spec.study, _open_points(tables)),
         provenance=provenance(files.all()),
     )
     write_text(out, page)
@@ -143,7 +144,7 @@ def load_deviations(path: Path, study: str, numbers: Iterable[int]) -> Deviation
     points = {int(row[0]): row for row in _markdown_rows(text) if row[0].isdecimal()}
     wanted = sorted(set(numbers))
     if missing := [number for number in wanted if number not in points]:
-        raise ValueError(f"{path}: has no open point {missing[0]}, which the comparison names; add its row")
+        raise ValueError(f"{path}: has no open point {missing[0]}, which its tables name; add its row")
     _, _, of_study = text.partition(f"## The `{study}` study\n")
     rows = list(_markdown_rows(of_study.partition("\n## ")[0]))
     return Deviations({number: tuple(map(_markdown, points[number][1:])) for number in wanted},
@@ -189,10 +190,9 @@ def _examples(lines: Iterable[Row]) -> Iterator[Examples]:
     yield from found
 
 
-def _numbers(compared: Iterable[Row], tables: Iterable[PageTable]) -> set[int]:
-    """Of the open points that touch the tables of a study."""
-    labels = {table.label for table in tables}
-    return {int(number) for row in compared if row["table"] in labels for number in row["deviations"].split()}
+def _open_points(tables: Iterable[PageTable]) -> set[int]:
+    """Numbers of the open points that touch the tables shown."""
+    return {number for table in tables for number in deviations_of(table.label)}
 
 
 def _markdown_rows(text: str) -> Iterator[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,12 @@ PACKAGE = "residual-mass"
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its hash, and what its sidecar records; empty where there is none or it does not say."""
+    """One file: its hash, and what its sidecar records; empty where there is none or it does not say.
+
+    Attributes:
+        seconds: of a file of maps those of its own steps, over all interruptions; of generated texts those of the last
+            run, which may have found rows that an earlier one left; of latencies those of their job.
+    """
 
     path: str
     size: int
@@ -40,13 +46,15 @@ def provenance(paths: Iterable[Path]) -> Provenance:
     Raises:
         ValueError: a file is missing or a sidecar is damaged; names it.
     """
-    facts: dict[str, dict[str, None]] = {}
+    facts: dict[str, set[str]] = {}
     sources = []
     for path in dict.fromkeys(paths):
         meta = _sidecar(path)
         for name, value in _facts(meta):
-            facts.setdefault(name, {})[value] = None
+            facts.setdefault(name, set()).add(value)
         sources.append(_source(path, meta))
+    if "device" in facts:
+        facts["device"] = _named(facts["device"])
     return Provenance(tuple(sources), {name: tuple(sorted(facts[name])) for name in _ordered(facts)})
 
 
@@ -72,7 +80,7 @@ def _source(path: Path, meta: dict[str, Any]) -> Source:
         path=str(path),
         size=size,
         sha256=sha,
-        device=str(meta.get("device", "")),
+        device=_device(meta),
         seed=str(spec.get("seed", "")),
         recipe=str(spec.get("recipe", "")),
         seconds=f"{seconds:,.0f}" if isinstance(seconds, int | float) else "",
@@ -86,9 +94,22 @@ def _facts(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if machine:
         yield "machine", f"{machine.get('platform', 'unknown')}, {machine.get('cpus', 'unknown')} CPUs"
         yield "Python", str(machine.get("python", "unknown"))
-    for name in ("device", "processes"):
-        if name in meta:
-            yield name, str(meta[name])
+    if device := _device(meta):
+        yield "device", device
+    if "processes" in meta:
+        yield "processes", str(meta["processes"])
+
+
+def _device(meta: dict[str, Any]) -> str:
+    """The name of the hardware where a job records it, otherwise what torch calls the device."""
+    return str(meta.get("hardware") or meta.get("device", ""))
+
+
+def _named(devices: set[str]) -> set[str]:
+    """Without those that torch alone names, `cpu` or `cuda:0`, where another job names one of that kind in full."""
+    bare = {device for device in devices if re.fullmatch(r"cpu|cuda(:\d+)?", device)}
+    processors = {device.endswith(" threads") for device in devices - bare}
+    return {device for device in devices if device not in bare or (device == "cpu") not in processors}
 
 
 def _ordered(names: Iterable[str]) -> list[str]:

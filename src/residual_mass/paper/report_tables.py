@@ -11,7 +11,7 @@ from markupsafe import Markup
 from residual_mass.files import finite_field, read_csv
 from residual_mass.paper import runtime_table, training_cost_table
 from residual_mass.paper.cells import LEFT_OUT
-from residual_mass.paper.comparison import AGREES
+from residual_mass.paper.comparison import AGREES, DIFFERS
 from residual_mass.paper.latex_html import plain, to_html
 from residual_mass.paper.printed_table import Grid, PrintedCell, load_printed
 from residual_mass.paper.printed_table import Row as PrintedRow
@@ -42,10 +42,10 @@ class Published:
 
     @property
     def kind(self) -> str:
-        """`differs` where one value does, `agrees` where all do, otherwise `open`."""
-        if any(verdict.startswith("differs") for verdict in self.verdicts):
-            return "differs"
-        return AGREES if set(self.verdicts) == {AGREES} else "open"
+        """`differs` where one value does, `agrees` where those do that can be compared, `open` where none can."""
+        if any(verdict.startswith(DIFFERS) for verdict in self.verdicts):
+            return DIFFERS
+        return AGREES if AGREES in self.verdicts else "open"
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from pathlib import Path
 from residual_mass.files import finite_field, only_value, read_csv
 from residual_mass.paper import comparison, comparison_picture
 from residual_mass.paper.cells import LEFT_OUT, Point
-from residual_mass.paper.comparison import AGREES, NOT_COMPARABLE, NOT_RUN
+from residual_mass.paper.comparison import AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN
 from residual_mass.paper.tally import changes
 from residual_mass.paper.titles import family_title
 
-DIFFERS = "differs"
 COUNTED = {AGREES: "agree", DIFFERS: "differ", NOT_COMPARABLE: "not comparable", NOT_RUN: "not run"}
 """What is said of the values with a verdict."""
 SWEEPS = ("natural_main", "ruler_sweep", "babilong_sweep", "stress_1pct")

@@ -17,7 +17,7 @@ TIMES = ("per_step_ms", "per_step_low_ms", "per_step_high_ms", "prefill_ms", "en
 COUNTS = ("batch", "step_bytes", "repeats")
 COLUMNS = [
     *CONSTANT, "implementation", "method", "context", "budget_percent", "k", *TIMES, *COUNTS, "floor_ms",
-    "bandwidth_gb_s", "peak_memory_mib", "tokens_as_prototype", "phi_weights", "phi_sha",
+    "bandwidth_gb_s", "peak_memory_mib", "tokens_as_prototype", "phi_weights",
 ]  # fmt: skip
 FLOOR_TOLERANCE = 1e-3
 """In milliseconds and relative: what rounding to three decimals leaves of times and bandwidths."""
@@ -66,7 +66,6 @@ def load_runtime(path: Path) -> Runtime:
         if place in by_place:
             raise ValueError(f"{where}: a second row for {_name(*place)}; {REMEDY}")
         by_place[place] = row
-    _check_maps(rows, path)
     return Runtime(path, facts, tuple(_blocks(by_place, path)))
 
 
@@ -76,19 +75,16 @@ def floor_of(row: Row) -> float:
 
 
 def _check_names(row: Row, where: str) -> None:
-    phi = row["method"].startswith("topk_phi")
     options = {
         "implementation": IMPLEMENTATIONS,
         "method": METHODS,
         "weights": ("pretrained", "random"),
-        "phi_weights": ("trained", "random") if phi else ("",),
+        "phi_weights": ("random" if row["method"].startswith("topk_phi") else "",),
     }
     for name, known in options.items():
         if row[name] not in known:
             expected = " or ".join(map(repr, known))
             raise ValueError(f"{where}: {name} of {row['method']} is {row[name]!r}, not {expected}; {REMEDY}")
-    if bool(row["phi_sha"]) != (row["phi_weights"] == "trained"):
-        raise ValueError(f"{where}: phi_sha is {row['phi_sha']!r}, with phi_weights {row['phi_weights']!r}; {REMEDY}")
     try:
         tokens_of(row["context"])
     except ValueError as error:
@@ -111,7 +107,7 @@ def _check_numbers(row: Row, where: str) -> None:
     ):
         if float(row[low]) > float(row[high]):
             raise ValueError(f"{where}: {low} is {row[low]}, above {high}, {row[high]}; {REMEDY}")
-    if not 0 <= finite_field(row, "tokens_as_prototype", where, REMEDY) <= 1:
+    if row["tokens_as_prototype"] and not 0 <= finite_field(row, "tokens_as_prototype", where, REMEDY) <= 1:
         raise ValueError(f"{where}: tokens_as_prototype is {row['tokens_as_prototype']}, outside [0, 1]; {REMEDY}")
     floor, expected = finite_field(row, "floor_ms", where, REMEDY), floor_of(row)
     if abs(floor - expected) > FLOOR_TOLERANCE * (1 + expected):
@@ -131,12 +127,6 @@ def _check_budget(row: Row, where: str) -> None:
         raise ValueError(f"{where}: budget_percent is {row['budget_percent']}, outside (0, 100]; {REMEDY}")
     if not row["k"].isdecimal():
         raise ValueError(f"{where}: k is {row['k']!r}, not a count; {REMEDY}")
-
-
-def _check_maps(rows: Iterable[Row], path: Path) -> None:
-    """Two hashes would mean that the maps were trained anew in between."""
-    if len(set(row["phi_sha"] for row in rows if row["phi_weights"])) > 1:
-        raise ValueError(f"{path}: phi_sha has several values; {REMEDY}")
 
 
 def _blocks(by_place: dict[tuple[str, int, str, str], Row], path: Path) -> Iterable[Block]:

@@ -4,13 +4,14 @@ without.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, model_warnings
+from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, not_evaluated
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.published import MODELS
 from residual_mass.paper.runtime_file import FUSED, PROTOTYPE, REMEDY, Block, Row, Runtime, floor_of, load_runtime
@@ -27,8 +28,7 @@ QUANTITIES = (STEP, END_TO_END, TRAFFIC, FLOOR, OVER_FLOOR)
 """What is printed of a measurement: `step / end to end`, then `traffic / floor / step over floor`."""
 CELL_COLUMNS = (
     "table backbone implementation method length batch budget_percent k quantity text bold value low high repeats "
-    "source study model_id revision weights phi_weights phi_sha dtype device bandwidth_gb_s peak_memory_mib "
-    "tokens_as_prototype"
+    "source study model_id revision weights phi_weights dtype device bandwidth_gb_s peak_memory_mib tokens_as_prototype"
 ).split()
 RUNTIME_CONDITIONS = Latex(
     "One H200, bfloat16, greedy decoding, batch size 1, 32 generated tokens, an implementation without fused kernels; "
@@ -39,8 +39,8 @@ IMPLEMENTATION_TITLES = {PROTOTYPE: "Prototype", FUSED: "Fused"}
 IMPLEMENTATION_NOTES = {
     PROTOTYPE: "Prototype: Full is the decoding of the transformers library, the others follow what the paper says of "
     "its own prototype.",
-    FUSED: "Fused: decoding of our own in buffers of fixed size, on a GPU with fused kernels; Full is attention over "
-    "the same buffers.",
+    FUSED: "Fused: decoding of our own in buffers of fixed size; Full is attention over the same buffers. On a GPU it "
+    "has fused kernels, and its steps are CUDA graphs, which are recorded once per prompt length and are not counted.",
 }
 
 Line = tuple[str, ...]
@@ -56,8 +56,7 @@ def is_label(label: str) -> bool:
 def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: Path) -> None:
     """Writes the table from the backbone's one file, and to `cells` one CSV line per printed value.
 
-    Shown are the contexts of the spec, or all of the file where the spec names none; beside them the paper's values
-    where it measured that backbone.
+    Shown are the contexts of the spec, beside them the paper's values where it measured that backbone.
 
     Raises:
         ValueError: the file is not one alone, of another study or backbone, or damaged, or lacks a context; names file
@@ -114,19 +113,16 @@ def _only(spec: TableSpec, results: Sequence[Path]) -> Runtime:
 
 
 def _shown(file: Runtime, spec: TableSpec) -> Runtime:
-    """The contexts that the table shows; every implementation has each of them, at some batch size."""
-    if not spec.lengths:
-        return file
-    for implementation in dict.fromkeys(block.implementation for block in file.blocks):
-        measured = {c for block in file.blocks if block.implementation == implementation for c in block.rows}
-        for context in spec.lengths:
-            if context not in measured:
-                raise ValueError(f"{file.path}: no row for {implementation} at {context}; {REMEDY}")
+    """The contexts that the table shows, all of which every block has."""
+    for block, context in itertools.product(file.blocks, spec.lengths):
+        if context not in block.rows:
+            place = f"{block.implementation}, batch {block.batch}, at {context}"
+            raise ValueError(f"{file.path}: no row for {place}; {REMEDY}")
     blocks = (
         Block(block.implementation, block.batch, {c: of for c, of in block.rows.items() if c in spec.lengths})
         for block in file.blocks
     )
-    return Runtime(file.path, file.facts, tuple(block for block in blocks if block.rows))
+    return Runtime(file.path, file.facts, tuple(blocks))
 
 
 def _render(
@@ -174,8 +170,9 @@ def _texts(rows: Mapping[str, Row], quantities: Sequence[str]) -> Iterator[str]:
 
 
 def _value(row: Row, quantity: str) -> float:
+    """Rounded where it is computed, so that what is printed is the print of what the CSV has."""
     if quantity == OVER_FLOOR:
-        return float(row[STEP]) / floor_of(row)
+        return round(float(row[STEP]) / floor_of(row), 6)
     return float(row[quantity])
 
 
@@ -212,21 +209,20 @@ def _header(spec: TableSpec, file: Runtime) -> Iterator[str]:
     yield f"Table {spec.label} of study {spec.study}; generated, changes are overwritten."
     yield (
         f"{file.path.name}: {facts['model_id']} at {facts['revision']}, {facts['weights']} weights, {facts['dtype']}, "
-        f"phi maps {_maps(file)}, on {facts['device']}"
+        f"phi maps random, on {facts['device']}"
     )
-
-
-def _maps(file: Runtime) -> str:
-    """How the feature maps came about; the files are made with either trained or random ones."""
-    shas = {row["phi_sha"] for row in file.rows if row["phi_weights"] == "trained"}
-    return f"trained ({min(shas)[:12]})" if shas else "random"
 
 
 def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
     facts, rows = file.facts, file.rows
     yield f"Study {spec.study}, backbone {facts['model_id']}, {facts['dtype']}, on {facts['device']}."
-    yield from model_warnings([(facts["model_id"], "pretrained")])
-    yield from _random_notes(facts["weights"] == "random", _maps(file) == "random")
+    yield from not_evaluated([facts["model_id"]])
+    if facts["weights"] == "random":
+        yield "The backbone's weights are random."
+    yield (
+        "The feature maps are random and in float32, in every implementation; time hardly depends on the values of "
+        "weights, and accuracy is not measured here."
+    )
     yield from (IMPLEMENTATION_NOTES[name] for name in dict.fromkeys(block.implementation for block in file.blocks))
     repeats = _listed(row["repeats"] for row in rows)
     yield (
@@ -240,18 +236,12 @@ def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
         "Budgets count positions; the traffic is all that a step has to read and write, the model's weights included. "
         f"The bandwidth is that of copies, {_listed(_rounded(row['bandwidth_gb_s']) for row in rows)} GB/s."
     )
-    if fused := [float(row["tokens_as_prototype"]) for row in rows if row["implementation"] == FUSED]:
-        places = "everywhere" if min(fused) == 1 else f"in {100 * min(fused):g}% of all places at least"
+    fused = [row["tokens_as_prototype"] for row in rows if row["implementation"] == FUSED]
+    if shares := [float(share) for share in fused if share]:
+        places = "everywhere" if min(shares) == 1 else f"in {100 * min(shares):g}% of all places at least"
         yield f"Fused decoding gives the prototype's tokens {places}."
     if _papers_name(file):
         yield "The paper's values are of its own prototype in bfloat16 on one H200, at a budget of 1%."
-
-
-def _random_notes(weights: bool, maps: bool) -> Iterator[str]:
-    """Owns up to values that no training made."""
-    if weights or maps:
-        what = " and ".join(["the backbone's weights"] * weights + ["the feature maps"] * maps)
-        yield f"T{what[1:]} are random: times do not depend on the values, and accuracy is not measured here."
 
 
 def _listed(texts: Iterable[str]) -> str:

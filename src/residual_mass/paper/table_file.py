@@ -9,13 +9,15 @@ from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.files import finite_field, only_value, read_csv
-from residual_mass.paper import accounting_table, runtime_file, runtime_table, training_cost_table
+from residual_mass.paper import accounting_table, published, runtime_file, runtime_table, training_cost_table
 from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, Point, format_score
 from residual_mass.paper.layouts import LAYOUTS
 from residual_mass.specs import METHODS, tokens_of
 
 TABLES = (*LAYOUTS, accounting_table.LABEL, training_cost_table.LABEL, *runtime_table.PUBLISHED)
-"""Labels of the tables that the paper has as well and whose CSVs can be read here; so can those of other latencies."""
+"""Labels of the tables whose CSVs can be read here; so can those of other latencies."""
+COMPARED = tuple(label for label in TABLES if label in published.labels())
+"""Those that the paper has as well."""
 SCORE = "score"
 """The quantity of every cell of a score table."""
 EVERY = "table backbone length text value study model_id weights source".split()

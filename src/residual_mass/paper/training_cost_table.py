@@ -15,7 +15,7 @@ from typing import Any
 
 from residual_mass.files import csv_text, finite_field, only_value, read_json, sha256_of, write_text
 from residual_mass.paper import published
-from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, model_warnings
+from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, not_evaluated
 from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.parameter_table import HEADER, OWN_RECIPE, read_header
@@ -257,13 +257,13 @@ def _header(spec: TableSpec, rows: Iterable[Trained]) -> Iterator[str]:
 def _notes(spec: TableSpec, rows: Sequence[Trained]) -> Iterator[str]:
     backbones = {row.spec.backbone.model_id: row.spec.backbone for row in rows}
     yield f"Study {spec.study}, backbone {', '.join(backbones)}."
-    yield from model_warnings((model_id, "pretrained") for model_id in backbones)
+    yield from not_evaluated(backbones)
     if random := [model_id for model_id, backbone in backbones.items() if backbone.weights == "random"]:
-        yield f"Random weights ({', '.join(random)}): times do not depend on the values."
+        yield f"Random weights ({', '.join(random)}): time hardly depends on the values."
     yield "Passes are sequences that the backbone reads, as the teacher of the maps."
     yield (
         "The wall clock counts the steps of a training, added up over interruptions, and neither loading nor measuring "
-        "on held-out text. Hardware is that of the last process."
+        "on held-out text. Hardware is that of the run that finished the training."
     )
     for row in rows:
         of = f" ({row.title})" if len(rows) > 1 else ""
@@ -275,7 +275,7 @@ def _notes(spec: TableSpec, rows: Sequence[Trained]) -> Iterator[str]:
         if early := row.spec.curriculum:
             yield f"The first {early.share:.0%} of the steps use {early.length} tokens of each sequence{of}."
     if any(map(_papers_rows, rows)):
-        yield "A dash stands for what the paper leaves open, as it does what its times include."
+        yield "A dash marks what the paper does not say; nor does it say what its times include."
 
 
 def _cell_lines(row: Trained) -> Iterator[dict[str, Any]]:

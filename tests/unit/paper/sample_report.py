@@ -48,7 +48,7 @@ class Study:
 
 
 def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> Study:
-    """Tables of scores, of errors and of latencies, one figure, claims, and sidecars beside the results."""
+    """Tables of scores, of errors and of latencies, one figure, claims, and a sidecar beside a file of most stages."""
     facts = FACTS | {"model_id": model_id}
     results = [_scores(folder, "ruler", length, facts) for length in LENGTHS]
     results += [_scores(folder, "babilong", length, facts | {"data": "simulated"}) for length in LENGTHS]
@@ -57,7 +57,7 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
         "ruler_sweep": (results[:2], {}),
         "babilong_sweep": (results[2:], {"benchmarks": ("babilong",)}),
         "exact_accounting": ([accounting], {"budgets": (1.0,), "lengths": ()}),
-        "runtime_1b": ([runtime], {"lengths": (), "budgets": ()}),
+        "runtime_1b": ([runtime], {"lengths": ("4k", "16k"), "budgets": ()}),
     }
     for label, (paths, changes) in given.items():
         _table(folder, label, paths, {"backbone_titles": {"1b": title}} | changes)
@@ -66,11 +66,10 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
     comparison.run(ComparisonSpec("paper"), cells, compared, picture)
     figure = folder / "mass_curves.png"
     save(Figure(figsize=(TEXT_WIDTH, 1)), figure.with_suffix(".pdf"), figure)
-    write_json(
-        folder / f"{results[0].name}.meta.json",
-        {"device": "NVIDIA H200", "seconds": 1234.5, "spec": {"seed": 7, "recipe": 3}, "packages": {"torch": "9.8.7"},
-         "machine": {"platform": "Linux-x", "cpus": 12, "python": "3.11.2"}},
-    )  # fmt: skip
+    phi, generated = folder / "1b_8k.safetensors", folder / "all.jsonl"
+    for path in (phi, generated):
+        path.write_text(path.name)
+    _sidecars(results[0], phi, generated, runtime)
     backbone = BackboneSpec("1b", "paper", model_id, "r1", "hub", "bfloat16", "llama32", 131072)
     spec = ReportSpec("paper", (backbone,), LENGTHS, BUDGETS, {"mass_curves": f"{title}, wiki"})
     files = ReportFiles(
@@ -80,7 +79,7 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
         comparison=compared,
         picture=picture,
         claims=[_claims(folder)],
-        sources=[*results, accounting, runtime],
+        sources=[*results, accounting, runtime, phi, generated],
         deviations=DEVIATIONS,
     )
     return Study(folder, spec, files)
@@ -154,7 +153,7 @@ def _runtime(folder: Path, facts: Row) -> Path:
         for place, method in enumerate(METHODS):
             step = 6.5 + 40 * size + 10 * place
             partial = {"budget_percent": "1", "k": str(21 + size)} if place else {}
-            maps = {"phi_weights": "trained", "phi_sha": "cd" * 32} if "phi" in method else {}
+            maps = {"phi_weights": "random"} if "phi" in method else {}
             rows.append(
                 facts | partial | maps | {
                     "implementation": "prototype", "method": method, "context": context, "batch": "1",
@@ -167,6 +166,22 @@ def _runtime(folder: Path, facts: Row) -> Path:
                 }
             )  # fmt: skip
     return write(folder / "measured_runtime_1b.csv", list(runtime_file.COLUMNS), rows)
+
+
+def _sidecars(scored: Path, phi: Path, generated: Path, runtime: Path) -> None:
+    """What the stages record: only trainings and latencies name the hardware, and scores no device at all."""
+    common = {
+        "packages": {"torch": "9.8.7"},
+        "machine": {"platform": "Linux-x", "cpus": 12, "python": "3.11.2"},
+    }
+    for path, facts in {
+        scored: {"generations": ["all.jsonl"], "spec": {"seed": 7, "recipe": 3}},
+        phi: {"device": "cuda:0", "hardware": "NVIDIA H200", "processes": 8, "seconds": 1234.5, "steps": 10,
+              "spec": {"seed": 0, "recipe": 3}},
+        generated: {"device": "cuda", "seconds": 56.0, "spec": {"recipe": 5}},
+        runtime: {"device": "NVIDIA H200", "seconds": 7.0, "spec": {"seed": 0, "recipe": 1}},
+    }.items():  # fmt: skip
+        write_json(path.with_name(f"{path.name}.meta.json"), facts | common)
 
 
 def _claims(folder: Path) -> Path:

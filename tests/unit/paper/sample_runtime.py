@@ -11,7 +11,7 @@ METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 COLUMNS = (
     "study backbone implementation method context batch budget_percent k per_step_ms per_step_low_ms per_step_high_ms "
     "prefill_ms end_to_end_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes tokens_as_prototype "
-    "repeats weights phi_weights phi_sha dtype device model_id revision"
+    "repeats weights phi_weights dtype device model_id revision"
 ).split()
 BLOCKS = (("prototype", 1), ("fused", 1), ("fused", 8))
 K = {"1k": "21", "2k": "62", "4k": "21", "16k": "144", "64k": "636"}
@@ -33,7 +33,7 @@ def runtime_rows(
     constant = {
         "study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained",
         "dtype": "float32", "device": "Some CPU, 2 threads", "repeats": "3", "bandwidth_gb_s": "21.700",
-        "budget_percent": "4", "peak_memory_mib": "", "state_bytes": "0", "phi_sha": "",
+        "budget_percent": "4", "peak_memory_mib": "", "state_bytes": "0",
     }  # fmt: skip
     rows = []
     for implementation, batch in blocks:

@@ -22,6 +22,7 @@ from residual_mass.cli import main
 from residual_mass.files import csv_text, sha256_of, write_meta
 from residual_mass.paper import published, runtime_table, training_cost_table, training_log
 from residual_mass.paper.runtime_file import load_runtime
+from residual_mass.paper.table_file import load_table
 from residual_mass.paper.tables import run
 from residual_mass.spec_json import to_json
 from residual_mass.specs import (
@@ -85,7 +86,8 @@ def halves(tex: str) -> tuple[str, str]:
     return latencies, traffic
 
 
-SMOL = no_results("runtime_smol")
+SMOL = no_results("runtime_smol", lengths=("1k", "2k"))
+OF_1B = of_1b("runtime_1b", lengths=("4k", "16k", "64k"))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,28 +124,25 @@ def test_latencies_and_traffic_are_those_of_the_file(tmp_path: Path, seed: int) 
 def test_contexts_of_the_spec_are_shown_in_rising_order(tmp_path: Path) -> None:
     rows = runtime_rows(contexts=("64k", "2k", "16k"), blocks=(("fused", 1),))
     path = write_runtime(tmp_path / "runtime_smol.csv", rows)
-    for lengths, shown in (((), ["2k", "16k", "64k"]), (("64k", "2k"), ["2k", "64k"])):
+    for lengths, shown in ((("16k", "64k", "2k"), ["2k", "16k", "64k"]), (("64k", "2k"), ["2k", "64k"])):
         for half in halves(table(tmp_path, replace(SMOL, lengths=lengths), path)):
             assert [row[0] for row in printed_fields(half)[1:]] == shown
         assert {line["length"] for line in cells(tmp_path)} == set(shown)
         assert sum(map(len, load_runtime(path).blocks[0].rows.values())) == 12, "what is loaded is not cut"
     (tmp_path / "out.tex").unlink(), (tmp_path / "cells.csv").unlink()
     message = refusal(tmp_path, replace(SMOL, lengths=("2k", "4k")), path)
-    assert message == f"{path}: no row for fused at 4k; {RUNTIME_REMEDY}"
+    assert message == f"{path}: no row for fused, batch 1, at 4k; {RUNTIME_REMEDY}"
 
 
-def test_a_batch_size_may_lack_a_context_that_another_one_has(tmp_path: Path) -> None:
+def test_a_batch_size_that_lacks_a_context_is_refused(tmp_path: Path) -> None:
     rows = [row for row in runtime_rows() if (row["batch"], row["context"]) != ("8", "2k")]
-    tex = table(tmp_path, replace(SMOL, lengths=("1k", "2k")), write_runtime(tmp_path / "a.csv", rows))
-    titles = [row[0] for row in printed_fields(halves(tex)[0])]
-    assert titles[-2:] == [r"\multicolumn{6}{l}{Fused, batch 8}", "1k"] and len(titles) == 3 + 5
-    only = replace(SMOL, lengths=("2k",))
-    assert "batch 8" not in table(tmp_path, only, tmp_path / "a.csv"), "a block of no rows has no title"
+    path = write_runtime(tmp_path / "a.csv", rows)
+    assert refusal(tmp_path, SMOL, path) == f"{path}: no row for fused, batch 8, at 2k; {RUNTIME_REMEDY}"
 
 
 def test_the_papers_values_stand_beside_those_of_its_model_alone(tmp_path: Path) -> None:
     path = write_runtime(tmp_path / "runtime_1b.csv", runtime_1b())
-    tex = table(tmp_path, of_1b("runtime_1b", backbone_titles={"1b": "Llama one"}), path)
+    tex = table(tmp_path, replace(OF_1B, backbone_titles={"1b": "Llama one"}), path)
     fields = printed_fields(halves(tex)[0])
     assert fields[-4] == [r"\multicolumn{6}{l}{The paper, batch 1}"]
     with open(Path(published.__file__).with_name("runtime_1b.csv"), newline="") as stream:
@@ -154,7 +153,7 @@ def test_the_papers_values_stand_beside_those_of_its_model_alone(tmp_path: Path)
     assert "Latency with Llama one in milliseconds" in caption_of(tex)
     assert "The paper's values are of its own prototype in bfloat16 on one H200" in caption_of(tex)
     write_runtime(path, runtime_1b(model_id="org/Namesake"))
-    tex = table(tmp_path, of_1b("runtime_1b"), path)
+    tex = table(tmp_path, OF_1B, path)
     assert "The paper, batch" not in tex and "The paper's values are" not in tex
     assert "The paper does not evaluate org/Namesake; the values are not comparable" in caption_of(tex)
 
@@ -169,9 +168,10 @@ def test_the_caption_of_latencies_owns_up_to_what_was_measured(tmp_path: Path) -
     for words in (
         "Study mini, backbone org/Small-LM, float32, on Some CPU, 2 threads.",
         "The paper does not evaluate org/Small-LM; the values are not comparable with the paper's.",
-        "The feature maps are random: times do not depend on the values, and accuracy is not measured here.",
+        "The feature maps are random and in float32, in every implementation; time hardly depends on the values of",
         "Prototype: Full is the decoding of the transformers library",
         "Fused: decoding of our own",
+        "CUDA graphs, which are recorded once per prompt length and are not counted.",
         r"medians of 3 repeats, the furthest of which is 12\% from its median.",
         r"$K$ is that of a budget of 4\%.",
         "The bandwidth is that of copies, 21.7 GB/s.",
@@ -182,25 +182,24 @@ def test_the_caption_of_latencies_owns_up_to_what_was_measured(tmp_path: Path) -
     same = [row | {"tokens_as_prototype": "1.000"} for row in rows]
     caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", same)))
     assert "Fused decoding gives the prototype's tokens everywhere." in caption
-    only = [row for row in rows if row["implementation"] == "prototype"]
-    caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", only)))
-    assert "Fused" not in caption and "Prototype: " in caption
+    assert "weights are random" not in caption
 
 
-def test_random_weights_and_trained_maps_are_owned_up_to(tmp_path: Path) -> None:
+def test_a_file_without_the_prototype_says_nothing_of_its_tokens(tmp_path: Path) -> None:
+    rows = [row | {"tokens_as_prototype": ""} for row in runtime_rows(blocks=BLOCKS[1:])]
+    caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", rows)))
+    assert "Fused: decoding" in caption and "prototype's tokens" not in caption and "Prototype: " not in caption
+    assert {line["tokens_as_prototype"] for line in cells(tmp_path)} == {""}
+    rows[3]["tokens_as_prototype"] = "0.500"
+    caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", rows)))
+    assert r"gives the prototype's tokens in 50\% of all places at least" in caption
+
+
+def test_random_weights_of_the_backbone_are_owned_up_to(tmp_path: Path) -> None:
     path = write_runtime(tmp_path / "runtime_1b.csv", runtime_1b(weights="random"))
-    caption = caption_of(table(tmp_path, of_1b("runtime_1b"), path))
-    assert "The backbone's weights and the feature maps are random: times do not depend on the values" in caption
+    caption = caption_of(table(tmp_path, OF_1B, path))
+    assert "The backbone's weights are random. The feature maps are random" in " ".join(caption.split())
     assert "say nothing of a method" not in caption, "that is said of scores"
-    trained = runtime_1b()
-    for row in trained:
-        if row["phi_weights"]:
-            row |= {"phi_weights": "trained", "phi_sha": "ab" * 32}
-    tex = table(tmp_path, of_1b("runtime_1b"), write_runtime(path, trained))
-    assert "are random" not in caption_of(tex) and "phi maps trained (abababababab)" in tex
-    trained = [row | {"weights": "random"} for row in trained]
-    caption = caption_of(table(tmp_path, of_1b("runtime_1b"), write_runtime(path, trained)))
-    assert "The backbone's weights are random: times" in caption
 
 
 def test_every_printed_latency_is_a_line_with_its_origin(tmp_path: Path) -> None:
@@ -241,10 +240,23 @@ def test_the_floor_of_a_tiny_model_may_round_to_nothing(tmp_path: Path) -> None:
     assert {line["value"] for line in cells(tmp_path) if line["quantity"] == "over_floor"} == {"5425.000000"}
 
 
+def test_a_ratio_that_rounds_up_twice_is_printed_as_it_is_read_back(tmp_path: Path) -> None:
+    """83.75 ms over 10.00000023 ms is 8.3749998, which six decimals make 8.375000."""
+    rows = runtime_rows(step_bytes="0", bandwidth_gb_s="21.700")
+    for row in rows:
+        row |= {"step_bytes": "217000005", "floor_ms": "10.000", "end_to_end_ms": "9000.000"}
+        row |= {f"per_step_{name}ms": "83.750" for name in ("", "low_", "high_")}
+    table(tmp_path, SMOL, write_runtime(tmp_path / "a.csv", rows))
+    ratios = {(line["text"], line["value"]) for line in cells(tmp_path) if line["quantity"] == "over_floor"}
+    assert ratios == {("8.38", "8.375000")}
+    label, values = load_table(tmp_path / "cells.csv", "mini")
+    assert (label, len(values)) == ("runtime_smol", 5 * len(rows))
+
+
 # ---- latencies that are refused --------------------------------------------------------------------------------------
 
 
-NEEDED = [name for name in COLUMNS if name != "state_bytes"]
+NEEDED = [name for name in COLUMNS if name not in ("state_bytes", "phi_sha")]
 
 
 @pytest.mark.parametrize("missing", NEEDED)
@@ -254,8 +266,7 @@ def test_a_missing_column_is_named(tmp_path: Path, missing: str) -> None:
 
 
 NUMBERS = (
-    "per_step_ms per_step_low_ms per_step_high_ms prefill_ms end_to_end_ms floor_ms bandwidth_gb_s tokens_as_prototype "
-    "budget_percent"
+    "per_step_ms per_step_low_ms per_step_high_ms prefill_ms end_to_end_ms floor_ms bandwidth_gb_s budget_percent"
 ).split()
 
 
@@ -286,12 +297,12 @@ def test_a_number_that_is_none_is_named_with_its_line(tmp_path: Path, name: str,
         ({"k": "-3"}, "k is '-3', not a count"),
         ({"budget_percent": "101"}, "budget_percent is 101, outside (0, 100]"),
         ({"peak_memory_mib": "nan"}, "peak_memory_mib is 'nan', not a finite number"),
+        ({"tokens_as_prototype": "nan"}, "tokens_as_prototype is 'nan', not a finite number"),
         ({"tokens_as_prototype": "1.5"}, "tokens_as_prototype is 1.5, outside [0, 1]"),
         ({"implementation": "best"}, "implementation of topk_phi is 'best', not 'prototype' or 'fused'"),
         ({"method": "magic"}, "method of magic is 'magic', not 'full' or 'topk'"),
-        ({"phi_weights": ""}, "phi_weights of topk_phi is '', not 'trained' or 'random'"),
-        ({"phi_weights": "trained"}, "phi_sha is '', with phi_weights 'trained'"),
-        ({"phi_sha": "ab"}, "phi_sha is 'ab', with phi_weights 'random'"),
+        ({"phi_weights": ""}, "phi_weights of topk_phi is '', not 'random'"),
+        ({"phi_weights": "trained"}, "phi_weights of topk_phi is 'trained', not 'random'"),
         ({"context": "1 k"}, "context: length '1 k' is not a length label"),
     ],
 )
@@ -323,19 +334,18 @@ def test_methods_that_stand_in_one_row_share_their_budget(tmp_path: Path, name: 
 
 
 def test_a_file_of_latencies_that_is_cut_is_refused_unless_whole_contexts_are_left(tmp_path: Path) -> None:
-    wanted = replace(SMOL, lengths=("1k", "2k"))
     path = write_runtime(tmp_path / "a.csv", runtime_rows(blocks=BLOCKS[:2]))
     lines = path.read_text().splitlines(keepends=True)
     assert len(lines) == 17
     for kept in (kept for kept in range(17) if kept != 9):  # the prototype alone is a whole file
         path.write_text("".join(lines[:kept]))
-        assert RUNTIME_REMEDY in refusal(tmp_path, wanted, path)
+        assert RUNTIME_REMEDY in refusal(tmp_path, SMOL, path)
     path.write_text("".join(lines)[:-1])
-    assert "cut short" in refusal(tmp_path, wanted, path)
+    assert "cut short" in refusal(tmp_path, SMOL, path)
     path.write_bytes(b"\xff\xfe\x00")
-    assert refusal(tmp_path, wanted, path).startswith(f"{path}: not UTF-8")
+    assert refusal(tmp_path, SMOL, path).startswith(f"{path}: not UTF-8")
     path.unlink()
-    assert refusal(tmp_path, wanted, path) == f"{path}: no such file; run the runtime stage"
+    assert refusal(tmp_path, SMOL, path) == f"{path}: no such file; run the runtime stage"
 
 
 def test_a_method_that_is_missing_or_stands_twice_is_named(tmp_path: Path) -> None:
@@ -354,14 +364,6 @@ def test_latencies_of_two_origins_are_refused(tmp_path: Path, fact: str) -> None
     rows[5][fact] = "random" if fact == "weights" else "other"
     path = write_runtime(tmp_path / "a.csv", rows)
     assert refusal(tmp_path, SMOL, path).startswith(f"{path}: {fact} should have one value, found ")
-
-
-def test_latencies_with_maps_that_were_trained_anew_are_refused(tmp_path: Path) -> None:
-    rows = runtime_rows()
-    for i, row in enumerate(row for row in rows if row["phi_weights"]):
-        row |= {"phi_weights": "trained", "phi_sha": "ab" if i else "cd"}
-    path = write_runtime(tmp_path / "a.csv", rows)
-    assert refusal(tmp_path, SMOL, path) == f"{path}: phi_sha has several values; {RUNTIME_REMEDY}"
 
 
 def test_latencies_of_other_studies_and_backbones_are_refused(tmp_path: Path) -> None:
@@ -463,7 +465,7 @@ def test_the_papers_training_stands_below_that_of_its_model(tmp_path: Path) -> N
         ["in the paper", r"200k steps on 8$\times$H200", "--", "--", "19 h"],
     ]
     caption = caption_of(tex)
-    assert "on 64k-token sequences" in caption and "A dash stands for what the paper leaves open" in caption
+    assert "on 64k-token sequences" in caption and "A dash marks what the paper does not say; nor does" in caption
     assert "does not evaluate" not in caption and row_widths(tex) == {5}
 
 
@@ -501,7 +503,7 @@ def test_what_a_reader_must_know_of_a_training_is_said(tmp_path: Path) -> None:
     random_weights = replace(SMALL, source="random")
     spec = replace(TRAINED, backbone=random_weights, curriculum=CurriculumSpec("512", 0.25))
     caption = caption_of(table(tmp_path, TRAINING_SMOL, *trained(tmp_path, spec)))
-    assert "Random weights (org/Small-LM): times do not depend on the values." in caption
+    assert "Random weights (org/Small-LM): time hardly depends on the values." in caption
     assert r"The first 25\% of the steps use 512 tokens of each sequence." in caption
     assert "added up over interruptions, and neither loading nor measuring on held-out text" in caption
     assert "is kept" not in caption
@@ -686,7 +688,7 @@ def test_latex_accepts_the_tables_whatever_the_names_and_they_fit_the_page(tmp_p
     titled = replace(TRAINING_SMOL, backbone_titles={"smol": "SmolLM2-135M-Instruct"})
     sound = [
         table(tmp_path, SMOL, small),
-        table(tmp_path, of_1b("runtime_1b"), large),
+        table(tmp_path, OF_1B, large),
         table(tmp_path, titled, *trained(tmp_path)),
         table(
             tmp_path,

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from printed import open_braces, printed_cells, without_comments
 from sample_results import LABELS, TEMPLATES, edit, files_of, result_rows, table_spec, write_rows
+from test_accounting_table import accounting_rows
+from test_accounting_table import edit as edit_accounting
+from test_accounting_table import spec as accounting_spec
+from test_accounting_table import write as write_accounting
 
 from residual_mass.files import csv_text
 from residual_mass.paper import tables
@@ -102,6 +106,20 @@ def test_uncertainty_is_printed_like_the_value(tmp_path: Path) -> None:
     assert defined["gainp"][key.replace("/2/", "/4/")] == "$p = 1.000$"
     topk = "ruler_sweep/smol/ruler/all/1k/topk/2"
     assert {kind for kind, texts in defined.items() if topk in texts} == {"value", "interval", "count"}
+
+
+def test_a_negative_value_has_a_minus_as_in_its_table(tmp_path: Path) -> None:
+    rows = edit_accounting(accounting_rows(), "cwe", "1k", log_z_error="-0.574", log_z_error_ci_low="-1")
+    path = tmp_path / "exact_accounting.csv"
+    tex, results = path.with_suffix(".tex"), [write_accounting(tmp_path / "accounting_smol.csv", rows)]
+    tables.run(accounting_spec(), results, TEMPLATES / "exact_accounting.tex.j2", tex, path)
+    defined = numbers(tmp_path, [path])
+    negative = [line for line in lines_of([path]) if line["text"].startswith("-")]
+    assert negative and all(f" ${line['text']}$ " in tex.read_text() for line in negative)
+    key = "exact_accounting/smol/cwe/1k/21/4/2k/log_z_error"
+    assert (defined["value"][key], defined["count"][key]) == ("$-0.574$", "3")
+    assert sum(text.startswith("$-") for text in defined["value"].values()) == len(negative)
+    assert defined["value"][key.replace("log_z_error", "e_topk")][0].isdigit()
 
 
 def test_what_a_study_leaves_out_has_no_key(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_
 from residual_mass.cli import main
 from residual_mass.paper import report
 from residual_mass.paper.report import load_deviations
+from residual_mass.paper.report_notes import notes_on
+from residual_mass.paper.report_provenance import provenance
 from residual_mass.paper.report_tables import load_page_table, place_of
 from residual_mass.spec_json import to_json
 
@@ -151,19 +153,47 @@ def test_every_line_of_every_table_is_there_in_its_order(study: Study, page: Ele
 
 def test_a_cell_of_several_values_tells_of_each(study: Study, page: Element) -> None:
     _, lines = read(study.cells("runtime_1b"))
-    by_place: dict[tuple[str, str], dict[str, str]] = {}
+    by_place: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for line in lines:
-        by_place.setdefault((line["length"], line["method"]), {})[line["quantity"]] = line["text"]
+        by_place.setdefault((line["length"], line["method"]), {})[line["quantity"]] = line
     latencies, traffic = article(page, "runtime_1b").all("table")
-    for table, names in ((latencies, ("per_step_ms", "end_to_end_ms")), (traffic, ("step_bytes", "floor_ms"))):
+    shown = (
+        (latencies, {"per_step_ms": "ms: one decoding step, repeats from {low} to {high} ms",
+                     "end_to_end_ms": "ms: the prefill and 31 steps, end to end"}),
+        (traffic, {"step_bytes": "GB: read and written in a step",
+                   "floor_ms": "ms: that traffic at the measured bandwidth",
+                   "over_floor": "times: the measured step over that floor"}),
+    )  # fmt: skip
+    for table, titles in shown:
         buttons = table.all("button")
         assert len(buttons) == len(by_place) == 8
-        for button, texts in zip(buttons, by_place.values(), strict=True):
-            assert button.text.split(" / ")[: len(names)] == [texts[name] for name in names]
-            for name in names:
-                assert f"{texts[name]}: {name.replace('_', ' ')}" in button.attributes["data-notes"].split("\n")
+        for button, of_place in zip(buttons, by_place.values(), strict=True):
+            assert button.text.split(" / ") == [of_place[name]["text"] for name in titles]
+            notes = button.attributes["data-notes"].split("\n")
+            for name, title in titles.items():
+                assert f"{of_place[name]['text']} {title.format(**of_place[name])}" in notes
+            assert {"bandwidth of copies 4000.000 GB/s", "peak memory 900.000 MiB", "5 repeats"} <= set(notes)
+            assert not [note for note in notes if "step bytes" in note or note.startswith(("low", "high"))]
+    gigabytes = next(line for line in lines if line["quantity"] == "step_bytes")
+    assert float(gigabytes["text"]) * 1e9 == float(gigabytes["value"])
     assert "5.500" not in latencies.text  # the paper's block is not taken for the study's
     assert "84.41 / 2798.91" in latencies.text
+
+
+def test_a_latency_stands_by_its_own_verdict(study: Study, page: Element, own: Study) -> None:
+    """End to end has no interval to compare with, which leaves the step's verdict as it is."""
+    assert study.files.comparison and own.files.comparison
+    runtime = [fact for fact in read(study.files.comparison)[1] if fact["table"] == "runtime_1b" and fact["ours"]]
+    steps = [fact for fact in runtime if fact["quantity"] == "per_step_ms"]
+    assert len(runtime) == 2 * len(steps) == 16
+    assert {fact["verdict"] for fact in runtime if fact not in steps} == {"not comparable"}
+    kinds = ["agrees" if fact["verdict"] == "agrees" else "differs" for fact in steps]
+    shown = article(page, "runtime_1b").all("span", "paper")
+    assert [span.attributes["class"] for span in shown] == [f"paper {kind}" for kind in kinds]
+    assert set(kinds) == {"agrees", "differs"}
+    edit_cells(own.files.comparison, {"table": "runtime_1b"}, verdict="not comparable")
+    shown = article(Page(own.page()).root, "runtime_1b").all("span", "paper")
+    assert [span.attributes["class"] for span in shown] == ["paper open"] * len(steps)
 
 
 def test_rows_of_the_paper_are_not_taken_for_those_of_the_study(tmp_path: Path) -> None:
@@ -199,15 +229,33 @@ def test_published_values_stand_beside_those_of_the_same_cell(study: Study, page
     assert study.files.comparison
     _, facts = read(study.files.comparison)
     compared = [fact for fact in facts if fact["ours"] and fact["table"] == "ruler_sweep"]
-    shown = article(page, "ruler_sweep").all("span", "paper")
+    shown = beside(article(page, "ruler_sweep"))
     assert len(compared) == len(shown) == 26
-    for fact, span in zip(compared, shown, strict=True):
+    signs = {"agrees": " ✓", "differs": " ≠"}
+    for fact, (button, span) in zip(compared, shown, strict=True):
         kind = "agrees" if fact["verdict"] == "agrees" else "differs"
-        assert span.text.startswith(fact["published"]) and kind in span.attributes["class"].split()
-        assert span.text.endswith(f"in the paper: {fact['verdict']}")
-    assert {"agrees", "differs"} == {"agrees" if "agrees" in span.text else "differs" for span in shown}
-    for span in article(page, "babilong_sweep").all("span", "paper"):
-        assert "open" in span.attributes["class"] and "not comparable (simulated data)" in span.text
+        assert span.text == fact["published"] + signs[kind] and kind in span.attributes["class"].split()
+        assert span.attributes["aria-hidden"] == "true"  # told once, with the value
+        told = f"; the paper prints {fact['published']}: {fact['verdict']}; "
+        assert button.attributes["aria-label"].count(told) == 1
+    assert {span.attributes["class"] for _, span in shown} == {"paper agrees", "paper differs"}
+    for button, span in beside(article(page, "babilong_sweep")):
+        assert "open" in span.attributes["class"] and "simulated data" in button.attributes["aria-label"]
+
+
+def beside(table: Element) -> list[tuple[Element, Element]]:
+    """Values with what the paper prints in their place."""
+    cells = [cell for cell in table.all("td") if cell.all("span", "paper")]
+    return [(cell.all("button")[0], cell.all("span", "paper")[0]) for cell in cells]
+
+
+def test_the_authors_score_is_told_where_it_is_another() -> None:
+    line = {"text": "0.500", "value": "0.500000", "stderr": "0.012345", "original_value": "0.612300"}
+    assert list(notes_on(line, False)) == [
+        "standard error 0.012", "by the authors' scorer 0.612", "unrounded 0.500000",
+    ]  # fmt: skip
+    for same in ("0.500000", ""):
+        assert not any("authors" in note for note in notes_on(line | {"original_value": same}, False))
 
 
 def test_captions_are_those_of_the_latex_tables(study: Study, page: Element) -> None:
@@ -230,12 +278,15 @@ def test_the_verdict_counts_every_published_cell(study: Study, page: Element) ->
     assert [tile.text.split(" ", 1) for tile in tiles.all("li")] == [
         [str(counted[verdict]), text] for verdict, text in words.items()
     ]
-    assert min(counted.values()) > 0 and f"prints {len(facts)} values" in page.text
+    assert min(counted.values()) > 0 and f"prints {len(facts)} values that can be compared" in page.text
     _, statements = read(study.files.picture)
     same = Counter(row["same_direction"] for row in statements)
     text = " ".join(page.text.split())
     assert f"of {same['yes'] + same['no']} statements" in text and f"{same['yes']} have the same sign" in text
-    assert "of 2 statements that the paper’s figures make of attention heads, 1 hold here, 1 is undecided" in text
+    assert (
+        "of 2 statements that the paper’s figures and tables make of attention heads, 1 holds here, 1 is undecided"
+        in text
+    )
 
 
 def test_one_dot_stands_for_every_change(study: Study, page: Element) -> None:
@@ -248,6 +299,9 @@ def test_one_dot_stands_for_every_change(study: Study, page: Element) -> None:
     assert places == pytest.approx([50 + 47 * each / limit for each in expected], abs=0.01)
     published = [len(strip.all("circle")) for strip in page.all("svg", "published")]
     assert published == [16, 16, 32, 32]
+    for strip in [*page.all("svg", "published"), *page.all("svg", "ours")]:
+        count, label = len(strip.all("circle")), strip.attributes["aria-label"]
+        assert label.startswith(f"{count} cells, changes ") if count > 1 else label == "no cells" and not count
 
 
 # ---- the page itself -------------------------------------------------------------------------------------------------
@@ -289,9 +343,32 @@ def test_provenance_names_every_file_and_what_its_sidecar_says(study: Study, pag
     assert set(rows) == {str(path) for path in files}
     for path in files:
         assert path and rows[str(path)][0] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert rows[str(study.files.sources[0])][2:] == ["NVIDIA H200", "1,234", "7", "3"]
-    assert rows[str(study.files.sources[1])][2:] == ["", "", "", ""]
+    by_name = {Path(path).name: cells[2:] for path, cells in rows.items()}
+    assert by_name["ruler_1b_4k.csv"] == ["", "", "7", "3"] and by_name["ruler_1b_8k.csv"] == [""] * 4
+    assert by_name["1b_8k.safetensors"] == ["NVIDIA H200", "1,234", "0", "3"]
+    assert by_name["all.jsonl"] == ["cuda", "56", "", "5"]
+    assert by_name["measured_runtime_1b.csv"] == ["NVIDIA H200", "7", "0", "1"]
     assert "9.8.7" in section.text and "Linux-x, 12 CPUs" in section.text
+    shown = dict(zip([each.text for each in page.all("dt")], [each.text for each in page.all("dd")], strict=True))
+    assert shown["device"] == shown["Device"] == "NVIDIA H200" and shown["processes"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "named"),
+    [
+        (["cuda:0", "cuda", "NVIDIA H200"], ["NVIDIA H200"]),
+        (["cpu", "CPU, 2 threads", "cuda"], ["CPU, 2 threads", "cuda"]),
+        (["cpu", "NVIDIA H200"], ["NVIDIA H200", "cpu"]),
+        (["cpu", "cuda:1"], ["cpu", "cuda:1"]),
+    ],
+)
+def test_a_device_that_is_named_in_full_is_told_once(recorded: list[str], named: list[str], tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(len(recorded))]
+    for path, device in zip(paths, recorded, strict=True):
+        path.write_text("x")
+        path.with_name(f"{path.name}.meta.json").write_text(json.dumps({"device": device}))
+    found = provenance(paths)
+    assert list(found.facts["device"]) == named and [each.device for each in found.sources] == recorded
 
 
 def test_nothing_is_read_that_is_not_an_input(own: Study) -> None:
@@ -337,7 +414,7 @@ def test_deviations_are_the_rows_of_the_document() -> None:
 
 
 def test_an_open_point_without_a_row_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no open point 99, which the comparison names"):
+    with pytest.raises(ValueError, match="has no open point 99, which its tables name"):
         load_deviations(DEVIATIONS, "mini", [99])
     with pytest.raises(ValueError, match="no such file"):
         load_deviations(tmp_path / "x.md", "mini", [])

@@ -64,6 +64,13 @@ addEventListener("load", async () => {
     seen.tips.at(-1).moved = document.activeElement === before && before.tabIndex === 0;
     document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape", bubbles: true}));
     seen.tips.at(-1).closed = !visible(note);
+    values[1].focus(); // as a click does
+    values[1].click();
+    const stopsAt = (value) => values.every((each) => each.tabIndex === (each === value ? 0 : -1));
+    const clicked = stopsAt(values[1]);
+    values[1].dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}));
+    seen.tips.at(-1).single = clicked && stopsAt(values[0]);
+    values[0].blur();
     values[0].dispatchEvent(new MouseEvent("mouseenter"));
     seen.tips.at(-1).hovered = visible(note) && note.textContent === values[0].dataset.notes;
   }

@@ -4,7 +4,7 @@ Rows are counted through: `row` = batch row * Hkv + KV head, `head` = batch row 
 waits for another. Atomics count integers alone and sums are made in a fixed order, so a step repeats to the bit.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
-tokens, D = head dimension, M = features, P = programs of one query head.
+tokens, D = head dimension, M = features, P = shares of one query head, blocks = blocks of its columns.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def select_kernel(
     first,
     last,
     counts,  # [B * Hq, bins], complete
-    chosen,  # out: [B * Hq, P, BLOCK] each block's columns above the threshold, then those at it
-    tally,  # out: [B * Hq, 2, P] how many of each
+    chosen,  # out: [B * Hq, blocks, BLOCK] each block's columns above the threshold, then those at it
+    tally,  # out: [B * Hq, 2, blocks] how many of each
     stride,
     k,
     sink,
