@@ -36,7 +36,9 @@ shell.prefix(f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PY
 include: "workflow/rules/common.smk"
 include: "workflow/rules/specs.smk"
 include: "workflow/rules/inputs.smk"
+include: "workflow/rules/resources.smk"
 include: "workflow/rules/planned.smk"
+include: "workflow/rules/reported.smk"
 
 
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.

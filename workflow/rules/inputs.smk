@@ -1,4 +1,4 @@
-"""What a job waits for and how much of the machine it takes, from its wildcards alone; no rules."""
+"""What a job waits for, from its wildcards alone; no rules."""
 
 ON_A_BACKBONE: dict[str, set[Path]] = {}
 """By backbone, the outputs that need it and that this run's targets lead to."""
@@ -199,77 +199,6 @@ def figures_shown(wildcards: Any) -> list[str]:
     return expand(f"{FIGURE}.pdf", study=study, label=figures_of(study))
 
 
-def reported(pattern: str, compared: bool = False) -> Callable[[Any], list[str]]:
-    """The files of all tables of the study that the page is of; with `compared` only where the paper's values are."""
-
-    def files(_: Any) -> list[str]:
-        study = config["study"]
-        labels = STUDIES[study]["tables"]
-        if compared:
-            return expand(pattern, study=study) if set(labels) & set(COMPARED_TABLES) else []
-        return expand(pattern, study=study, label=labels)
-
-    return files
-
-
-def figures_reported(_: Any) -> list[str]:
-    return expand(f"{FIGURE}.png", study=config["study"], label=figures_of(config["study"]))
-
-
-def claims_reported(_: Any) -> list[str]:
-    return expand(CLAIMS, backbone=STUDIES[config["study"]]["diagnostics"]["backbones"])
-
-
-def sources_reported(_: Any) -> list[str]:
-    """What the page's tables and figures are made of, whose hashes it names: prompts, feature maps with the logs of their
-    training, generated texts, results and captured files. Left out are captured rows, which only the audits read.
-    """
-    study = config["study"]
-    files = [
-        *frozen_prompts(study),
-        *trained_files(study),
-        *(job["target"] for job in planned_generation(study)),
-        *study_results(study),
-        *captured_files(study),
-    ]
-    return list(dict.fromkeys(files))
-
-
-def frozen_prompts(study: str) -> list[str]:
-    """The manifests, which hold the hashes of all prompts."""
-    labels = dict.fromkeys(BACKBONES[name].tokenizer for name in backbones_of(study))
-    return [
-        path
-        for benchmark in STUDIES[study]["benchmarks"]
-        for path in expand(
-            PROMPTS, benchmark=benchmark, tokenizer=labels, length=benchmark_lengths(STUDIES[study], benchmark)
-        )
-    ]
-
-
-def trained_files(study: str) -> list[str]:
-    """Feature maps and training logs of everything `all` makes, those of every variant included."""
-    files = []
-    for job in planned_training(study):
-        backbone, maps = job["backbone"], job["length"]
-        variants = expand(VARIANTS, backbone=backbone, maps=maps)
-        if job["target"] in variants:
-            files += [*variants, TRAINING_LOG.format(backbone=backbone, maps=f"{maps}-variants")]
-        else:
-            files += [job["target"], TRAINING_LOG.format(backbone=backbone, maps=maps)]
-    return files
-
-
-def captured_files(study: str) -> list[str]:
-    """What is captured of every head for claims and figures, and the audits of what figures show."""
-    captured = STUDIES[study]["diagnostics"]
-    claimed = expand(
-        [HEADS, MASS], backbone=captured["backbones"], corpus=captured["corpora"], length=captured["lengths"]
-    )
-    figures = [Named(study=study, label=label) for label in figures_of(study) if CAPTURED.get(label, [HEADS])]
-    return [*claimed, *(path for each in figures for path in [*figure_data(each), *figure_audits(each)])]
-
-
 def recipe_logs_of(wildcards: Any) -> list[str]:
     """The logs of every recipe and seed that a study compares."""
     recipes = study_of(wildcards)["recipes"]
@@ -368,49 +297,3 @@ def recipe_targets(study: str) -> list[str]:
 
 def figure_files(study: str, labels: list[str]) -> list[str]:
     return expand(f"{FIGURE}.{{kind}}", study=study, label=labels, kind=["pdf", "png"])
-
-
-# ---- resources -------------------------------------------------------------------------------------------------------
-
-
-def gpus(wildcards: Any) -> int:
-    return int(preflight.needs_gpu(backbone_of(wildcards)))
-
-
-def half_of_the_cores(wildcards: Any) -> int:
-    """Threads of a job: a decode step of a small model gains nothing from a second core, so without a GPU two jobs share
-    the machine.
-    """
-    cores = workflow.cores
-    return 8 if gpus(wildcards) or not cores else max(1, min(8, cores // 2))
-
-
-def training_gpus(wildcards: Any) -> int:
-    """GPUs of one training job; none for a backbone that needs none, whatever the study says."""
-    return gpus(wildcards) * recipe_phi(wildcards)["gpus"]
-
-
-def training_memory(on_a_gpu: int, otherwise: int) -> Callable[[Any], int]:
-    """Every GPU has a process of its own, with the backbone's weights."""
-
-    def choose(wildcards: Any) -> int:
-        return on_a_gpu * training_gpus(wildcards) or otherwise
-
-    return choose
-
-
-def launcher(wildcards: Any, resources: Any) -> str:
-    """What starts a training's processes.
-
-    As a function of the resources it is no reason to train again: another number of GPUs leaves the spec as it is.
-    """
-    return "python" if resources.gpu < 2 else f"torchrun --standalone --nproc-per-node {resources.gpu}"
-
-
-def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:
-    """One number for jobs that ask for a GPU and one for jobs that do not."""
-
-    def choose(wildcards: Any) -> int:
-        return there if gpus(wildcards) else otherwise
-
-    return choose

@@ -1,0 +1,44 @@
+"""How much of a machine a job takes, from its wildcards alone; no rules."""
+
+
+def gpus(wildcards: Any) -> int:
+    return int(preflight.needs_gpu(backbone_of(wildcards)))
+
+
+def half_of_the_cores(wildcards: Any) -> int:
+    """Threads of a job: a decode step of a small model gains nothing from a second core, so without a GPU two jobs share
+    the machine.
+    """
+    cores = workflow.cores
+    return 8 if gpus(wildcards) or not cores else max(1, min(8, cores // 2))
+
+
+def training_gpus(wildcards: Any) -> int:
+    """GPUs of one training job; none for a backbone that needs none, whatever the study says."""
+    return gpus(wildcards) * recipe_phi(wildcards)["gpus"]
+
+
+def training_memory(on_a_gpu: int, otherwise: int) -> Callable[[Any], int]:
+    """Every GPU has a process of its own, with the backbone's weights."""
+
+    def choose(wildcards: Any) -> int:
+        return on_a_gpu * training_gpus(wildcards) or otherwise
+
+    return choose
+
+
+def launcher(wildcards: Any, resources: Any) -> str:
+    """What starts a training's processes.
+
+    As a function of the resources it is no reason to train again: another number of GPUs leaves the spec as it is.
+    """
+    return "python" if resources.gpu < 2 else f"torchrun --standalone --nproc-per-node {resources.gpu}"
+
+
+def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:
+    """One number for jobs that ask for a GPU and one for jobs that do not."""
+
+    def choose(wildcards: Any) -> int:
+        return there if gpus(wildcards) else otherwise
+
+    return choose
