@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from residual_mass.paper.cells import Cell
+from residual_mass.paper.templating import fill
 
 ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -61,9 +62,4 @@ def render(template: Path, **context: Any) -> str:
         loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
     environment.filters |= {"cell": _cell, "comment": lambda value: Latex(_one_line(value))}
-    try:
-        return environment.get_template(template.name).render(context)
-    except jinja2.TemplateNotFound:
-        raise ValueError(f"{template}: no such template") from None
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{template}: {error}") from None
+    return fill(environment, template, context)

@@ -32,6 +32,7 @@ from residual_mass.paper.report_verdicts import (
     load_picture,
     standing,
 )
+from residual_mass.paper.templating import fill
 from residual_mass.paper.titles import METHOD_TITLES, task_title
 from residual_mass.specs import ReportSpec
 
@@ -217,9 +218,4 @@ def _render(template: Path, **context: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined, autoescape=True, loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
-    try:
-        return environment.get_template(template.name).render(context)
-    except jinja2.TemplateNotFound:
-        raise ValueError(f"{template}: no such template") from None
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{template}: {error}") from None
+    return fill(environment, template, context)
