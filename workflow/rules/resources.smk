@@ -6,9 +6,7 @@ def gpus(wildcards: Any) -> int:
 
 
 def half_of_the_cores(wildcards: Any) -> int:
-    """Threads of a job: a decode step of a small model gains nothing from a second core, so without a GPU two jobs share
-    the machine.
-    """
+    """Threads of a job: a small model gains little from a second core, so without a GPU two jobs share the machine."""
     cores = workflow.cores
     return 8 if gpus(wildcards) or not cores else max(1, min(8, cores // 2))
 

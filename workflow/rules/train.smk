@@ -24,7 +24,7 @@ rule train:
         "logs/train/{backbone}_{maps}.tsv"
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: half_of_the_cores
     resources:
         gpu=training_gpus,
         mem_mb=training_memory(64000, 6000),
@@ -56,9 +56,10 @@ rule train_variants:
         "logs/train/{backbone}_{maps}-variants.log",
     benchmark:
         "logs/train/{backbone}_{maps}-variants.tsv"
+    priority: 10  # the longest job of a small study, with many others after it
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: half_of_the_cores
     resources:
         gpu=training_gpus,
         mem_mb=training_memory(96000, 8000),
