@@ -16,6 +16,7 @@ from residual_mass.core.feature_maps import ReZeroMap, log_kernel, orthogonal_di
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.specs import AnchorSpec
 from residual_mass.training.losses import retrieved
+from residual_mass.training.side_by_side import side_by_side
 from residual_mass.training.teacher import LayerTrace
 
 DIRECTION_SCALE = 0.3
@@ -26,7 +27,6 @@ QUERIES = 64
 """Query positions of the trace that are looked at."""
 
 
-@torch.no_grad()
 def positive_random_features(
     maps: PhiMaps, traces: Sequence[LayerTrace], anchors: AnchorSpec, budgets: Sequence[float], seed: int
 ) -> None:
@@ -36,6 +36,14 @@ def positive_random_features(
     Matching the whole mass instead would start from a residual that is a hundred times too large: most of the mass is
     in the anchors and the retrieved tokens, which such broad features cannot tell from the rest.
     """
+    # All of it on one core: what cores share is rounded otherwise for another number of them.
+    side_by_side(1, lambda _: _initialise(maps, traces, anchors, budgets, seed), traces[0].keys.device)
+
+
+@torch.no_grad()
+def _initialise(
+    maps: PhiMaps, traces: Sequence[LayerTrace], anchors: AnchorSpec, budgets: Sequence[float], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = maps.shape
     group = shape.query_heads // shape.kv_heads
