@@ -12,29 +12,32 @@ endif
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
 export PATH := $(BIN):$(PATH)
+# A file's tests stay together, for they share what is costly to make; more workers would want more memory than time.
+PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile
 
+# Modules and no scripts, whose first line is misread where the folder's name has quotes or blanks.
 .PHONY: mini test test-all lint gpu-check clean
 
 mini: $(STAMP)
-	snakemake --cores $(CORES) --rerun-incomplete --show-failed-logs all
+	python -m snakemake --cores $(CORES) --rerun-incomplete --show-failed-logs all
 
 test: $(STAMP)
-	pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(STAMP) $(TRITON)
-	pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: $(STAMP)
-	ruff check .
-	ruff format --check .
-	snakefmt --check Snakefile workflow
-	snakemake --lint
+	python -m ruff check .
+	python -m ruff format --check .
+	python -m snakefmt --check Snakefile workflow
+	python -m snakemake --lint
 
 gpu-check: $(STAMP)
-	pytest -m gpu; tests=$$?; python benchmarks/gpu_check.py && exit $$tests
+	python -m pytest -m gpu; tests=$$?; python benchmarks/gpu_check.py && exit $$tests
 
 # The kernels' interpreter: torch for CUDA brings Triton along, torch for CPUs does not.
 $(TRITON): $(STAMP)
