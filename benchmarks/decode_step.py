@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from residual_mass.core.fused import DecodeCache, with_summary
 from residual_mass.core.fused.torch_path import decode_attention
 from residual_mass.core.selection import largest
 from residual_mass.core.support import retrieved_count
-from residual_mass.runtime.measure import IMPLEMENTATIONS, device_name
+from residual_mass.provenance import device_name
+from residual_mass.runtime.measure import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
 from residual_mass.specs import METHODS, AnchorSpec, MapSpec
@@ -114,7 +116,8 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
     query_map, key_map = phi.folded()[0]
     full = with_summary(cache, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
     log_query = map_heads(query_map, query).squeeze(2)
-    scores = grouped @ keys.transpose(-1, -2)
+    # One and the same scores again and again would teach the processor their order, which a step never knows.
+    scores = itertools.cycle([torch.randn_like(grouped) @ keys.transpose(-1, -2) for _ in range(64)])
 
     def eager() -> Tensor:
         return (grouped * scale @ keys.transpose(-1, -2)).softmax(-1) @ values
@@ -126,7 +129,7 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
         "Full: SDPA, bfloat16": lambda: F.scaled_dot_product_attention(*low, enable_gqa=True),
         "Full: grouped products, float32": eager,
         "scores": lambda: grouped @ keys.transpose(-1, -2),
-        "selection": lambda: largest(scores, k),
+        "selection": lambda: largest(next(scores), k),
         "phi_q as written": lambda: phi.query[0].unfolded(query[0]),
         "phi_q folded": lambda: map_heads(query_map, query),
         "TopK attention, all": lambda: decode_attention(one, cache, None, subtracts=False, **common),

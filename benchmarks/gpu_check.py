@@ -1,211 +1,241 @@
-"""What a GPU does with this project: ceilings, parts of a decode step, whole steps and a training pass, as a snapshot.
+"""What a GPU does with this project, as a snapshot: ceilings, kernels, whole steps and their floor, a training pass.
 
 Weights are random at the exact shapes of Llama-3.2, since times do not depend on their values; no network is needed.
-`make gpu-check` runs the tests marked gpu first, then this. A part that fails is named in the snapshot, and the exit
-status is 1.
+Every part (`gpu_parts.py`) runs in a process of its own and under a time limit, for after a fault on the device nothing
+works any more in the process that met it. A part that fails is named in the snapshot, with what it had found until
+then, and the exit status is 1. With `--device cpu` the same parts run on a tiny model: a check of this check.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
+import csv
+import itertools
+import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from training_pass import LLAMA, random_llama
-
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.backbones.prefix import map_heads
-from residual_mass.core.fused import build_cache, decode_attention_for, torch_path, with_summary
-from residual_mass.core.selection import largest
-from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
-from residual_mass.runtime.measure import COLUMNS, measure
-from residual_mass.runtime.traffic import Implementation, copy_bandwidth
-from residual_mass.specs import AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec, tokens_of
 
-ANCHORS, MAP = AnchorSpec(), MapSpec()
-NAMES = {"llama-3.2-1b": "1b", "llama-3.2-3b": "3b"}
-Lines = Iterator[str]
+PARTS = Path(__file__).with_name("gpu_parts.py")
+MINUTES = 7.5
+"""For all parts together; what has not started by then is left out, and what runs is ended."""
+LOG_LINES = 25
+"""Of what a part that failed wrote to its error stream."""
+STEP_AIMS = {"1b": 2.5, "3b": 5.0}
+"""Milliseconds of a TopK+phi step at most, one prompt of 64k tokens."""
+FLOOR_AIM = 1.5
+"""Times the floor, at most."""
+LONGEST, LARGE_BATCH = "64k", "8"
+METHOD_TITLES = {"full": "Full", "topk": "TopK", "topk_phi": "TopK+phi", "topk_phi_nosub": "TopK+phi (NoSub)"}
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the snapshot: a command that prints it, as Markdown, and writes what rows it measures to --rows."""
+
+    title: str
+    command: tuple[str, ...]
+    seconds: float
+    """Limit."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part; `failure` is empty where all went well, `log` the end of its error stream."""
+
+    title: str
+    text: str
+    rows: list[Row]
+    failure: str
+    log: str
+    seconds: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))
-    parser.add_argument("--contexts", nargs="+", default=["4k", "16k", "64k"])
-    parser.add_argument("--batch", type=int, default=8, help="the larger of two batch sizes, at the longest context")
-    parser.add_argument("--training-length", type=int, default=16384)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--minutes", type=float, default=MINUTES)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("gpu-check needs an NVIDIA GPU that torch can use, and there is none here")
-    device = torch.device("cuda")
-    slug = torch.cuda.get_device_name(device).lower().replace(" ", "_")
-    longest = max(options.contexts, key=tokens_of)
-    rows: list[dict[str, object]] = []
-    parts: dict[str, Callable[[], Lines]] = {
-        "Ceilings": lambda: ceilings(device),
-        "Parts of a step, one layer at the longest context": lambda: parts_of_a_step(device, longest),
-        **{
-            f"Steps, {shape}": lambda shape=shape: steps(shape, options.contexts, options.batch, rows)
-            for shape in LLAMA
-        },
-        "A training pass": lambda: training(options.training_length),
-    }
-    text, failed = [*provenance(device)], False
-    for title, part in parts.items():
-        started = time.monotonic()
-        text += ["", f"## {title}", ""]
-        try:
-            for line in part():  # what came before a failure stays
-                text.append(line)
-        except Exception:
-            failed = True
-            text += ["This part failed:", "", "```", traceback.format_exc().rstrip(), "```"]
-        torch.cuda.empty_cache()
-        print(f"{title}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-        # Written after every part, so that what was measured outlives whatever comes next.
-        write_text(options.out / f"gpu_{slug}.md", "\n".join(text) + "\n")
-        if rows:
-            write_text(options.out / f"gpu_{slug}_runtime.csv", csv_text(COLUMNS, rows))
-    sys.exit(int(failed))
+    about = run_part(part(options.device, "The device", "about", 120), 120)
+    if about.failure:
+        raise SystemExit((about.log.splitlines() or [about.failure])[-1])
+    title, _, facts = about.text.partition("\n")
+    name = title.removeprefix("# ")
+    outcomes = []
+    for outcome in run_parts(plan(options.device), 60 * options.minutes - about.seconds):
+        outcomes.append(outcome)
+        print(f"{outcome.title}: {outcome.failure or 'done'}, {outcome.seconds:.0f} s", file=sys.stderr)
+        write_snapshot(options.out, name, facts, outcomes)  # what was measured outlives whatever comes next
+    sys.exit(int(any(outcome.failure for outcome in outcomes)))
 
 
-def provenance(device: torch.device) -> Lines:
-    properties = torch.cuda.get_device_properties(device)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    yield f"# {torch.cuda.get_device_name(device)}"
-    yield ""
-    yield "Made by `make gpu-check`: random weights at the exact shapes of Llama-3.2, random feature maps and prompts."
-    yield ""
-    yield f"* {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
-    yield f"* torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
-    yield f"* commit {commit.stdout.strip() or 'unknown'}"
+def plan(device: str) -> list[Part]:
+    """The most telling parts first: at the end, time may have run out."""
+    shapes = ("1b", "3b") if device == "cuda" else ("tiny",)
+    contexts, batches = (("4k", "16k", "64k"), ("1", "8")) if device == "cuda" else (("2k", "4k"), ("1", "2"))
+    longest = contexts[-1]
+    parts = [part(device, "Ceilings", "ceilings", 60)]
+    for shape in shapes:
+        places = ("--shape", shape, "--contexts", *contexts, "--batches", *batches)
+        parts.append(part(device, f"Kernels, one layer of {shape}", "kernels", 90, *places))
+    for shape, dtype in itertools.product(shapes[:1], ("float32", "bfloat16")):
+        where = ("--shape", shape, "--contexts", contexts[1], "--dtype", dtype)
+        parts.append(part(device, f"Whole steps agree, {shape} in {dtype}", "agreement", 90, *where))
+    for shape in shapes:
+        places = ("--shape", shape, "--contexts", *contexts, "--batches", *batches)
+        parts.append(part(device, f"Steps, {shape}", "steps", 200, *places))
+    for shape in shapes:
+        where = ("--shape", shape, "--contexts", longest, "--batches", "1", "--prototype")
+        parts.append(part(device, f"Steps of the prototype, {shape}", "steps", 90, *where))
+    if device == "cuda":
+        parts.append(part(device, "A training pass", "training", 120))
+    return parts
 
 
-def ceilings(device: torch.device) -> Lines:
-    yield f"* copies: {copy_bandwidth(device) / 1e12:.2f} TB/s, read and write counted"
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    seconds = 1e-3 * median_ms(lambda: a @ a)
-    yield f"* bfloat16 products of 8192 x 8192: {2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s"
+def part(device: str, title: str, name: str, seconds: float, *arguments: str) -> Part:
+    return Part(title, (sys.executable, str(PARTS), name, "--device", device, *arguments), seconds)
 
 
-@torch.no_grad()
-def parts_of_a_step(device: torch.device, context: str) -> Lines:
-    """Milliseconds of what one layer of the 1B shape does in a step, each part alone."""
-    shape, length = HeadShape.of(LLAMA["llama-3.2-1b"]), tokens_of(context)
-    k = retrieved_count(1.0, length, ANCHORS.sink + ANCHORS.tail)
-    torch.manual_seed(0)
-    keys, values = (torch.randn(1, 8, length, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
-    query = torch.randn(1, 32, 1, 64, device=device, dtype=torch.bfloat16)
-    first = torch.zeros(1, dtype=torch.int32, device=device)
-    phi = PhiMaps(HeadShape(1, shape.query_heads, shape.kv_heads, shape.head_dim), MAP).to(device).requires_grad_(False)
-    query_map, key_map = phi.folded()[0]
-    cache = with_summary(
-        build_cache(keys, values, first, first + length, 32), map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail
-    )
-    log_query = map_heads(query_map, query).squeeze(2)
-    scores = torch.randn(32, length, device=device)
-    fast = decode_attention_for(cache, shape.query_heads)
-    arguments = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "subtracts": True, "generated": 16, "scale": 0.125}
-    expected = torch_path.decode_attention(query.squeeze(2).float(), cache, log_query, **arguments)
-    ours = fast(query.squeeze(2), cache, log_query, **arguments)
-    gap = float((ours - expected).abs().sum() / expected.abs().sum())
-    yield f"K = {k} of {length} tokens. The kernels' output differs from the torch path's by {gap:.1e} (relative l1)."
-    yield ""
-    if gap > 0.02:
-        raise ValueError(f"the kernels' output is not that of the torch path: {gap:.1e}")
-    one = query.squeeze(2)
-    parts: dict[str, Callable[[], object]] = {
-        "Full: SDPA with grouped heads": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
-        "TopK+phi: the kernels, all but phi_q": lambda: fast(one, cache, log_query, **arguments),
-        "TopK: the kernels": lambda: fast(one, cache, None, **arguments | {"subtracts": False}),
-        "TopK+phi: the torch path": lambda: torch_path.decode_attention(one, cache, log_query, **arguments),
-        "torch.topk of all scores, float32": lambda: scores.topk(k, dim=-1, sorted=False),
-        "selection in two levels": lambda: largest(scores, k),
-        "phi_q, folded": lambda: map_heads(query_map, query),
-        "phi_q, as written": lambda: phi.query[0].unfolded(query[0].float()),
-    }
-    yield "| part | ms |"
-    yield "|---|---|"
-    for name, part in parts.items():
-        yield f"| {name} | {graphed_ms(part):.4f} |"
+def run_parts(parts: Iterable[Part], seconds: float) -> Iterator[Outcome]:
+    """One after the other, whatever became of those before, until the time is over."""
+    ends = time.monotonic() + seconds
+    for one in parts:
+        left = ends - time.monotonic()
+        if left <= 0:
+            yield Outcome(one.title, "", [], "left out, the time was over; give more --minutes", "", 0.0)
+        else:
+            yield run_part(one, min(left, one.seconds))
 
 
-def steps(shape: str, contexts: list[str], batch: int, rows: list[dict[str, object]]) -> Lines:
-    """Latency by context at batch 1 in both implementations, and ours alone at the larger batch."""
-    model = random_llama(shape, torch.device("cuda")).model
-    backbone = BackboneSpec(NAMES[shape], "gpu-check", shape, "random", "random", "bfloat16", "none", 131072)
-    facts = {
-        "study": "gpu-check", "backbone": backbone.name, "weights": "random", "dtype": "bfloat16", "model_id": shape,
-        "revision": "random",
-    }  # fmt: skip
+def run_part(one: Part, seconds: float) -> Outcome:
+    """A part in a process of its own, which is ended with all that it started after so many seconds."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        text, log, rows = (Path(folder) / name for name in ("text.md", "log.txt", "rows.csv"))
+        with open(text, "wb") as out, open(log, "wb") as errors:
+            command = [*one.command, "--rows", str(rows)]
+            process = subprocess.Popen(command, stdout=out, stderr=errors, start_new_session=True)
+            try:
+                failure = _failure(process.wait(seconds))
+            except subprocess.TimeoutExpired:
+                failure = f"ended after {seconds:.0f} s, which were all it had"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        said, told = (path.read_text(encoding="utf-8", errors="replace").rstrip() for path in (text, log))
+        log_end = "\n".join(told.splitlines()[-LOG_LINES:])
+        return Outcome(one.title, said, _rows(rows), failure, log_end, time.monotonic() - started)
 
-    def spec(chosen: list[str], batches: tuple[int, ...]) -> RuntimeSpec:
-        return RuntimeSpec(
-            "gpu-check", backbone, tuple(chosen), batches, 1.0, ANCHORS, MAP, repeats=3, seed=0, recipe=1
-        )
 
-    yield "| context | batch | implementation | method | step ms | floor ms | end to end ms | peak GiB |"
+def _failure(status: int) -> str:
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}" if status else ""
+
+
+def _rows(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def write_snapshot(out: Path, name: str, facts: str, outcomes: Sequence[Outcome]) -> None:
+    """`gpu_<name>.md`, and beside it `gpu_<name>_runtime.csv` where steps were measured."""
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    write_text(out / f"gpu_{slug}.md", "\n".join(snapshot(name, facts, outcomes)) + "\n")
+    if rows := [row for outcome in outcomes for row in outcome.rows]:
+        write_text(out / f"gpu_{slug}_runtime.csv", csv_text(list(rows[0]), rows))
+
+
+def snapshot(name: str, facts: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The lines of the Markdown file."""
+    yield from (f"# {name}", "", facts.strip(), "", "| part | result | s |", "|---|---|---|")
+    for outcome in outcomes:
+        yield f"| {outcome.title} | {outcome.failure or 'done'} | {outcome.seconds:.0f} |"
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    if rows:
+        yield from ("", "## Aims", "", *aims(rows), "", "## Steps and their floors", "", *floors(rows))
+    for outcome in outcomes:
+        yield from ("", f"## {outcome.title}", "")
+        if outcome.text:
+            yield outcome.text
+        if outcome.failure:
+            yield from ("", f"This part failed: {outcome.failure}.", "", "```", outcome.log, "```")
+
+
+def aims(rows: Sequence[Row]) -> Iterator[str]:
+    """What was aimed at, beside what was measured; one line each."""
+    ours = {_place(row): row for row in rows if row["implementation"] == "fused"}
+    for backbone, most in STEP_AIMS.items():
+        row = ours.get((backbone, LONGEST, "1", "topk_phi"))
+        what = f"{backbone}, TopK+phi at {LONGEST}, batch 1: at most {most} ms"
+        yield _aim(what, row, lambda row, most=most: (_step(row), float(row["per_step_ms"]) <= most))
+    for (backbone, context, batch, method), row in ours.items():
+        if method == "topk_phi":
+            what = f"{backbone}, TopK+phi at {context}, batch {batch}: at most {FLOOR_AIM} times the floor"
+            yield _aim(what, row, lambda row: (f"{_over_floor(row):.2f} times", _over_floor(row) <= FLOOR_AIM))
+    for backbone in STEP_AIMS:
+        row, full = (ours.get((backbone, LONGEST, LARGE_BATCH, method)) for method in ("topk_phi", "full"))
+        what = f"{backbone}, TopK+phi at {LONGEST}, batch {LARGE_BATCH}: faster than our own Full"
+        yield _aim(what, row, lambda row, full=full: _beside(row, full))
+
+
+def _beside(row: Row, full: Row | None) -> tuple[str, bool]:
+    """Where Full does not even fit, there is nothing to be slower than."""
+    if full is None or not _is_measured(full):
+        return f"{_step(row)}, Full not measured", full is not None
+    step, other = float(row["per_step_ms"]), float(full["per_step_ms"])
+    return f"{step:.2f} ms, Full {other:.2f} ms, ratio {step / other:.2f}", step < other
+
+
+def _aim(what: str, row: Row | None, judged: Callable[[Row], tuple[str, bool]]) -> str:
+    if row is None or not _is_measured(row):
+        return f"* {what}: not measured" + (f" ({row['not_measured']})" if row else "")
+    measured, met = judged(row)
+    return f"* {what}: {measured}, {'met' if met else 'missed'}"
+
+
+def floors(rows: Sequence[Row]) -> Iterator[str]:
+    """Every measured step beside the time that its bytes take at the speed of a large copy."""
+    yield "| backbone | context | batch | implementation | method | step ms | floor ms | over floor |"
     yield "|---|---|---|---|---|---|---|---|"
-    planned: list[tuple[RuntimeSpec, tuple[Implementation, ...]]] = [
-        (spec(contexts, (1,)), ("prototype", "fused")),
-        (spec([max(contexts, key=tokens_of)], (batch,)), ("fused",)),
-    ]
-    for one, implementations in planned:
-        for row in measure(one, model, implementations):
-            rows.append(facts | row)
-            shown = [row[name] for name in ("context", "batch", "implementation", "method", "per_step_ms", "floor_ms")]
-            peak = float(str(row["peak_memory_mib"])) / 1024
-            yield "| " + " | ".join(map(str, [*shown, row["end_to_end_ms"], f"{peak:.1f}"])) + " |"
+    for row in rows:
+        head = [*_place(row)[:3], row["implementation"], METHOD_TITLES[row["method"]]]
+        if _is_measured(row):
+            cells = [_step(row).removesuffix(" ms"), row["floor_ms"], f"{_over_floor(row):.2f}"]
+        else:
+            cells = [row["not_measured"], row["floor_ms"], "--"]
+        yield "| " + " | ".join([*head, *cells]) + " |"
 
 
-def training(length: int) -> Lines:
-    command = [
-        sys.executable, str(Path(__file__).with_name("training_pass.py")), "--shape", "llama-3.2-1b",
-        "--length", str(length), "--rounds", "1", "--layers", "2",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    yield "```"
-    yield (done.stdout if done.returncode == 0 else done.stdout + done.stderr[-2000:]).rstrip()
-    yield "```"
-    if done.returncode:
-        raise ValueError(f"training_pass.py ended with status {done.returncode}")
+def _place(row: Row) -> tuple[str, str, str, str]:
+    return row["backbone"], row["context"], row["batch"], row["method"]
 
 
-def median_ms(work: Callable[[], object], rounds: int = 20) -> float:
-    """Milliseconds on the device's own clock."""
-    times = []
-    for round_ in range(rounds + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if round_ >= 3:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def _is_measured(row: Row) -> bool:
+    return not row["not_measured"]
 
 
-def graphed_ms(work: Callable[[], object], copies: int = 20) -> float:
-    """Milliseconds of one call among many in a CUDA graph, where launching costs little."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(copies):
-            work()
-    return median_ms(graph.replay) / copies
+def _step(row: Row) -> str:
+    """Median and range of the repeats."""
+    return "{} ({} to {}) ms".format(*(f"{float(row[f'per_step_{name}ms']):.3f}" for name in ("", "low_", "high_")))
+
+
+def _over_floor(row: Row) -> float:
+    return float(row["per_step_ms"]) * float(row["bandwidth_gb_s"]) * 1e6 / int(row["step_bytes"])
 
 
 if __name__ == "__main__":

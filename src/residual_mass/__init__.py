@@ -1,7 +1,7 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
-`PhiMaps` and `partial_kv` are the library's entry points; `residual_mass.core` holds the mathematics and needs torch
-alone.
+`PhiMaps`, `partial_kv` and `partial_generate` are the library's entry points; `residual_mass.core` holds the
+mathematics and needs torch alone.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from residual_mass.backbones.greedy import partial_generate
     from residual_mass.backbones.partial import partial_kv
     from residual_mass.backbones.phi_maps import PhiMaps
 
 __version__ = "0.1.0"
-__all__ = ["PhiMaps", "__version__", "partial_kv"]
+__all__ = ["PhiMaps", "__version__", "partial_generate", "partial_kv"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from residual_mass.backbones.partial import partial_kv
 
         return partial_kv
+    if name == "partial_generate":
+        from residual_mass.backbones.greedy import partial_generate
+
+        return partial_generate
     if name == "PhiMaps":
         from residual_mass.backbones.phi_maps import PhiMaps
 

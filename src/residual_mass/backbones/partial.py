@@ -57,10 +57,7 @@ def partial_kv(
         ValueError: unknown method, budget out of range, maps missing or of another head shape, model not supported or
         hooked.
     """
-    estimator_named(method)
-    # In exact arithmetic: 100 * 0.07 is a little above 7, and the ceiling of the budget formula would take it for 8.
-    percent = None if method == "full" or budget is None else float(Fraction(str(budget)) * 100)
-    arm = ArmSpec(method, percent)
+    arm = arm_of(method, budget)
     attention_layers(model)
     session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config))
     if arm.uses_phi:
@@ -70,6 +67,13 @@ def partial_kv(
         session.maps = phi.on(device_of(model)).folded()
     with attention_hook(model, session):
         yield session
+
+
+def arm_of(method: str, budget: float | None) -> ArmSpec:
+    """The method with its budget in percent; raises ValueError for an unknown method or a budget out of range."""
+    estimator_named(method)
+    # In exact arithmetic: 100 * 0.07 is a little above 7, and the ceiling of the budget formula would take it for 8.
+    return ArmSpec(method, None if method == "full" or budget is None else float(Fraction(str(budget)) * 100))
 
 
 @dataclass

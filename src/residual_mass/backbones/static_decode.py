@@ -8,7 +8,8 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill
 from residual_mass.backbones.prefix import Map, map_heads
 from residual_mass.core.estimators import estimator_named
-from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, with_summary
+from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
 from residual_mass.specs import AnchorSpec
 
 
@@ -82,6 +83,7 @@ class StaticDecoder:
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
+        self.shared: dict[str, torch_path.Layout] = {}
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
         self.positions = torch.arange(length, length + steps, device=self.device).expand(batch, -1)
@@ -112,6 +114,7 @@ class StaticDecoder:
             subtracts=self.rule.subtracts,
             generated=self.step + 1,
             scale=scale,
+            **self.shared,
         )
         return output.unsqueeze(1).to(query.dtype)
 
@@ -136,23 +139,31 @@ class StaticDecoder:
         self.graphs = graphs
 
     @torch.no_grad()
-    def run(self, first: Tensor) -> Tensor:
+    def run(self, first: Tensor, ends: Collection[int] = ()) -> Tensor:
         """Tokens [B, T] that follow the tokens `first` [B], in a buffer that the next run writes again.
 
-        Queues the work; the caller waits for the device.
+        Queues the work; the caller waits for the device. With end tokens it looks at every token, and stops when each
+        row has met one: [B, <= T].
         """
         self.token.copy_(first.unsqueeze(1))
-        if self.graphs:
-            for graph in self.graphs:
-                graph.replay()
-            return self.tokens
-        with attention_hook(self.model, self):
+        ended = torch.zeros_like(first, dtype=torch.bool)
+        with nullcontext() if self.graphs else attention_hook(self.model, self):
             for step in range(self.steps):
-                self._advance(step)
+                if self.graphs:
+                    self.graphs[step].replay()
+                else:
+                    self._advance(step)
+                if ends:
+                    ended |= torch.isin(self.tokens[:, step], torch.tensor(list(ends), device=self.device))
+                    if ended.all():
+                        return self.tokens[:, : step + 1]
         return self.tokens
 
     def _advance(self, step: int) -> None:
-        self.step = step
+        self.step, self.shared = step, {}
+        if self.attention is torch_path.decode_attention:  # kernels find their columns by themselves
+            layout = torch_path.layout_of(self.caches[0], self.anchors.sink, self.anchors.tail, step + 1)
+            self.shared = {"layout": layout}
         position = self.positions[:, step : step + 1]
         output = self.model(self.token, position_ids=position, attention_mask=self.mask, use_cache=False)
         self.logits = output.logits[:, -1]

@@ -146,6 +146,8 @@ def _latencies(texts: Texts) -> Findings:
     ratios: dict[str, list[str]] = {}
     for family, length in sorted(rows, key=lambda row: tokens_of(row[1])):
         steps = rows[family, length]
+        if not {"topk_phi", "full"} <= steps.keys():  # one of them does not fit into memory
+            continue
         shorter.setdefault(family, []).append(steps["topk_phi"] < steps["full"])
         ratios.setdefault(family, []).append(f"{length} {steps['topk_phi'] / steps['full']:.2f}")
     found: Findings = {}

@@ -27,8 +27,10 @@ QUANTITIES = {
 """Unit and title of the quantities that share a cell."""
 MEASURED = {
     "bandwidth_gb_s": "bandwidth of copies {} GB/s",
+    "not_measured": "not measured: {}",
     "peak_memory_mib": "peak memory {} MiB",
     "phi_weights": "{} feature maps",
+    "recording_ms": "its steps recorded as CUDA graphs in {} ms",
     "repeats": "{} repeats",
     "tokens_as_prototype": "share of tokens that are the prototype's {}",
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from residual_mass.files import finite_field, only_value, read_csv
+from residual_mass.files import finite_field, is_count, only_value, read_csv
 from residual_mass.specs import METHODS, tokens_of
 
 PROTOTYPE, FUSED = "prototype", "fused"
@@ -17,8 +17,10 @@ TIMES = ("per_step_ms", "per_step_low_ms", "per_step_high_ms", "prefill_ms", "en
 COUNTS = ("batch", "step_bytes", "repeats")
 COLUMNS = [
     *CONSTANT, "implementation", "method", "context", "budget_percent", "k", *TIMES, *COUNTS, "floor_ms",
-    "bandwidth_gb_s", "peak_memory_mib", "tokens_as_prototype", "phi_weights",
+    "bandwidth_gb_s", "recording_ms", "peak_memory_mib", "tokens_as_prototype", "not_measured", "phi_weights",
 ]  # fmt: skip
+OF_RUNS = (*TIMES, "recording_ms", "peak_memory_mib", "tokens_as_prototype")
+"""What a setting that was not measured lacks; the last three also others may lack."""
 FLOOR_TOLERANCE = 1e-3
 """In milliseconds and relative: what rounding to three decimals leaves of times and bandwidths."""
 REMEDY = "delete it and run the runtime stage again"
@@ -69,6 +71,11 @@ def load_runtime(path: Path) -> Runtime:
     return Runtime(path, facts, tuple(_blocks(by_place, path)))
 
 
+def is_measured(row: Row) -> bool:
+    """Whether a setting was run; of others `not_measured` says why not."""
+    return not row["not_measured"]
+
+
 def floor_of(row: Row) -> float:
     """Milliseconds that the bytes of a step take; not rounded, which would leave nothing of a tiny model's."""
     return int(row["step_bytes"]) / float(row["bandwidth_gb_s"]) / 1e6
@@ -92,21 +99,20 @@ def _check_names(row: Row, where: str) -> None:
 
 
 def _check_numbers(row: Row, where: str) -> None:
-    known = [*TIMES, "bandwidth_gb_s"] + ["peak_memory_mib"] * bool(row["peak_memory_mib"])
-    for name in known:
+    if not is_measured(row):
+        for name in OF_RUNS:
+            if row[name]:
+                raise ValueError(f"{where}: {name} is {row[name]}, but nothing was measured; {REMEDY}")
+    optional = [name for name in ("recording_ms", "peak_memory_mib") if row[name]]
+    for name in (*(TIMES if is_measured(row) else ()), "bandwidth_gb_s", *optional):
         if finite_field(row, name, where, REMEDY) <= 0:
             raise ValueError(f"{where}: {name} is {row[name]}, not above 0; {REMEDY}")
     for name in COUNTS:
-        if not row[name].isdecimal() or int(row[name]) == 0:
+        if not is_count(row[name]) or int(row[name]) == 0:
             raise ValueError(f"{where}: {name} is {row[name]!r}, not a count; {REMEDY}")
     _check_budget(row, where)
-    for low, high in (
-        ("per_step_low_ms", "per_step_ms"),
-        ("per_step_ms", "per_step_high_ms"),
-        ("prefill_ms", "end_to_end_ms"),
-    ):
-        if float(row[low]) > float(row[high]):
-            raise ValueError(f"{where}: {low} is {row[low]}, above {high}, {row[high]}; {REMEDY}")
+    if is_measured(row):
+        _check_order(row, where)
     if row["tokens_as_prototype"] and not 0 <= finite_field(row, "tokens_as_prototype", where, REMEDY) <= 1:
         raise ValueError(f"{where}: tokens_as_prototype is {row['tokens_as_prototype']}, outside [0, 1]; {REMEDY}")
     floor, expected = finite_field(row, "floor_ms", where, REMEDY), floor_of(row)
@@ -114,6 +120,16 @@ def _check_numbers(row: Row, where: str) -> None:
         raise ValueError(
             f"{where}: floor_ms is {row['floor_ms']}, but step_bytes at bandwidth_gb_s take {expected:.3f} ms; {REMEDY}"
         )
+
+
+def _check_order(row: Row, where: str) -> None:
+    for low, high in (
+        ("per_step_low_ms", "per_step_ms"),
+        ("per_step_ms", "per_step_high_ms"),
+        ("prefill_ms", "end_to_end_ms"),
+    ):
+        if float(row[low]) > float(row[high]):
+            raise ValueError(f"{where}: {low} is {row[low]}, above {high}, {row[high]}; {REMEDY}")
 
 
 def _check_budget(row: Row, where: str) -> None:
@@ -125,7 +141,7 @@ def _check_budget(row: Row, where: str) -> None:
         return
     if not 0 < finite_field(row, "budget_percent", where, REMEDY) <= 100:
         raise ValueError(f"{where}: budget_percent is {row['budget_percent']}, outside (0, 100]; {REMEDY}")
-    if not row["k"].isdecimal():
+    if not is_count(row["k"]):
         raise ValueError(f"{where}: k is {row['k']!r}, not a count; {REMEDY}")
 
 

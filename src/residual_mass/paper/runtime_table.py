@@ -12,9 +12,20 @@ from pathlib import Path
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
 from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, not_evaluated
+from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.published import MODELS
-from residual_mass.paper.runtime_file import FUSED, PROTOTYPE, REMEDY, Block, Row, Runtime, floor_of, load_runtime
+from residual_mass.paper.runtime_file import (
+    FUSED,
+    PROTOTYPE,
+    REMEDY,
+    Block,
+    Row,
+    Runtime,
+    floor_of,
+    is_measured,
+    load_runtime,
+)
 from residual_mass.paper.titles import METHOD_TITLES
 from residual_mass.specs import METHODS, TableSpec
 
@@ -28,7 +39,8 @@ QUANTITIES = (STEP, END_TO_END, TRAFFIC, FLOOR, OVER_FLOOR)
 """What is printed of a measurement: `step / end to end`, then `traffic / floor / step over floor`."""
 CELL_COLUMNS = (
     "table backbone implementation method length batch budget_percent k quantity text bold value low high repeats "
-    "source study model_id revision weights phi_weights dtype device bandwidth_gb_s peak_memory_mib tokens_as_prototype"
+    "source study model_id revision weights phi_weights dtype device bandwidth_gb_s recording_ms peak_memory_mib "
+    "tokens_as_prototype not_measured"
 ).split()
 RUNTIME_CONDITIONS = Latex(
     "One H200, bfloat16, greedy decoding, batch size 1, 32 generated tokens, an implementation without fused kernels; "
@@ -166,7 +178,16 @@ def _traffic(rows: Mapping[str, Row]) -> Line:
 
 def _texts(rows: Mapping[str, Row], quantities: Sequence[str]) -> Iterator[str]:
     for method in METHODS:
-        yield " / ".join(printed(name, _value(rows[method], name)) for name in quantities)
+        yield " / ".join(_text(rows[method], name) for name in quantities)
+
+
+def _text(row: Row, quantity: str) -> str:
+    """As printed; what was not measured has its traffic and floor all the same."""
+    return LEFT_OUT.text if _is_lacking(row, quantity) else printed(quantity, _value(row, quantity))
+
+
+def _is_lacking(row: Row, quantity: str) -> bool:
+    return not is_measured(row) and quantity in (STEP, END_TO_END, OVER_FLOOR)
 
 
 def _value(row: Row, quantity: str) -> float:
@@ -224,13 +245,18 @@ def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
         "weights, and accuracy is not measured here."
     )
     yield from (IMPLEMENTATION_NOTES[name] for name in dict.fromkeys(block.implementation for block in file.blocks))
+    if recorded := [float(row["recording_ms"]) / 1e3 for row in rows if row["recording_ms"]]:
+        yield f"Recording took {min(recorded):.1f} to {max(recorded):.1f} s."
     repeats = _listed(row["repeats"] for row in rows)
+    furthest = max((_spread(row) for row in rows if is_measured(row)), default=0.0)
     yield (
         "Greedy decoding of 32 tokens after random ones; a step is the mean over tokens 2 to 32, end to end is the "
         "prefill, prompt by prompt, and 31 steps. "
         f"Steps are medians of {repeats} {'repeats' if repeats != '1' else 'repeat'}, the furthest of which is "
-        f"{max(map(_spread, rows)):.0%} from its median."
+        f"{furthest:.0%} from its median."
     )
+    if lacking := _listed(_place(row) for row in rows if not is_measured(row)):
+        yield f"What has no times does not fit into the memory that was free: {lacking}."
     yield Latex(f"$K$ is that of a budget of {escape(_budgets(rows))}.")
     yield (
         "Budgets count positions; the traffic is all that a step has to read and write, the model's weights included. "
@@ -242,6 +268,11 @@ def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
         yield f"Fused decoding gives the prototype's tokens {places}."
     if _papers_name(file):
         yield "The paper's values are of its own prototype in bfloat16 on one H200, at a budget of 1%."
+
+
+def _place(row: Row) -> str:
+    """Methods of a context mostly fit together or not at all, so they are not told apart here."""
+    return f"{IMPLEMENTATION_TITLES[row['implementation']].lower()} at {row['context']} with batch {row['batch']}"
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -263,6 +294,6 @@ def _cell_lines(spec: TableSpec, file: Runtime, row: Row) -> Iterator[Row]:
     origin |= {"table": spec.label, "length": row["context"], "bold": "0", "source": file.path.name}
     origin["budget_percent"] = f"{float(row['budget_percent']):g}" if row["budget_percent"] else ""
     for name in QUANTITIES:
-        value = f"{_value(row, name):.6f}" if name == OVER_FLOOR else row[name]
+        value = "" if _is_lacking(row, name) else f"{_value(row, name):.6f}" if name == OVER_FLOOR else row[name]
         range_ = {"low": row["per_step_low_ms"], "high": row["per_step_high_ms"]} if name == STEP else {}
-        yield origin | {"quantity": name, "text": printed(name, _value(row, name)), "value": value} | range_
+        yield origin | {"quantity": name, "text": _text(row, name), "value": value} | range_

@@ -3,17 +3,21 @@
 A run reads its prompts exactly, then decodes 31 tokens after the first; a step is the mean over these, as in the
 paper's tables. Prompts are random tokens and feature maps have their initial weights, which time hardly depends on. The
 rows of a batch hold one and the same prompt, each in buffers of its own; reading it counts once for every row. On a GPU
-our steps are recorded as CUDA graphs first, once for a prompt's length, which is not counted.
+our steps are recorded as CUDA graphs first, once for a prompt's length; that time is a column of its own and part of no
+other.
+
+The prototype's repeats of a method are followed at once by ours, and never run among them: of a long context in a large
+batch, the buffers of one of the two are all that fits.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,16 +25,20 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from residual_mass.assets import MANIFEST
+from residual_mass.backbones.hook import device_of
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.support import retrieved_count
-from residual_mass.files import csv_text, write_meta, write_text
+from residual_mass.files import csv_text, write_text
+from residual_mass.provenance import Record, device_name
+from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import FLOAT32, Implementation, copy_bandwidth, state_bytes, step_traffic, wait_for
-from residual_mass.specs import METHODS, AnchorSpec, MapSpec, RuntimeSpec, tokens_of
+from residual_mass.specs import METHODS, MapSpec, RuntimeSpec, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +47,37 @@ STEPS = 31
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
 COLUMNS = (
     "study backbone implementation method context batch budget_percent k per_step_ms per_step_low_ms per_step_high_ms "
-    "prefill_ms end_to_end_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes tokens_as_prototype "
-    "repeats weights phi_weights dtype device model_id revision"
+    "prefill_ms end_to_end_ms recording_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes "
+    "tokens_as_prototype not_measured repeats weights phi_weights dtype device model_id revision"
 ).split()
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What is measured: `k` tokens are retrieved from a context of `length`, in every row of the batch."""
+
+    implementation: Implementation
+    method: str
+    length: int
+    batch: int
+    k: int
+
+
+@dataclass(frozen=True)
 class Timing:
-    """One implementation and method on one context and batch.
+    """One setting's.
 
     Attributes:
         build: seconds of what a method makes of the prefill: buffers, features, summaries.
+        recording: seconds of recording CUDA graphs, a first run included; None where there are none.
         steps: seconds of a mean step, one per repeat.
-        peak: bytes of GPU memory at most while building and decoding, whatever the process holds; None on a CPU.
+        peak: bytes of GPU memory at most while graphs are recorded and steps run, beside the model, the maps and the
+            prompt that was read; None on a CPU.
         tokens: [B, T] what was decoded.
     """
 
     build: float
+    recording: float | None
     steps: list[float]
     peak: int | None
     tokens: Tensor
@@ -67,7 +89,7 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
     Raises:
         ValueError: a context does not fit into the backbone's.
     """
-    started = time.monotonic()
+    record = Record("runtime", spec, [assets / MANIFEST])
     for label in spec.contexts:
         if tokens_of(label) + STEPS > spec.backbone.context:
             raise ValueError(
@@ -85,56 +107,74 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
         "revision": spec.backbone.revision,
     }
     write_text(out, csv_text(COLUMNS, [facts | row for row in rows]))
-    write_meta(out, spec=asdict(spec), device=device_name(backbone.device), seconds=time.monotonic() - started)
+    record.write(out, device=backbone.device, identity=backbone.identity)
 
 
 def measure(
     spec: RuntimeSpec, model: PreTrainedModel, implementations: Sequence[Implementation] = IMPLEMENTATIONS
 ) -> Iterator[dict[str, object]]:
-    """Rows as in COLUMNS, without what is known of the backbone."""
-    device = next(model.parameters()).device
+    """Rows as in COLUMNS, without what is known of the backbone. What does not fit into memory has `not_measured`."""
+    device = device_of(model)
     torch.manual_seed(spec.seed)
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
     bandwidth = copy_bandwidth(device)
     log.info("%s, copies at %.1f GB/s", device_name(device), bandwidth / 1e9)
-    places = [(context, batch) for context in spec.contexts for batch in spec.batches]
-    with tqdm(total=len(places) * len(implementations) * len(METHODS), unit="setting") as bar:
-        for context, batch in places:
+    places = list(itertools.product(spec.contexts, spec.batches, METHODS))
+    with tqdm(total=len(places) * len(implementations), unit="setting") as bar:
+        for context in spec.contexts:
             length = tokens_of(context)
             k = retrieved_count(spec.budget, length, spec.anchors.sink + spec.anchors.tail)
             read, seconds = _timed_prefill(model, length, spec.repeats, spec.seed)
-            for method in METHODS:
+            for batch, method in itertools.product(spec.batches, METHODS):
                 baseline: Tensor | None = None
                 for implementation in implementations:
                     bar.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
-                    timing = _timed_decoding(
-                        implementation, model, [read] * batch, method, k, spec.anchors, phi, spec.repeats
-                    )
-                    if implementation == "prototype":
+                    setting = Setting(implementation, method, length, batch, k)
+                    timing = read if isinstance(read, str) else _attempt(setting, model, read, phi, spec)
+                    if implementation == "prototype" and isinstance(timing, Timing):
                         baseline = timing.tokens
-                    traffic = step_traffic(
-                        model, phi, implementation, method,
-                        batch=batch, length=length, k=k, anchors=spec.anchors, generated=STEPS // 2,
-                    )  # fmt: skip
                     yield {
-                        "implementation": implementation,
-                        "method": method,
                         "context": context,
-                        "batch": batch,
-                        "budget_percent": "" if method == "full" else f"{spec.budget:g}",
-                        "k": "" if method == "full" else k,
-                        **_milliseconds(timing, batch * seconds),
-                        "peak_memory_mib": "" if timing.peak is None else f"{timing.peak / 2**20:.1f}",
-                        "step_bytes": traffic.total,
-                        "floor_ms": f"{1e3 * traffic.total / bandwidth:.3f}",
-                        "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
-                        "state_bytes": _state(model, spec.map, method),
-                        "tokens_as_prototype": "" if baseline is None else f"{_equal(timing.tokens, baseline):.3f}",
-                        "repeats": spec.repeats,
-                        "phi_weights": "random" if estimator_named(method).adds_residual else "",
-                        "device": device_name(device),
+                        **_row(setting, model, phi, spec, bandwidth),
+                        **_measured(timing, batch * seconds, baseline),
                     }
                     bar.update()
+
+
+def _row(
+    setting: Setting, model: PreTrainedModel, phi: PhiMaps, spec: RuntimeSpec, bandwidth: float
+) -> dict[str, object]:
+    """What is known of a setting without running it."""
+    traffic = step_traffic(
+        model, phi, setting.implementation, setting.method,
+        batch=setting.batch, length=setting.length, k=setting.k, anchors=spec.anchors, generated=STEPS // 2,
+    )  # fmt: skip
+    device, full = device_of(model), setting.method == "full"
+    return {
+        "implementation": setting.implementation,
+        "method": setting.method,
+        "batch": setting.batch,
+        "budget_percent": "" if full else f"{spec.budget:g}",
+        "k": "" if full else setting.k,
+        "step_bytes": traffic.total,
+        "floor_ms": f"{1e3 * traffic.total / bandwidth:.3f}",
+        "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
+        "state_bytes": _state(model, spec.map, setting.method),
+        "repeats": spec.repeats,
+        "phi_weights": "random" if estimator_named(setting.method).adds_residual else "",
+        "device": device_name(device),
+    }
+
+
+def _measured(timing: Timing | str, pass_seconds: float, baseline: Tensor | None) -> dict[str, str]:
+    """What running a setting told; of one that does not fit, why not."""
+    if isinstance(timing, str):
+        return {"not_measured": timing}
+    return {
+        **_milliseconds(timing, pass_seconds),
+        "peak_memory_mib": "" if timing.peak is None else f"{timing.peak / 2**20:.1f}",
+        "tokens_as_prototype": "" if baseline is None else f"{_equal(timing.tokens, baseline):.3f}",
+    }
 
 
 def _equal(tokens: Tensor, others: Tensor) -> float:
@@ -151,6 +191,7 @@ def _milliseconds(timing: Timing, pass_seconds: float) -> dict[str, str]:
         "per_step_high_ms": f"{1e3 * max(timing.steps):.3f}",
         "prefill_ms": f"{1e3 * before:.3f}",
         "end_to_end_ms": f"{1e3 * (before + STEPS * step):.3f}",
+        "recording_ms": "" if timing.recording is None else f"{1e3 * timing.recording:.3f}",
     }
 
 
@@ -159,54 +200,72 @@ def _state(model: PreTrainedModel, map_spec: MapSpec, method: str) -> int:
     return state_bytes(HeadShape.of(model.config), map_spec.d_phi, FLOAT32) if adds_residual else 0
 
 
-def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int) -> tuple[Prefill, float]:
-    """A prompt of random tokens, and the median seconds of reading it."""
-    device = next(model.parameters()).device
+def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int) -> tuple[Prefill | str, float]:
+    """A prompt of random tokens, or why it was not read, and the median seconds of reading it."""
+    device = device_of(model)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
-    seconds = []
-    for _ in range(repeats + 1):  # the first is slower, and not counted
-        started = _now(device)
-        read = prefill(model, [prompt])
-        seconds.append(_now(device) - started)
+    free, seconds = free_bytes(device), []
+    try:
+        for _ in range(repeats + 1):  # the first is slower, and not counted
+            started = _now(device)
+            read = prefill(model, [prompt])
+            seconds.append(_now(device) - started)
+    except torch.OutOfMemoryError:
+        return _ran_out("reading the prompt", free), 0.0
     return read, statistics.median(seconds[1:])
 
 
-def _timed_decoding(
-    implementation: Implementation,
-    model: PreTrainedModel,
-    reads: Sequence[Prefill],
-    method: str,
-    k: int,
-    anchors: AnchorSpec,
-    phi: PhiMaps,
-    repeats: int,
-) -> Timing:
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+def _attempt(setting: Setting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec) -> Timing | str:
+    """A setting's timing, or why there is none."""
+    free = free_bytes(device_of(model))
+    needed = decoding_bytes(
+        model, phi.map.d_phi, setting.method, batch=setting.batch, length=setting.length, room=STEPS
+    )
+    if lacking := shortfall(needed, free):
+        return lacking
+    try:
+        return _timed_decoding(setting, model, read, phi, spec)
+    except torch.OutOfMemoryError:  # the arithmetic counts neither fragments nor what libraries take
+        return _ran_out("decoding", free)
+
+
+def _ran_out(what: str, free: int | None) -> str:
+    return f"does not fit: {what} needs more than the {gigabytes(free or 0)} that are free"
+
+
+def _timed_decoding(setting: Setting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec) -> Timing:
+    device = device_of(model)
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
     for _ in range(2):  # the first is slower, and not counted
         decoder: PrototypeDecoder | StaticDecoder | None = None  # its buffers go before there are new ones
-        copies = [Prefill(dict(one.layers), one.next_token) for one in reads]
+        copies = [Prefill(dict(read.layers), read.next_token) for _ in range(setting.batch)]
         started = _now(device)
-        if implementation == "prototype":
-            decoder = PrototypeDecoder(model, _together(copies), method, k, anchors, phi, STEPS)
+        if setting.implementation == "prototype":
+            decoder = PrototypeDecoder(model, _together(copies), setting.method, setting.k, spec.anchors, phi, STEPS)
         else:
-            decoder = StaticDecoder(model, fill_buffers(copies, STEPS), method, k, anchors, phi, STEPS)
+            decoder = StaticDecoder(
+                model, fill_buffers(copies, STEPS), setting.method, setting.k, spec.anchors, phi, STEPS
+            )
         build = _now(device) - started
     assert decoder is not None
-    first = torch.cat([one.next_token for one in reads])
+    if on_gpu:  # building is over; what graphs work in is allocated while they are recorded, not when they run
+        torch.cuda.reset_peak_memory_stats(device)
+    first = read.next_token.repeat(setting.batch)
+    started = _now(device)
     decoder.prepare()
-    tokens = decoder.run(first).clone()
+    recording = _now(device) - started
+    tokens = decoder.run(first).clone()  # slower than the next, and not counted
     steps = []
-    for _ in range(repeats):
+    for _ in range(spec.repeats):
         decoder.prepare()
         started = _now(device)
         decoder.run(first)
         steps.append((_now(device) - started) / STEPS)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Timing(build, steps, peak, tokens)
+    peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else None
+    recorded = isinstance(decoder, StaticDecoder) and decoder.graphs
+    return Timing(build, recording if recorded else None, steps, peak, tokens)
 
 
 def _together(reads: Sequence[Prefill]) -> Prefill:
@@ -219,19 +278,3 @@ def _together(reads: Sequence[Prefill]) -> Prefill:
 def _now(device: torch.device) -> float:
     wait_for(device)
     return time.perf_counter()
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU, or the processor and the threads that torch uses of it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

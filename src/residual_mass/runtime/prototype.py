@@ -42,7 +42,10 @@ KEY_CHUNK = 8192
 
 
 class PrototypeDecoder:
-    """Decodes a batch of prompts of one length under one method; arguments as of the fused decoder."""
+    """Decodes a batch of prompts of one length under one method; arguments as of the fused decoder.
+
+    What `read` holds is given up on the way into the cache, so that a long prompt is not in memory twice.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class PrototypeDecoder:
         steps: int,
     ) -> None:
         self.model, self.rule, self.k, self.anchors, self.steps = model, estimator_named(method), k, anchors, steps
-        self.device, self.read = device_of(model), read
+        self.device = device_of(model)
         self.phi = None if phi is None else phi.on(self.device)
         self.length = next(iter(read.layers.values()))[0].shape[2]
         sinks = min(anchors.sink, self.length)
@@ -64,21 +67,22 @@ class PrototypeDecoder:
         self.mid = partition(full_prefix(self.length, self.device), anchors.sink, anchors.tail).mid
         self.cache = DynamicCache()
         self.summaries: dict[int, SummaryState] = {}
-        if self.rule.adds_residual:
-            self.summaries = {index: self._summary(index) for index in read.layers}
+        for index in sorted(read.layers):
+            keys, values = read.layers.pop(index)
+            if self.rule.adds_residual:
+                self.summaries[index] = self._summary(index, keys, values)
+            self.cache.update(keys, values, index)
 
     @torch.no_grad()
-    def _summary(self, index: int) -> SummaryState:
-        keys, values = self.read.layers[index]
+    def _summary(self, index: int, keys: Tensor, values: Tensor) -> SummaryState:
         log_features = torch.cat([self._phi_k(index, part) for part in keys.split(KEY_CHUNK, dim=2)], dim=2)
         features, log_shift = key_features(log_features, self.mid)
         return summarise(features, log_shift, values.float())
 
     def prepare(self) -> None:
         """A cache that holds the prompt and nothing else, before every run."""
-        self.cache = DynamicCache()
-        for index, (keys, values) in sorted(self.read.layers.items()):
-            self.cache.update(keys, values, index)
+        if grown := self.cache.get_seq_length() - self.length:
+            self.cache.crop(-grown)
 
     @torch.no_grad()
     def run(self, first: Tensor) -> Tensor:

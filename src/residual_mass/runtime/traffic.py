@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -37,6 +38,8 @@ class Traffic:
     """S and u, and where they are formed S_R and u_R, written and read."""
     concatenation: int
     """A dynamic cache that grows by a token is written anew."""
+    scores: int
+    """float32, written once and read once where tokens are selected; a GPU's L2 may hold those of a small batch."""
 
     @property
     def total(self) -> int:
@@ -55,7 +58,7 @@ def step_traffic(
     anchors: AnchorSpec,
     generated: int,
 ) -> Traffic:
-    """What one step of a batch must read and write; small vectors are left out, and what fits into caches (scores)."""
+    """What one step of a batch must read and write; small vectors are left out."""
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     fused, rule = implementation == "fused", estimator_named(method)
     adds_residual, subtracts = rule.adds_residual, rule.subtracts
@@ -76,6 +79,7 @@ def step_traffic(
         maps=_map_bytes(phi, fused, subtracts) if adds_residual else 0,
         state=state,
         concatenation=0 if fused else 4 * whole,
+        scores=0 if rule.whole_prefix else 2 * batch * shape.layers * shape.query_heads * columns * FLOAT32,
     )
 
 
@@ -112,18 +116,35 @@ def _bytes_of(module: nn.Module) -> int:
 
 def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
     """Bytes per second of a large copy, read and write counted, the best of some rounds."""
+    return max(copy_rates(device, rounds))
+
+
+def copy_rates(device: torch.device, rounds: int) -> list[float]:
+    """Bytes per second of a large copy, read and write counted, round by round."""
     size = 2**30 if device.type == "cuda" else 2**28
     source = torch.ones(size // FLOAT32, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(rounds):
-        wait_for(device)
-        started = time.perf_counter()
+
+    def copies() -> None:
         for _ in range(COPIES):  # one alone would count the time to launch it
             target.copy_(source)
-        wait_for(device)
-        best = min(best, (time.perf_counter() - started) / COPIES)
-    return 2 * size / best
+
+    copies()
+    return [2 * size * COPIES / seconds_of(copies, device) for _ in range(rounds)]
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """What some work takes: on a GPU by the device's own clock, which launching from a busy host does not enter."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end)
 
 
 def wait_for(device: torch.device) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton comes with torch for CUDA, else `make test-all` installs it")
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 CHECKS = Path(__file__).with_name("triton_checks.py")
 
@@ -54,17 +59,24 @@ class AbsentGpu:
         return 0
 
 
+@dataclass
+class Compiled:
+    """Kernels that would have been launched, by hash. Nothing runs."""
+
+    capability: int
+    kernels: dict[str, CompiledKernel]
+
+
 @pytest.fixture(params=[80, 90])
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
-    """Kernels that would have been launched, by hash: their name and code. Nothing runs."""
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
     from triton.runtime.jit import JITFunction
 
-    seen = {}
+    seen = Compiled(request.param, {})
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        seen[kernel.hash] = (self.__name__, kernel.asm)
+        seen.kernels[kernel.hash] = kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -72,40 +84,67 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     return seen
 
 
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes that one block may have at most; Triton asks the device only when it loads a kernel."""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles for itself")
+@pytest.mark.parametrize(("group", "d", "m"), [(3, 64, 32), (4, 64, 64), (3, 128, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compile_down_to_machine_code(compiled: dict, dtype: torch.dtype) -> None:
-    for subtracts in (True, False):
-        step(dtype, subtracts, generated=1)
-    names = {name for name, _ in compiled.values()}
+def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype, group: int, d: int, m: int) -> None:
+    """Of a small odd shape, and of the heads of Llama-3.2 1B and 3B; every method, in long and in short contexts, the
+    shortest of which are one block and one share.
+    """
+    methods = (True, False, None)
+    for subtracts in methods:
+        step(dtype, subtracts, 1, group, d, m, length=5000)
+    names = {kernel.name for kernel in compiled.kernels.values()}
     assert names == {f"{name}_kernel" for name in ("score", "refine", "select", "gather", "merge")}
-    code = {name: asm["ptx"] for name, asm in compiled.values()}
-    assert all(len(asm["cubin"]) > 0 for _, asm in compiled.values())
-    # Scores rounded to TF32 would select other tokens.
-    assert ("mma" in code["score_kernel"]) == (dtype == torch.bfloat16) and "tf32" not in code["score_kernel"]
-    before = len(compiled)
+    before = len(compiled.kernels)
     for generated in (2, 15, 16):
-        step(dtype, True, generated)
-    assert len(compiled) == before, "a step with another number of generated tokens compiles anew"
+        for subtracts in methods:
+            step(dtype, subtracts, generated, group, d, m, length=5000)
+    assert len(compiled.kernels) == before, "a step with another number of generated tokens compiles anew"
+    for length, room, k in ((4096, 32, 21), (4095, 32, 144), (40, 4, 1)):
+        for subtracts in methods:
+            step(dtype, subtracts, 1, group, d, m, length, room, k)
+    for kernel in compiled.kernels.values():
+        assert len(kernel.asm["cubin"]) > 0
+        assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
+        if kernel.name == "score_kernel":  # scores rounded to TF32 would select other tokens
+            ptx = kernel.asm["ptx"]
+            assert ("mma" in ptx) == (dtype == torch.bfloat16) and "tf32" not in ptx
 
 
-def step(dtype: torch.dtype, subtracts: bool, generated: int) -> None:
+def step(
+    dtype: torch.dtype,
+    subtracts: bool | None,
+    generated: int,
+    group: int,
+    d: int,
+    m: int,
+    length: int,
+    room: int = 32,
+    k: int = 31,
+) -> None:
+    """One step of TopK+phi, of NoSub, or where `subtracts` is None of TopK, whose cache knows no features."""
     from residual_mass.core.fused import triton_path
     from residual_mass.core.fused.cache import DecodeCache
 
-    length, room, kv_heads, group, d, m = 5000, 32, 2, 3, 64, 32
+    kv_heads = 8
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 
     buffers = [empty(1, kv_heads, length + room, d) for _ in range(2)]
     first, last = torch.tensor([[0], [length]], dtype=torch.int32)
-    cache = DecodeCache(
-        *buffers, first, last, length, empty(1, kv_heads, length, m),
-        empty(1, kv_heads, m, d + 1, dtype=torch.float32), empty(1, kv_heads, m, dtype=torch.float32),
-    )  # fmt: skip
+    cache, log_query = DecodeCache(*buffers, first, last, length), None
+    if subtracts is not None:
+        log_query = empty(1, kv_heads * group, m, dtype=torch.float32)
+        summary, log_shift = (empty(1, kv_heads, m, *tail, dtype=torch.float32) for tail in ((d + 1,), ()))
+        cache = cache._replace(features=empty(1, kv_heads, length, m), summary=summary, log_shift=log_shift)
     triton_path.decode_attention(
-        empty(1, kv_heads * group, d), cache, empty(1, kv_heads * group, m, dtype=torch.float32),
-        k=31, sink=4, tail=16, subtracts=subtracts, generated=generated, scale=d**-0.5,
+        empty(1, kv_heads * group, d), cache, log_query,
+        k=k, sink=4, tail=16, subtracts=bool(subtracts), generated=generated, scale=d**-0.5,
     )  # fmt: skip

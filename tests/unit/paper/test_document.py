@@ -101,7 +101,7 @@ def test_a_study_of_one_half_has_a_document(tmp_path: Path) -> None:
 def test_the_macros_of_the_numbers_are_read_before_the_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"numbers\.tex: no such file; run the numbers stage"):
         document(tmp_path, spec(), make_tables(tmp_path), [], tmp_path / "numbers.tex")
-    (tmp_path / "numbers.tex").write_text("")
+    (tmp_path / "numbers.tex").write_text("\\newcommand{\\rmvalue}[1]{}\n")
     tex = document(tmp_path, spec(), make_tables(tmp_path), [], tmp_path / "numbers.tex")
     assert "\n\\input{numbers.tex}\n" in tex.partition("\\begin{document}")[0]
 

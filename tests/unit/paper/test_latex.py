@@ -34,11 +34,11 @@ def test_expressions_are_escaped_and_template_text_is_not(tmp_path: Path) -> Non
     ("source", "message"), [("<< nothing >>", "'nothing' is undefined"), ("<% if %>", "Expected an expression")]
 )
 def test_a_faulty_template_is_named(tmp_path: Path, source: str, message: str) -> None:
-    (template := tmp_path / "faulty.j2").write_text(source)
+    (template := tmp_path / "faulty.j2").write_text(f"{source}\n")
     with pytest.raises(ValueError, match=rf"faulty\.j2: .*{message}"):
         render(template)
 
 
 def test_a_missing_template_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.j2: no such template"):
+    with pytest.raises(ValueError, match=r"gone\.j2: no such file; restore it from the repository"):
         render(tmp_path / "gone.j2")

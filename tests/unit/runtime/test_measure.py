@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.conftest import TINY
 
-from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.prefill import Prefill, prefill
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.runtime import measure
-from residual_mass.runtime.traffic import copy_bandwidth, state_bytes, step_traffic
+from residual_mass.runtime.memory import decoding_bytes, free_bytes, shortfall
+from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, state_bytes, step_traffic
 from residual_mass.specs import METHODS, AnchorSpec, MapSpec, RuntimeSpec
 
 ANCHORS = AnchorSpec(4, 16)
@@ -28,7 +35,7 @@ def rows(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     out = tmp_path_factory.mktemp("runtime") / "runtime_tiny.csv"
     measure.run(SPEC, tiny_assets, out)
     meta = json.loads(out.with_name(f"{out.name}.meta.json").read_text())
-    assert "threads" in meta["device"]
+    assert meta["device"] == "cpu" and meta["hardware"].endswith(" threads")
     with open(out, encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
 
@@ -49,7 +56,7 @@ def test_numbers_hang_together(rows: list[dict[str, str]]) -> None:
         assert float(row["end_to_end_ms"]) == pytest.approx(expected, abs=0.05)
         floor = int(row["step_bytes"]) / float(row["bandwidth_gb_s"]) / 1e6
         assert float(row["floor_ms"]) == pytest.approx(floor, rel=1e-2, abs=1e-3)
-        assert row["peak_memory_mib"] == ""
+        assert row["peak_memory_mib"] == row["recording_ms"] == row["not_measured"] == ""
 
 
 def test_both_implementations_decode_the_same(rows: list[dict[str, str]]) -> None:
@@ -78,11 +85,13 @@ def test_bytes_of_the_tiny_backbone_counted_by_hand(tiny_backbone: Backbone) -> 
     full = traffic_of(tiny_backbone, "fused", "full")
     assert full == {
         "weights": weights, "keys": whole, "values": whole, "features": 0, "maps": 0, "state": 0, "concatenation": 0,
-        "total": weights + 2 * whole,
+        "scores": 0, "total": weights + 2 * whole,
     }  # fmt: skip
     topk = traffic_of(tiny_backbone, "fused", "topk")
     assert topk["values"] == 2 * 3 * 4 * (30 + 20 + 15) * 16 * 4
-    assert topk["total"] == weights + whole + topk["values"]
+    assert topk["scores"] == 2 * 2 * 3 * 4 * 1015 * 4  # of every query head, written and read
+    assert topk["total"] == weights + whole + topk["values"] + topk["scores"]
+    assert traffic_of(tiny_backbone, "prototype", "topk")["scores"] == topk["scores"]
     phi = traffic_of(tiny_backbone, "fused", "topk_phi")
     state = 3 * 2 * 8 * 17 * 4
     assert phi["state"] == 2 * state
@@ -107,10 +116,184 @@ def test_a_wide_support_reads_no_more_than_all_values(tiny_backbone: Backbone) -
 
 def test_the_summary_of_llama_1b_in_bfloat16_is_what_the_paper_says() -> None:
     """1.03 MiB over 16 layers with 8 KV heads, 64 features and head dimension 64."""
-    from residual_mass.backbones.phi_maps import HeadShape
-
     assert state_bytes(HeadShape(16, 32, 8, 64), 64, 2) / 2**20 == pytest.approx(1.03, abs=0.02)
 
 
 def test_bandwidth_is_that_of_a_copy() -> None:
     assert 1e8 < copy_bandwidth(torch.device("cpu"), rounds=2) < 1e13
+    assert len(copy_rates(torch.device("cpu"), rounds=2)) == 2
+
+
+# ---- what is timed, in what order ------------------------------------------------------------------------------------
+
+BUILDS, PREPARING, RUNS = (50.0, 7.0), 100.0, (1000.0, 31.0, 93.0, 62.0)
+PASSES = (500.0, 20.0, 40.0, 30.0)
+
+
+class Recorder:
+    """A clock that only recorded work moves, and the log of that work; `cls` are real decoders that tell it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = False) -> None:
+        self.now, self.log = 0.0, []
+        passes = itertools.cycle(PASSES)
+
+        def read(*arguments: object) -> Prefill:
+            self.spend("read", next(passes))
+            return prefill(*arguments)
+
+        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=self.look, monotonic=self.look))
+        monkeypatch.setattr(measure, "wait_for", lambda device: self.log.append("wait"))
+        monkeypatch.setattr(measure, "prefill", read)
+        monkeypatch.setattr(measure, "PrototypeDecoder", self.telling(PrototypeDecoder, "prototype", False))
+        monkeypatch.setattr(measure, "StaticDecoder", self.telling(StaticDecoder, "fused", graphs))
+
+    def look(self) -> float:
+        self.log.append("look")
+        return self.now
+
+    def spend(self, what: str, seconds: float) -> None:
+        self.log.append(what)
+        self.now += seconds
+
+    def telling(self, decoder: type, name: str, graphs: bool) -> type:
+        builds = itertools.cycle(BUILDS)
+
+        class Telling(decoder):
+            def __init__(own, model: object, read: object, method: str, *rest: object) -> None:
+                own.title, own.runs = f"{name} {method}", iter(RUNS)
+                self.spend(f"build {own.title}", next(builds))
+                super().__init__(model, read, method, *rest)
+
+            def prepare(own) -> None:
+                self.spend(f"prepare {own.title}", PREPARING)
+                super().prepare()
+                if graphs:
+                    own.graphs = [SimpleNamespace(replay=lambda: None)] * own.steps
+
+            def run(own, first: torch.Tensor) -> torch.Tensor:
+                self.spend(f"run {own.title}", next(own.runs))
+                return super().run(first)
+
+        return Telling
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_is_timed_and_what_is_not(graphs: bool, monkeypatch: pytest.MonkeyPatch, tiny_backbone: Backbone) -> None:
+    """Second builds, three repeats of 31 steps, three readings of each of two prompts; no first time, no recording."""
+    Recorder(monkeypatch, graphs)
+    rows = list(measure.measure(replace(SPEC, contexts=("128",), batches=(2,), repeats=3), tiny_backbone.model))
+    assert len(rows) == 8
+    for row in rows:
+        assert [row[f"per_step_{name}ms"] for name in ("low_", "", "high_")] == ["1000.000", "2000.000", "3000.000"]
+        assert row["prefill_ms"] == f"{1e3 * (2 * 30 + 7):.3f}"
+        assert row["end_to_end_ms"] == f"{1e3 * (2 * 30 + 7 + 31 * 2):.3f}"
+        assert row["recording_ms"] == ("100000.000" if graphs and row["implementation"] == "fused" else "")
+
+
+def test_the_clock_is_read_when_the_device_is_done_and_sides_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch, tiny_backbone: Backbone
+) -> None:
+    recorder = Recorder(monkeypatch)
+    list(measure.measure(replace(SPEC, contexts=("128",), batches=(1, 2), repeats=2), tiny_backbone.model))
+    log = recorder.log
+    assert all(log[i - 1] == "wait" for i, what in enumerate(log) if what == "look")
+    clock = ["wait", "look"]
+    expected = [*clock, "read", *clock] * 3  # a prompt is read for all batch sizes
+    for _, method, side in itertools.product((1, 2), METHODS, ("prototype", "fused")):
+        build, prepare, run = (f"{what} {side} {method}" for what in ("build", "prepare", "run"))
+        expected += [*clock, build, *clock] * 2
+        expected += [*clock, prepare, *clock, run]
+        expected += [prepare, *clock, run, *clock] * 2
+    assert log == expected
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_needed_memory_counted_by_hand(tiny_backbone: Backbone) -> None:
+    """3 layers, 4 query and 2 KV heads of width 16, float32, 8 features; two rows of 1000 tokens and 31 more."""
+    sizes = {"batch": 2, "length": 1000, "room": 31}
+    tokens = 2 * 2 * 1031
+    scores = 2 * 2 * 4 * 1031 * 4
+    assert decoding_bytes(tiny_backbone.model, 8, "topk", **sizes) == 3 * tokens * 32 * 4 + tokens * 32 * 4 + scores
+    needed = decoding_bytes(tiny_backbone.model, 8, "topk_phi", **sizes)
+    assert needed == 3 * tokens * 40 * 4 + tokens * 64 * 4 + scores
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_buffers_are_no_larger_than_what_is_asked_for(tiny_backbone: Backbone, method: str) -> None:
+    phi = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=24, d_phi=8))
+    read = prefill(tiny_backbone.model, [[5] * 300] * 2)
+    decoder = StaticDecoder(tiny_backbone.model, fill_buffers([read], 31), method, 5, ANCHORS, phi, 31)
+    there = sum(x.numel() * x.element_size() for cache in decoder.caches for x in cache if isinstance(x, torch.Tensor))
+    needed = decoding_bytes(tiny_backbone.model, 8, method, batch=2, length=300, room=31)
+    assert 0.5 * needed < there < needed
+
+
+def test_eight_long_prompts_of_llama_3b_need_what_was_worked_out() -> None:
+    """About 75 GB of keys, values and features beside a model of 6.4 GB and a prompt of 7.5 GB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    needed = decoding_bytes(model, 64, "topk_phi", batch=8, length=65536, room=31)
+    assert 75e9 < needed < 90e9
+    assert shortfall(needed, 141 * 10**9) == ""
+    assert shortfall(needed, 66 * 10**9) == f"does not fit: needs {needed / 1e9:.1f} GB of 66.0 GB that are free"
+    assert shortfall(needed, None) == "", "where nobody knows, it is tried"
+
+
+def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(tiny_assets: Path, tmp_path: Path) -> None:
+    free = free_bytes(torch.device("cpu"))
+    assert free is not None and free > 2**20
+    out = tmp_path / "runtime_tiny.csv"
+    measure.run(replace(SPEC, contexts=("128",), batches=(1, 10**8), repeats=1), tiny_assets, out)
+    with open(out, encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 2 * 2 * len(METHODS)
+    for row in rows:
+        times = [row[name] for name in row if "_ms" in name and name not in ("floor_ms", "recording_ms")]
+        if row["batch"] == "1":
+            assert all(map(float, times)) and row["not_measured"] == ""
+        else:
+            assert set(times) == {""} and row["tokens_as_prototype"] == ""
+            assert row["not_measured"].startswith("does not fit: needs ") and " GB that are free" in row["not_measured"]
+            assert int(row["step_bytes"]) > 10**12
+
+
+def test_running_out_of_memory_all_the_same_leaves_out_that_setting_alone(
+    monkeypatch: pytest.MonkeyPatch, tiny_backbone: Backbone
+) -> None:
+    class Bursting(PrototypeDecoder):
+        def run(self, first: torch.Tensor) -> torch.Tensor:
+            if self.rule.subtracts:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().run(first)
+
+    monkeypatch.setattr(measure, "PrototypeDecoder", Bursting)
+    rows = list(measure.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), tiny_backbone.model))
+    lacking = [row for row in rows if row.get("not_measured")]
+    assert [(row["implementation"], row["method"]) for row in lacking] == [("prototype", "topk_phi")]
+    assert "decoding needs more than the" in str(lacking[0]["not_measured"])
+    alone = next(row for row in rows if (row["implementation"], row["method"]) == ("fused", "topk_phi"))
+    assert float(str(alone["per_step_ms"])) > 0 and alone["tokens_as_prototype"] == "", (
+        "there is nothing to compare with"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_peak_memory_is_that_of_one_decoder(tiny_assets: Path) -> None:
+    """More than what it keeps, and no more than was worked out beforehand and what libraries take."""
+    backbone = load_backbone(TINY, tiny_assets, torch.device("cuda"))
+    spec = replace(SPEC, contexts=("1k",), batches=(8,), repeats=1)
+    for row in measure.measure(spec, backbone.model):
+        sizes = {"batch": 8, "length": 1024, "room": measure.STEPS}
+        needed = decoding_bytes(backbone.model, 8, str(row["method"]), **sizes) / 2**20
+        whole = 2 * 8 * 3 * 2 * 1024 * 16 * 4 / 2**20
+        assert whole < float(str(row["peak_memory_mib"])) < needed + 64
+        assert (row["recording_ms"] != "") == (row["implementation"] == "fused")

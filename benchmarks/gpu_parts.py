@@ -1,0 +1,335 @@
+"""The parts of `gpu_check.py`, one to a process: each prints its section as Markdown, line by line as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from training_pass import LLAMA
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.prefill import Prefill, prefill
+from residual_mass.backbones.prefix import map_heads
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
+from residual_mass.core.selection import largest
+from residual_mass.core.support import retrieved_count
+from residual_mass.files import csv_text, write_text
+from residual_mass.provenance import device_name
+from residual_mass.runtime.measure import COLUMNS, measure
+from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.traffic import copy_rates, seconds_of
+from residual_mass.specs import METHODS, AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec, tokens_of
+
+ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
+SHAPES = {
+    "1b": LLAMA["llama-3.2-1b"],
+    "3b": LLAMA["llama-3.2-3b"],
+    "tiny": LlamaConfig(
+        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=8192, initializer_range=0.25,
+    ),
+}  # fmt: skip
+KERNEL_GAP = 2e-3
+"""Kernels against the torch path, relative l1 of a layer's output. Both sum products of the same numbers in float32,
+which leaves some 1e-6. Now and then two keys tie for the last place within that rounding and the sides take different
+ones: one head of many then moves by the weight of one token, a few percent of its output at most."""
+FLOAT32_GAP = 5e-3
+"""Logits of whole steps in float32: the same in one or two of some 500 heads. A column that is missed or read twice
+moves every head of every layer by as much."""
+BFLOAT16_NOISE = 2.0
+"""In bfloat16 both sides round every activation, and the fused one the key features too. The prototype's own distance
+from its float32 self says what such rounding does to the logits of this very model; twice that is not exceeded by
+rounding alone, while a wrong mask, position or column moves logits by their own size."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["about", "ceilings", "kernels", "agreement", "steps", "training"])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--contexts", nargs="+", default=["64k"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--prototype", action="store_true", help="steps of the prototype beside ours")
+    parser.add_argument("--rows", type=Path, required=True)
+    options = parser.parse_args()
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("gpu-check needs an NVIDIA GPU that torch can use, and there is none here")
+    parts: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
+        "about": about, "ceilings": ceilings, "kernels": kernels, "agreement": agreement, "steps": steps,
+        "training": training,
+    }  # fmt: skip
+    for line in parts[options.part](options):
+        print(line, flush=True)  # what came before a failure stays
+
+
+def about(options: argparse.Namespace) -> Iterator[str]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    yield f"# {device_name(options.device)}"
+    yield ""
+    if options.device.type == "cuda":
+        yield "Made by `make gpu-check`: random weights at the shapes of Llama-3.2, random feature maps and prompts."
+        yield ""
+        facts = torch.cuda.get_device_properties(options.device)
+        yield (
+            f"* {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} multiprocessors, "
+            f"{facts.L2_cache_size / 2**20:.0f} MiB of L2"
+        )
+    versions = [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"Python {platform.python_version()}"]
+    if find_spec("triton") is not None:
+        import triton
+
+        versions.append(f"Triton {triton.__version__}")
+    yield f"* {', '.join(versions)}"
+    yield f"* commit {commit.stdout.strip() or 'unknown'}"
+
+
+def ceilings(options: argparse.Namespace) -> Iterator[str]:
+    device = options.device
+    rates = copy_rates(device, rounds=20)
+    yield f"* copies: {_spread([rate / 1e12 for rate in rates], 3)} TB/s, read and write counted"
+    size = 8192 if device.type == "cuda" else 256
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    speeds = [2 * size**3 / (1e-3 * ms) / 1e12 for ms in cold_ms(lambda: a @ a, device)]
+    yield f"* bfloat16 products of {size} x {size}: {_spread(speeds, 0)} TFLOP/s"
+    nothing = torch.zeros(1, device=device)
+    yield f"* one kernel that does nothing, timed as kernels are below: {_spread(cold_ms(nothing.zero_, device), 4)} ms"
+
+
+@torch.no_grad()
+def kernels(options: argparse.Namespace) -> Iterator[str]:
+    """What one layer does in a step: every context with one row, the longest with each batch."""
+    yield "Milliseconds of single calls as a CUDA graph, median (fastest to slowest of 15), with a cold L2 cache:"
+    yield "before each call a buffer four times its size is read, as in a step other layers' buffers and weights are."
+    yield "What a kernel that does nothing takes (see above) is part of every time."
+    yield ""
+    config, device = SHAPES[options.shape], options.device
+    places = [(context, options.batches[0]) for context in options.contexts]
+    places += [(options.contexts[-1], batch) for batch in options.batches[1:]]
+    yield "| part | " + " | ".join(f"{context}, batch {batch}" for context, batch in places) + " |"
+    yield "|---|" + "---|" * len(places)
+    timed = [_layer_times(config, tokens_of(context), batch, device) for context, batch in places]
+    for name in timed[0]:
+        yield f"| {name} | " + " | ".join(column[name] for column in timed) + " |"
+
+
+def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.device) -> dict[str, str]:
+    """Times by part.
+
+    Raises:
+        ValueError: the kernels' output is not the torch path's.
+    """
+    shape = replace(HeadShape.of(config), layers=1)
+    heads, kv_heads, d = shape.query_heads, shape.kv_heads, shape.head_dim
+    torch.manual_seed(0)
+    size = (batch, kv_heads, length, d)
+    keys, values = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    query = torch.randn(batch, heads, 1, d, device=device, dtype=torch.bfloat16)
+    first = torch.zeros(batch, dtype=torch.int32, device=device)
+    phi = PhiMaps(shape, MAP).to(device).requires_grad_(False)
+    query_map, key_map = phi.folded()[0]
+    bare = build_cache(keys, values, first, first + length, 32)
+    cache = with_summary(bare, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
+    log_query = map_heads(query_map, query).squeeze(2)
+    k = retrieved_count(BUDGET, length, ANCHORS.sink + ANCHORS.tail)
+    scores, one = torch.randn(batch * heads, length, device=device), query.squeeze(2)
+    fast = decode_attention_for(cache, heads)
+    common = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "generated": 16, "scale": d**-0.5}
+    completed, alone = common | {"subtracts": True}, common | {"subtracts": False}
+    expected = torch_path.decode_attention(one.float(), cache, log_query, **completed)
+    gap = _gap(fast(one, cache, log_query, **completed), expected)
+    if not gap <= KERNEL_GAP:  # a NaN is not
+        raise ValueError(f"the kernels' output is not that of the torch path: {gap:.1e} at {length} tokens")
+    works: dict[str, Callable[[], object]] = {
+        "Full: SDPA with grouped heads": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
+        "TopK+phi: the kernels, all but phi_q": lambda: fast(one, cache, log_query, **completed),
+        "TopK: the kernels": lambda: fast(one, bare, None, **alone),
+        **_kernel_parts(fast, one, cache, common),
+        "TopK+phi: the torch path": lambda: torch_path.decode_attention(one, cache, log_query, **completed),
+        "torch.topk of all scores, float32": lambda: scores.topk(k, dim=-1, sorted=False),
+        "selection in two levels": lambda: largest(scores, k),
+        "phi_q, folded": lambda: map_heads(query_map, query),
+        "phi_q, as written": lambda: phi.query[0].unfolded(query[:, :, 0].transpose(0, 1).float()),
+    }
+    times = {name: _spread(cold_ms(work, device), 4) for name, work in works.items()}
+    return {"K": str(k), "difference from the torch path, relative l1": f"{gap:.1e}"} | times
+
+
+def _kernel_parts(
+    fast: Callable[..., Tensor], query: Tensor, cache: DecodeCache, common: dict[str, float]
+) -> dict[str, Callable[[], object]]:
+    """The first kernels by themselves, where there are any."""
+    if fast is torch_path.decode_attention:
+        return {}
+    from residual_mass.core.fused import triton_path
+
+    region = triton_path.Region(int(common["k"]), ANCHORS.sink, ANCHORS.tail)
+
+    def score() -> tuple[Tensor, Tensor]:
+        return triton_path.score(query, cache, region, int(common["generated"]), common["scale"])
+
+    return {
+        "of these, scores": score,
+        "of these, scores and selection": lambda: triton_path.select(*score(), cache, region),
+    }
+
+
+@torch.no_grad()
+def agreement(options: argparse.Namespace) -> Iterator[str]:
+    """Logits of whole steps: kernels with and without graphs, the torch path, the prototype.
+
+    Raises:
+        ValueError: they are further apart than rounding explains.
+    """
+    length, device, low = tokens_of(options.contexts[0]), options.device, options.dtype == "bfloat16"
+    model = random_model(SHAPES[options.shape], torch.bfloat16, device)
+    exact = copy.deepcopy(model).float()  # the same weights
+    torch.manual_seed(1)
+    phi = PhiMaps(HeadShape.of(model.config), MAP).to(device).requires_grad_(False)
+    prompt = torch.randint(model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(2)).tolist()
+    k = retrieved_count(BUDGET, length, ANCHORS.sink + ANCHORS.tail)
+    step = 1 if low else 4
+    yield f"One prompt of {length} tokens, K = {k}; distances are relative l1 of the logits of step {step}, to those of"
+    if low:
+        yield "the prototype in float32 with the same weights; allowed is twice the bfloat16 prototype's distance."
+    else:
+        yield "the prototype."
+    yield ""
+    yield "| method | kernels | kernels in graphs | torch path | allowed |"
+    yield "|---|---|---|---|---|"
+    wrong = []
+    for method in METHODS:
+        sides = _logits(model if low else exact, prompt, method, k, phi, step)
+        reference, allowed = sides.pop("prototype"), FLOAT32_GAP
+        if low:
+            theirs, reference = reference, _logits(exact, prompt, method, k, phi, step)["prototype"]
+            allowed = BFLOAT16_NOISE * _gap(theirs, reference)
+        gaps = [_gap(logits, reference) for logits in sides.values()]
+        yield f"| {method} | " + " | ".join(f"{gap:.1e}" for gap in (*gaps, allowed)) + " |"
+        if not max(gaps) <= allowed:
+            wrong.append(method)
+    if wrong:
+        raise ValueError(f"logits differ by more than rounding explains: {', '.join(wrong)}")
+
+
+def _logits(
+    model: PreTrainedModel, prompt: list[int], method: str, k: int, phi: PhiMaps, count: int
+) -> dict[str, Tensor]:
+    """Logits after so many greedy steps, by what computed them; all begin with the prompt's first token."""
+    read = prefill(model, [prompt])
+
+    def fused() -> StaticDecoder:
+        copies = [Prefill(dict(read.layers), read.next_token)]
+        return StaticDecoder(model, fill_buffers(copies, count), method, k, ANCHORS, phi, count)
+
+    plain, graphs, in_torch = fused(), fused(), fused()
+    graphs.prepare()
+    in_torch.attention = torch_path.decode_attention
+    theirs = PrototypeDecoder(model, Prefill(dict(read.layers), read.next_token), method, k, ANCHORS, phi, count)
+    sides = {"kernels": plain, "graphs": graphs, "torch": in_torch, "prototype": theirs}
+    first = torch.tensor(prompt[:1], device=read.next_token.device)
+    for decoder in sides.values():
+        decoder.run(first)
+    return {name: decoder.logits.float().clone() for name, decoder in sides.items()}
+
+
+def steps(options: argparse.Namespace) -> Iterator[str]:
+    """Latencies; rows as of the runtime stage go to the CSV as they come."""
+    name = options.shape
+    dtype = "bfloat16" if options.device.type == "cuda" else "float32"
+    backbone = BackboneSpec(name, "gpu-check", name, "random", "random", dtype, "none", 131072)
+    spec = RuntimeSpec(
+        "gpu-check", backbone, tuple(options.contexts), tuple(options.batches), BUDGET, ANCHORS, MAP,
+        repeats=1 if options.prototype else 3, seed=0, recipe=1,
+    )  # fmt: skip
+    model = random_model(SHAPES[name], getattr(torch, dtype), options.device)
+    facts = {
+        "study": "gpu-check", "backbone": name, "weights": "random", "dtype": dtype, "model_id": name,
+        "revision": "random",
+    }  # fmt: skip
+    rows: list[dict[str, object]] = []
+    yield "| context | batch | method | step ms | end to end ms | recording ms | peak GiB |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in measure(spec, model, ("prototype",) if options.prototype else ("fused",)):
+        rows.append(facts | row)
+        write_text(options.rows, csv_text(COLUMNS, rows))
+        peak = f"{float(str(row['peak_memory_mib'])) / 1024:.1f}" if row.get("peak_memory_mib") else ""
+        shown = [row["context"], row["batch"], row["method"], row.get("per_step_ms", row.get("not_measured"))]
+        shown += [row.get("end_to_end_ms", ""), row.get("recording_ms", ""), peak]
+        yield "| " + " | ".join(map(str, shown)) + " |"
+
+
+def training(options: argparse.Namespace) -> Iterator[str]:
+    command = [
+        sys.executable, str(Path(__file__).with_name("training_pass.py")), "--shape", "llama-3.2-1b",
+        "--length", "8192", "--rounds", "1", "--layers", "2",
+    ]  # fmt: skip
+    yield "```"
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its errors are this part's
+    yield done.stdout.rstrip()
+    yield "```"
+    if done.returncode:
+        raise ValueError(f"training_pass.py ended with status {done.returncode}")
+
+
+def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def cold_ms(work: Callable[[], object], device: torch.device, rounds: int = 15) -> list[float]:
+    """Milliseconds of single calls, each after a read of more than the L2 cache holds."""
+    on_gpu = device.type == "cuda"
+    run = _recorded(work) if on_gpu else work
+    held = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 2**20
+    flushed = torch.zeros(held, device=device)  # of four bytes each: four times the cache
+    times = []
+    for round_ in range(rounds + 3):
+        flushed.sum()  # reads leave nothing to be written back during the call
+        milliseconds = 1e3 * seconds_of(run, device)
+        if round_ >= 3:
+            times.append(milliseconds)
+    return times
+
+
+def _recorded(work: Callable[[], object]) -> Callable[[], None]:
+    """The work as a CUDA graph: while the cache is flushed the host has long launched it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def _spread(values: list[float], decimals: int) -> str:
+    middle, low, high = (f"{x:.{decimals}f}" for x in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({low} to {high})"
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """Relative l1."""
+    return float((ours.float() - theirs.float()).abs().sum() / theirs.float().abs().sum())
+
+
+if __name__ == "__main__":
+    main()

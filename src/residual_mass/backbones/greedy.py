@@ -1,0 +1,60 @@
+"""`partial_generate`: greedy generation from one prompt on the fast path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.hook import device_of
+from residual_mass.backbones.partial import arm_of
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefill import prefill
+from residual_mass.backbones.prefix import retrieved_by
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.specs import AnchorSpec
+
+
+@torch.no_grad()
+def partial_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    method: str = "topk_phi",
+    budget: float | None = 0.01,
+    phi: PhiMaps | None = None,
+    num_sink: int = 4,
+    num_tail: int = 16,
+) -> Tensor:
+    """The prompt and up to `max_new_tokens` greedy tokens, [1, L + T]: what `model.generate` gives within `partial_kv`,
+    from buffers that are filled once. On a GPU the attention runs in our kernels.
+
+    Args:
+        input_ids: [1, L], one prompt without padding.
+        method, budget, phi, num_sink, num_tail: as of `partial_kv`; methods with a residual of their own are refused.
+
+    Raises:
+        ValueError: as `partial_kv`; several prompts; no token asked for.
+    """
+    if input_ids.ndim != 2 or len(input_ids) != 1:
+        raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
+    arm, anchors = arm_of(method, budget), AnchorSpec(num_sink, num_tail)
+    if arm.uses_phi and phi is None:
+        raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
+    prompt = input_ids.to(device_of(model))
+    length, steps, ends = prompt.shape[1], max_new_tokens - 1, end_tokens(model)
+    read = prefill(model, prompt.tolist())
+    first = read.next_token
+    if steps == 0 or int(first) in ends:
+        return torch.cat((prompt, first.unsqueeze(1)), dim=1)
+    k = retrieved_by(arm, length, anchors, None)
+    decoder = StaticDecoder(model, fill_buffers([read], steps), method, k, anchors, phi, steps)
+    return torch.cat((prompt, first.unsqueeze(1), decoder.run(first, ends)), dim=1)
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -1,0 +1,53 @@
+"""Whether decoding fits into memory: what it takes, told beforehand, against what the device has free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.phi_maps import HeadShape
+from residual_mass.core.estimators import estimator_named
+
+FLOAT32 = 4
+
+
+def shortfall(needed: int, free: int | None) -> str:
+    """Why work that needs so many bytes is left out; empty where it fits, or where nobody knows what is free."""
+    if free is None or needed <= free:
+        return ""
+    return f"does not fit: needs {gigabytes(needed)} of {gigabytes(free)} that are free"
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def decoding_bytes(model: PreTrainedModel, d_phi: int, method: str, *, batch: int, length: int, room: int) -> int:
+    """Bytes that building a decoder and decoding `room` tokens take at most, in either implementation.
+
+    The model, its maps and the prompt that buffers are filled from are there already. What stays are keys, values and
+    the features of all layers; one layer at a time is copied, mapped and summed up in float32.
+    """
+    shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
+    tokens = batch * shape.kv_heads * (length + room)
+    features = d_phi if estimator_named(method).adds_residual else 0
+    kept = shape.layers * tokens * (2 * shape.head_dim + features) * item
+    in_work = tokens * (2 * shape.head_dim + 4 * features) * FLOAT32
+    scores = 2 * batch * shape.query_heads * (length + room) * FLOAT32  # and the columns that are chosen from them
+    return kept + in_work + scores
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that a process can still take: of the GPU, or of the machine, which only Linux tells."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 if available else None
