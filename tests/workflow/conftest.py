@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Run, dry_run
+from runs import ROOT, Run, dry_run, made, planned
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,19 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The dry run of `all` for every study."""
     names = sorted(path.stem for path in (ROOT / "config" / "studies").glob("*.yaml"))
     return {name: dry_run(tmp_path_factory.mktemp(name), "all", "--config", f"study={name}") for name in names}
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, studies: dict[str, Run]) -> Path:
+    """A copy of the repository in which the mini study is up to date; what a test changes in it, it puts back."""
+    folder = tmp_path_factory.mktemp("finished")
+    for name in ("config", "docs", "src", "workflow", "paper_tables/templates"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("Snakefile", "environment.yml"):
+        shutil.copy(ROOT / name, folder)
+    made(folder, folder / "Snakefile", studies["mini"])
+    assert planned(folder) == {}
+    return folder
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,8 @@ class Run:
     @property
     def commands(self) -> list[list[str]]:
         """Arguments of every `python -m residual_mass` (or `torchrun -m residual_mass`), in sorted order."""
-        start = r"^Shell command: (?:python|torchrun --standalone --nproc-per-node \d+) -m residual_mass "
+        torchrun = r"python -m residual_mass.gpus \d+ torchrun --standalone --nproc-per-node \d+"
+        start = rf"^Shell command: (?:exec )?(?:python|{torchrun}) -m residual_mass "
         lines = re.findall(rf"{start}(.*) > \S+ 2>&1$", self.output, re.MULTILINE)
         return sorted(shlex.split(line.replace('"$(dirname ', "").replace(')"', "")) for line in lines)
 
@@ -76,6 +79,25 @@ def made(folder: Path, snakefile: Path, planned: Run) -> Path:
     touched = snakemake(folder, "--cores", "1", "--touch", "--forceall", "all", snakefile=snakefile)
     assert touched.code == 0, touched.output
     return folder
+
+
+def planned(folder: Path) -> dict[str, int]:
+    """Jobs by rule that `all` would run in a checkout, without the totals."""
+    run = dry_run(folder, "all", snakefile=folder / "Snakefile")
+    assert run.code == 0, run.output
+    return {name: count for name, count in run.jobs.items() if name not in ("all", "total")}
+
+
+@contextmanager
+def changed(path: Path, text: str) -> Iterator[None]:
+    """The file holds `text` meanwhile; then it is as it was, its time included."""
+    before, stat = path.read_text(), path.stat()
+    try:
+        path.write_text(text)
+        yield
+    finally:
+        path.write_text(before)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) -> str:

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import nn
 
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
 from residual_mass.diagnostics.capture import ROWS_HEADER
-from residual_mass.files import csv_text, read_parquet, write_meta, write_text
+from residual_mass.files import csv_text, read_parquet, write_text
+from residual_mass.provenance import Record
 from residual_mass.specs import AnchorSpec, AuditSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ def run(spec: AuditSpec, rows: Path, heads: Path, phi: Path, out: Path) -> None:
         ValueError: a judged difference exceeds its tolerance, or a file is missing, damaged or of another capture;
             nothing is written then.
     """
+    record = Record("audit", spec, [rows, heads, phi])
     captured = _read_heads(heads)
     maps = PhiMaps.load(phi)
     if captured["phi_sha"].iloc[0] != maps.sha256:
@@ -123,7 +125,7 @@ def run(spec: AuditSpec, rows: Path, heads: Path, phi: Path, out: Path) -> None:
     _judge(lines, heads)
     place = {name: captured[name].iloc[0] for name in PLACE}
     write_text(out, csv_text(COLUMNS, (place | _fields(line) for line in lines)))
-    write_meta(out, spec=asdict(spec), phi_sha=maps.sha256)
+    record.write(out)
 
 
 def _captured_values(

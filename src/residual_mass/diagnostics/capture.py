@@ -12,7 +12,6 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import grouped, layer_measures
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
@@ -28,7 +28,8 @@ from residual_mass.core.accounting import attention_scores
 from residual_mass.core.measures import mass_curve
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with_place
-from residual_mass.files import replacing, write_meta
+from residual_mass.files import write_parquet
+from residual_mass.provenance import Record
 from residual_mass.specs import CaptureSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
         mass: Parquet, one row per (pack, layer, head, k): C_mid(K), mean over the pack's queries.
         rows: safetensors, query, keys and values of a random sample of attention rows, for the `audit` stage.
     """
+    record = Record("capture", spec, [assets / MANIFEST, phi, prompts])
     length = tokens_of(spec.length)
     if length > spec.maps.length and not spec.allow_extrapolation:
         raise ValueError(
@@ -63,7 +65,8 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
     for number, pack in enumerate(tqdm(packs, desc="capture", unit="pack")):
         captured.add(number, pack)
     captured.write(heads, mass, rows)
-    write_meta(heads, spec=asdict(spec), identity=backbone.identity, phi_sha=maps.sha256, device=str(backbone.device))
+    for output in (heads, mass, rows):
+        record.write(output, device=backbone.device, identity=backbone.identity)
 
 
 Row = tuple[int, int, int, int]
@@ -143,10 +146,8 @@ class Captured:
             "weights": spec.backbone.weights,
             "phi_sha": self.maps.sha256,
         }
-        with replacing(mass) as temporary:
-            with_place(pd.concat(self.mass), **place).to_parquet(temporary, index=False)
-        with replacing(heads) as temporary:
-            with_place(pd.concat(self.heads), **place, **origin).to_parquet(temporary, index=False)
+        write_parquet(mass, with_place(pd.concat(self.mass), **place))
+        write_parquet(heads, with_place(pd.concat(self.heads), **place, **origin))
 
 
 def round_ks(most: int) -> list[int]:

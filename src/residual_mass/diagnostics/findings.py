@@ -7,7 +7,6 @@ Intervals are those of a two-way bootstrap over heads and packs, see `resampling
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +16,8 @@ from residual_mass.diagnostics import CWE
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, estimate_extreme, resampled, whole
 from residual_mass.diagnostics.settings import Setting, read_settings
-from residual_mass.files import csv_text, sha256_of, write_meta, write_text
+from residual_mass.files import csv_text, write_text
+from residual_mass.provenance import Record
 from residual_mass.specs import FindingsSpec
 
 MAPS = "model_id revision weights phi_sha"
@@ -59,6 +59,7 @@ def run(
     Raises:
         ValueError: see `read_settings`.
     """
+    record = Record("findings", spec, [*heads, *mass])
     settings = read_settings(spec, heads, mass)
     as_is = whole(settings, spec.budget_percent)
     drawn = resampled(settings, spec.budget_percent, spec.bootstrap_resamples, spec.seed)
@@ -70,9 +71,7 @@ def run(
     }
     for path, text in texts.items():
         write_text(path, text)
-        write_meta(
-            path, spec=asdict(spec), heads=[sha256_of(file) for file in heads], mass=[sha256_of(file) for file in mass]
-        )
+        record.write(path)
 
 
 def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +14,16 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
-from residual_mass.files import replacing, write_meta
+from residual_mass.files import write_parquet
+from residual_mass.provenance import Record
 from residual_mass.specs import KernelsSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     Args:
         phi: files of the maps, in the order of `spec.maps`.
     """
+    record = Record("kernels", spec, [assets / MANIFEST, *phi, prompts])
     if len(phi) != len(spec.maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
     backbone = load_backbone(spec.backbone, assets)
@@ -55,15 +57,8 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
-    with replacing(out) as temporary:
-        frame.astype({"maps": "category"}).to_parquet(temporary, index=False)
-    write_meta(
-        out,
-        spec=asdict(spec),
-        identity=backbone.identity,
-        phi_sha=[each.sha256 for each in maps],
-        device=str(backbone.device),
-    )
+    write_parquet(out, frame.astype({"maps": "category"}))
+    record.write(out, device=backbone.device, identity=backbone.identity)
 
 
 class HeadMaps(NamedTuple):
@@ -113,11 +108,13 @@ def _frames(
         "retrieved": retrieved[:, mid].flatten().cpu().numpy(),
         "log_kernel": scores[:, mid].flatten().cpu().numpy(),
     }
-    return [
-        pd.DataFrame({"maps": named.label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()})
-        for named, each in zip(spec.maps, maps, strict=True)
-        for log_phi in [_log_scores(each, queries, keys[mid])]
-    ]
+    frames = []
+    for named, each in zip(spec.maps, maps, strict=True):
+        log_phi = _log_scores(each, queries, keys[mid])
+        if not log_phi.isfinite().all():
+            raise ValueError(f"maps {named.label}, layer {spec.layer}: scores are not finite; {MAPS_AT_FAULT}")
+        frames.append(pd.DataFrame({"maps": named.label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()}))
+    return frames
 
 
 def _log_scores(maps: HeadMaps, queries: Tensor, keys: Tensor) -> Tensor:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
+from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.support import retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers
-from residual_mass.files import csv_text, write_meta, write_text
+from residual_mass.files import csv_text, write_text
+from residual_mass.provenance import Record
 from residual_mass.specs import MapErrorsSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> No
     Args:
         phi: files of the maps, in the order of `spec.maps`.
     """
+    record = Record("map_errors", spec, [assets / MANIFEST, *phi])
     if len(phi) != len(spec.maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
     backbone = load_backbone(spec.backbone, assets)
@@ -60,7 +62,7 @@ def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> No
     ]
     lines = (_line(spec, maps, packs, m, b) for m in range(len(maps)) for b in range(len(spec.budgets)))
     write_text(out, csv_text(COLUMNS, lines))
-    write_meta(out, spec=asdict(spec), identity=backbone.identity, device=str(backbone.device))
+    record.write(out, device=backbone.device, identity=backbone.identity)
 
 
 def _pack_measures(spec: MapErrorsSpec, backbone: Backbone, maps: Sequence[PhiMaps], pack: Pack) -> np.ndarray:
@@ -70,12 +72,15 @@ def _pack_measures(spec: MapErrorsSpec, backbone: Backbone, maps: Sequence[PhiMa
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         queries, keys, values = queries.float(), keys.float(), values.float()
 
-        def measured(each: PhiMaps) -> np.ndarray:
-            rows = layer_measures(each, layer, queries, keys, values, scale, _retrieved(spec), spec.anchors)
+        def measured(label: str, each: PhiMaps) -> np.ndarray:
+            try:
+                rows = layer_measures(each, layer, queries, keys, values, scale, _retrieved(spec), spec.anchors)
+            except ValueError as error:
+                raise ValueError(f"maps {label}: {error}") from None
             rows["log_z_error"] = rows["log_z_hat"] - rows["log_z_true"]
             return np.stack([rows[name].cpu().numpy() for name in MEASURES])
 
-        by_layer.append(np.stack([measured(each) for each in maps]))
+        by_layer.append(np.stack([measured(m.label, each) for m, each in zip(spec.maps, maps, strict=True)]))
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     return np.stack(by_layer, axis=1)

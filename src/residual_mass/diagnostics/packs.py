@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
+from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.diagnostics import CWE
 from residual_mass.files import read_json, read_jsonl, sha256_of
 from residual_mass.specs import BackboneSpec, tokens_of
@@ -102,9 +103,16 @@ def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
 
 @torch.no_grad()
 def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Visit) -> None:
-    """Runs the model over a pack and shows `visit` every layer's attention inputs, one layer's alive at a time."""
+    """Runs the model over a pack and shows `visit` every layer's attention inputs, one layer's alive at a time.
+
+    Raises:
+        ValueError: they are not finite; names the layer.
+    """
 
     def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        if not all(x.isfinite().all() for x in (q, k, v)):
+            what = f"the queries, keys or values of layer {module.layer_idx} are not finite"
+            raise ValueError(f"{backbone.spec.name}: {what}; {model_at_fault(backbone.spec)}")
         visit(module.layer_idx, q[0, :, length:], k[0, :, :length], v[0, :, :length], scale)
         return exact_attention(module, q, k, v, mask, scale)
 

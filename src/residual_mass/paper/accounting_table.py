@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
-from residual_mass.files import csv_text, finite_field, only_value, read_csv, write_text
+from residual_mass.files import csv_text, finite_field, is_count, only_value, read_csv, write_text
 from residual_mass.paper import published
 from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, model_warnings
 from residual_mass.paper.cells import LEFT_OUT, Cell, format_score
@@ -148,7 +148,7 @@ def _check_numbers(row: Row, where: str) -> None:
         if finite_field(row, name, where, REMEDY) < 0:
             raise ValueError(f"{where}: {name} is {row[name]}, below 0; {REMEDY}")
     for name in COUNTS:
-        if not row[name].isdecimal() or (name != "k" and int(row[name]) == 0):
+        if not is_count(row[name]) or (name != "k" and int(row[name]) == 0):
             raise ValueError(f"{where}: {name} is {row[name]!r}, not a count; {REMEDY}")
     if float(row["clamped_share"]) > 1:
         raise ValueError(f"{where}: clamped_share is {row['clamped_share']}, above 1; {REMEDY}")

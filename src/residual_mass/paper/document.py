@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from residual_mass.files import write_text
+from residual_mass.files import read_text, write_text
 from residual_mass.paper.captions import model_warnings
 from residual_mass.paper.figures import kind_of
 from residual_mass.paper.latex import Latex, escape, render
@@ -63,6 +63,9 @@ CAPTIONS = {
 }
 """What a figure shows, by its kind."""
 
+MACRO = r"\rmvalue"
+"""The first of the macros that the numbers stage writes."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -98,7 +101,7 @@ def run(
         template,
         study=spec.study,
         backbones=spec.backbones,
-        numbers=_place(numbers, out.parent, "numbers") if numbers else None,
+        numbers=_numbers(numbers, out.parent) if numbers else None,
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         tables=[_table(path, out.parent) for path in tables],
         figures=[_figure(path, out.parent, spec.figure_titles) for path in figures],
@@ -114,15 +117,29 @@ def figure_caption(label: str, titles: Mapping[str, str]) -> Latex:
 
 def _table(path: Path, folder: Path) -> Part:
     place = _place(path, folder, "table")
-    label = re.search(r"^\s*\\label\{([\w:.-]+)\}", path.read_text(encoding="utf-8"), re.MULTILINE)
-    if label is None:
-        raise ValueError(f"{path}: has no \\label; delete it and run the table stage again")
+    text = read_text(path, "run the table stage")
+    label = re.search(r"^\s*\\label\{([\w:.-]+)\}", text, re.MULTILINE)
+    if label is None or not text.endswith("\\end{table}\n"):
+        what = "has no \\label" if label is None else "is cut short"
+        raise ValueError(f"{path}: {what}; delete it and run the table stage again")
     return Part(path.stem, place, Latex(label[1]))
 
 
 def _figure(path: Path, folder: Path, titles: Mapping[str, str]) -> Part:
     caption = figure_caption(path.stem, titles)
-    return Part(path.stem, _place(path, folder, "figure"), Latex(f"fig:{path.stem}"), caption)
+    place = _place(path, folder, "figure")
+    content = path.read_bytes()
+    if not content.startswith(b"%PDF-") or not content.endswith(b"%%EOF\n"):
+        raise ValueError(f"{path}: not a PDF file, or cut short; delete it and run the figure stage again")
+    return Part(path.stem, place, Latex(f"fig:{path.stem}"), caption)
+
+
+def _numbers(path: Path, folder: Path) -> Latex:
+    place = _place(path, folder, "numbers")
+    text = read_text(path, "run the numbers stage")
+    if MACRO not in text or not text.endswith("\n"):
+        raise ValueError(f"{path}: does not define {MACRO}, or is cut short; delete it and run the numbers stage again")
+    return place
 
 
 def _place(path: Path, folder: Path, stage: str) -> Latex:

@@ -146,7 +146,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
             return stream.metadata() or {}, {name: stream.get_slice(name).get_shape() for name in names}
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; run the train stage") from None
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: damaged safetensors file ({error}); {REMEDY}") from None
 
 

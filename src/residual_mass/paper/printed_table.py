@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from residual_mass.files import read_text
 from residual_mass.paper.latex_html import argument
 
 SPAN = re.compile(r"\\multi(?P<what>column|row)\{(?P<size>\d+)\}\{[^{}]*\}(?=\{)")
@@ -46,13 +47,7 @@ class PrintedTable:
 
 def load_printed(path: Path) -> PrintedTable:
     """Raises ValueError naming the file when it is missing or not a table of one of the templates."""
-    try:
-        tex = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the table stage") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); {REMEDY}") from None
-    tex = re.sub(r"(?<!\\)%.*", "", tex)
+    tex = re.sub(r"(?<!\\)%.*", "", read_text(path, "run the table stage"))
     captions = [match.end() - 1 for match in re.finditer(r"\\caption\{", tex)]
     bodies = re.findall(r"\\begin\{tabular\}\{[^{}]*\}(.*?)\\end\{tabular\}", tex, re.DOTALL)
     if len(captions) != 1 or not bodies:

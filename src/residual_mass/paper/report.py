@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from residual_mass import __version__
-from residual_mass.files import write_text
+from residual_mass.files import read_text, write_text
 from residual_mass.paper.captions import KIND_NOTES, model_warnings
 from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.comparison import deviations_of
@@ -32,8 +32,9 @@ from residual_mass.paper.report_verdicts import (
     load_picture,
     standing,
 )
-from residual_mass.paper.templating import fill
+from residual_mass.paper.templating import RESTORE, fill
 from residual_mass.paper.titles import METHOD_TITLES, task_title
+from residual_mass.provenance import Record
 from residual_mass.specs import ReportSpec
 
 LARGEST = 8_000_000
@@ -106,6 +107,7 @@ def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None
     """
     if not files.tables and not files.figures:
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
+    record = Record("report", spec, [*files.all(), files.deviations, template])
     compared = load_comparison(files.comparison, spec.study) if files.comparison else []
     tables = list(_tables(spec, files, compared))
     claims = [row for path in files.claims for row in load_claims(path, spec.study)]
@@ -130,6 +132,7 @@ def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None
         provenance=provenance(files.all()),
     )
     write_text(out, page)
+    record.write(out)
 
 
 def load_deviations(path: Path, study: str, numbers: Iterable[int]) -> Deviations:
@@ -138,10 +141,7 @@ def load_deviations(path: Path, study: str, numbers: Iterable[int]) -> Deviation
     Raises:
         ValueError: the file is missing, or has no row for a number.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; it is part of the repository") from None
+    text = read_text(path, RESTORE)
     points = {int(row[0]): row for row in _markdown_rows(text) if row[0].isdecimal()}
     wanted = sorted(set(numbers))
     if missing := [number for number in wanted if number not in points]:
@@ -167,6 +167,8 @@ def _figures(spec: ReportSpec, paths: Sequence[Path]) -> Iterator[PageFigure]:
             content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file; run the figure stage") from None
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror}); run the figure stage") from None
         if not content.startswith(SIGNATURE) or not content.endswith(END):
             raise ValueError(f"{path}: not a PNG file, or cut short; delete it and run the figure stage again")
         total += len(content)

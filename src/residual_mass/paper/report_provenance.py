@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, sha256_of
+from residual_mass.provenance import beside
 
 PACKAGE = "residual-mass"
 """This project, as the sidecars call it."""
@@ -19,8 +20,8 @@ class Source:
     """One file: its hash, and what its sidecar records; empty where there is none or it does not say.
 
     Attributes:
-        seconds: of a file of maps those of its own steps, over all interruptions; of generated texts those of the last
-            run, which may have found rows that an earlier one left; of latencies those of their job.
+        seconds: of a file of maps those of its own steps, over all interruptions; of anything else those of its job, of
+            generated texts of the last one, which may have found rows that an earlier one left.
     """
 
     path: str
@@ -59,11 +60,13 @@ def provenance(paths: Iterable[Path]) -> Provenance:
 
 
 def _sidecar(path: Path) -> dict[str, Any]:
-    sidecar = path.with_name(f"{path.name}.meta.json")
+    sidecar = beside(path)
     if not sidecar.exists():
         return {}
     meta = read_json(sidecar)
-    parts = [meta.get(name, {}) for name in ("spec", "packages", "machine")] if isinstance(meta, dict) else [None]
+    parts = (
+        [meta.get(name, {}) for name in ("spec", "code", "packages", "machine")] if isinstance(meta, dict) else [None]
+    )
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"{sidecar}: is not a record of a job; delete it")
     return meta
@@ -75,7 +78,7 @@ def _source(path: Path, meta: dict[str, Any]) -> Source:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; run the stage that makes it") from None
     spec = meta.get("spec", {})
-    seconds = meta.get("seconds")
+    seconds = meta.get("seconds", meta.get("wall_seconds"))
     return Source(
         path=str(path),
         size=size,
@@ -90,6 +93,9 @@ def _source(path: Path, meta: dict[str, Any]) -> Source:
 def _facts(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, version in meta.get("packages", {}).items():
         yield name, str(version)
+    code = meta.get("code", {})
+    if code.get("commit"):
+        yield "commit", code["commit"] + " with changes" * code["changed"]
     machine = meta.get("machine", {})
     if machine:
         yield "machine", f"{machine.get('platform', 'unknown')}, {machine.get('cpus', 'unknown')} CPUs"
@@ -114,5 +120,5 @@ def _named(devices: set[str]) -> set[str]:
 
 def _ordered(names: Iterable[str]) -> list[str]:
     """This project and the hardware first, then the packages."""
-    first = [PACKAGE, "device", "processes", "machine", "Python"]
+    first = [PACKAGE, "commit", "device", "processes", "machine", "Python"]
     return sorted(names, key=lambda name: (first.index(name) if name in first else len(first), name.lower()))

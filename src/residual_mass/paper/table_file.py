@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.files import finite_field, only_value, read_csv
+from residual_mass.files import finite_field, is_count, only_value, read_csv
 from residual_mass.paper import accounting_table, published, runtime_file, runtime_table, training_cost_table
 from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, Point, format_score
 from residual_mass.paper.layouts import LAYOUTS
@@ -220,7 +220,7 @@ def _quantity(row: Row, where: str, known: Sequence[str], printed: Callable[[str
 
 
 def _count(row: Row, name: str, where: str) -> int:
-    if not row[name].isdecimal() or int(row[name]) == 0:
+    if not is_count(row[name]) or int(row[name]) == 0:
         raise ValueError(f"{where}: {name} is {row[name]!r}, not a count; {REMEDY}")
     return int(row[name])
 

@@ -8,12 +8,20 @@ from typing import Any
 
 import jinja2
 
+from residual_mass.files import read_text
+
+RESTORE = "restore it from the repository"
+
 
 def fill(environment: jinja2.Environment, template: Path, context: Mapping[str, Any]) -> str:
-    """Raises ValueError naming the template when it is missing, wrong, or asks for something that is not there."""
+    """Raises ValueError naming the template when it is missing, cut short, wrong, or asks for something that is not
+    there.
+    """
+    text = read_text(template, RESTORE)
+    marks = (environment.variable_start_string, environment.block_start_string)
+    if not any(mark in text for mark in marks) or not text.endswith("\n"):
+        raise ValueError(f"{template}: cut short, or no template; {RESTORE}")
     try:
         return environment.get_template(template.name).render(context)
-    except jinja2.TemplateNotFound:
-        raise ValueError(f"{template}: no such template") from None
     except jinja2.TemplateError as error:
-        raise ValueError(f"{template}: {error}") from None
+        raise ValueError(f"{template}: {error}; mend it, or {RESTORE}") from None

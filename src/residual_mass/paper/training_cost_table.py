@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from residual_mass.files import csv_text, finite_field, only_value, read_json, sha256_of, write_text
+from residual_mass.files import csv_text, finite_field, is_count, only_value, read_json, sha256_of, write_text
 from residual_mass.paper import published
 from residual_mass.paper.captions import OF_THE_PAPER, header_of_published, not_evaluated
 from residual_mass.paper.cells import LEFT_OUT
@@ -21,6 +22,7 @@ from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.parameter_table import HEADER, OWN_RECIPE, read_header
 from residual_mass.paper.published import MAIN_MAPS, MODELS
 from residual_mass.paper.training_log import read_log
+from residual_mass.provenance import beside
 from residual_mass.spec_json import parse_spec
 from residual_mass.specs import TableSpec, TrainSpec, tokens_of
 
@@ -144,7 +146,7 @@ def _seconds(log: Path, path: Path, spec: TrainSpec) -> float:
     clock: dict[int, float] = {}
     for number, row in enumerate(rows, start=2):
         where = f"{log}:{number}"
-        if not row["step"].isdecimal():
+        if not is_count(row["step"]):
             raise ValueError(f"{where}: step is {row['step']!r}, not a count; {REMEDY}")
         seconds = finite_field(row, "seconds", where, REMEDY)
         if clock.setdefault(int(row["step"]), seconds) != seconds:
@@ -161,7 +163,7 @@ def _hardware(path: Path, recipe: Any) -> tuple[str, int]:
     """What one process of the training ran on, and how many there were: `NVIDIA H200`, 8. Without a sidecar nothing is
     known.
     """
-    sidecar = path.with_name(f"{path.name}.meta.json")
+    sidecar = beside(path)
     if not sidecar.exists():
         return "", 1
     meta = read_json(sidecar)
@@ -233,9 +235,10 @@ def _published_fields(row: Row) -> tuple[Latex, str]:
 
 
 def _effort(steps: int, hardware: str, processes: int) -> Latex:
-    """`200k steps on 8xH200`, with a proper cross; as in the paper the maker's name has no place."""
-    where = escape(hardware.removeprefix("NVIDIA ") or "unknown hardware")
-    counted = hardware and not hardware.startswith("CPU")
+    """`200k steps on 8xH200`, with a proper cross; makers have no place here, as in the paper; the CSV has a CPU's."""
+    shown = re.sub(r".*, (?=\d+ threads$)", "CPU, ", hardware)
+    where = escape(shown.removeprefix("NVIDIA ") or "unknown hardware")
+    counted = shown and not shown.startswith("CPU")
     times = rf"{processes}$\times$" if counted or processes > 1 else ""
     return Latex(f"{_thousands(steps)} steps on {times}{where}")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from residual_mass.files import csv_text, read_csv, write_text
+from residual_mass.provenance import Record
 
 COLUMNS = (
     "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error"
@@ -29,6 +30,7 @@ def join(files: Sequence[Path], out: Path) -> None:
     Raises:
         ValueError: a file is missing, cut or without rows, or repeats a training of another one; names it.
     """
+    record = Record("join-training", {}, files)
     rows: list[Row] = []
     file_of: dict[tuple[str, ...], Path] = {}
     for path in files:
@@ -40,6 +42,7 @@ def join(files: Sequence[Path], out: Path) -> None:
             file_of[run] = path
         rows += more
     write_text(out, csv_text(COLUMNS, rows))
+    record.write(out)
 
 
 def read_log(path: Path) -> list[Row]:

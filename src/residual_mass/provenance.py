@@ -1,0 +1,170 @@
+"""How a result came to be: the record that every stage leaves beside what it writes, in a sidecar `<result>.meta.json`.
+
+No rule has a sidecar among its inputs, so it may hold times and machines. It names files as seen from the working
+directory, and holds no environment variables, so neither tokens nor home directories.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from residual_mass import __version__
+from residual_mass.files import sha256_of, write_json
+from residual_mass.spec_json import to_json
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".meta.json"
+PACKAGES = (
+    "residual-mass torch triton transformers tokenizers safetensors huggingface_hub lm_eval datasets nltk numpy pandas "
+    "pyarrow matplotlib snakemake"
+).split()
+
+
+class Record:
+    """What one run of a stage is told, reads and runs on. Made before the work: its clock starts here, and the inputs
+    are hashed as the stage finds them.
+    """
+
+    def __init__(self, stage: str, spec: Any, inputs: Iterable[Path | None]) -> None:
+        """
+        Args:
+            stage: its name, that in `recipes.RECIPES` where it has one.
+            spec: a spec dataclass or a mapping; empty for a stage that is told nothing but files.
+            inputs: files that the stage reads, None where it was given none. One that is missing is left out: the
+                stage itself says so if it needs it.
+        """
+        self._started = time.monotonic()
+        self._content = {
+            "stage": stage,
+            "spec": dict(spec) if isinstance(spec, Mapping) else json.loads(to_json(spec)),
+            "inputs": _hashes(path for path in inputs if path is not None and path.is_file()),
+            "code": code_version(),
+            "packages": _packages(),
+            "machine": {
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "processor": _processor(),
+                "cpus": os.cpu_count(),
+            },
+        }
+
+    def write(
+        self,
+        output: Path,
+        *members: Path,
+        device: torch.device | None = None,
+        processes: int | None = None,
+        **facts: Any,
+    ) -> None:
+        """Writes `<output>.meta.json`, with the hash of `output` and of `members`, further files that it stands for.
+
+        Args:
+            device: what a stage that uses torch ran on.
+            processes: how many of them did, where there may be several.
+            facts: what this stage alone can tell.
+        """
+        seconds = time.monotonic() - self._started
+        on_a_gpu = device is not None and device.type == "cuda"
+        ran_on: dict[str, Any] = {} if device is None else {"device": str(device), "hardware": device_name(device)}
+        if processes is not None:
+            ran_on["processes"] = processes
+        used = {
+            "wall_seconds": round(seconds, 3),
+            "gpu_seconds": round(seconds * (processes or 1), 3) if on_a_gpu else 0.0,
+            "peak_memory_mib": _peak_memory(device if on_a_gpu else None),
+        }
+        outputs = {"outputs": _hashes([output, *members])}
+        write_json(beside(output), {**self._content, **outputs, **ran_on, **used, **facts})
+
+
+def beside(output: Path) -> Path:
+    """Where the record of a file lies."""
+    return output.with_name(output.name + SUFFIX)
+
+
+def named(path: Path) -> str:
+    """A file as records name it: as seen from the working directory, or from `~` where only that is above it."""
+    path, here, home = Path(os.path.abspath(path)), Path.cwd(), Path.home()
+    if path.is_relative_to(home) and not here.is_relative_to(home):
+        return f"~/{path.relative_to(home).as_posix()}"
+    return Path(os.path.relpath(path, here)).as_posix()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU, or the processor and the threads that torch uses of it."""
+    import torch  # only here: most readers of records do without
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+@functools.cache
+def code_version() -> dict[str, Any]:
+    """The package's `version`; in a git checkout the `commit`, and whether the package's own files are `changed` since;
+    None elsewhere.
+    """
+    package = Path(__file__).parent
+    # A checkout of something else may hold the environment that this package is installed in.
+    ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    commit = _git(package, "rev-parse", "HEAD") if ours else None
+    changed = None if commit is None else bool(_git(package, "status", "--porcelain", "--", "."))
+    return {"version": __version__, "commit": commit, "changed": changed}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says of a folder; None where there is no git, no checkout or no answer."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _hashes(paths: Iterable[Path]) -> dict[str, str]:
+    return {named(path): sha256_of(path) for path in paths}
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _peak_memory(gpu: torch.device | None) -> dict[str, float]:
+    """MiB that this process held at most: of the machine's memory and, on a GPU, of what torch took of the GPU's."""
+    units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB elsewhere
+    peak = {"host": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units, 1)}
+    if gpu is not None:
+        import torch
+
+        peak["gpu"] = round(torch.cuda.max_memory_allocated(gpu) / 2**20, 1)
+    return peak

@@ -1,0 +1,66 @@
+"""A finished study runs again only where its numbers can change: not for touched code, and for a bumped recipe exactly
+the jobs that depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import changed, planned
+
+from residual_mass.recipes import RECIPES
+
+RENDERED = {"table", "comparison", "numbers", "document", "report"}
+SCORED = {"score", "score_comparison", "mismatch", "ablation"} | RENDERED
+CAPTURED = {"capture", "audit", "findings", "figure"} | RENDERED
+BUMPED = {
+    "prompts": {"prompts", "generate"} | SCORED | CAPTURED,  # captured on RULER's prompts
+    "train": {"train", "train_variants", "generate", "kernels", "map_errors"} | SCORED | CAPTURED,
+    "generate": {"generate"} | SCORED,
+    "score": SCORED,
+    "capture": CAPTURED,
+    "kernels": {"kernels", "figure", "document", "report"},
+    "map_errors": {"map_errors", "report"},
+    "audit": CAPTURED - {"capture"},
+    "findings": {"findings"} | RENDERED,
+    "runtime": {"runtime", "table", "numbers", "document", "report"},  # the paper has no such table to compare
+}
+"""The rules that run again when a recipe is bumped."""
+
+
+def test_every_recipe_has_its_rules() -> None:
+    assert set(BUMPED) == set(RECIPES)
+
+
+def test_touched_code_and_configuration_run_nothing(finished: Path) -> None:
+    for name in ("src", "workflow", "config"):
+        for path in (finished / name).rglob("*.*"):
+            os.utime(path)
+    os.utime(finished / "Snakefile")
+    assert planned(finished) == {}
+
+
+def test_results_carried_into_a_fresh_checkout_run_nothing(finished: Path, tmp_path: Path) -> None:
+    fresh = tmp_path / "fresh"
+    made = shutil.ignore_patterns("results", "logs", "mini", ".snakemake", "__pycache__")
+    shutil.copytree(finished, fresh, ignore=made, copy_function=shutil.copyfile)  # as git does: every file is new
+    for name in ("results", "paper_tables/mini", ".snakemake"):
+        shutil.copytree(finished / name, fresh / name)
+    newest = max(path.stat().st_mtime for path in (fresh / "results").rglob("*.*"))
+    assert min(path.stat().st_mtime for path in (fresh / "src").rglob("*.py")) > newest
+    assert planned(fresh) == {}
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name != "audit")) for name in RECIPES]
+)
+def test_a_bumped_recipe_runs_what_depends_on_it(recipe: str, finished: Path) -> None:
+    path = finished / "src" / "residual_mass" / "recipes.py"
+    bumped, count = re.subn(rf'("{recipe}": )(\d+)', r"\g<1>1\g<2>", path.read_text())
+    assert count == 1
+    with changed(path, bumped):
+        assert set(planned(finished)) == BUMPED[recipe]
