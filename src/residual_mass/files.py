@@ -1,44 +1,121 @@
-"""Files that are never half-written: atomic replacement, hashes, JSON lines, CSV, Parquet, provenance sidecars."""
+"""Files that are never half-written: atomic replacement, hashes, JSON lines, CSV, Parquet."""
 
 from __future__ import annotations
 
 import csv
+import fcntl
+import glob
 import hashlib
 import io
 import json
+import logging
 import math
 import os
-import platform
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import metadata
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
+
+logger = logging.getLogger(__name__)
+
+REMAKE = "rerun the rule that makes it"
+RANDOM_PART = "?" * 8
+"""What `mkstemp` puts between prefix and suffix, as a pattern."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary name in `path`'s folder; on success it replaces `path` in one step, on an exception it is
-    removed.
+    removed. What killed processes left of earlier ones goes first.
+
+    Raises:
+        OSError: the file cannot be written (a full disk, say); names it.
+    """
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
+        temporary, held = _temporary_of(path)
+        try:
+            yield temporary
+            with open(temporary, "rb") as stream:
+                os.fsync(stream.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; results are for sharing
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            os.close(held)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes the temporary files that killed processes left of `path`; those of living ones are locked and stay."""
+    before, after = glob.escape(f".{path.name}."), glob.escape(path.suffix)
+    for leftover in path.parent.glob(f"{before}{RANDOM_PART}{after}"):
+        with suppress(OSError), open(leftover, "r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+            logger.info("%s: removed, a killed process left it", leftover)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Keeps `path`, which need not exist, to this process until it is done or dead.
+
+    Raises:
+        ValueError: another living process has claimed it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    claim = path.with_name(f".{path.name}.lock")
+    while True:
+        with open(claim, "wb") as stream:
+            hold(stream, path)
+            if not _is_named(stream.fileno(), claim):
+                continue  # its last holder removed it in between
+            try:
+                yield
+            finally:
+                claim.unlink(missing_ok=True)
+            return
+
+
+def hold(stream: IO[bytes], path: Path) -> None:
+    """Locks an open file until it is closed or this process dies; only warns on file systems that have no locks.
+
+    Raises:
+        ValueError: another living process holds it; names `path`.
+    """
     try:
-        yield temporary
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; results are for sharing
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path}: another job is writing to it; wait for that one or stop it") from None
+    except OSError as error:
+        logger.warning("%s: cannot be locked (%s); let no second job write to it", path, error.strerror)
+
+
+def require_writable(*paths: Path) -> None:
+    """Before long work: raises OSError naming the first of the files that could not be written."""
+    for path in paths:
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent, buffering=0) as stream:
+                stream.write(b"0")  # on a full disk, making an empty file still works
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Has an OSError within name `path` and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "make room on its disk, or make its folder writable, and run this again"
+        raise OSError(f"{path}: cannot be written ({reason}); what was there before is kept; {remedy}") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -50,14 +127,32 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def read_text(path: Path, make: str) -> str:
+    """The text of a file.
+
+    Args:
+        make: how the file is made, as a command to the user.
+
+    Raises:
+        ValueError: it is missing, no file, or not UTF-8; names it.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; {make}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); remove it and {make}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); delete it and {make}") from None
+
+
 def read_json(path: Path) -> Any:
     """Raises ValueError naming the file when it is missing or not JSON."""
+    text = read_text(path, REMAKE)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); delete it and rerun the rule that makes it") from None
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); delete it and {REMAKE}") from None
 
 
 def sha256_of(path: Path) -> str:
@@ -80,21 +175,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         ValueError: the file is missing or a line is not a JSON object; names file and line.
     """
     rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: prompts hold U+2028 and the like
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); delete it and rerun the rule that makes it") from None
+    lines = read_text(path, REMAKE).split("\n")  # not splitlines: prompts hold U+2028 and the like
     if lines[-1] == "":
         lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object; delete the file and rerun the rule that makes it")
+            raise ValueError(f"{path}:{number}: not a JSON object; delete the file and {REMAKE}")
         rows.append(row)
     return rows
 
@@ -115,15 +205,13 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
         ValueError: the file is missing, cut short or malformed, or lacks a column; names file and line.
     """
     remedy = f"delete it and run the {stage} stage again"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the {stage} stage") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); {remedy}") from None
+    text = read_text(path, f"run the {stage} stage")
     if not text.endswith("\n"):
         raise ValueError(f"{path}: empty or cut short, its last line does not end; {remedy}")
-    header, *rows = csv.reader(io.StringIO(text))
+    try:
+        header, *rows = csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise ValueError(f"{path}: not a CSV file ({error}); {remedy}") from None
     if missing := [name for name in columns if name not in header]:
         raise ValueError(f"{path}: column {missing[0]} is missing; {remedy}")
     for number, row in enumerate(rows, start=2):
@@ -134,13 +222,19 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
 
 def finite_field(row: Mapping[str, str], name: str, where: str, remedy: str) -> float:
     """A field of a CSV row as a finite number; raises ValueError naming the place, the field and the remedy."""
+    text = row.get(name, "")
     try:
-        value = float(row[name])
+        value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{where}: {name} is {row[name]!r}, not a finite number; {remedy}")
+        raise ValueError(f"{where}: {name} is {text!r}, not a finite number; {remedy}")
     return value
+
+
+def is_count(text: str) -> bool:
+    """Whether a field of a CSV row is a whole number from 0 on, of a size that can be."""
+    return re.fullmatch("[0-9]{1,18}", text) is not None
 
 
 def only_value(rows: Iterable[Mapping[str, str]], name: str, path: Path, remedy: str) -> str:
@@ -152,6 +246,12 @@ def only_value(rows: Iterable[Mapping[str, str]], name: str, path: Path, remedy:
     return next(iter(values))
 
 
+def write_parquet(path: Path, frame: pandas.DataFrame) -> None:
+    """Writes the frame without its index; checksums let `read_parquet` notice every damage."""
+    with replacing(path) as temporary:
+        frame.to_parquet(temporary, index=False, write_page_checksum=True)
+
+
 def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame:
     """These columns of a Parquet file that `stage` wrote, one row at least; what they hold is not checked.
 
@@ -159,14 +259,14 @@ def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataF
         ValueError: the file is missing, damaged or empty, or lacks a column; names the file.
     """
     import pandas  # only here, so that stages without tables start fast
-    import pyarrow
 
     remedy = f"delete it and run the {stage} stage again"
     try:
-        frame = pandas.read_parquet(path)
+        with open(path, "rb") as stream:  # of a folder, pandas would read the files in it
+            frame = pandas.read_parquet(stream, page_checksum_verification=True)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; run the {stage} stage") from None
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except Exception as error:  # Arrow and pandas raise whatever a damaged header leads them to
         reason = " ".join(str(error).split())  # some of Arrow's messages have several lines
         raise ValueError(f"{path}: not a Parquet file ({reason}); {remedy}") from None
     columns = list(columns)
@@ -177,13 +277,20 @@ def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataF
     return frame[columns]
 
 
-def write_meta(output: Path, **facts: Any) -> None:
-    """Writes `<output>.meta.json`: what ran on what. Never an input of a rule, so it may hold times and hosts."""
-    packages = {}
-    for name in ("residual-mass", "torch", "transformers", "lm_eval", "datasets", "snakemake", "numpy"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    machine = {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()}
-    write_json(output.with_name(output.name + ".meta.json"), {**facts, "packages": packages, "machine": machine})
+def _temporary_of(path: Path) -> tuple[Path, int]:
+    """A new file beside `path` and its open descriptor, locked so that no other process takes it for a leftover."""
+    while True:
+        held, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+        with suppress(OSError):  # without locks on this file system, none is ever taken for a leftover
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if _is_named(held, Path(name)):
+            return Path(name), held
+        os.close(held)  # removed as a leftover before it was locked
+
+
+def _is_named(held: int, path: Path) -> bool:
+    """Whether the open file is what `path` names."""
+    try:
+        return os.path.samestat(os.fstat(held), path.stat())
+    except FileNotFoundError:
+        return False

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import psutil
 import pytest
 import yaml
-from tests.small_assets import MODEL_ID, REVISION, write_assets
+from tests.small_study import write_small_study
 
-from residual_mass.assets import read_pins
-
-ROOT = Path(__file__).parents[2]
 STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
 GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"
 CSV = "results/ruler_tiny_1k.csv"
@@ -40,87 +34,11 @@ def snakemake(checkout: Path, *arguments: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def edited(path: Path, **changes: Any) -> None:
-    content = yaml.safe_load(path.read_text())
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(content.get(key), dict):
-            content[key] |= value
-        else:
-            content[key] = value
-    path.write_text(yaml.safe_dump(content))
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository whose mini study is small and runs on the tiny backbone."""
     folder = tmp_path_factory.mktemp("study") / "check out"  # a blank in the path must not matter
-    junk = shutil.ignore_patterns(".git", ".venv", "results", "logs", ".snakemake", ".pytest_cache", "__pycache__")
-    shutil.copytree(ROOT, folder, ignore=junk)
-    write_assets(folder / "results" / "assets")
-    enough_paragraphs(folder / "results" / "assets" / "qa" / "hotpotqa.json")
-    speech = folder / "results" / "assets" / "corpora" / "sotu" / "1790-Washington-1.txt"
-    speech.parent.mkdir(parents=True)
-    speech.write_text("Fellow citizens of the Senate and House of Representatives. " * 70)
-    pins = read_pins(folder / "config" / "assets.txt")
-    (folder / "results" / "assets" / "manifest.json").write_text(json.dumps({"pins": pins, "files": []}))
-    tiny = {
-        "title": "Tiny & random_Llama", "study": "mini", "model_id": MODEL_ID, "revision": REVISION, "source": "assets",
-        "dtype": "float32", "tokenizer": "tiny", "context": 4096,
-    }  # fmt: skip
-    config = yaml.safe_load((folder / "config" / "config.yaml").read_text())
-    config["backbones"] = {"tiny": tiny}
-    config["variants"] = {"dphi_4": {"map": {"d_phi": 4}}, "kl_only": {"objective": {"name": "kl"}}}
-    config["ablations"] = {"dphi": ["dphi_4", "ours"], "loss": ["ours", "kl_only"]}
-    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
-    study = folder / "config" / "studies" / "mini.yaml"
-    protocol = yaml.safe_load(study.read_text())
-    benchmarks, tables = protocol["benchmarks"], protocol["tables"]
-    for settings in benchmarks.values():
-        settings |= {"examples": 2, "answer_margin": 0, "batch_tokens": 1}
-    benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
-    phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
-    phi |= {
-        "corpora": ["wiki", "pydoc"],
-        "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
-    }
-    edited(
-        study, lengths=["1k"], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
-        benchmarks=benchmarks, phi=phi,
-        mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
-        diagnostics={
-            "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
-            "head": {"layer": 1, "head": 3},
-        },
-        recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
-        runtime={"contexts": ["512", "1k"], "batches": [1, 2]},
-        tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
-        figures={
-            "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
-            **{
-                label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}
-                for label in (
-                    "kernel_sanity", "entropy_heatmap", "mass_curves", "quartile_error", "fixedk_breakdown_smol",
-                    "fixedk_breakdown_smol_cwe",
-                )
-            },
-            "logz_calibration": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
-            "fullsub_nosub_delta": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
-            "ablation_kernel_fidelity": {"backbone": "tiny", "corpus": "wiki", "variants": ["kl_only", "dphi_4"]},
-            "training_curves": {"backbone": "tiny", "maps": ["512", "1k"]},
-            "recipe_costs": {"backbone": "tiny"},
-        },
-    )  # fmt: skip
+    write_small_study(folder)
     return folder
-
-
-def enough_paragraphs(hotpotqa: Path) -> None:
-    """Adds paragraphs until some of them are held out of training."""
-    items = json.loads(hotpotqa.read_text())
-    for i in range(2000):
-        context = [[f"Station {i}", [f"Station {i} lies {i * 37 % 91} leagues from the coast. ", "Few trains stop."]]]
-        items.append({"question": f"How far is station {i}?", "answer": str(i * 37 % 91), "context": context})
-    hotpotqa.write_text(json.dumps(items))
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +88,7 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     assert list(counts[counts.quantity == "params_per_head"].maps) == ["1k-dphi_4", "1k"]
     trained = pd.read_csv(study / "paper_tables" / "mini" / "training_cost_64k.csv").set_index("quantity")
     assert trained.value["steps"] == 6 and trained.value["teacher_passes"] == 1 and trained.value["wall_clock_h"] > 0
-    assert trained.hardware.str.fullmatch(r"CPU, \d+ threads").all() and set(trained.processes) == {1}
+    assert trained.hardware.str.fullmatch(r".+, \d+ threads").all() and set(trained.processes) == {1}
     latencies = pd.read_csv(study / "paper_tables" / "mini" / "runtime_tiny.csv")
     blocks = latencies[["implementation", "batch", "length"]].astype(str).drop_duplicates()
     assert len(latencies) == 4 * 5 * len(blocks) == 4 * 5 * 2 * 2 * 2 and (latencies.value > 0).mean() > 0.8
@@ -180,6 +98,29 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     check_diagnostics(study / "results" / "diagnostics")
     code, output = snakemake(study, "all")
     assert code == 0 and "Nothing to be done" in output
+
+
+def test_every_result_has_a_record_that_holds_under_its_configuration_alone(study: Path) -> None:
+    results = [path for path in (study / "results").rglob("*.*") if path.suffix in (".csv", ".parquet", ".safetensors")]
+    results = [path for path in results if not {"assets", "_checkpoints"} & set(path.parts)]
+    assert len(results) > 25
+    for path in results:
+        record = path.with_name(f"{path.name}.meta.json").read_text()
+        assert str(study) not in record and str(Path.home()) not in record, path
+    code, output = snakemake(study, "verify")
+    said = verdicts(output)
+    assert code == 0 and set(said.values()) == {"ok"}, output
+    assert {str(path.relative_to(study)) for path in results} < set(said) and "results/report.html" in said
+    code, output = snakemake(study, "verify", "--config", "examples=3")
+    assert code == 1 and f"{GENERATIONS}: spec.examples was 2, is 3" in output
+    said = verdicts(output)
+    assert said[CSV] == said["results/report.html"] == "stale" and said["results/phi/tiny_1k.safetensors"] == "ok"
+
+
+def verdicts(output: str) -> dict[str, str]:
+    """What verify says of each result, without the reasons."""
+    lines = re.findall(r"^(ok|changed|stale|no record) +(results/[^:\n]+)", output, re.MULTILINE)
+    return {path: word for word, path in lines}
 
 
 def check_diagnostics(folder: Path) -> None:
@@ -238,7 +179,8 @@ def test_the_estimate_uses_the_rates_that_were_measured(study: Path) -> None:
 
 
 def test_the_readme_script_runs(study: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (study / "README.md").read_text(), re.DOTALL)
+    script = "".join(re.findall(r"```python\n(.*?)```", (study / "README.md").read_text(), re.DOTALL))
+    script += "print(tokenizer.decode(output[0]))"
     script = script.replace("smollm2-135m-instruct", "tiny-llama").replace("smol_2k", "tiny_1k")
     run = subprocess.run([sys.executable, "-c", script], cwd=study, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and run.stdout.strip(), run.stderr

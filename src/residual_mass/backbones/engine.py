@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from residual_mass.backbones.decoder import ArmDecoder, ArmGroup
 from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefill import Prefill, prefill
-from residual_mass.backbones.prefix import PrefixLayer, build_prefix, retrieved_by, summarise_prefix
+from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
+from residual_mass.backbones.prefill import Prefill, greedy, model_at_fault, prefill
+from residual_mass.backbones.prefix import PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
 from residual_mass.specs import AnchorSpec, ArmSpec
 
 Finish = Literal["length", "eos", "saturated"]
@@ -50,6 +50,15 @@ class Work:
     decode_rows: int = 0
     """Decoded tokens, over all examples and arms."""
     decode_seconds: float = 0.0
+
+
+class NotFiniteError(ValueError):
+    """A NaN or an infinity where the text of a prompt was to come from."""
+
+    def __init__(self, prompt: int, what: str, cause: str) -> None:
+        super().__init__(f"{what} not finite; {cause}")
+        self.prompt = prompt
+        """Its place among those of the call."""
 
 
 class SharedPrefillEngine:
@@ -101,11 +110,15 @@ class SharedPrefillEngine:
         Args:
             max_new_tokens: one limit, or one for each prompt.
             saturated: stops an arm as soon as its score is settled; without it arms run to a limit or an end token.
+
+        Raises:
+            NotFiniteError: the model or the maps give a NaN or an infinity.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         started = time.monotonic()
         read = [prefill(self.backbone.model, [ids]) for ids in prompts]
         first = [int(one.next_token) for one in read]
+        self._check_read(read)
         self.work.prefill_tokens += sum(map(len, prompts))
         self.work.prefill_seconds += time.monotonic() - started
         started = time.monotonic()
@@ -117,6 +130,19 @@ class SharedPrefillEngine:
         self.work.decode_rows += sum(len(tokens) for of_example in batch.tokens for tokens in of_example)
         self.work.decode_seconds += time.monotonic() - started
         return [[self._generation(batch, e, a, lengths[e]) for a in range(len(self.arms))] for e in range(len(prompts))]
+
+    def _check_read(self, read: Sequence[Prefill]) -> None:
+        """Every key and value has its part in the logits, so the layers are only looked at where those are not finite.
+
+        Raises:
+            NotFiniteError: of the first such prompt.
+        """
+        for prompt, one in enumerate(read):
+            if not one.finite:
+                bad = (i for i, pair in sorted(one.layers.items()) if not all(x.isfinite().all() for x in pair))
+                layer = next(bad, None)
+                what = "the logits after it are" if layer is None else f"the keys or values of layer {layer} are"
+                raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
 
     def _generation(self, batch: _Batch, e: int, a: int, length: int) -> Generation:
         k = retrieved_by(self.arms[a], length, self.anchors, self.nominal_length)
@@ -143,8 +169,17 @@ class SharedPrefillEngine:
         for label, maps in self.maps.items():
             members = [a for a, arm in enumerate(self.arms) if (arm.maps if arm.uses_phi else first) == label]
             summaries = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
+            self._check_summaries(label, summaries)
             groups.append(ArmGroup(members, summaries, [query_map for query_map, _ in maps]))
         return groups
+
+    def _check_summaries(self, label: str | None, summaries: Sequence[Summary]) -> None:
+        """Raises NotFiniteError naming the first prompt and layer of which the maps make no finite summary."""
+        states = [torch.stack([part.flatten(1).isfinite().all(1) for part in each.state]).all(0) for each in summaries]
+        finite = torch.stack(states).cpu()  # [layers, E], and the one wait for the device
+        if not finite.all():
+            layer, prompt = (~finite).nonzero()[0].tolist()
+            raise NotFiniteError(prompt, f"the summary of layer {layer}{_under(label)} is", MAPS_AT_FAULT)
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Adds tokens to `batch` until every row is finished; finished examples and arms leave `decoder`."""
@@ -156,9 +191,18 @@ class SharedPrefillEngine:
                 current = torch.tensor([[batch.newest(e, a)] for e, a in rows], device=device)
                 positions = torch.tensor([[lengths[e] + steps] for e, _ in rows], device=device)
                 logits = model(current, position_ids=positions, use_cache=False).logits
-                batch.add(logits[:, -1].argmax(-1).tolist())
+                # One transfer for both: a wait for the device of its own would cost as much as the step's.
+                tokens, finite = torch.stack(greedy(logits)).tolist()
+                if not all(finite):
+                    self._refuse(*rows[finite.index(False)], steps)
+                batch.add(tokens)
                 steps += 1
         decoder.require_calls(steps)
+
+    def _refuse(self, prompt: int, a: int, step: int) -> NoReturn:
+        arm = self.arms[a]
+        what = f"the logits of generated token {step + 2} under {arm.method}{_under(arm.maps)} are"
+        raise NotFiniteError(prompt, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.backbone.spec))
 
     def _end_tokens(self) -> set[int]:
         ends = self.backbone.model.generation_config.eos_token_id
@@ -208,6 +252,10 @@ class _Batch:
             decoder.keep([self.examples.index(e) for e in examples], [self.arms.index(a) for a in arms])
             self.examples, self.arms = examples, arms
         return True
+
+
+def _under(label: str | None) -> str:
+    return "" if label is None else f" with the maps {label}"
 
 
 def _padded_mask(lengths: list[int], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores, key_features, summarise
 from residual_mass.core.measures import row_measures
@@ -34,6 +34,9 @@ def layer_measures(
 
     Args:
         queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all float32.
+
+    Raises:
+        ValueError: what the maps make of the vectors, which must be finite, is not; names the layer.
     """
     kv_heads, length, _ = keys.shape
     masks = partition(full_prefix(length, keys.device), anchors.sink, anchors.tail)
@@ -48,6 +51,8 @@ def layer_measures(
         features,
         log_query,
     )
+    if not (rows["e_sub"] + rows["e_nosub"]).isfinite().all():
+        raise ValueError(f"layer {layer}: errors with the feature maps are not finite; {MAPS_AT_FAULT}")
     return {name: value.reshape(*queries.shape[:2], len(ks)) for name, value in rows.items()}
 
 

@@ -21,10 +21,13 @@ from torch import nn
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.files import replacing, sha256_of
+from residual_mass.spec_json import parsed
 from residual_mass.specs import MapSpec
 
 HEADER = "residual_mass_phi"
 """The one key of the header's metadata: the library writes several in random order, and files must be reproducible."""
+
+MAPS_AT_FAULT = "the feature maps are damaged, or diverged while they trained: delete their file and train again"
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,22 @@ class PhiMaps(nn.Module):
         header, tensors = read_safetensors(path)
         if HEADER not in header:
             raise ValueError(f"{path}: holds no phi maps (no {HEADER} in its header); train them with `train`")
-        facts = json.loads(header[HEADER])
-        maps = cls(HeadShape(**facts["shape"]), MapSpec(**facts["map"]), facts["training"])
-        expected = {name: tuple(t.shape) for name, t in maps.state_dict().items()}
-        if expected != {name: tuple(t.shape) for name, t in tensors.items()}:
-            raise ValueError(
-                f"{path}: tensors do not fit the head shape in the header; delete the file and train again"
-            )
+        remedy = "delete the file and train again"
+        try:
+            facts = json.loads(header[HEADER])
+            shape, map_spec = parsed(HeadShape, facts["shape"]), parsed(MapSpec, facts["map"])
+            training = dict(facts["training"])
+            if shape.layers > len(tensors):  # so that no damaged number makes millions of them
+                raise ValueError(f"{shape.layers} layers, but {len(tensors)} tensors")
+            with torch.device("meta"):
+                expected = {name: (t.shape, t.dtype) for name, t in cls(shape, map_spec).state_dict().items()}
+        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: its header is damaged ({error}); {remedy}") from None
+        if expected != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
+            raise ValueError(f"{path}: tensors do not fit the head shape in the header; {remedy}")
+        if not_finite := [name for name, t in tensors.items() if not t.isfinite().all()]:
+            raise ValueError(f"{path}: {not_finite[0]} holds values that are not finite; {remedy}")
+        maps = cls(shape, map_spec, training)
         maps.load_state_dict(tensors)
         maps.sha256 = sha256_of(path)
         return maps.to(device).requires_grad_(False)
@@ -112,8 +124,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, framework="pt") as stream:
             yield stream
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: no such file; make it first") from None
+    except (safetensors.SafetensorError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: damaged safetensors file ({error}); delete it and make it again") from None
 
 
@@ -122,8 +134,8 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
     with replacing(path) as temporary:
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
-        except (safetensors.SafetensorError, OSError) as error:
-            raise OSError(f"{path}: cannot be written ({error}); what was there before is kept") from None
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from None
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
+from residual_mass.specs import BackboneSpec
 
 
 @dataclass
@@ -21,10 +22,12 @@ class Prefill:
     Attributes:
         layers: keys and values [B, Hkv, L, D] by layer.
         next_token: [B], the greedy continuation.
+        finite: [B] bool, False where its logits are not.
     """
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     next_token: Tensor = field(default_factory=lambda: torch.tensor(0))
+    finite: Tensor = field(default_factory=lambda: torch.tensor(True))
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -40,5 +43,19 @@ def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
     with attention_hook(model, read):
         inputs = torch.tensor(prompts, device=device_of(model))
         logits = model(inputs, use_cache=False, logits_to_keep=1).logits
-    read.next_token = logits[:, -1].argmax(-1)
+    read.next_token, read.finite = greedy(logits)
     return read
+
+
+def model_at_fault(spec: BackboneSpec) -> str:
+    """Why a model may give values that are not finite, and what to do."""
+    return f"{spec.model_id} has damaged weights or overflows in {spec.dtype}: fetch it again, or choose another dtype"
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Likeliest next tokens [B] of logits [B, L, V], and whether they are that: False [B] where a logit is NaN or the
+    largest infinite.
+    """
+    last = logits[:, -1]
+    token = last.argmax(-1)  # of a NaN, where there is one
+    return token, last.gather(-1, token.unsqueeze(-1)).squeeze(-1).isfinite()

@@ -17,11 +17,15 @@ from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
     Request,
+    Source,
     harness_config,
     harness_requests,
+    hub_rows,
     seeded,
 )
 from residual_mass.benchmarks.stories import Story, tell
+from residual_mass.hub_data import BABILONG, HubPart
+from residual_mass.hub_folder import HubFolder
 
 SLACK = 2
 """Tokens by which a prompt may stay below its length where no run of words fills it exactly."""
@@ -39,18 +43,18 @@ PROSE = re.compile(r"[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
 """A paragraph that begins and ends as a sentence does; headings, contents and indices do not."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
-    """The first `count` examples of a task: `{"input", "question", "target"}`, and with assets the story's `"facts"`.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source) -> list[Doc]:
+    """The first `count` examples of a task: `{"input", "question", "target"}`, and of assets the story's `"facts"`.
 
-    With assets None they are those of the benchmark's data set at this nominal length, as many as there are.
+    From the hub come those of the benchmark's data set at this nominal length, as many as there are.
 
     Raises:
         DoesNotFitError: the facts and the harness's template alone take more than `length` tokens.
     """
-    if assets is None:
-        return _published_examples(task, length, count)
+    if isinstance(source, HubFolder):
+        return _published_examples(task, length, count, source)
     kind, base = task.removeprefix("babilong_"), seeded(seed, task, length)
-    paragraphs, split = read_paragraphs(assets / "corpora" / "books"), sentence_splitter(assets / "nltk_data")
+    paragraphs, split = read_paragraphs(source / "corpora" / "books"), sentence_splitter(source / "nltk_data")
     rngs = [Random(f"{base} {index}") for index in range(count)]  # one each: more examples change no earlier one
     stories = [tell(kind, rng) for rng in rngs]
     room = length - harness_config("babilong", task)["generation_kwargs"]["max_gen_toks"]
@@ -67,13 +71,12 @@ def build_requests(task: str, docs: list[Doc]) -> list[Request]:
     return harness_requests("babilong", task, docs)
 
 
-def _published_examples(task: str, length: int, count: int) -> list[Doc]:
+def _published_examples(task: str, length: int, count: int, hub: HubFolder) -> list[Doc]:
     """Rows of the data set that the harness itself loads."""
     if length % 1024:
         raise ValueError(f"length {length}: BABILong's data set has lengths in whole k only; choose 1k, 2k, 4k, ...")
-    config = harness_config("babilong", task)
-    splits = config["custom_dataset"](max_seq_lengths=f"{length // 1024}k", **config["dataset_kwargs"])
-    rows = splits[config["test_split"]]
+    split = harness_config("babilong", task)["test_split"]
+    rows = hub_rows(hub, HubPart(BABILONG, f"{length // 1024}k", split))
     return rows.select(range(min(count, len(rows)))).to_list()
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from residual_mass.hub_data import REVISIONS, HubPart
+from residual_mass.hub_folder import HubFolder, NotPrefetchedError, reader_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Doc = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
@@ -14,6 +20,12 @@ Request = tuple[str, dict[str, Any]]
 FILES = {"babilong": "babilong_{}"}
 """What the harness's folder of a benchmark calls a task's YAML, where that is not the task's name without the
 benchmark's.
+"""
+
+
+Source = Path | HubFolder
+"""Where examples come from: the pinned files of an assets folder, or the benchmark's own data on the hub, of which such
+a folder may hold copies.
 """
 
 
@@ -48,6 +60,27 @@ def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[Request
     built = harness_task(benchmark, task, docs)
     built.build_all_requests()
     return [instance.args for instance in built.instances]
+
+
+def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
+    """All rows of a part of a data set: of its prefetched copy, else from the hub.
+
+    Raises:
+        ValueError: it cannot be read; in one line.
+    """
+    import datasets
+
+    try:
+        if (stored := hub.part(part)) is not None:
+            files = [str(file) for file in stored.files()]
+            return datasets.load_dataset(reader_of(Path(files[0])), data_files={part.split: files}, split=part.split)
+        pinned = {"revision": REVISIONS[part.data_set]} if part.data_set in REVISIONS else {}
+        return datasets.load_dataset(part.data_set, name=part.configuration, split=part.split, **pinned)
+    except NotPrefetchedError:
+        raise
+    except (OSError, ValueError) as error:  # not reached, or only other parts of it are stored here
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"data set {part.data_set} ({part.configuration}) cannot be read ({reason})") from None
 
 
 def seeded(seed: int, task: str, length: int) -> int:

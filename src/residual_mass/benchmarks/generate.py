@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import (
     backbone_identity,
     encode,
@@ -29,8 +29,8 @@ from residual_mass.backbones.loading import (
 from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
-from residual_mass.files import jsonl, sha256_of, sha256_text, write_meta, write_text
-from residual_mass.spec_json import to_json
+from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
+from residual_mass.provenance import Record
 from residual_mass.specs import ArmSpec, GenerateSpec, tokens_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     Args:
         phi: files of the feature maps, in the order of `spec.maps`.
     """
-    started = time.monotonic()
+    record = Record("generate", spec, [assets / MANIFEST, prompts, *phi])
     maps = _maps_of(spec, phi)
     _check_lengths(spec)
     tasks = _tasks_there(spec, prompts)
@@ -89,7 +89,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
         }
         ordered = [keys[prompt.task, prompt.index] for task in tasks for prompt in frozen[task]]
         write_text(out, jsonl(rows.rows[key] for of_example in ordered for key in of_example))
-    write_meta(out, spec=json.loads(to_json(spec)), phi_sha=shas, seconds=time.monotonic() - started, **ran_on)
+    record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **ran_on)
 
 
 def _maps_of(spec: GenerateSpec, phi: Sequence[Path]) -> dict[str, Path]:
@@ -157,11 +157,21 @@ def _batches(
     """
     examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: (-e.limit, -len(e.ids)))
     while examples:
-        size = 1
-        while size < len(examples) and (size + 1) * max(len(e.ids) for e in examples[: size + 1]) <= spec.batch_tokens:
-            size += 1
+        size = _fitting(examples, spec.batch_tokens)
         batch, examples = examples[:size], examples[size:]
         yield Batch(batch, [[_key(spec, example, arm, identity, shas) for arm in spec.arms] for example in batch])
+
+
+def _fitting(examples: Sequence[Example], tokens: int) -> int:
+    """How many of the examples, the first at least, have so many prompt tokens together, padding included."""
+    size = 1
+    while size < len(examples) and _padded(examples[: size + 1]) <= tokens:
+        size += 1
+    return size
+
+
+def _padded(examples: Sequence[Example]) -> int:
+    return len(examples) * max(len(example.ids) for example in examples)
 
 
 def _example(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> Example:
@@ -248,32 +258,69 @@ def _compute(
     logger.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
     engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, _nominal_length(spec))
+    room = Room(spec.batch_tokens)
     with tqdm(total=sum(len(batch.examples) for batch in batches), unit="example") as bar:
         for batch in batches:
-            generations = _decoded(spec, engine, backbone.tokenizer, batch.examples)
+            generations = _decoded(spec, engine, backbone.tokenizer, batch.examples, room)
             rows = _rows(spec.arms, batch, generations, backbone, shas)
             store.append(row for row in rows if row["key"] not in store.rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
             bar.set_postfix_str(f"{_tasks_of(batch)}, {rate:.1f} tokens/s")
             bar.update(len(batch.examples))
-    return {"device": str(backbone.device), **asdict(engine.work)}
+    return {"device": backbone.device, **asdict(engine.work)}
+
+
+@dataclass
+class Room:
+    """Prompt tokens, padding included, that fit into memory together as far as is known."""
+
+    tokens: int
 
 
 def _decoded(
-    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, examples: Sequence[Example]
+    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, examples: Sequence[Example], room: Room
 ) -> list[list[Generation]]:
-    """Generations by [example][arm]; what does not fit into the GPU's memory is decoded in halves."""
-    settled = _settled(spec, examples, tokenizer) if spec.stop_when_saturated else None
-    try:
-        return engine.generate([example.ids for example in examples], [e.limit for e in examples], settled)
-    except torch.OutOfMemoryError:
-        if len(examples) == 1:
-            raise
-    torch.cuda.empty_cache()
-    logger.warning("%d examples do not fit into memory together; lower batch_tokens to save this try", len(examples))
-    half = len(examples) // 2
-    parts = (examples[:half], examples[half:])
-    return [row for part in parts for row in _decoded(spec, engine, tokenizer, part)]
+    """Generations by [example][arm]. What turns out not to fit into the GPU's memory is decoded in smaller parts, here
+    and in later batches.
+
+    Raises:
+        ValueError: one example alone does not fit, or its text cannot be had, see `NotFiniteError`.
+    """
+    from residual_mass.backbones.engine import NotFiniteError
+
+    generations: list[list[Generation]] = []
+    while rest := examples[len(generations) :]:
+        part = rest[: _fitting(rest, room.tokens)]
+        settled = _settled(spec, part, tokenizer) if spec.stop_when_saturated else None
+        try:
+            generations += engine.generate([example.ids for example in part], [e.limit for e in part], settled)
+            continue
+        except torch.OutOfMemoryError as error:
+            if len(part) == 1:
+                raise ValueError(_too_large(part[0], len(spec.arms), error)) from None
+        except NotFiniteError as error:
+            prompt = part[error.prompt].prompt
+            raise ValueError(f"{prompt.task} example {prompt.index}: {error}") from None
+        torch.cuda.empty_cache()  # only here, where nothing holds on to what the failed try has made
+        room.tokens = _padded(part) // 2
+        logger.warning(
+            "out of memory with %d prompts of %d tokens together: from here on at most %d tokens, as with batch_tokens "
+            "%d",
+            len(part),
+            _padded(part),
+            room.tokens,
+            room.tokens,
+        )
+    return generations
+
+
+def _too_large(example: Example, arms: int, error: Exception) -> str:
+    prompt = example.prompt
+    reason = str(error).partition(". ")[0]
+    return (
+        f"{prompt.task} example {prompt.index}: out of memory with this prompt alone ({len(example.ids)} tokens, "
+        f"{arms} arms): {reason}; use a device with more memory, or shorter prompts (truncate_to)"
+    )
 
 
 def _settled(spec: GenerateSpec, examples: Sequence[Example], tokenizer: Any) -> Saturated:

@@ -35,11 +35,15 @@ from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
     Request,
+    Source,
     harness_config,
     harness_requests,
+    hub_rows,
     seeded,
 )
 from residual_mass.files import read_json
+from residual_mass.hub_data import LONGBENCH, HubPart
+from residual_mass.hub_folder import HubFolder
 
 ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3
@@ -77,25 +81,25 @@ class Draft:
     needed: int
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source) -> list[Doc]:
     """Examples in the fields of the hub's data set.
 
-    From the hub (`assets` None) as from an assets folder come the first `count`, or all where there are fewer. With
-    assets, prompt and answer take `length` tokens at most, and the first n of m examples are the n examples.
+    From the hub as from an assets folder come the first `count`, or all where there are fewer. Of assets, prompt and
+    answer take `length` tokens at most, and the first n of m examples are the n examples.
 
     Raises:
         DoesNotFitError: not one example of the assets fits.
         ValueError: the data cannot be read.
     """
     config = harness_config("longbench", task)
-    if assets is None:
-        return _hub_examples(config, count)
+    if isinstance(source, HubFolder):
+        return _hub_examples(config, count, source)
 
     def tokens(text: str) -> int:
         return len(tokenizer(text).input_ids)
 
     docs: list[Doc] = []
-    for draft in DRAFTS[task](assets, length, Random(seeded(seed, task, length))):
+    for draft in DRAFTS[task](source, length, Random(seeded(seed, task, length))):
         doc = _longest_that_fits(draft, config, tokens, length)
         docs += [doc] if doc else []
         if len(docs) == count:
@@ -110,15 +114,8 @@ def build_requests(task: str, docs: list[Doc]) -> list[Request]:
     return harness_requests("longbench", task, docs)
 
 
-def _hub_examples(config: dict[str, Any], count: int) -> list[Doc]:
-    import datasets
-
-    path, name = config["dataset_path"], config["dataset_name"]
-    try:
-        rows = datasets.load_dataset(path, name, split=config["test_split"])
-    except (OSError, ValueError) as error:  # not reached, or only other tasks of it are stored here
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"{config['task']}: data set {path} ({name}) cannot be read ({reason})") from None
+def _hub_examples(config: dict[str, Any], count: int, hub: HubFolder) -> list[Doc]:
+    rows = hub_rows(hub, HubPart(LONGBENCH, config["dataset_name"], config["test_split"]))
     return rows.select(range(min(count, len(rows)))).to_list()
 
 

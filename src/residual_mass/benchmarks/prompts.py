@@ -12,15 +12,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from residual_mass.assets import MANIFEST, require_whole
 from residual_mass.benchmarks.catalogue import task_named, tasks_of, too_long
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request
-from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_meta, write_text
-from residual_mass.spec_json import to_json
+from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, Source
+from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_text
+from residual_mass.hub_folder import HubFolder
+from residual_mass.provenance import Record
 from residual_mass.specs import PromptsSpec, tokens_of
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_KEYS = {"benchmark", "length", "tokenizer", "harness", "examples", "tasks", "left_out", "sha256"}
+MANIFEST_TYPES = {
+    "benchmark": str, "length": str, "tokenizer": str, "harness": dict, "examples": int, "tasks": dict,
+    "left_out": dict, "sha256": str,
+}  # fmt: skip
+ENTRY_TYPES = {"file": str, "sha256": str, "examples": int, "data": str}
+"""Of a task in the manifest."""
+PROMPT_TYPES = {"task": str, "index": int, "prompt": str, "max_generation_tokens": int, "stop": list, "doc": dict}
+ASSET_PLACES = ("haystack", "qa", "nltk_data", "corpora/books")
+"""What the builders read of the assets."""
 REMEDY = "delete the manifest and run the prompts stage again"
 LONG_FIELDS = {
     "ruler": ("input", "input_example"),  # the prompt itself, and cwe's example that the harness never sends
@@ -34,10 +44,9 @@ class Builder(Protocol):
     """A benchmark's module: its examples, and what the harness makes of them."""
 
     def build_examples(
-        self, task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None
+        self, task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source
     ) -> list[Doc]:
-        """At most `count` examples (a data set may hold fewer), of `length` tokens; assets None is the benchmark's own
-        data.
+        """At most `count` examples (a data set may hold fewer), of `length` tokens.
 
         Raises:
             DoesNotFitError: too few fit the length.
@@ -68,11 +77,14 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     """Builds every task of the benchmark that fits the length; writes the task files, then the manifest `out`."""
     from residual_mass.backbones.loading import load_tokenizer
 
+    record = Record("prompts", spec, [assets / MANIFEST])
     length = tokens_of(spec.length)
     names, left_out = tasks_of(spec.benchmark, length), too_long(spec.benchmark, length)
     builder: Builder = importlib.import_module(f"residual_mass.benchmarks.{spec.benchmark}")  # a name of the catalogue
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
-    source = assets if spec.data_source == "assets" else None
+    source = assets if spec.data_source == "assets" else HubFolder(assets)
+    if spec.data_source == "assets":
+        require_whole(assets, *ASSET_PLACES)
     tasks: dict[str, dict[str, Any]] = {}
     for name in names:
         logger.info("%s at %s: building %d examples", name, spec.length, spec.examples)
@@ -88,6 +100,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     for name, reason in left_out.items():
         logger.warning("%s at %s is left out: %s", name, spec.length, reason)
     _write_manifest(spec, tasks, left_out, out)
+    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()))
 
 
 def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -> Iterator[dict[str, Any]]:
@@ -115,7 +128,6 @@ def _write_manifest(spec: PromptsSpec, tasks: dict[str, Any], left_out: dict[str
         "sha256": _table_sha256(tasks),
     }
     write_text(out, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")  # unsorted: the order of tasks counts
-    write_meta(out, spec=json.loads(to_json(spec)))
 
 
 def _table_sha256(tasks: dict[str, Any]) -> str:
@@ -129,11 +141,21 @@ def load_manifest(path: Path) -> dict[str, Any]:
         ValueError: it is missing, not a prompts manifest, or its task table was changed.
     """
     manifest = read_json(path)
-    if not isinstance(manifest, dict) or set(manifest) != MANIFEST_KEYS:
+    if not isinstance(manifest, dict) or set(manifest) != set(MANIFEST_TYPES) or not _is_sound(manifest):
         raise ValueError(f"{path}: not a prompts manifest; {REMEDY}")
     if _table_sha256(manifest["tasks"]) != manifest["sha256"]:
         raise ValueError(f"{path}: its task table does not match its sha256; {REMEDY}")
     return manifest
+
+
+def _is_sound(manifest: dict[str, Any]) -> bool:
+    """Whether everything is of its type."""
+    entries = manifest["tasks"].values() if isinstance(manifest["tasks"], dict) else [None]
+    tables = [(manifest, MANIFEST_TYPES), *((entry, ENTRY_TYPES) for entry in entries)]
+    return all(
+        isinstance(table, dict) and all(isinstance(table.get(name), of) for name, of in types.items())
+        for table, types in tables
+    )
 
 
 def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
@@ -151,8 +173,12 @@ def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
     if content["examples"] < count:
         raise ValueError(f"{manifest}: has {content['examples']} examples a task, not {count}; {REMEDY}")
     file = manifest.parent / entry["file"]
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(f"{file}: no such file, though {manifest} names it; {REMEDY}")
     if sha256_of(file) != entry["sha256"]:
         raise ValueError(f"{file}: not the file that {manifest} vouches for (sha256); {REMEDY}")
-    return [Prompt(**row) for row in read_jsonl(file)[:count]]
+    rows = read_jsonl(file)[:count]
+    for number, row in enumerate(rows, start=1):
+        if set(row) != set(PROMPT_TYPES) or not all(isinstance(row[name], of) for name, of in PROMPT_TYPES.items()):
+            raise ValueError(f"{file}:{number}: not a frozen prompt; {REMEDY}")
+    return [Prompt(**row) for row in rows]

@@ -19,11 +19,15 @@ from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
     Request,
+    Source,
     harness_config,
     harness_requests,
+    hub_rows,
     seeded,
 )
-from residual_mass.files import read_json
+from residual_mass.files import read_json, sha256_of
+from residual_mass.hub_data import ESSAYS
+from residual_mass.hub_folder import HubFolder
 
 Scope = dict[str, Any]
 DataSource = Callable[[Scope], Scope]
@@ -37,13 +41,18 @@ SAMPLERS = {
     "fwe_utils": "sys_kwext",
     "qa_utils": "generate_samples",
 }
+QUESTIONS = {
+    "squad.json": "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
+    "hotpotqa.json": "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
+}
+"""The QA sets of the assets with the sha256 of what the harness downloads: SQuAD 2.0 and HotpotQA, development sets."""
 HARNESS_SAMPLES = 500
 MARGIN = 32
 """Tokens by which two draws of the same size may differ."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path | None) -> list[Doc]:
-    """The first `count` examples of a task, from the data of an assets folder or from the harness's own downloads.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source) -> list[Doc]:
+    """The first `count` examples of a task, from the data of an assets folder or from what the harness downloads.
 
     The generators leave out samples that do not fit, so more are drawn until there are enough. They draw from one
     stream, one sample after the other, so the first n of m examples are the n examples.
@@ -51,8 +60,8 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     Raises:
         DoesNotFitError: too few samples fit the length.
     """
+    data = harness_data(source) if isinstance(source, HubFolder) else assets_data(source)
     generator = harness_config("ruler", task)["custom_dataset"]
-    data = harness_data if assets is None else assets_data(assets)
     samples = count
     while samples <= 4 * count + 64:
         docs = _draw(generator, tokenizer, length, samples, seeded(seed, task, length), data)
@@ -67,13 +76,30 @@ def build_requests(task: str, docs: list[Doc]) -> list[Request]:
     return harness_requests("ruler", task, docs)
 
 
-def harness_data(_: Scope) -> Scope:
-    """The harness's own downloads: nothing is replaced."""
-    return {}
+def harness_data(hub: HubFolder) -> DataSource:
+    """What the harness downloads: the essays of its data set on the hub, and both QA sets, of which the assets hold
+    exact copies.
+
+    Raises:
+        ValueError: an assets folder with other QA sets, and no network to download them.
+    """
+    _use_sentence_tables(hub.assets)
+    copies = {name: hub.assets / "qa" / name for name in QUESTIONS}
+    same = {name: path for name, path in copies.items() if path.is_file() and sha256_of(path) == QUESTIONS[name]}
+    if os.environ.get("HF_HUB_OFFLINE") and (other := sorted(set(copies) - set(same))):
+        raise ValueError(f"{copies[other[0]]}: not the file that the harness downloads (sha256); run the assets stage")
+    return _replacements(same, lambda: " ".join(hub_rows(hub, ESSAYS)["text"]))
 
 
 def assets_data(assets: Path) -> DataSource:
     """Haystack, QA sets and sentence tables of the assets folder."""
+    _use_sentence_tables(assets)
+    essays = assets / "haystack" / "PaulGrahamEssays.json"
+    return _replacements({name: assets / "qa" / name for name in QUESTIONS}, lambda: read_json(essays)["text"])
+
+
+def _use_sentence_tables(assets: Path) -> None:
+    """Those of the assets in place of a download, which the harness starts when it is imported."""
     tables = assets / "nltk_data"
     if not (tables / "tokenizers" / "punkt_tab" / "english").is_dir():
         raise ValueError(f"{tables}: no tokenizers/punkt_tab/english in it; run the assets stage")
@@ -83,25 +109,28 @@ def assets_data(assets: Path) -> DataSource:
     if str(tables) not in nltk.data.path:
         nltk.data.path.insert(0, str(tables))
 
+
+def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> DataSource:
+    """Names of a generator's module that make it read these QA sets (by the names in QUESTIONS) and these essays."""
+
+    def words() -> list[str]:
+        return re.sub(r"\s+", " ", essays()).split(" ")
+
     def replacements(scope: Scope) -> Scope:
-        ours: Scope = {"download_json": lambda path: read_json(Path(path))}
-        for reader, file in (("read_squad", "squad.json"), ("read_hotpotqa", "hotpotqa.json")):
-            if reader in scope:
+        ours: Scope = {}
+        for reader, name in (("read_squad", "squad.json"), ("read_hotpotqa", "hotpotqa.json")):
+            if reader in scope and name in questions:
                 uncached = scope[reader].__wrapped__
-                ours[reader] = lambda read=uncached, path=assets / "qa" / file: read(str(path))
+                ours |= {"download_json": lambda path: read_json(Path(path))}
+                ours[reader] = lambda read=uncached, path=questions[name]: read(str(path))
         if "get_haystack" in scope:
             harness_haystack = scope["get_haystack"]
             ours["get_haystack"] = lambda type_haystack: (
-                _essays(assets) if type_haystack == "essay" else harness_haystack(type_haystack)
+                words() if type_haystack == "essay" else harness_haystack(type_haystack)
             )
         return ours
 
     return replacements
-
-
-def _essays(assets: Path) -> list[str]:
-    text = read_json(assets / "haystack" / "PaulGrahamEssays.json")["text"]
-    return re.sub(r"\s+", " ", text).split(" ")
 
 
 def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: DataSource) -> list[Doc]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,9 @@ from residual_mass.benchmarks.statistics import (
     estimate_over_tasks,
 )
 from residual_mass.core.estimators import NAMES
-from residual_mass.files import csv_text, read_csv, read_jsonl, write_meta, write_text
+from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.holm import holm
-from residual_mass.spec_json import to_json
+from residual_mass.provenance import Record
 from residual_mass.specs import ArmSpec, ScoreSpec
 
 logger = logging.getLogger(__name__)
@@ -89,6 +88,7 @@ Scores = dict[ArmSpec, Score]
 
 def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> None:
     """Writes one row per task and arm, then the rows over all tasks."""
+    record = Record("score", spec, [prompts, *generations])
     manifest = load_manifest(prompts)
     examples = {task: load_prompts(prompts, task, entry["examples"]) for task, entry in manifest["tasks"].items()}
     cells = collect(generations, examples, spec.arms)
@@ -106,7 +106,7 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
             for arm, score in of_task.items()
         ]
     write_text(out, csv_text(COLUMNS, lines))
-    write_meta(out, spec=json.loads(to_json(spec)), generations=[str(path) for path in generations])
+    record.write(out)
 
 
 def join(files: Sequence[Path], out: Path) -> None:
@@ -115,7 +115,9 @@ def join(files: Sequence[Path], out: Path) -> None:
     Raises:
         ValueError: a file is missing, cut, or has other columns; names it.
     """
+    record = Record("join", {}, files)
     write_text(out, csv_text(COLUMNS, (line for path in files for line in _read_table(path))))
+    record.write(out)
 
 
 def collect(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from residual_mass.files import jsonl, sha256_text
+from residual_mass.files import hold, jsonl, naming, sha256_text
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class GenerationStore:
 
     Raises:
         ValueError: another job holds the store, or a line other than a torn last one is malformed.
+        OSError: the file cannot be written (a full disk, say); names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,10 +36,11 @@ class GenerationStore:
         self.rows: dict[str, Row] = {}
 
     def __enter__(self) -> GenerationStore:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = open(self.path, "a+b")
+        with naming(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = open(self.path, "a+b")
         try:
-            self._lock()
+            hold(self._file, self.path)
             self._read()
         except BaseException:
             self._file.close()
@@ -48,21 +50,17 @@ class GenerationStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()  # which releases the lock
+        with suppress(OSError):  # `append` has told it, and rows that it returned from are on disk
+            self._file.close()  # which releases the lock
 
     def append(self, rows: Iterable[Row]) -> None:
         """Adds rows durably: once this returns, they survive a killed process or machine."""
         fresh = list(rows)
-        self._file.write(jsonl(fresh).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.write(jsonl(fresh).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self.rows |= {row["key"]: row for row in fresh}
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{self.path}: another job is writing to this store; wait for it or stop it") from None
 
     def _read(self) -> None:
         self._file.seek(0)

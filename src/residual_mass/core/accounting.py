@@ -137,7 +137,7 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     residual_mass = state.mass.unsqueeze(-2) - retrieved.features.sum(-2)
     numerator = (weights.unsqueeze(-2) @ residual_numerator).squeeze(-2)
     denominator = (weights * residual_mass).sum(-1)
-    kept = denominator > CLAMP_RELATIVE * whole_mass
+    kept = ~(denominator <= CLAMP_RELATIVE * whole_mass)  # so that a NaN does not pass for a dropped residual
     return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
 
 
@@ -198,11 +198,13 @@ def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeigh
     log_weights = estimate.log_query + estimate.state.log_shift.unsqueeze(-2)
     shift = log_weights.amax(-1)
     query = (log_weights - shift.unsqueeze(-1)).exp()
+    query = torch.where(estimate.adds_residual.unsqueeze(-1), query, 0)  # no NaN of the maps reaches the other rows
     whole_mass = (query * estimate.state.mass.unsqueeze(-2)).sum(-1)
     z = _products_at(query, estimate.features, retrieved.indices)
     z = torch.where(retrieved.valid & estimate.subtracts.unsqueeze(-1), z, 0)
     mass = whole_mass - z.sum(-1)
-    return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & (mass > CLAMP_RELATIVE * whole_mass))
+    dropped = mass <= CLAMP_RELATIVE * whole_mass  # no NaN is: it shall not pass for nothing left
+    return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & ~dropped)
 
 
 def _weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:

@@ -77,13 +77,6 @@ class Processes:
         return bool(flag)
 
 
-def hardware(device: torch.device) -> str:
-    """What one process runs on: the name of its GPU, or its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
-
-
 @contextmanager
 def processes() -> Iterator[Processes]:
     """Joins the group that torchrun set up, if it did, and leaves it again."""

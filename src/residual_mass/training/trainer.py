@@ -12,23 +12,26 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from residual_mass.assets import MANIFEST
 from residual_mass.backbones.corpora import Corpus, check_corpora, training_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import read_safetensors, write_safetensors
-from residual_mass.files import csv_text, sha256_text, write_meta, write_text
+from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
+from residual_mass.provenance import Record
 from residual_mass.spec_json import to_json
 from residual_mass.specs import TrainSpec, tokens_of
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
 from residual_mass.training.passes import Passes
-from residual_mass.training.processes import Processes, hardware, processes
+from residual_mass.training.processes import Processes, processes
+from residual_mass.training.stopping import StopSignals
 from residual_mass.training.teacher import LayerTrace
 
 log = logging.getLogger(__name__)
@@ -47,10 +50,12 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
 
     Raises:
         ValueError: the spec cannot be trained here, or a loss or gradient is not finite; names the key or the place.
+            Or another job trains with this checkpoint.
     """
+    record = Record("train", spec, [assets / MANIFEST])
     _check(spec, outs)
     check_corpora(spec.corpora, assets, spec.held_out)
-    with processes() as group:
+    with processes() as group, claimed(checkpoint) if group.leads else nullcontext():
         slots = group.share(spec.sequences_per_step)
         backbone = load_backbone(spec.backbone, assets, group.device())
         length, count = tokens_of(spec.length), spec.sequences_per_step
@@ -67,14 +72,15 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        facts = {
-            "device": str(backbone.device), "hardware": hardware(backbone.device), "processes": group.world,
-            "identity": backbone.identity,
+        ran = {
+            "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps
         }  # fmt: skip
         for learner, out in zip(trainer.learners, outs, strict=True):
             learner.maps.save(out)
-            write_meta(out, spec=asdict(spec), steps=spec.steps, seconds=trainer.seconds_of(learner), **facts)
+            record.write(out, seconds=trainer.seconds_of(learner), **ran)
+        record.write(log_csv, seconds=trainer.seconds, **ran)
         checkpoint.unlink(missing_ok=True)
+        remove_leftovers(checkpoint)
 
 
 def _check(spec: TrainSpec, outs: Sequence[Path]) -> None:
@@ -112,14 +118,19 @@ class Trainer:
         self.learners = [Learner(spec, variant, backbone.shape, backbone.device) for variant in spec.variants]
 
     def train(self, checkpoint: Path, log_csv: Path) -> None:
-        """Runs to the last step; progress goes to stderr, held-out errors to `log_csv`."""
+        """Runs to the last step; progress goes to stderr, held-out errors to `log_csv`.
+
+        SIGTERM and SIGINT take effect after the step in progress and a checkpoint.
+        """
         spec = self.spec
         if self.step == 0:
             self._initialise()
             self._evaluate(log_csv)
+        else:
+            self._write_log(log_csv)  # Snakemake deletes it with the other outputs of a job that did not finish
         curves = Curves(checkpoint) if self.group.leads else None
         started = self.seconds
-        with tqdm(
+        with StopSignals() as stop, tqdm(
             total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
             disable=not self.group.leads,
         ) as bar:  # fmt: skip
@@ -135,8 +146,12 @@ class Trainer:
                     rows = self._evaluate(log_csv)
                     if curves is not None:
                         curves.add_rows(rows)
-                if self.step % spec.checkpoint_every == 0:
+                stopping = self.group.worst(stop.asked, self.backbone.device)
+                if self.step % spec.checkpoint_every == 0 or stopping:
                     self.save_checkpoint(checkpoint)
+                if stopping:
+                    log.info("stopped after step %d, which %s holds", self.step, checkpoint)
+                    stop.take_effect()
 
     def seconds_of(self, learner: Learner) -> float:
         """Training time of one variant, as if it had been alone: the others' own share is left out."""
@@ -186,7 +201,7 @@ class Trainer:
         raise ValueError(f"process {self.group.rank}: another one stopped at step {self.step}; its message says why")
 
     def _evaluate(self, log_csv: Path) -> list[dict[str, Any]]:
-        """Measures every variant on the held-out texts; returns the new rows and writes all of them."""
+        """Measures every variant on the held-out texts; returns the new rows and writes the whole log."""
         if not self.group.leads:
             return []
         rows: list[dict[str, Any]] = []
@@ -203,8 +218,12 @@ class Trainer:
                     row,
                 )
         self.log_rows += rows
-        write_text(log_csv, csv_text(COLUMNS, self.log_rows))
+        self._write_log(log_csv)
         return rows
+
+    def _write_log(self, log_csv: Path) -> None:
+        if self.group.leads:
+            write_text(log_csv, csv_text(COLUMNS, self.log_rows))
 
     def save_checkpoint(self, path: Path) -> None:
         """Everything that a run needs to go on from here as if it had never stopped."""

@@ -20,7 +20,7 @@ from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, param
 
 from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
 from residual_mass.paper import training_log
@@ -168,6 +168,18 @@ def test_a_resumed_run_finds_its_place_in_a_stream(
         assert all(torch.equal(p, expected[name]) for name, p in parameters(second).items())
 
 
+def test_a_run_that_died_after_its_last_checkpoint_has_a_log_again(make: Make, files: Files) -> None:
+    """Snakemake deletes the log of a job that did not finish, and no evaluation is left to write it."""
+    make(steps=4, checkpoint_every=4).train(*files)
+    log = files[1].read_bytes()
+    files[1].unlink()
+    resumed = make(steps=4, checkpoint_every=4)
+    resumed.resume(files[0])
+    assert resumed.step == 4
+    resumed.train(*files)
+    assert files[1].read_bytes() == log
+
+
 def test_a_checkpoint_of_another_spec_is_ignored(make: Make, files: Files) -> None:
     checkpoint, _ = files
     t = make(steps=5)
@@ -243,6 +255,33 @@ def test_positive_random_features_match_the_mean_log_mass_of_what_is_left(tiny_b
                     if rest := mid[k:]:
                         gaps.append(torch.tensor([s[j] for j in rest]).logsumexp(0) - s_hat[rest].logsumexp(0))
             assert len(gaps) == 8 and torch.stack(gaps).mean().abs() < 1e-4
+
+
+def test_initial_maps_are_the_same_on_any_number_of_cores() -> None:
+    shape, generator = HeadShape(layers=2, query_heads=6, kv_heads=3, head_dim=64), torch.Generator().manual_seed(7)
+    traces = [
+        LayerTrace(
+            queries=torch.randn(6, 16, 64, generator=generator) * 3,
+            keys=torch.randn(3, 600, 64, generator=generator) * 3,
+            values=torch.empty(0),
+            positions=torch.arange(584, 600),
+            scale=0.125,
+        )
+        for _ in range(shape.layers)
+    ]
+    made = []
+    for cores in (1, 2):
+        torch.set_num_threads(cores)
+        try:
+            made.append(PhiMaps(shape, MapSpec(d_emb=64, d_phi=64, init="positive_random_features")))
+            positive_random_features(made[-1], traces, SPEC.anchors, (2.0, 8.0), seed=0)
+            assert torch.get_num_threads() == cores
+        finally:
+            torch.set_num_threads(1)
+    names = ("stem", "stem_bias", "out", "out_bias", "alpha")  # the inner block keeps the weights that torch draws
+    one, two = (dict(maps.named_parameters()) for maps in made)
+    assert all(torch.equal(one[name], two[name]) for name in one if name.rpartition(".")[2] in names)
+    assert not any(p.isnan().any() for p in two.values())
 
 
 @pytest.mark.parametrize("pool", [ReplaySpec(1, 1), ReplaySpec(3, 2)], ids=["streamed", "replayed"])

@@ -1,0 +1,127 @@
+"""Training, generation and capture on the small model: how the command line starts them and what they leave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.small_assets import HAYSTACK, MODEL_ID, REVISION
+
+from residual_mass.files import jsonl, sha256_of, sha256_text
+from residual_mass.spec_json import to_json
+from residual_mass.specs import (
+    AnchorSpec,
+    ArmSpec,
+    BackboneSpec,
+    CaptureSpec,
+    GenerateSpec,
+    MapSpec,
+    MapsSpec,
+    ObjectiveSpec,
+    ReplaySpec,
+    TrainSpec,
+    VariantSpec,
+)
+
+BACKBONE = BackboneSpec("tiny", "test", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096)
+MAP = MapSpec(d_emb=16, d_phi=8, init="positive_random_features")
+TRAIN = TrainSpec(
+    name="study", backbone=BACKBONE, length="256", variants=(VariantSpec("ours", MAP, ObjectiveSpec()),),
+    corpora=("pydoc",), steps=40, learning_rate=3e-3, weight_decay=1e-4, schedule="cosine", warmup_steps=2,
+    sequences_per_step=1, queries_per_step=8, query_window=0.5, replay=ReplaySpec(pool=2, reuse=2), curriculum=None,
+    anchors=AnchorSpec(), held_out=("books",), eval_budgets=(10.0, 30.0), eval_every=10, checkpoint_every=4, seed=0,
+    recipe=1,
+)  # fmt: skip
+GENERATE = GenerateSpec(
+    study="test", backbone=BACKBONE, benchmark="ruler", length="512", tasks=("ruler_vt",), examples=8,
+    arms=(ArmSpec("full"), ArmSpec("topk", 10.0), ArmSpec("topk_phi", 10.0, "512")), anchors=AnchorSpec(),
+    budget_length="nominal", chat_template=False, truncate_to="512", maps=(MapsSpec("512", 512),), answer_margin=None,
+    stop_when_saturated=False, batch_tokens=1, allow_extrapolation=False, recipe=1,
+)  # fmt: skip
+CAPTURE = CaptureSpec(
+    study="test", backbone=BACKBONE, corpus="books", length="256", budgets=(10.0, 30.0), anchors=AnchorSpec(),
+    maps=MapsSpec("512", 512), packs=8, queries=4, audited=5, seed=0, recipe=1,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of them, with its inputs.
+
+    Attributes:
+        arguments: of the command line, for a folder that takes the outputs.
+        outputs: their names in that folder. Snakemake deletes them where the job fails.
+    """
+
+    name: str
+    arguments: Callable[[Path], list[str]]
+    outputs: tuple[str, ...]
+
+    def command(self, out: Path) -> list[str]:
+        """In an interpreter of its own."""
+        return [sys.executable, "-m", "residual_mass", *self.arguments(out)]
+
+    def made(self, out: Path) -> dict[str, bytes]:
+        """The outputs that are there; of the log of a training all but the seconds, which differ every time."""
+        files = {name: (out / name).read_bytes() for name in self.outputs if (out / name).exists()}
+        return {name: without_seconds(data) if name.endswith(".csv") else data for name, data in files.items()}
+
+
+def train(assets: Path, spec: TrainSpec = TRAIN) -> Stage:
+    def arguments(out: Path) -> list[str]:
+        flags = flagged(out, checkpoint="_checkpoints/maps.safetensors", out="maps.safetensors", log_csv="log.csv")
+        return ["train", "--spec", to_json(spec), "--assets", str(assets), *flags]
+
+    return Stage("train", arguments, ("maps.safetensors", "log.csv"))
+
+
+def generate(assets: Path, prompts: Path, phi: Path, spec: GenerateSpec = GENERATE) -> Stage:
+    def arguments(out: Path) -> list[str]:
+        inputs = ["--assets", str(assets), "--prompts", str(prompts), "--phi", str(phi)]
+        return ["generate", "--spec", to_json(spec), *inputs, *flagged(out, store="_store/all.jsonl", out="all.jsonl")]
+
+    return Stage("generate", arguments, ("all.jsonl",))
+
+
+def capture(assets: Path, phi: Path, spec: CaptureSpec = CAPTURE) -> Stage:
+    def arguments(out: Path) -> list[str]:
+        flags = flagged(out, heads="heads.parquet", mass="mass.parquet", rows="rows.safetensors")
+        return ["capture", "--spec", to_json(spec), "--assets", str(assets), "--phi", str(phi), *flags]
+
+    return Stage("capture", arguments, ("heads.parquet", "mass.parquet", "rows.safetensors"))
+
+
+def flagged(folder: Path, /, **names: str) -> list[str]:
+    return [word for flag, name in names.items() for word in (f"--{flag.replace('_', '-')}", str(folder / name))]
+
+
+def without_seconds(log: bytes) -> bytes:
+    rows = list(csv.reader(io.StringIO(log.decode())))
+    at = rows[0].index("seconds")
+    return "\n".join(",".join(row[:at] + row[at + 1 :]) for row in rows).encode()
+
+
+def freeze_prompts(manifest: Path, spec: GenerateSpec = GENERATE) -> Path:
+    """Prompts of the haystack for `spec`, with their manifest."""
+    manifest.parent.mkdir(parents=True)
+    (task,) = spec.tasks
+    rows = [
+        {"task": task, "index": i, "prompt": f"Number {i}. {HAYSTACK[60 * i : 60 * i + 900]}",
+         "max_generation_tokens": 16, "stop": [], "doc": {"outputs": [str(i)]}}
+        for i in range(spec.examples)
+    ]  # fmt: skip
+    (manifest.parent / f"{task}.jsonl").write_text(jsonl(rows))
+    entry = {"file": f"{task}.jsonl", "sha256": sha256_of(manifest.parent / f"{task}.jsonl"), "examples": len(rows)}
+    tasks = {task: {**entry, "data": "original"}}
+    content = {
+        "benchmark": spec.benchmark, "length": spec.length, "tokenizer": spec.backbone.tokenizer, "harness": {},
+        "examples": spec.examples, "tasks": tasks, "left_out": {},
+        "sha256": sha256_text(json.dumps(list(tasks.items()), sort_keys=True)),
+    }  # fmt: skip
+    manifest.write_text(json.dumps(content))
+    return manifest

@@ -1,0 +1,153 @@
+"""Disks that are full or cannot be written to: one line with the file and the remedy, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from tests.faults.conftest import Undisturbed, names_in
+from tests.faults.forks import Forks
+
+from residual_mass.backbones.phi_maps import write_safetensors
+from residual_mass.benchmarks.store import GenerationStore
+from residual_mass.files import replacing, require_writable, write_text
+
+KEPT = "what was there before is kept; make room on its disk, or make its folder writable, and run this again"
+
+
+@contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
+    """Skips the test where this user may not mount."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mount: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def resized(folder: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k", "tmpfs") as folder:
+        yield folder
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this user cannot write to, whoever that is."""
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    with ExitStack() as stack:
+        if os.geteuid() == 0:  # whom permissions do not bind
+            stack.enter_context(mounted(folder, "--bind", str(folder)))
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        else:
+            folder.chmod(0o555)
+            stack.callback(folder.chmod, 0o755)
+        yield folder
+
+
+def write_parquet(path: Path, rows: int) -> None:
+    with replacing(path) as temporary:
+        pd.DataFrame({"x": torch.rand(rows, dtype=torch.float64).numpy()}).to_parquet(temporary)
+
+
+WRITERS: dict[str, Callable[[Path, int], None]] = {
+    "text": lambda path, size: write_text(path, "é" * size),
+    "safetensors": lambda path, size: write_safetensors(path, {"x": torch.rand(size)}, {"header": "{}"}),
+    "parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_that_does_not_fit_is_named_and_the_former_one_is_kept(kind: str, small_disk: Path) -> None:
+    path = small_disk / "result"
+    WRITERS[kind](path, 100)
+    before = path.read_bytes()
+    with pytest.raises(OSError) as error:
+        WRITERS[kind](path, 500_000)
+    said = str(error.value)
+    assert said.startswith(f"{path}: cannot be written (") and said.endswith(f"); {KEPT}") and "\n" not in said
+    assert "No space left on device" in said and said.count("cannot be written") == 1
+    assert path.read_bytes() == before and names_in(small_disk) == {"result"}
+
+
+def test_a_store_on_a_full_disk_keeps_its_rows_and_goes_on(small_disk: Path) -> None:
+    path = small_disk / "store.jsonl"
+    rows = [{"key": f"k{i}", "text": "x" * 100_000} for i in range(4)]
+    with pytest.raises(OSError) as error, GenerationStore(path) as store:
+        for row in rows:
+            store.append([row])
+    assert str(error.value) == f"{path}: cannot be written (No space left on device); {KEPT}"
+    resized(small_disk, "2m")
+    with GenerationStore(path) as store:
+        assert list(store.rows.values()) == rows[:2]
+        store.append(rows[2:])
+    with GenerationStore(path) as store:
+        assert list(store.rows.values()) == rows
+
+
+def test_a_full_or_read_only_disk_is_told_before_the_work(small_disk: Path, read_only: Path) -> None:
+    require_writable(small_disk / "new" / "result")
+    with pytest.raises(OSError) as error:
+        require_writable(small_disk / "result", read_only / "result")
+    assert str(error.value).startswith(f"{read_only / 'result'}: cannot be written (")
+    with pytest.raises(OSError), open(small_disk / "filler", "wb", buffering=0) as stream:
+        while True:
+            stream.write(bytes(4096))
+    with pytest.raises(OSError) as error:
+        require_writable(small_disk / "result")
+    assert str(error.value) == f"{small_disk / 'result'}: cannot be written (No space left on device); {KEPT}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "generate", "capture"])
+def test_stages_on_a_full_disk_say_so_and_go_on_once_there_is_room(
+    name: str, undisturbed: dict[str, Undisturbed], forks: Forks, tmp_path: Path
+) -> None:
+    """On disks from too small for anything to nearly large enough."""
+    expected = undisturbed[name]
+    needed = sum(map(len, expected.made.values()))
+    refused = 0
+    for part in range(1, 9):
+        log = tmp_path / f"log{part}"
+        size = f"size={max(8192, needed * part // 8)}"
+        with mounted(tmp_path / f"disk{part}", "-t", "tmpfs", "-o", size, "tmpfs") as disk:
+            code = forks.run(expected.stage.arguments(disk / "out"), log)
+            if code != 0:
+                refused += 1
+                (last,) = [line for line in log.read_text().splitlines() if "error:" in line]
+                assert code == 2 and last.startswith(f"residual_mass {name}: error: {disk}/out/")
+                assert "No space left on device" in last and last.endswith(f"); {KEPT}")
+                assert "Traceback" not in log.read_text() and not list(disk.rglob(".*"))
+                made = expected.stage.made(disk / "out")
+                assert all(expected.made[file].startswith(content) for file, content in made.items())
+                resized(disk, "64m")
+                assert forks.run(expected.stage.arguments(disk / "out"), log) == 0, log.read_text()
+            assert expected.stage.made(disk / "out") == expected.made
+            assert names_in(disk / "out") == expected.names
+    assert refused >= 4
+    print(f"{name}: refused {refused} of 8")
+
+
+@pytest.mark.parametrize("name", ["train", pytest.param("generate", marks=pytest.mark.slow),
+                                  pytest.param("capture", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_read_only_folder_is_told_before_the_work(
+    name: str, undisturbed: dict[str, Undisturbed], forks: Forks, read_only: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert forks.run(undisturbed[name].stage.arguments(read_only), log) == 2
+    (line,) = log.read_text().splitlines()
+    assert line.startswith(f"residual_mass {name}: error: {read_only}/") and line.endswith(f"); {KEPT}")

@@ -1,0 +1,187 @@
+"""Snakemake killed, started twice, with a wrong clock or a folder that it cannot write to; on a small training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from tests.faults.stages import without_seconds
+from tests.faults.test_disks import mounted
+from tests.small_study import write_small_study
+
+pytestmark = pytest.mark.slow
+
+PHI, LOG = "results/phi/tiny_1k.safetensors", "results/training_tiny_1k.csv"
+CHECKPOINT = "results/phi/_checkpoints/tiny_1k.safetensors"
+ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+class Checkout:
+    """A small study of which the maps alone are made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_small_study(folder)
+        study = folder / "config" / "studies" / "mini.yaml"
+        settings = yaml.safe_load(study.read_text())
+        settings["phi"] |= {"steps": 400, "eval_every": 100, "checkpoint_every": 10}
+        study.write_text(yaml.safe_dump(settings))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """In a process group of its own, as a shell starts it."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "snakemake", "--cores", "2", *arguments], cwd=self.folder, env=ENVIRONMENT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
+        )  # fmt: skip
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        process = self.start(*arguments)
+        output, _ = process.communicate()
+        return process.returncode, output
+
+    def start_training(self) -> tuple[subprocess.Popen[str], psutil.Process]:
+        """Snakemake and its training, which has written a checkpoint and stands still until it is resumed."""
+        process = self.start(PHI)
+        while not (self.folder / CHECKPOINT).exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+        jobs = psutil.Process(process.pid).children(recursive=True)
+        (training,) = [job for job in jobs if job.cmdline()[1:4] == ["-m", "residual_mass", "train"]]
+        training.suspend()
+        return process, training
+
+    def forget(self) -> None:
+        for name in (PHI, LOG, CHECKPOINT):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def made(self) -> tuple[bytes, bytes]:
+        return (self.folder / PHI).read_bytes(), without_seconds((self.folder / LOG).read_bytes())
+
+    def job_log(self) -> str:
+        return (self.folder / "logs" / "train" / "tiny_1k.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkout, tuple[bytes, bytes]]:
+    checkout = Checkout(tmp_path_factory.mktemp("faults") / "checkout")
+    code, output = checkout.run(PHI)
+    assert code == 0, output
+    return checkout, checkout.made()
+
+
+@pytest.fixture
+def checkout(trained: tuple[Checkout, tuple[bytes, bytes]]) -> Iterator[Checkout]:
+    """Nothing is made; the test ends with what an undisturbed run makes."""
+    checkout, expected = trained
+    checkout.forget()
+    yield checkout
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd() == str(checkout.folder):  # where a test failed half-way
+                process.kill()
+    checkout.run("--unlock")
+    assert checkout.made() == expected
+    assert not list((checkout.folder / "results").rglob(".*"))
+
+
+def test_a_second_snakemake_is_refused_and_harms_nothing(checkout: Checkout) -> None:
+    """Which of the two things in its way it tells depends on what the first has made so far."""
+    first, training = checkout.start_training()
+    for arguments, told in (([PHI], "Incomplete files"), ([PHI, "--rerun-incomplete"], "Directory cannot be locked")):
+        code, output = checkout.run(*arguments)
+        assert code == 1 and told in output, output
+    assert first.poll() is None
+    training.resume()
+    output, _ = first.communicate()
+    assert first.returncode == 0, output
+
+
+def test_a_killed_snakemake_leaves_a_lock_and_a_job_that_the_next_one_does_not_double(checkout: Checkout) -> None:
+    first, training = checkout.start_training()
+    first.kill()
+    first.wait()
+    assert training.is_running()  # it outlives Snakemake
+    code, output = checkout.run("--rerun-incomplete", PHI)
+    assert code == 1 and "Directory cannot be locked" in output and "--unlock" in output, output
+    assert checkout.run("--unlock")[0] == 0
+    code, output = checkout.run("--rerun-incomplete", PHI)
+    assert (
+        code == 1 and f"{CHECKPOINT}: another job is writing to it; wait for that one or stop it" in checkout.job_log()
+    )
+    training.terminate()
+    training.resume()
+    psutil.wait_procs([training])
+    assert (checkout.folder / CHECKPOINT).exists()
+    code, output = checkout.run("--rerun-incomplete", PHI)
+    assert code == 0 and "resumed from" in checkout.job_log(), output
+
+
+def test_what_a_job_finished_after_snakemake_was_killed_can_be_kept(checkout: Checkout) -> None:
+    first, training = checkout.start_training()
+    first.kill()
+    first.wait()
+    training.resume()
+    psutil.wait_procs([training])
+    made = (checkout.folder / PHI).stat().st_mtime_ns
+    assert checkout.run("--unlock")[0] == 0
+    code, output = checkout.run(PHI)
+    assert code == 1 and "Incomplete files" in output, output
+    assert checkout.run("--cleanup-metadata", PHI, LOG)[0] == 0
+    code, output = checkout.run("--rerun-incomplete", PHI)
+    assert code == 0 and "Nothing to be done" in output, output
+    assert (checkout.folder / PHI).stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_asked_to_stop_waits_for_a_checkpoint_and_leaves_no_lock(
+    number: signal.Signals, checkout: Checkout
+) -> None:
+    """Ctrl-C, or what a cluster sends to all processes of a job."""
+    first, training = checkout.start_training()
+    os.killpg(first.pid, number)
+    time.sleep(1)  # what does not wait has ended by now
+    training.resume()
+    output, _ = first.communicate()
+    assert first.returncode == 1, output
+    last = f"residual_mass train: stopped by {number.name}; started again, it goes on"
+    assert checkout.job_log().splitlines()[-1] == last
+    code, output = checkout.run("--rerun-incomplete", PHI)
+    assert code == 0 and "resumed from" in checkout.job_log(), output
+
+
+def test_a_clock_that_was_set_back_starts_nothing_that_would_be_thrown_away(checkout: Checkout) -> None:
+    manifest = checkout.folder / "results/assets/manifest.json"
+    times, later = manifest.stat(), time.time() + 86_400
+    os.utime(manifest, (later, later))
+    code, output = checkout.run(PHI)
+    assert code == 1 and not (checkout.folder / CHECKPOINT).exists()
+    line = output.splitlines()[-1]
+    assert line.startswith("results/assets/manifest.json: modified in the future (") and "Traceback" not in output
+    os.utime(manifest, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert checkout.run(PHI)[0] == 0
+    os.utime(manifest, (later, later))
+    code, output = checkout.run(PHI)
+    os.utime(manifest, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert code == 0 and "Nothing to be done" in output
+
+
+def test_results_that_cannot_be_written_are_told_at_once(checkout: Checkout) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a read-only mount needs root")
+    results = checkout.folder / "results"
+    with mounted(results, "--bind", str(results)):
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(results)], check=True)
+        code, output = checkout.run(PHI)
+    line = "results/phi: cannot be written to; make the folder or its disk writable"
+    assert code == 1 and line in output.splitlines()[-1] and "Traceback" not in output, output
+    assert checkout.run(PHI)[0] == 0

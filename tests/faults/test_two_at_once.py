@@ -1,0 +1,37 @@
+"""Two of the same stage at once, on the same files: no torn or doubled rows, and the bytes of one alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from tests.faults.conftest import Undisturbed, names_in
+from tests.faults.forks import Forks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "generate", "capture"])
+def test_two_at_once_make_what_one_makes(
+    name: str, undisturbed: dict[str, Undisturbed], forks: Forks, tmp_path: Path
+) -> None:
+    """Where they share a working file, the later one is refused in one line."""
+    expected, rng, refused = undisturbed[name], random.Random(name), 0
+    for number in range(10):
+        out, logs = tmp_path / str(number), [tmp_path / f"{number}{letter}" for letter in "ab"]
+        first = forks.start(expected.stage.arguments(out), logs[0])
+        time.sleep(rng.uniform(0, expected.seconds))
+        second = forks.start(expected.stage.arguments(out), logs[1])
+        codes = [forks.wait(first), forks.wait(second)]
+        assert codes in ([0, 0], [0, 2], [2, 0])
+        if 2 in codes:
+            refused += 1
+            last = logs[codes.index(2)].read_text().splitlines()[-1]
+            assert last.endswith("another job is writing to it; wait for that one or stop it")
+        assert expected.stage.made(out) == expected.made and names_in(out) == expected.names
+        if name == "generate":
+            store = (out / "_store" / "all.jsonl").read_bytes()
+            assert sorted(store.splitlines()) == sorted(expected.made["all.jsonl"].splitlines())
+    assert refused == 0 if name == "capture" else refused > 0
+    print(f"{name}: 10 pairs, {refused} refused")

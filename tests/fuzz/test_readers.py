@@ -1,0 +1,291 @@
+"""Files that stages hand on, changed at random: read as valid rows, or refused in one line that names the file.
+
+Every round is a seed, so that a failure repeats.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from damage import CUT, FLIPPED, Damage
+from sample_report import sample_study
+from tests.unit.diagnostics.test_claims import SETTINGS, SPEC, make_rows, write_files
+
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.benchmarks.prompts import _table_sha256, load_manifest, load_prompts
+from residual_mass.benchmarks.scoring import collect
+from residual_mass.benchmarks.store import GenerationStore
+from residual_mass.diagnostics.settings import read_settings
+from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_parquet
+from residual_mass.paper import numbers, training_log
+from residual_mass.paper.accounting_table import load_accounting
+from residual_mass.paper.parameter_table import load_counts
+from residual_mass.paper.report_verdicts import load_claims, load_comparison, load_picture
+from residual_mass.paper.results import load_results
+from residual_mass.paper.runtime_file import load_runtime
+from residual_mass.paper.table_file import load_table
+from residual_mass.specs import MapSpec
+
+QUICK, THOROUGH = 8, 200
+HOSTILE = (
+    "", " ", "nan", "-inf", "1e999", "-1", "0", "0.5", "1.0000001", "99999999999999999999", "²", "٣", "none", "true",
+    "full", "all", "0k", "9" * 5000, '"', '"""', ",", ";", "\r", "\r\n", "\n", "\x00", "\u2028", "é", "😀", "{}", "[",
+    "\\", "../../etc/passwd", "$(id)", "x" * 200_000, "=1+1", "%s{0}", "1_000", "0x10",
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "x", "é\u2028\n", [], {}, [1],
+    [[]], {"a": 1}, "full", "ruler_vt", [None], "\ud800",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file, what reads it, and what it may turn into."""
+
+    path: Path
+    read: Callable[[Path], Any]
+    changed: Callable[[bytes, Random], bytes]
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def changed_bytes(content: bytes, rng: Random) -> bytes:
+    return Damage(rng.choice((CUT, FLIPPED)), rng.randrange(10**9)).of(content, "")
+
+
+def changed_csv(content: bytes, rng: Random) -> bytes:
+    """One cell, row or column of a table."""
+    if rng.random() < 0.2:
+        return changed_bytes(content, rng)
+    rows = list(csv.reader(io.StringIO(content.decode())))
+    at, column = rng.randrange(len(rows)), rng.randrange(len(rows[0]))
+    match rng.randrange(7):
+        case 0:
+            del rows[at]
+        case 1:
+            rows.insert(rng.randrange(len(rows)), rows[at])
+        case 2:
+            rows = [row[:column] + row[column + 1 :] for row in rows]
+        case 3:
+            rows[at] = rows[at][:column]
+        case 4:
+            value = rng.choice(HOSTILE)
+            rows = [rows[0], *([*row[:column], value, *row[column + 1 :]] for row in rows[1:])]
+        case _:
+            rows[at][column] = rng.choice((*HOSTILE, rows[rng.randrange(len(rows))][column]))
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode(errors="surrogatepass")
+
+
+def changed_value(value: Any, rng: Random) -> Any:
+    """JSON with one thing in it replaced, taken out or doubled."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.8:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = rng.choice(keys)
+        copy = dict(value) if isinstance(value, dict) else list(value)
+        if rng.random() < 0.2:
+            del copy[key]
+        else:
+            copy[key] = changed_value(value[key], rng)
+        return copy
+    return rng.choice(VALUES)
+
+
+def changed_jsonl(content: bytes, rng: Random) -> bytes:
+    if rng.random() < 0.3:
+        return changed_bytes(content, rng)
+    rows = [json.loads(line) for line in content.splitlines()]
+    at = rng.randrange(len(rows))
+    rows[at] = rows[rng.randrange(len(rows))] if rng.random() < 0.2 else changed_value(rows[at], rng)
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def changed_json(content: bytes, rng: Random) -> bytes:
+    return changed_jsonl(json.dumps(json.loads(content)).encode(), rng)
+
+
+def changed_parquet(content: bytes, rng: Random) -> bytes:
+    if rng.random() < 0.3:
+        return changed_bytes(content, rng)
+    frame = pd.read_parquet(io.BytesIO(content))
+    column = rng.choice(list(frame))
+    match rng.randrange(6):
+        case 0:
+            frame = frame.drop(columns=column)
+        case 1:
+            frame = frame.drop(index=rng.randrange(len(frame)))
+        case 2:
+            frame = pd.concat([frame, frame.iloc[[rng.randrange(len(frame))]]])
+        case 3:
+            other = ["text", None, 1.5, np.nan, np.inf, -np.inf, 10**18, pd.Timestamp("2020-01-01"), True, b"bytes"]
+            frame[column] = pd.Series([rng.choice(other)] * len(frame))
+        case 4:
+            values = frame[column].astype(object)
+            values.iloc[rng.randrange(len(frame))] = rng.choice([None, "x", "1"])
+            frame[column] = values.astype(str)
+        case _:
+            if pd.api.types.is_numeric_dtype(frame[column]):
+                values = frame[column].astype(float)
+                values.iloc[rng.randrange(len(frame))] = rng.choice([np.nan, np.inf, -np.inf, -1.0, 1e300, 0.5])
+                frame[column] = values
+    frame.to_parquet(stream := io.BytesIO(), index=False)
+    return stream.getvalue()
+
+
+# ---- files and their readers -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("files")
+    return dict(tables(folder / "tables") | prompts_and_rows(folder / "prompts") | binaries(folder / "binaries"))
+
+
+def tables(folder: Path) -> dict[str, Case]:
+    folder.mkdir()
+    study = sample_study(folder)
+    results, accounting, runtime = study.files.sources[0], study.files.sources[-4], study.files.sources[-3]
+    (log := folder / "training_tiny_1k.csv").write_text(
+        ",".join(training_log.COLUMNS) + "\n" + "".join(
+            f"study,ours,0,{step},{step}.5,wiki,{k},{layer},0.5,0.4,0.45,0.9,0.01,-0.02\n"
+            for step in (0, 3) for k in (1, 21) for layer in ("all", 0, 1)
+        )
+    )  # fmt: skip
+    readers: dict[str, tuple[Path, Callable[[Path], Any]]] = {
+        "results": (results, load_results),
+        "accounting": (accounting, load_accounting),
+        "runtime": (runtime, load_runtime),
+        "training log": (log, training_log.shown_rows),
+        "comparison": (study.files.comparison, lambda path: load_comparison(path, "paper")),
+        "picture": (study.files.picture, load_picture),
+        "claims": (study.files.claims[0], lambda path: load_claims(path, "paper")),
+    }
+    for label in ("ruler_sweep", "exact_accounting", "runtime_1b"):
+        readers[f"cells {label}"] = (study.cells(label), lambda path: load_table(path, "paper"))
+        readers[f"numbers {label}"] = (study.cells(label), lambda path: list(numbers._cells(path, "paper")))
+    return {name: Case(path, read, changed_csv) for name, (path, read) in readers.items()}
+
+
+def prompts_and_rows(folder: Path) -> dict[str, Case]:
+    folder.mkdir()
+    task = "ruler_vt"
+    frozen = [
+        {"task": task, "index": i, "prompt": f"prompt {i}", "max_generation_tokens": 5, "stop": ["\n"],
+         "doc": {"outputs": ["a"]}}
+        for i in range(3)
+    ]  # fmt: skip
+    (file := folder / f"{task}.jsonl").write_text(jsonl(frozen))
+    tasks = {task: {"file": file.name, "sha256": sha256_of(file), "examples": 3, "data": "original"}}
+    content = {"benchmark": "ruler", "length": "1k", "tokenizer": "tiny", "harness": {}, "examples": 3, "tasks": tasks}
+    content |= {"left_out": {}, "sha256": _table_sha256(tasks)}
+    (manifest := folder / "manifest.json").write_text(json.dumps(content))
+    rows = [
+        {"key": f"{method}{i}", "task": task, "index": i, "method": method, "budget_percent": budget, "maps": maps,
+         "k": 3, "prompt_tokens": 9, "cut_tokens": 0, "text": "a", "tokens": [1, 2], "finish": "length",
+         "phi_sha": maps and "f00", "prompt_sha": sha256_text(f"prompt {i}")}
+        for i in range(3) for method, budget, maps in (("full", None, None), ("topk", 3.0, None), ("topk_phi", 3, "1k"))
+    ]  # fmt: skip
+    (generations := folder / "all.jsonl").write_text(jsonl(rows))
+    (store := folder / "store.jsonl").write_text(jsonl(rows))
+    examples = {task: load_prompts(manifest, task, 3)}
+
+    def read_manifest(path: Path) -> None:
+        for name in load_manifest(path)["tasks"]:
+            load_prompts(path, name, 3)
+
+    def read_prompts(path: Path) -> None:
+        """As if the manifest vouched for whatever they hold."""
+        entry = tasks[task] | {"sha256": sha256_of(path)}
+        forged = content | {"tasks": {task: entry}, "sha256": _table_sha256({task: entry})}
+        (other := path.with_name("forged.json")).write_text(json.dumps(forged))
+        load_prompts(other, task, 3)
+
+    def read_store(path: Path) -> None:
+        with GenerationStore(path) as rows:
+            assert all(isinstance(key, str) for key in rows.rows)
+
+    return {
+        "manifest": Case(manifest, read_manifest, changed_json),
+        "prompts": Case(file, read_prompts, changed_jsonl),
+        "generations": Case(generations, lambda path: collect([path], examples), changed_jsonl),
+        "store": Case(store, read_store, changed_jsonl),
+        "any JSON": Case(manifest, read_json, changed_bytes),
+        "any JSON lines": Case(generations, read_jsonl, changed_bytes),
+    }
+
+
+def binaries(folder: Path) -> dict[str, Case]:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    heads, mass = write_files(folder, [make_rows(rng, *place[:2], packs=place[2]) for place in SETTINGS])
+    for path in (*heads, *mass):
+        write_parquet(path, pd.read_parquet(path))
+    torch.manual_seed(0)
+    shape = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
+    phi = folder / "tiny_1k.safetensors"
+    recipe = {"backbone": {"study": "mini", "name": "tiny"}, "variants": [{"label": "ours"}], "length": "1k"}
+    facts = {"model_id": "org/Tiny", "revision": "r1", "length": 1024, "recipe": recipe}
+    PhiMaps(shape, MapSpec(d_emb=8, d_phi=4), facts).save(phi)
+    return {
+        "heads": Case(heads[0], lambda path: read_settings(SPEC, [path, *heads[1:]], mass), changed_parquet),
+        "mass": Case(mass[0], lambda path: read_settings(SPEC, heads, [path, *mass[1:]]), changed_parquet),
+        "maps": Case(phi, PhiMaps.load, changed_bytes),
+        "maps' header": Case(phi, load_counts, changed_bytes),
+    }
+
+
+NAMES = (
+    "results", "accounting", "runtime", "training log", "comparison", "picture", "claims", "cells ruler_sweep",
+    "cells exact_accounting", "cells runtime_1b", "numbers ruler_sweep", "numbers exact_accounting",
+    "numbers runtime_1b", "manifest", "prompts", "generations", "store", "any JSON", "any JSON lines", "heads", "mass",
+    "maps", "maps' header",
+)  # fmt: skip
+
+
+def check(case: Case, rounds: range) -> None:
+    whole = case.path.read_bytes()
+    try:
+        for seed in rounds:
+            content = case.changed(whole, Random(f"{case.path.name}/{seed}"))
+            case.path.write_bytes(content)
+            try:
+                case.read(case.path)
+            except ValueError as error:
+                assert case.path.name in str(error), f"seed {seed}: {str(error)[:500]}"
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {error!r}") from error
+    finally:
+        case.path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_file_is_read_or_refused(cases: dict[str, Case], name: str) -> None:
+    check(cases[name], range(QUICK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_hundreds_of_changed_files(cases: dict[str, Case], name: str) -> None:
+    check(cases[name], range(QUICK, QUICK + THOROUGH))
+
+
+def test_every_reader_is_there(cases: dict[str, Case]) -> None:
+    assert set(cases) == set(NAMES)
+
+
+def test_a_file_that_was_not_changed_is_read(cases: dict[str, Case]) -> None:
+    for case in cases.values():
+        case.read(case.path)

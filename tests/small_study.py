@@ -1,0 +1,102 @@
+"""A copy of the repository whose mini study is small and runs on the random Llama of `small_assets`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tests.small_assets import MODEL_ID, REVISION, write_assets
+
+from residual_mass.assets import read_pins
+from residual_mass.files import sha256_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def write_small_study(folder: Path) -> None:
+    """Its assets are made already; nothing has run yet."""
+    junk = shutil.ignore_patterns(".git", ".venv", "results", "logs", ".snakemake", ".pytest_cache", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=junk)
+    write_assets(folder / "results" / "assets")
+    enough_paragraphs(folder / "results" / "assets" / "qa" / "hotpotqa.json")
+    speech = folder / "results" / "assets" / "corpora" / "sotu" / "1790-Washington-1.txt"
+    speech.parent.mkdir(parents=True)
+    speech.write_text("Fellow citizens of the Senate and House of Representatives. " * 70)
+    vouch(folder / "results" / "assets", read_pins(folder / "config" / "assets.txt"))
+    tiny = {
+        "title": "Tiny & random_Llama", "study": "mini", "model_id": MODEL_ID, "revision": REVISION, "source": "assets",
+        "dtype": "float32", "tokenizer": "tiny", "context": 4096,
+    }  # fmt: skip
+    config = yaml.safe_load((folder / "config" / "config.yaml").read_text())
+    config["backbones"] = {"tiny": tiny}
+    config["variants"] = {"dphi_4": {"map": {"d_phi": 4}}, "kl_only": {"objective": {"name": "kl"}}}
+    config["ablations"] = {"dphi": ["dphi_4", "ours"], "loss": ["ours", "kl_only"]}
+    (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
+    study = folder / "config" / "studies" / "mini.yaml"
+    protocol = yaml.safe_load(study.read_text())
+    benchmarks, tables = protocol["benchmarks"], protocol["tables"]
+    for settings in benchmarks.values():
+        settings |= {"examples": 2, "answer_margin": 0, "batch_tokens": 1}
+    benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
+    phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
+    phi |= {
+        "corpora": ["wiki", "pydoc"],
+        "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
+    }
+    edited(
+        study, lengths=["1k"], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
+        benchmarks=benchmarks, phi=phi,
+        mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
+        diagnostics={
+            "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
+            "head": {"layer": 1, "head": 3},
+        },
+        recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
+        runtime={"contexts": ["512", "1k"], "batches": [1, 2]},
+        tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
+        figures={
+            "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
+            **{
+                label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}
+                for label in (
+                    "kernel_sanity", "entropy_heatmap", "mass_curves", "quartile_error", "fixedk_breakdown_smol",
+                    "fixedk_breakdown_smol_cwe",
+                )
+            },
+            "logz_calibration": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
+            "fullsub_nosub_delta": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
+            "ablation_kernel_fidelity": {"backbone": "tiny", "corpus": "wiki", "variants": ["kl_only", "dphi_4"]},
+            "training_curves": {"backbone": "tiny", "maps": ["512", "1k"]},
+            "recipe_costs": {"backbone": "tiny"},
+        },
+    )  # fmt: skip
+
+
+def vouch(assets: Path, pins: dict[str, str]) -> None:
+    """Writes the assets' manifest."""
+    files = [file for file in sorted(assets.rglob("*")) if file.is_file()]
+    entries = [{"path": file.relative_to(assets).as_posix(), "sha256": sha256_of(file)} for file in files]
+    (assets / "manifest.json").write_text(json.dumps({"pins": pins, "files": entries}))
+
+
+def edited(path: Path, **changes: Any) -> None:
+    content = yaml.safe_load(path.read_text())
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(content.get(key), dict):
+            content[key] |= value
+        else:
+            content[key] = value
+    path.write_text(yaml.safe_dump(content))
+
+
+def enough_paragraphs(hotpotqa: Path) -> None:
+    """Adds paragraphs until some of them are held out of training."""
+    items = json.loads(hotpotqa.read_text())
+    for i in range(2000):
+        context = [[f"Station {i}", [f"Station {i} lies {i * 37 % 91} leagues from the coast. ", "Few trains stop."]]]
+        items.append({"question": f"How far is station {i}?", "answer": str(i * 37 % 91), "context": context})
+    hotpotqa.write_text(json.dumps(items))
