@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from residual_mass.assets import require_whole
+from residual_mass.files import read_json, read_text
+
+MAKE = "run the assets stage"
 SEPARATOR = "\n\n"
 """Between two documents, or two paragraphs of one."""
 ASSET_CORPORA = ("sotu", "wiki", "pydoc")
@@ -22,13 +25,14 @@ BOOK_IS_OVER = re.compile(
 
 
 def documents_of(name: str, assets: Path) -> list[str]:
-    """Raises ValueError where the assets lack them."""
+    """Raises ValueError where the assets lack them, or hold others than their manifest says."""
     readers = {"sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts}
+    require_whole(assets, f"corpora/{name}", *(["qa/hotpotqa.json"] if name == "wiki" else []))
     return readers[name](assets)
 
 
 def _speeches(assets: Path) -> list[str]:
-    return [file.read_text(encoding="utf-8") for file in _files(assets / "corpora" / "sotu")]
+    return [read_text(file, MAKE) for file in _files(assets / "corpora" / "sotu")]
 
 
 def _paragraphs(assets: Path) -> list[str]:
@@ -36,8 +40,11 @@ def _paragraphs(assets: Path) -> list[str]:
     file = assets / "qa" / "hotpotqa.json"
     if not file.is_file():
         raise ValueError(f"{file}: no such file; run the assets stage")
-    items = json.loads(file.read_text(encoding="utf-8"))
-    return sorted({f"{title}\n{''.join(sentences)}" for item in items for title, sentences in item["context"]})
+    items = read_json(file)
+    try:
+        return sorted({f"{title}\n{''.join(sentences)}" for item in items for title, sentences in item["context"]})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: holds no questions of HotpotQA ({error!r}); run the assets stage again") from None
 
 
 def _topics(assets: Path) -> list[str]:
@@ -50,7 +57,7 @@ def _topics(assets: Path) -> list[str]:
 def _book_parts(assets: Path) -> list[str]:
     """Runs of paragraphs in the order of the books, so that a sequence longer than one reads on in the same book."""
     files = _files(assets / "corpora" / "books")
-    return [part for file in files for book in _books(file.read_text(encoding="utf-8")) for part in _runs(book)]
+    return [part for file in files for book in _books(read_text(file, MAKE)) for part in _runs(book)]
 
 
 def _books(text: str) -> list[list[str]]:

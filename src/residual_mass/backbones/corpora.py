@@ -16,8 +16,10 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR, documents_of
-from residual_mass.backbones.hub_stream import HUB, HubStream, one_of, too_small
+from residual_mass.backbones.hub_stream import HubStream, one_of, too_small
 from residual_mass.backbones.loading import special_prefix
+from residual_mass.hub_data import HUB
+from residual_mass.hub_folder import HubFolder
 
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
@@ -117,7 +119,7 @@ def training_corpus(
 
     def corpus(name: str) -> Corpus:
         if name in HUB:
-            return HubStream(name, tokenizer, length, seed, slot, slots)
+            return HubStream(name, tokenizer, length, seed, slot, slots, HubFolder(assets))
         documents = [d for d in documents_of(name, assets) if not is_held_out(d)]
         return PackedDocuments(name, documents, tokenizer, length, seed, slot, slots)
 
@@ -128,7 +130,7 @@ def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, 
     """Text that training never sees: an asset corpus's held-out documents, or all of a text that is held out whole."""
     _check_held_out(name)
     if name in HUB:
-        return HubStream(name, tokenizer, length, seed)
+        return HubStream(name, tokenizer, length, seed, hub=HubFolder(assets))
     held_out = [d for d in documents_of(name, assets) if name in HELD_OUT_ONLY or is_held_out(d)]
     return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)
 

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR
 from residual_mass.backbones.loading import special_prefix
+from residual_mass.hub_data import HUB, REVISIONS
+from residual_mass.hub_folder import HubFolder, NotPrefetchedError, StoredPart, reader_of
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -26,24 +29,6 @@ LANES = 8
 """Shards that are read side by side, as neighbours within a shard may be of one kind (one class of patents)."""
 WAITS = (5.0, 20.0, 60.0)
 """Seconds before each new try after a network failure in mid-stream; the library has tried many times by then."""
-
-
-class HubText(NamedTuple):
-    """Where a text corpus lies on the hub."""
-
-    path: str
-    configuration: str | None
-    split: str
-    column: str
-
-
-HUB = {
-    "fineweb": HubText("HuggingFaceFW/fineweb", None, "train", "text"),
-    "arxiv": HubText("ccdv/arxiv-summarization", None, "train", "article"),
-    "bigpatent": HubText("NortheasternUniversity/big_patent", "all", "train", "description"),
-    "wikitext": HubText("Salesforce/wikitext", "wikitext-103-raw-v1", "test", "text"),
-}
-"""The paper's training corpora (train splits) and its diagnostics text (test split: held out)."""
 
 
 @dataclass
@@ -109,12 +94,23 @@ class HubStream:
     a random order, LANES of them are read side by side, and the BLOCK documents read next are shuffled among
     themselves; the library's own state says where in its shards a block begins. A test split is read in order, as its
     rows may be the lines of a running text.
+
+    Shards that were prefetched are read from their folder, the others from the hub, where it may be asked; the
+    sequences are the same.
     """
 
     def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, slot: int = 0, slots: int = 1
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        seed: int,
+        slot: int = 0,
+        slots: int = 1,
+        hub: HubFolder | None = None,
     ):
         assert 0 <= slot < slots
+        self.hub = hub
         self.name, self.tokenizer, self.length, self.seed = name, tokenizer, length, seed
         self.slot, self.slots, self.source = slot, slots, HUB[name]
         self.seek(asdict(_Place()))
@@ -123,8 +119,8 @@ class HubStream:
         """Token ids of the index-th sequence; those between the last one and it are made and dropped.
 
         Raises:
-            ValueError: the data set cannot be read, lacks the column, or is shorter than one sequence. The stream
-                stays where it was.
+            ValueError: the data set cannot be read, lacks the column, or is shorter than one sequence, or it goes on
+                in a shard that is not here. The stream stays where it was.
         """
         if index < self.at.index:
             self.seek(asdict(_Place()))
@@ -193,12 +189,12 @@ class HubStream:
 
     def _read_rows(self) -> list[dict[str, Any]]:
         """The block's rows, read again from its start after a failure that may pass."""
-        if self.at.shards not in (0, self._rows.num_shards):
+        if self.at.shards not in (0, self._shards):
             raise ValueError(
-                f"corpus {self.name!r}: data set {self.source.path} has {self._rows.num_shards} shards, but had "
+                f"corpus {self.name!r}: data set {self.source.path} has {self._shards} shards, but had "
                 f"{self.at.shards} when the run was interrupted; delete the checkpoint to begin anew"
             )
-        self.at.shards = self._rows.num_shards
+        self.at.shards = self._shards
         shards = self._shards_of_lanes()
         positions = self.at.lanes or [[0, None]] * len(shards)
         for wait in (*WAITS, None):
@@ -207,6 +203,9 @@ class HubStream:
                     lanes = zip(shards, positions, strict=True)
                     self.lanes = [_Lane(self._open_shard, of_lane, *position) for of_lane, position in lanes]
                 return [row for lane in self.lanes for row in lane.take(BLOCK // len(self.lanes))]
+            except NotPrefetchedError:
+                self.lanes = None
+                raise
             except Exception as error:
                 self.lanes = None
                 if wait is None or not _may_pass(error):
@@ -224,43 +223,59 @@ class HubStream:
         return row[self.source.column] or ""
 
     @cached_property
+    def _stored(self) -> StoredPart | None:
+        return None if self.hub is None else self.hub.part(self.source.part)
+
+    @cached_property
+    def _shards(self) -> int:
+        return self._rows.num_shards if self._stored is None else self._stored.shards
+
+    @cached_property
     def _rows(self) -> IterableDataset:
-        """The data set, opened when it is first needed and as it is then."""
+        """The data set on the hub, opened when it is first needed and as it is then, unless its commit is known."""
         import datasets
 
         path, configuration, split, _ = self.source
+        revision = REVISIONS.get(path) if self._stored is None else self._stored.revision
         try:
-            return datasets.load_dataset(path, configuration, split=split, streaming=True)
+            return datasets.load_dataset(path, configuration, split=split, streaming=True, revision=revision)
         except Exception as error:  # see _read_rows; not tried again: a run that cannot begin says so at once
             raise ValueError(_unreadable(self.name, error)) from error
 
     def _open_shard(self, number: int) -> IterableDataset:
         from datasets.distributed import split_dataset_by_node
 
-        shard = self._rows.shard(num_shards=self._rows.num_shards, index=number)
+        file = None if self._stored is None else self._stored.file(number)
+        shard = self._shard_on_hub(number) if file is None else open_file(file)
         return shard if self._has_own_shards() else split_dataset_by_node(shard, self.slot, self.slots)
+
+    def _shard_on_hub(self, number: int) -> IterableDataset:
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        if self._stored is not None and HF_HUB_OFFLINE:
+            raise NotPrefetchedError(
+                f"corpus {self.name!r}: the run goes on in shard {number} of {self.source.path}, which was not "
+                "prefetched; run the target `prefetch` with more phi.steps on a machine with network, and bring the "
+                "folder here"
+            )
+        assert self._rows.num_shards == self._shards
+        return self._rows.shard(num_shards=self._shards, index=number)
 
     def _has_own_shards(self) -> bool:
         """Whether slots share out the shards, so that none reads what it does not use; else the rows of each shard."""
-        return self._rows.num_shards >= self.slots
+        return self._shards >= self.slots
 
     def _shards_of_lanes(self) -> list[list[int]]:
-        """The numbers of this slot's shards in the order of the epoch. A slot has the same shards in every epoch, or
-        it would come to what another one had.
-        """
-        own = self._has_own_shards()
-        shards = list(range(self.slot, self._rows.num_shards, self.slots) if own else range(self._rows.num_shards))
+        """The numbers of this slot's shards in the order of the epoch."""
         if not self._shuffles():
-            return [shards]
-        self._rng(f"{self.at.epoch}/shards").shuffle(shards)
-        lanes = min(LANES, len(shards))
-        return [shards[lane::lanes] for lane in range(lanes)]
+            return [list(range(self._shards))]
+        return lanes_of(self.name, self._shards, self.seed, self.slot, self.slots, self.at.epoch)
 
     def _shuffles(self) -> bool:
         return self.source.split == "train"
 
     def _rng(self, what: str) -> random.Random:
-        return random.Random(f"{self.seed}/{self.name}/{self.slot}/{what}")
+        return _rng(self.seed, self.name, self.slot, what)
 
     def _shortage(self, tokens: int, wanted: int) -> str:
         of_slot = f" (slot {self.slot} of {self.slots})" if self.slots > 1 else ""
@@ -268,6 +283,29 @@ class HubStream:
             empty = f"data set {self.source.path} has no text in column {self.source.column!r}"
             return f"corpus {self.name!r}{of_slot} is empty: {empty}; choose {one_of(ASSET_CORPORA)}"
         return too_small(self.name, tokens, wanted) + of_slot
+
+
+def lanes_of(name: str, shards: int, seed: int, slot: int, slots: int, epoch: int) -> list[list[int]]:
+    """The shards that each lane of a slot reads in an epoch, in order.
+
+    A slot has the same shards in every epoch, or it would come to what another one had. Where there are fewer shards
+    than slots, each slot has all of them, and some of their rows.
+    """
+    own = list(range(slot, shards, slots) if shards >= slots else range(shards))
+    _rng(seed, name, slot, f"{epoch}/shards").shuffle(own)
+    lanes = min(LANES, len(own))
+    return [own[lane::lanes] for lane in range(lanes)]
+
+
+def open_file(file: Path) -> IterableDataset:
+    """The rows of one data file on this machine."""
+    import datasets
+
+    return datasets.load_dataset(reader_of(file), data_files=[str(file)], split="train", streaming=True)
+
+
+def _rng(seed: int, name: str, slot: int, what: str) -> random.Random:
+    return random.Random(f"{seed}/{name}/{slot}/{what}")
 
 
 def one_of(names: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from residual_mass.assets import model_folder
+from residual_mass.assets import model_folder, require_vouched, require_whole
 from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
+from residual_mass.hub_folder import HubFolder
 from residual_mass.specs import BackboneSpec
 
 TEMPLATE_DATE = "26 Jul 2024"
 """For chat templates that tell the date (Llama 3's do): prompts must not change from day to day."""
+SMALL_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+    "vocab.json merges.txt tokenizer.model chat_template.jinja"
+).split()
+"""What transformers reads of a model's folder besides the weights."""
 GAP = "\ue000"
 """Stands for a message while its template is taken apart."""
 
@@ -97,7 +105,8 @@ def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
     """The backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
-    return AutoTokenizer.from_pretrained(where, **options)
+    with _told_in_one_line(where):
+        return AutoTokenizer.from_pretrained(where, **options)
 
 
 def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None = None) -> Backbone:
@@ -114,13 +123,27 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
     identity = backbone_identity(spec, assets)
     dtype = getattr(torch, spec.dtype)
-    if spec.source == "random":
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **options)
+    with _told_in_one_line(where):
+        if spec.source == "random":
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
+        else:
+            options |= {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}  # never a pickle
+            model = AutoModelForCausalLM.from_pretrained(where, **options)
     model = model.to(device).eval().requires_grad_(False)
     return Backbone(spec, model, tokenizer, identity)
+
+
+@contextmanager
+def _told_in_one_line(where: str) -> Iterator[None]:
+    """Has what transformers raises of a model's files, which may be anything, name the model and the remedy."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where}: cannot be loaded ({type(error).__name__}: {reason}); fetch it again") from error
 
 
 def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
@@ -132,15 +155,18 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
         file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
         with open_safetensors(file):  # refuses a damaged file in one line; transformers needs a page
             weights = sha256_of(file)
+        require_vouched(assets, file, weights)
     return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
     if source == "hub":
-        return model_id, {"revision": revision}
+        prefetched = HubFolder(assets).model(model_id, revision)
+        return (str(prefetched), {"local_files_only": True}) if prefetched else (model_id, {"revision": revision})
     folder = assets / model_folder(model_id)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: no model here; run `snakemake --cores 1 {assets}/manifest.json` or set the key assets"
         )
+    require_whole(assets, *(f"{model_folder(model_id)}/{name}" for name in SMALL_FILES))
     return str(folder), {"local_files_only": True}

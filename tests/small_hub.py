@@ -1,0 +1,187 @@
+"""A hub of one's own on 127.0.0.1, with the few answers that its client libraries need to fetch whole files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+LARGE = (".safetensors", ".parquet")
+"""Files that the hub keeps by their sha256."""
+
+
+@dataclass
+class Repository:
+    commit: str
+    files: dict[str, bytes]
+    licence: str = "mit"
+    gated: bool = False
+    earlier: tuple[str, ...] = ()
+    """Commits that are still there, with the same files."""
+
+
+@dataclass
+class SmallHub:
+    """Served repositories, by `models/<id>` or `datasets/<id>`, and ways to fail.
+
+    Attributes:
+        status: answered to everything in place of what was asked for, where it is not 200.
+        cut_at: byte of a large file at which answers end, as long as `cuts` are left.
+        damaged: names of files whose content comes with another byte.
+        fetched: (path, first byte) of every file that was asked for.
+        tokens: every token that came with a request.
+    """
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    status: int = 200
+    cut_at: int = 0
+    cuts: int = 0
+    damaged: set[str] = field(default_factory=set)
+    fetched: list[tuple[str, int]] = field(default_factory=list)
+    tokens: set[str] = field(default_factory=set)
+    address: str = ""
+
+
+@contextmanager
+def serving(hub: SmallHub) -> Iterator[SmallHub]:
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.address = f"http://127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield hub
+        server.shutdown()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: SmallHub
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_HEAD(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _serve(self) -> None:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.hub.tokens |= {token} if token else set()
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.hub.status != 200:
+            return self._fail(self.hub.status, "", f"told by {token}")
+        if (asked := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/([a-z-]+)(?:/(.*))?)?", path)) is not None:
+            kind, name, what, rest = asked.groups()
+        elif (asked := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/(.*)", path)) is not None:
+            kind, name, what, rest = (asked[1] or "models/").rstrip("/"), asked[2], "resolve", asked[3]
+        else:
+            return self._fail(404, "RepoNotFound")
+        repository = self.hub.repositories.get(f"{kind}/{name}")
+        if repository is None:
+            return self._fail(404, "RepoNotFound")
+        if repository.gated and what in ("auth-check", "resolve"):
+            return self._fail(403 if token else 401, "GatedRepo")
+        revision, _, inner = (rest or "main").partition("/")
+        if revision not in ("main", repository.commit, *repository.earlier):
+            return self._fail(404, "RevisionNotFound")
+        if what == "auth-check":
+            return self._answer({})
+        if what in (None, "revision"):
+            siblings = [{"rfilename": file} for file in repository.files]
+            card = {"license": repository.licence}
+            return self._answer(
+                {
+                    "id": name,
+                    "sha": repository.commit if revision == "main" else revision,
+                    "siblings": siblings,
+                    "cardData": card,
+                }
+            )
+        if what == "tree":
+            return self._answer(list(_tree(repository, inner, "recursive=true" in self.path.lower())))
+        if what == "paths-info":
+            form = parse_qs(body.decode())
+            wanted = form["paths"] if "paths" in form else json.loads(body)["paths"]
+            return self._answer([entry for entry in _tree(repository, "", True) if entry["path"] in wanted])
+        return self._file(repository, name, revision, inner)
+
+    def _file(self, repository: Repository, name: str, revision: str, inner: str) -> None:
+        if inner not in repository.files:
+            return self._fail(404, "EntryNotFound")
+        content = repository.files[inner]
+        first = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or ["", "0"])[1])
+        self.send_response(206 if first else 200)
+        self.send_header("X-Repo-Commit", repository.commit if revision == "main" else revision)
+        self.send_header("ETag", f'"{_hash(inner, content)}"')
+        self.send_header("Accept-Ranges", "bytes")
+        if first:
+            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content) - first))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.hub.fetched.append((f"{name}/{inner}", first))
+        if inner in self.hub.damaged:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        if self.hub.cuts and inner.endswith(LARGE):
+            self.hub.cuts -= 1
+            content = content[: self.hub.cut_at]
+        self.wfile.write(content[first:])
+
+    def _answer(self, content: Any) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def _fail(self, status: int, code: str, message: str = "") -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", message)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def _tree(repository: Repository, folder: str, recursive: bool) -> Iterator[dict[str, Any]]:
+    """Files and folders below a folder, or in it."""
+    folders: dict[str, None] = {}
+    for path, content in repository.files.items():
+        if folder and not path.startswith(f"{folder}/"):
+            continue
+        inner = path.removeprefix(f"{folder}/") if folder else path
+        above = [str(parent) for parent in PurePosixPath(inner).parents if str(parent) != "."]
+        folders |= dict.fromkeys(f"{folder}/{name}" if folder else name for name in above)
+        if recursive or not above:
+            yield {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)} | (
+                {"lfs": {"oid": _hash(path, content), "size": len(content), "pointerSize": 130}}
+                if path.endswith(LARGE)
+                else {}
+            )
+    depth = folder.count("/") + 1 if folder else 0
+    for name in folders:
+        if recursive or name.count("/") == depth:
+            yield {"type": "directory", "path": name, "oid": _git_hash(name.encode())}
+
+
+def _hash(path: str, content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest() if path.endswith(LARGE) else _git_hash(content)
+
+
+def _git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
