@@ -15,8 +15,8 @@ TRITON := $(VENV)/.triton
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
 export PATH := $(BIN):$(PATH)
-# A file's tests stay together, for they share what is costly to make; more workers would want more memory than time.
-PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile
+# The tests of a file stay together, for they share what is costly to make, and come in order: the longest files first.
+PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Modules and no scripts, whose first line is misread where the folder's name has quotes or blanks.
 .PHONY: mini test test-all lint gpu-check clean

@@ -6,7 +6,10 @@ snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 8 recipes                      ways to train, side by side: logs and a figure
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
+snakemake --cores 1 doctor                       what this machine can run, and what it lacks
 snakemake --cores 1 estimate                     what the study will cost
+snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
+snakemake --cores 1 verify                       whether results are as recorded, and of this code and configuration
 snakemake all --report report.zip                what was made and how, of a finished run, to look at in a browser
 """
 
@@ -21,6 +24,8 @@ min_version("9.12")
 ROOT = Path(workflow.basedir)
 SOURCE = str(ROOT / "src")
 sys.path.insert(0, SOURCE)
+if set(SOURCE) & set(":{}\n"):
+    sys.exit(f"{SOURCE!r}: PYTHONPATH and Snakemake misread a colon, a brace and a line break in it; move the checkout")
 
 
 configfile: ROOT / "config/config.yaml"
@@ -29,16 +34,22 @@ configfile: ROOT / "config/config.yaml"
 report: "workflow/report/workflow.rst"
 
 
-# A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
-shell.prefix(f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
-
-
 include: "workflow/rules/common.smk"
+
+
+NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; " if config["offline"] else ""
+# A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
+shell.prefix(
+    f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; {NO_NETWORK}"
+)
+
+
 include: "workflow/rules/specs.smk"
 include: "workflow/rules/inputs.smk"
 include: "workflow/rules/resources.smk"
 include: "workflow/rules/planned.smk"
 include: "workflow/rules/reported.smk"
+include: "workflow/rules/expected.smk"
 
 
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.
@@ -67,6 +78,9 @@ include: "workflow/rules/runtime.smk"
 include: "workflow/rules/paper.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/estimate.smk"
+include: "workflow/rules/verify.smk"
+include: "workflow/rules/doctor.smk"
+include: "workflow/rules/prefetch.smk"
 
 
 rule all:
@@ -95,8 +109,20 @@ rule published:
 
 
 onstart:
-    lacking = preflight.problems(backbones_to_run(), ASSETS.parent)
-    if any(job.rule.name == "document_pdf" for job in workflow.dag.needrun_jobs()):
+    jobs = list(workflow.dag.needrun_jobs())
+    lacking = preflight.problems(backbones_to_run(), ASSETS.parent, asks_hub=not config["offline"])
+    if config["offline"] and any(str(ASSETS) in (*job.input, *job.output) for job in jobs):
+        told = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
+        lacking += prefetch.problems(prefetch.needs_of(config["study"], told), ASSETS.parent)
+    if any(job.rule.name == "document_pdf" for job in jobs):
         lacking += typesetting.problems()
+    if workflow.executor_plugin.name == "slurm":
+        lacking += slurm.problems(workflow.executor_settings.status_command, sites())
+    lacking += slurm.unfinished(Path.cwd())
+    kept = {path for job in jobs for path in job.input} - {path for job in jobs for path in job.output}
+    lacking += preflight.from_the_future(map(Path, kept))
+    lacking += preflight.unwritable(Path(path) for job in jobs for path in job.output)
     if lacking:
         sys.exit("; ".join(lacking))
+    if any(job.rule.name == "verify" for job in jobs):
+        write_expected()

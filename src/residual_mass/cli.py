@@ -9,17 +9,21 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
+from residual_mass.files import require_writable
 from residual_mass.spec_json import parse_spec
 from residual_mass.specs import (
     AuditSpec,
     BackboneSpec,
     CaptureSpec,
     ComparisonSpec,
+    DoctorSpec,
     DocumentSpec,
     EstimateSpec,
     FigureSpec,
@@ -28,6 +32,7 @@ from residual_mass.specs import (
     KernelsSpec,
     MapErrorsSpec,
     NumbersSpec,
+    PrefetchSpec,
     PromptsSpec,
     ReportSpec,
     RuntimeSpec,
@@ -39,27 +44,60 @@ from residual_mass.specs import (
 Stage = Callable[[argparse.Namespace], None]
 FINDINGS = ("accounting", "state-dtype", "claims")
 """The CSVs that the findings stage writes."""
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+"""What torch says where a GPU's memory, or the machine's, runs out."""
+LESS_MEMORY = {
+    "train": "lower phi.queries_per_step",
+    "generate": "lower batch_tokens",
+    "capture": "lower diagnostics.queries",
+    "kernels": "lower diagnostics.queries",
+    "map-errors": "lower diagnostics.queries",
+    "runtime": "leave the longest contexts out of runtime.contexts",
+}
+LONGEST = 2000
+"""Characters of a message."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one stage; exits with status 2 after a one-line message when the input is at fault."""
+    """Runs one stage; exits with status 2 after a one-line message when the input is at fault, with 143 or 130 after
+    one when SIGTERM or SIGINT came.
+    """
     options = _parser().parse_args(arguments)
     # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):  # a line for every request
+        logging.getLogger(client).setLevel(logging.WARNING)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         options.stage(options)
     except (ValueError, OSError) as error:
         _refuse(options.name, str(error))
-    except RuntimeError as error:
-        if "out of memory" not in str(error):
+    except KeyboardInterrupt as stop:
+        number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        print(f"residual_mass {options.name}: stopped by {number.name}; started again, it goes on", file=sys.stderr)
+        sys.exit(128 + number)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
-        _refuse(options.name, f"{error}; lower batch_tokens (generate) or phi.queries_per_step (train)")
+        remedy = LESS_MEMORY.get(options.name, "run it where there is more memory")
+        _refuse(options.name, f"{error or 'out of memory'}; {remedy}")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which batch systems send before they kill: the same as Ctrl-C but for the exit status."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
 
 
 def _refuse(stage: str, message: str) -> NoReturn:
-    print(f"residual_mass {stage}: error: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())
+    if len(line) > LONGEST:  # a damaged file's fields can be that long; what is wrong stands first, the remedy last
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    print(f"residual_mass {stage}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -111,7 +149,21 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("comparison", "picture"):
         stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="?")
     add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
+    text = "say whether results are what their records say, and belong to this code; exits with status 1 if one is not"
+    add("verify", _verify, text, spec=False)
+    stages.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
+    stages.choices["verify"].add_argument("--expected", type=Path, help="JSON of what the workflow would tell the jobs")
+    add("prefetch", _prefetch, "fetch what a study reads of the hub, or say what is missing", "assets")
+    add("doctor", _doctor, "say what this machine can run, and what it lacks", "assets")
     return parser
+
+
+def _use_free_gpu(backbone: BackboneSpec) -> None:
+    """Before anything starts CUDA, which looks once at what it may see."""
+    from residual_mass import gpus, preflight
+
+    if preflight.needs_gpu(backbone):
+        gpus.take(1)
 
 
 def _use_allotted_threads() -> None:
@@ -137,6 +189,8 @@ def _prompts(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     spec = parse_spec(TrainSpec, options.spec)
+    _use_free_gpu(spec.backbone)
+    require_writable(options.checkpoint, *options.out, options.log_csv)
     from residual_mass.training import trainer
 
     _use_allotted_threads()
@@ -151,6 +205,8 @@ def _join_training(options: argparse.Namespace) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     spec = parse_spec(GenerateSpec, options.spec)
+    _use_free_gpu(spec.backbone)
+    require_writable(options.store, options.out)
     from residual_mass.benchmarks import generate
 
     _use_allotted_threads()
@@ -172,6 +228,8 @@ def _join(options: argparse.Namespace) -> None:
 
 def _capture(options: argparse.Namespace) -> None:
     spec = parse_spec(CaptureSpec, options.spec)
+    _use_free_gpu(spec.backbone)
+    require_writable(options.heads, options.mass, options.rows)
     from residual_mass.diagnostics import capture
 
     _use_allotted_threads()
@@ -187,6 +245,8 @@ def _audit(options: argparse.Namespace) -> None:
 
 def _kernels(options: argparse.Namespace) -> None:
     spec = parse_spec(KernelsSpec, options.spec)
+    _use_free_gpu(spec.backbone)
+    require_writable(options.out)
     from residual_mass.diagnostics import kernels
 
     _use_allotted_threads()
@@ -202,6 +262,8 @@ def _findings(options: argparse.Namespace) -> None:
 
 def _map_errors(options: argparse.Namespace) -> None:
     spec = parse_spec(MapErrorsSpec, options.spec)
+    _use_free_gpu(spec.backbone)
+    require_writable(options.out)
     from residual_mass.diagnostics import map_errors
 
     _use_allotted_threads()
@@ -210,6 +272,8 @@ def _map_errors(options: argparse.Namespace) -> None:
 
 def _runtime(options: argparse.Namespace) -> None:
     spec = parse_spec(RuntimeSpec, options.spec)
+    _use_free_gpu(spec.backbone)
+    require_writable(options.out)
     from residual_mass.runtime import measure
 
     _use_allotted_threads()
@@ -220,6 +284,26 @@ def _estimate(options: argparse.Namespace) -> None:
     from residual_mass import estimate
 
     estimate.run(parse_spec(EstimateSpec, options.spec), options.results)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from residual_mass import verify
+
+    if not verify.run(options.results, options.expected):
+        sys.exit(1)
+
+
+def _prefetch(options: argparse.Namespace) -> None:
+    spec = parse_spec(PrefetchSpec, options.spec)
+    from residual_mass import prefetch
+
+    prefetch.run(spec, options.assets)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from residual_mass import doctor
+
+    doctor.run(parse_spec(DoctorSpec, options.spec), options.assets)
 
 
 def _table(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from residual_mass.core.estimators import estimator_named
+from residual_mass.hub_data import HubPart
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 """Those of the paper, in the order of its tables; `core.estimators` knows all."""
@@ -14,7 +15,7 @@ METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 
 def tokens_of(label: str) -> int:
     """`"4k"` is 4096 tokens; `"512"` is itself."""
-    match = re.fullmatch(r"([1-9]\d*)(k?)", label)
+    match = re.fullmatch(r"([1-9][0-9]{0,11})(k?)", label)
     if match is None:
         raise ValueError(f"length {label!r} is not a length label: write 512, 1k, 64k, ...")
     return int(match[1]) * (1024 if match[2] else 1)
@@ -363,6 +364,72 @@ class PlannedJob:
 class EstimateSpec:
     study: str
     jobs: tuple[PlannedJob, ...]
+
+
+@dataclass(frozen=True)
+class ModelNeed:
+    """A model on the hub."""
+
+    model_id: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class StreamNeed:
+    """How far trainings read into a corpus on the hub."""
+
+    corpus: str
+    tokenizer: str
+    """Label of what counts the tokens: the tokenizer of the model below; its fields are those of BackboneSpec."""
+    model_id: str
+    revision: str
+    source: Literal["assets", "hub", "random"]
+    seed: int
+    slots: int
+    """Parallel streams; `tokens` are those of each."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PrefetchSpec:
+    """What the jobs of a study read of the hub."""
+
+    study: str
+    models: tuple[ModelNeed, ...]
+    parts: tuple[HubPart, ...]
+    """Parts of data sets that are read whole."""
+    streams: tuple[StreamNeed, ...]
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file that a study makes of a backbone, as a look at the room on the disk sees it."""
+
+    path: str
+    kind: Literal["prompts", "maps", "generations", "rows"]
+    backbone: str
+    tokens: int = 0
+    """Of prompts all, of generations at most, of captured rows the keys."""
+    rows: int = 0
+    """Of generations."""
+    from_hub: bool = False
+    """Whether prompts are examples of the hub's."""
+    maps: tuple[MapSpec, ...] = ()
+    """Shapes of the feature maps that one job trains; the file is the first of theirs."""
+
+
+@dataclass(frozen=True)
+class StudyNeeds:
+    name: str
+    backbones: tuple[BackboneSpec, ...]
+    hub: PrefetchSpec
+    files: tuple[PlannedFile, ...]
+    """The large ones."""
+
+
+@dataclass(frozen=True)
+class DoctorSpec:
+    studies: tuple[StudyNeeds, ...]
 
 
 @dataclass(frozen=True)

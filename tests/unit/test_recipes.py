@@ -42,7 +42,7 @@ NUMERIC = {
     "audit": ["backbones/phi_maps.py", "diagnostics/audit.py"],
     "runtime": [*MODEL, *ACCOUNTING, "backbones/prefill.py", "backbones/static_decode.py", "core/estimators.py",
                 *(f"core/fused/{n}.py" for n in ("__init__", "cache", "torch_path", "triton_kernels", "triton_path")),
-                *(f"runtime/{n}.py" for n in ("measure", "prototype", "traffic"))],
+                *(f"runtime/{n}.py" for n in ("measure", "memory", "prototype", "traffic"))],
     "findings": [f"diagnostics/{n}.py" for n in ("claims", "claim_statistics", "findings", "resampling", "settings")],
 }  # fmt: skip
 

@@ -495,7 +495,8 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
         set_phi(checkout, study, gpus=2, sequences_per_step=4)
     run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
     # The mini study's backbone runs on the CPU, in one process.
-    assert launchers(run) == ["python", *["torchrun --standalone --nproc-per-node 2"] * 3], run.output
+    on_two = "python -m residual_mass.gpus 2 torchrun --standalone --nproc-per-node 2"
+    assert launchers(run) == ["python", *[on_two] * 3], run.output
     on_one = dry_run(checkout, *targets, "--resources", "gpu=1", snakefile=checkout / "Snakefile")
     assert launchers(on_one) == ["python"] * 4 and on_one.commands == run.commands
     assert {s.sequences_per_step for s in specs(run, "train", TrainSpec)} == {4}
@@ -503,7 +504,7 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
 
 
 def launchers(run: Run) -> list[str]:
-    return sorted(re.findall(r"^Shell command: (.*?) -m residual_mass train ", run.output, re.MULTILINE))
+    return sorted(re.findall(r"^Shell command: exec (.*?) -m residual_mass train ", run.output, re.MULTILINE))
 
 
 def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:

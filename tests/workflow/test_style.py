@@ -13,6 +13,8 @@ import pytest
 import yaml
 from runs import ROOT, snakemake
 
+PRINTING = ("estimate", "doctor", "verify", "prefetch")
+"""Rules that print, and make no file."""
 SCHEMAS = sorted((ROOT / "workflow" / "schemas").glob("*.schema.yaml"))
 
 
@@ -63,7 +65,7 @@ def test_every_rule_says_where_it_logs_and_what_it_takes() -> None:
     for rule in (text for text in rules if "shell:" in text):
         name = rule.partition(":")[0]
         directives = ["log", "conda", "threads", "resources", "message"]
-        directives += ["input", "output", "benchmark"] * (name != "estimate")  # it prints, and makes nothing
+        directives += ["input", "output", "benchmark"] * (name not in PRINTING)
         for directive in directives + ["params"] * ("{params." in rule):
             assert f"\n    {directive}:" in rule, f"{name} has no {directive}"
         assert re.search(r"> {log} 2>&1|2>&1 \| tee {log}", rule), name

@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jsonschema
 import referencing
 import yaml
-from residual_mass import preflight
+from residual_mass import prefetch, preflight, slurm
 from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core import estimators
@@ -32,6 +33,7 @@ from residual_mass.specs import (
     BackboneSpec,
     CaptureSpec,
     ComparisonSpec,
+    DoctorSpec,
     DocumentSpec,
     EstimateSpec,
     FigureSpec,
@@ -54,6 +56,9 @@ from residual_mass.specs import (
 
 def checked(data: Any, schema: str, where: str) -> Any:
     """`data` if it fits the schema, else the end of the run in one line."""
+    for text in texts_in(data):
+        if re.search(r"[\x00-\x1f\x7f]", text):  # a pattern of a schema lets a line break at the end pass
+            sys.exit(f"{where}: {text!r} has a line break or another control character; write it without")
     schemas = {
         path.name: yaml.safe_load(path.read_text(encoding="utf-8"))
         for path in (ROOT / "workflow/schemas").glob("*.schema.yaml")
@@ -65,6 +70,16 @@ def checked(data: Any, schema: str, where: str) -> Any:
         key = ".".join(map(str, error.absolute_path))
         sys.exit(f"{where}: {key}{': ' * bool(key)}{error.message}; config/README.md explains the keys")
     return data
+
+
+def texts_in(data: Any) -> Iterator[str]:
+    """Every key and every text."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, list):
+        yield from itertools.chain.from_iterable(map(texts_in, data))
+    elif isinstance(data, dict):
+        yield from itertools.chain.from_iterable(map(texts_in, (*data, *data.values())))
 
 
 def load_study(path: Path) -> dict[str, Any]:
@@ -90,6 +105,10 @@ def contradictions() -> Iterator[str]:
                 yield f"{where}.context: {backbone.context} tokens, but study {backbone.study} has the length {length}"
         if (other := tokenizer_owner(backbone.tokenizer)).study != backbone.study:
             yield f"{where}.tokenizer: {backbone.tokenizer} is of study {other.study}; backbones share one within a study"
+        if backbone.source == "hub" and not re.fullmatch("[0-9a-f]{40}", backbone.revision):
+            yield f"{where}.revision: {backbone.revision} may move; write the commit, 40 digits and letters a to f"
+    for name in (name for name in STUDIES if not re.fullmatch("[A-Za-z0-9_][A-Za-z0-9_-]*", name)):
+        yield f"config/studies: {f'{name}.yaml'!r}: a study's name has letters, digits, _ and - alone; rename the file"
     if PUBLISHED in STUDIES:
         yield f"config/studies/{PUBLISHED}.yaml: that name is for the tables with the paper's own values; rename the study"
     if config["study"] not in STUDIES:
@@ -283,6 +302,8 @@ PUBLISHED = "published"
 MOST_PANELS = 6
 """Panels that a figure with one for every corpus and length has room for."""
 
+if str(config.get("offline")).lower() in ("true", "false"):  # on the command line Snakemake takes true for a word
+    config["offline"] = str(config["offline"]).lower() == "true"
 checked(config, "config", "configuration")
 STUDIES = {path.stem: load_study(path) for path in sorted((ROOT / "config/studies").glob("*.yaml"))}
 BACKBONES = {

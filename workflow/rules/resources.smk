@@ -6,9 +6,12 @@ def gpus(wildcards: Any) -> int:
 
 
 def half_of_the_cores(wildcards: Any) -> int:
-    """Threads of a job: a small model gains little from a second core, so without a GPU two jobs share the machine."""
-    cores = workflow.cores
-    return 8 if gpus(wildcards) or not cores else max(1, min(8, cores // 2))
+    """Threads of a job: a small model gains little from a second core, so without a GPU two jobs share the machine.
+
+    A cluster has no number of cores, and what a job sees there has been given to it alone.
+    """
+    cores = workflow.resource_settings.cores
+    return 8 if gpus(wildcards) or workflow.remote_exec or not cores else max(1, min(8, cores // 2))
 
 
 def training_gpus(wildcards: Any) -> int:
@@ -29,8 +32,11 @@ def launcher(wildcards: Any, resources: Any) -> str:
     """What starts a training's processes.
 
     As a function of the resources it is no reason to train again: another number of GPUs leaves the spec as it is.
+    Without exec, the shell in between would die of the SIGTERM that asks for a checkpoint, and Snakemake with it.
     """
-    return "python" if resources.gpu < 2 else f"torchrun --standalone --nproc-per-node {resources.gpu}"
+    if resources.gpu < 2:
+        return "exec python"
+    return f"exec python -m residual_mass.gpus {resources.gpu} torchrun --standalone --nproc-per-node {resources.gpu}"
 
 
 def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:
@@ -40,3 +46,9 @@ def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:
         return there if gpus(wildcards) else otherwise
 
     return choose
+
+
+def sites() -> set[tuple[str, str]]:
+    """Partition and account of every job that is to be submitted; each "" where none is given."""
+    jobs = (job for job in workflow.dag.needrun_jobs() if not job.is_local)
+    return {tuple(str(job.resources.get(f"slurm_{key}") or "") for key in ("partition", "account")) for job in jobs}

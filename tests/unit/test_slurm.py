@@ -1,0 +1,88 @@
+"""What keeps a run from SLURM, told by commands that answer as SLURM 22.05 does; tests/cluster has the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residual_mass import slurm
+
+NO_ACCOUNTS = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+REFUSED = (
+    "case \"$*\" in *night*) echo 'sbatch: error: invalid partition specified: night' >&2;"
+    " echo 'allocation failure: Invalid partition name specified' >&2; exit 1;; esac"
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that there is to run: SLURM with accounting and a partition `gpu`."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answers(tmp_path, sacct="", sbatch=REFUSED, scontrol=remembering(300), squeue="")
+    return tmp_path
+
+
+def answers(cluster: Path, **scripts: str) -> None:
+    for name, script in scripts.items():
+        (cluster / name).write_text(f"#!/bin/sh\n{script}\n")
+        (cluster / name).chmod(0o755)
+
+
+def remembering(seconds: int) -> str:
+    return f"echo 'MessageTimeout          = 10 sec'; echo 'MinJobAge               = {seconds} sec'"
+
+
+def test_a_cluster_with_accounting_lacks_nothing(cluster: Path) -> None:
+    for asked in ("sacct", "squeue"):
+        assert slurm.problems(asked, [("gpu", "myproject"), ("", "")]) == []
+    answers(cluster, scontrol=remembering(60))
+    assert slurm.problems("sacct", [("gpu", "")]) == []
+
+
+def test_without_slurm_there_is_one_line(cluster: Path) -> None:
+    (cluster / "sbatch").unlink()
+    (line,) = slurm.problems("sacct", [("gpu", "")])
+    assert line.startswith("no sbatch here: ")
+
+
+def test_without_accounting_sacct_is_refused_and_so_is_an_account(cluster: Path) -> None:
+    answers(cluster, sacct=NO_ACCOUNTS)
+    assert slurm.problems("squeue", [("gpu", "")]) == []
+    (line,) = slurm.problems("sacct", [("gpu", "")])
+    assert line.startswith("sacct does not answer (Slurm accounting storage is disabled)") and "squeue" in line
+    (line,) = slurm.problems("squeue", [("gpu", "myproject")])
+    assert line.startswith("slurm_account is myproject, but there are no accounts here: remove it from ")
+    (cluster / "sacct").unlink()
+    assert slurm.problems("squeue", [("gpu", "")]) == []
+
+
+@pytest.mark.parametrize(("says", "seconds"), [(remembering(239), 239), ("exit 1", 0)])
+def test_jobs_that_would_be_forgotten_too_soon(says: str, seconds: int, cluster: Path) -> None:
+    answers(cluster, sacct=NO_ACCOUNTS, scontrol=says)
+    (line,) = slurm.problems("squeue", [("gpu", "")])
+    assert line.startswith(f"SLURM forgets finished jobs after {seconds} s (MinJobAge)") and "\n" not in line
+    answers(cluster, scontrol=remembering(240))
+    assert slurm.problems("squeue", [("gpu", "")]) == []
+
+
+def test_every_partition_that_is_refused_is_named_once(cluster: Path) -> None:
+    (line,) = slurm.problems("sacct", [("night", "a"), ("gpu", "a"), ("night", "a")])
+    assert line.startswith("sbatch refuses partition 'night', account 'a' (allocation failure: Invalid partition name")
+    assert line.endswith(f"edit {slurm.PROFILE}")
+
+
+def test_jobs_of_an_earlier_run_are_named(cluster: Path) -> None:
+    here = Path("/data/my study|1")
+    lines = [
+        f"7|rule_generate_wildcards_ruler_1b_4k|{here}",
+        f"8|(null)|{here}",  # the user's own, Snakemake itself perhaps
+        "9|rule_train_wildcards_1b_4k|/data/another",
+        f"12|rule_train_wildcards_1b_4k|{here}",
+    ]
+    answers(cluster, squeue="\n".join(f"echo '{line}'" for line in lines))
+    (line,) = slurm.unfinished(here)
+    assert "`squeue --jobs 7,12`" in line and "`scancel 7 12`" in line and "\n" not in line
+    assert slurm.unfinished(Path("/data/third")) == []
+    (cluster / "squeue").unlink()
+    assert slurm.unfinished(here) == []

@@ -1,0 +1,78 @@
+"""What the profiles decide by themselves, and what docs/clusters.md says of the rules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import ROOT, snakemake
+from snakemake.profiles import ProfileConfigFileParser
+
+PROFILES = ROOT / "workflow" / "profiles"
+
+
+def profile(name: str) -> dict[str, object]:
+    with open(PROFILES / name / "config.yaml") as stream:
+        return ProfileConfigFileParser().parse(stream)
+
+
+@pytest.mark.parametrize(("status", "asked"), [(0, "sacct"), (1, "squeue"), (None, "squeue")])
+def test_sacct_is_asked_where_it_answers(
+    status: int | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tool in ("sh", "timeout"):
+        (tmp_path / tool).symlink_to(Path("/usr/bin", tool))
+    if status is not None:
+        (tmp_path / "sacct").write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    decided = profile("slurm")
+    assert decided["slurm-status-command"] == asked
+    accounts = [line for line in decided["default-resources"] if line.startswith("slurm_account=")]
+    assert accounts == ["slurm_account=myproject"] * (asked == "sacct")
+    assert {"slurm_partition=gpu", "nodes=1"} <= set(decided["default-resources"])
+
+
+@pytest.mark.parametrize(("named", "count"), [("2,3,5", 3), ("0", 1)])
+def test_the_gpus_that_may_be_used_are_counted(named: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert profile("h200")["resources"] == [f"gpu={count}"]
+
+
+def test_without_slurm_its_profile_is_refused_before_the_first_job(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("sh", "bash", "which", "timeout"):
+        (tools / tool).symlink_to(Path("/usr/bin", tool))
+    folder = tmp_path / "study"
+    (folder / "results" / "assets").mkdir(parents=True)
+    (folder / "results" / "assets" / "manifest.json").write_text("{}")
+    run = snakemake(
+        folder, "results/phi/smol_2k.safetensors", "--workflow-profile", str(PROFILES / "slurm"), PATH=str(tools)
+    )
+    assert run.code == 1 and "submitted" not in run.output
+    assert "no sbatch here: run on a machine that submits to SLURM, or without the profile slurm" in run.said[-1]
+
+
+def test_the_documented_site_settings_name_every_submitted_rule() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.DOTALL)
+    settings = yaml.safe_load(block)["set-resources"]
+    rules = submitted_rules()
+    assert set(settings) == set(rules)
+    for name, text in rules.items():
+        assert ("gpu_model" in settings[name]) == ("gpu=" in text) == ("slurm_partition" not in settings[name]), name
+
+
+def submitted_rules() -> dict[str, str]:
+    """Text of every rule that is no local one, with that of the rule it is made from."""
+    texts: dict[str, str] = {}
+    for path in sorted((ROOT / "workflow" / "rules").glob("*.smk")):
+        parts = re.split(r"^(?=rule |use rule )", path.read_text(), flags=re.MULTILINE)
+        for part in parts[1:]:
+            if derived := re.match(r"use rule (\w+) as (\w+) with:", part):
+                texts[derived[2]] = texts[derived[1]] + part
+            else:
+                texts[part.split()[1].rstrip(":")] = part
+    return {name: text for name, text in texts.items() if "localrule: True" not in text}
