@@ -118,7 +118,8 @@ onstart:
         lacking += typesetting.problems()
     if workflow.executor_plugin.name == "slurm":
         lacking += slurm.problems(workflow.executor_settings.status_command, sites())
-    lacking += slurm.unfinished(Path.cwd())
+    if any(job.output for job in jobs):
+        lacking += slurm.unfinished(Path.cwd())
     kept = {path for job in jobs for path in job.input} - {path for job in jobs for path in job.output}
     lacking += preflight.from_the_future(map(Path, kept))
     lacking += preflight.unwritable(Path(path) for job in jobs for path in job.output)
@@ -126,3 +127,5 @@ onstart:
         sys.exit("; ".join(lacking))
     if any(job.rule.name == "verify" for job in jobs):
         write_expected()
+    if any(job.rule.name == "doctor" for job in jobs):
+        write_doctor_spec()

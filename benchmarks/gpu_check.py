@@ -25,8 +25,11 @@ from pathlib import Path
 from residual_mass.files import csv_text, write_text
 
 PARTS = Path(__file__).with_name("gpu_parts.py")
+ROOT = Path(__file__).parents[1]
 MINUTES = 7.5
 """For all parts together; what has not started by then is left out, and what runs is ended."""
+KILL_SECONDS = 10
+"""For a part to go after it was killed."""
 LOG_LINES = 25
 """Of what a part that failed wrote to its error stream."""
 STEP_AIMS = {"1b": 2.5, "3b": 5.0}
@@ -67,6 +70,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--minutes", type=float, default=MINUTES)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running part is ended
     about = run_part(part(options.device, "The device", "about", 120), 120)
     if about.failure:
         raise SystemExit((about.log.splitlines() or [about.failure])[-1])
@@ -90,7 +94,7 @@ def plan(device: str) -> list[Part]:
         places = ("--shape", shape, "--contexts", *contexts, "--batches", *batches)
         parts.append(part(device, f"Kernels, one layer of {shape}", "kernels", 90, *places))
     for shape, dtype in itertools.product(shapes[:1], ("float32", "bfloat16")):
-        where = ("--shape", shape, "--contexts", contexts[1], "--dtype", dtype)
+        where = ("--shape", shape, "--contexts", contexts[0], "--dtype", dtype)
         parts.append(part(device, f"Whole steps agree, {shape} in {dtype}", "agreement", 90, *where))
     for shape in shapes:
         places = ("--shape", shape, "--contexts", *contexts, "--batches", *batches)
@@ -126,17 +130,37 @@ def run_part(one: Part, seconds: float) -> Outcome:
         with open(text, "wb") as out, open(log, "wb") as errors:
             command = [*one.command, "--rows", str(rows)]
             process = subprocess.Popen(command, stdout=out, stderr=errors, start_new_session=True)
+            failure = "interrupted"
             try:
                 failure = _failure(process.wait(seconds))
             except subprocess.TimeoutExpired:
                 failure = f"ended after {seconds:.0f} s, which were all it had"
             finally:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                    failure += _ended(process)
         said, told = (path.read_text(encoding="utf-8", errors="replace").rstrip() for path in (text, log))
-        log_end = "\n".join(told.splitlines()[-LOG_LINES:])
+        if said.count("```") % 2:
+            said += "\n```"  # its end was not reached
+        log_end = _without_places("\n".join(told.splitlines()[-LOG_LINES:]))
         return Outcome(one.title, said, _rows(rows), failure, log_end, time.monotonic() - started)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """Ends a part and all that it started; what is to be said if that takes long, as it may in a faulty driver."""
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ", and could not be ended"
+    return ""
+
+
+def _without_places(log: str) -> str:
+    """A log with files named as on any machine: snapshots are published."""
+    for place, name in ((sys.prefix, "(python)"), (sys.base_prefix, "(python)"), (ROOT, "."), (Path.home(), "~")):
+        if str(place) != "/":
+            log = re.sub(rf"{re.escape(str(place))}(?=/|\b)", name, log)
+    return log
 
 
 def _failure(status: int) -> str:

@@ -27,7 +27,7 @@ from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_
 from residual_mass.core.selection import largest
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
-from residual_mass.provenance import device_name
+from residual_mass.provenance import code_version, device_name
 from residual_mass.runtime.measure import COLUMNS, measure
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, seconds_of
@@ -77,7 +77,6 @@ def main() -> None:
 
 
 def about(options: argparse.Namespace) -> Iterator[str]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     yield f"# {device_name(options.device)}"
     yield ""
     if options.device.type == "cuda":
@@ -94,7 +93,8 @@ def about(options: argparse.Namespace) -> Iterator[str]:
 
         versions.append(f"Triton {triton.__version__}")
     yield f"* {', '.join(versions)}"
-    yield f"* commit {commit.stdout.strip() or 'unknown'}"
+    code = code_version()
+    yield f"* version {code['version']}, commit {code['commit'] or 'unknown'}{', changed' if code['changed'] else ''}"
 
 
 def ceilings(options: argparse.Namespace) -> Iterator[str]:

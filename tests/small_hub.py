@@ -124,6 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404, "EntryNotFound")
         content = repository.files[inner]
         first = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or ["", "0"])[1])
+        if first > len(content):
+            return self._fail(416, "")
         self.send_response(206 if first else 200)
         self.send_header("X-Repo-Commit", repository.commit if revision == "main" else revision)
         self.send_header("ETag", f'"{_hash(inner, content)}"')

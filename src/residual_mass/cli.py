@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     for client in ("httpx", "httpx2"):  # a line for every request
         logging.getLogger(client).setLevel(logging.WARNING)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    unheeded = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if unheeded:
         signal.signal(signal.SIGTERM, _terminate)
     try:
         options.stage(options)
@@ -83,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         remedy = LESS_MEMORY.get(options.name, "run it where there is more memory")
         _refuse(options.name, f"{error or 'out of memory'}; {remedy}")
+    finally:
+        if unheeded:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Terminated(KeyboardInterrupt):
@@ -154,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     stages.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
     stages.choices["verify"].add_argument("--expected", type=Path, help="JSON of what the workflow would tell the jobs")
     add("prefetch", _prefetch, "fetch what a study reads of the hub, or say what is missing", "assets")
-    add("doctor", _doctor, "say what this machine can run, and what it lacks", "assets")
+    add("doctor", _doctor, "say what this machine can run, and what it lacks", "spec-file", "assets", spec=False)
     return parser
 
 
@@ -182,6 +186,7 @@ def _assets(options: argparse.Namespace) -> None:
 
 def _prompts(options: argparse.Namespace) -> None:
     spec = parse_spec(PromptsSpec, options.spec)
+    require_writable(options.out)
     from residual_mass.benchmarks import prompts
 
     prompts.run(spec, options.assets, options.out)
@@ -189,8 +194,8 @@ def _prompts(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     spec = parse_spec(TrainSpec, options.spec)
-    _use_free_gpu(spec.backbone)
     require_writable(options.checkpoint, *options.out, options.log_csv)
+    _use_free_gpu(spec.backbone)
     from residual_mass.training import trainer
 
     _use_allotted_threads()
@@ -205,8 +210,8 @@ def _join_training(options: argparse.Namespace) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     spec = parse_spec(GenerateSpec, options.spec)
-    _use_free_gpu(spec.backbone)
     require_writable(options.store, options.out)
+    _use_free_gpu(spec.backbone)
     from residual_mass.benchmarks import generate
 
     _use_allotted_threads()
@@ -228,8 +233,8 @@ def _join(options: argparse.Namespace) -> None:
 
 def _capture(options: argparse.Namespace) -> None:
     spec = parse_spec(CaptureSpec, options.spec)
-    _use_free_gpu(spec.backbone)
     require_writable(options.heads, options.mass, options.rows)
+    _use_free_gpu(spec.backbone)
     from residual_mass.diagnostics import capture
 
     _use_allotted_threads()
@@ -238,6 +243,7 @@ def _capture(options: argparse.Namespace) -> None:
 
 def _audit(options: argparse.Namespace) -> None:
     spec = parse_spec(AuditSpec, options.spec)
+    require_writable(options.out)
     from residual_mass.diagnostics import audit
 
     audit.run(spec, options.rows, options.heads, options.phi, options.out)
@@ -245,8 +251,8 @@ def _audit(options: argparse.Namespace) -> None:
 
 def _kernels(options: argparse.Namespace) -> None:
     spec = parse_spec(KernelsSpec, options.spec)
-    _use_free_gpu(spec.backbone)
     require_writable(options.out)
+    _use_free_gpu(spec.backbone)
     from residual_mass.diagnostics import kernels
 
     _use_allotted_threads()
@@ -262,8 +268,8 @@ def _findings(options: argparse.Namespace) -> None:
 
 def _map_errors(options: argparse.Namespace) -> None:
     spec = parse_spec(MapErrorsSpec, options.spec)
-    _use_free_gpu(spec.backbone)
     require_writable(options.out)
+    _use_free_gpu(spec.backbone)
     from residual_mass.diagnostics import map_errors
 
     _use_allotted_threads()
@@ -272,8 +278,8 @@ def _map_errors(options: argparse.Namespace) -> None:
 
 def _runtime(options: argparse.Namespace) -> None:
     spec = parse_spec(RuntimeSpec, options.spec)
-    _use_free_gpu(spec.backbone)
     require_writable(options.out)
+    _use_free_gpu(spec.backbone)
     from residual_mass.runtime import measure
 
     _use_allotted_threads()
@@ -303,7 +309,8 @@ def _prefetch(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> None:
     from residual_mass import doctor
 
-    doctor.run(parse_spec(DoctorSpec, options.spec), options.assets)
+    # Of all studies at once, which may be more than a command line holds.
+    doctor.run(parse_spec(DoctorSpec, options.spec_file.read_text(encoding="utf-8")), options.assets)
 
 
 def _table(options: argparse.Namespace) -> None:

@@ -66,7 +66,7 @@ class Machine:
 
     Attributes:
         memory: bytes of RAM that this process may use.
-        gpus_work: whether torch can use the GPUs; None where there are none.
+        gpu_fault: nothing where torch can use the GPUs or there are none, else why it cannot.
         hub: nothing where the Hugging Face hub answers, else why it does not.
         token: whether there is one; what it is, is nobody's business.
         slurm, accounting: whether jobs can be submitted, and whether `sacct` answers.
@@ -75,7 +75,7 @@ class Machine:
     cores: int
     memory: int
     gpus: tuple[Gpu, ...]
-    gpus_work: bool | None
+    gpu_fault: str
     hub: str
     token: bool
     slurm: bool
@@ -118,7 +118,7 @@ def look() -> Machine:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
         gpus=gpus,
-        gpus_work=_torch_has_gpu() if gpus else None,
+        gpu_fault=_gpu_fault() if gpus else "",
         hub=_why_no_hub(),
         token=get_token() is not None,
         slurm=slurm,
@@ -135,10 +135,12 @@ def _gpus() -> Iterator[Gpu]:
             yield Gpu(name.strip(), int(mebibytes) * 2**20)
 
 
-def _torch_has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+def _gpu_fault() -> str:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError where a library of CUDA's does not load
+        return f"torch cannot be imported ({' '.join(str(error).split())})"
+    return "" if torch.cuda.is_available() else f"torch {_version('torch')} cannot use the GPU"
 
 
 def _memory() -> int:
@@ -190,7 +192,7 @@ def _described(machine: Machine) -> Iterator[str]:
         "transformers": _version("transformers"),
         "CPU cores": str(machine.cores),
         "RAM": size(machine.memory),
-        "GPU": gpus + ("" if machine.gpus_work in (None, True) else ", which torch cannot use"),
+        "GPU": gpus + ("; " * bool(machine.gpu_fault)) + machine.gpu_fault,
         "Triton": f"{_version('triton')} (kernels of the fused decode; without it or a GPU torch does the same)",
         "Hugging Face": f"{machine.hub or 'reachable'}; {'a token is set' if machine.token else 'no token'}",
         "SLURM": slurm,
@@ -357,18 +359,18 @@ def size(number: int) -> str:
 def problems(study: StudyNeeds, machine: Machine, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
     """One line for everything that keeps a study from running here, with its remedy."""
     yield from preflight.problems(study.backbones, assets, asks_hub=not machine.hub)
-    yield from (problem for backbone in study.backbones for problem in _licence_problems(backbone, machine))
+    yield from (problem for backbone in study.backbones for problem in _licence_problems(backbone, machine, assets))
     yield from _memory_problems(study, machine, assets)
     yield from _hub_problems(study, machine, assets)
     yield from _disk_problems(study, needs, assets)
 
 
-def _licence_problems(backbone: BackboneSpec, machine: Machine) -> Iterator[str]:
+def _licence_problems(backbone: BackboneSpec, machine: Machine, assets: Path) -> Iterator[str]:
     """A token alone opens nothing: the licence of a gated model is accepted by its holder."""
-    if backbone.source != "hub" or machine.hub or not machine.token:
+    if backbone.source != "hub" or machine.hub or not machine.token or _has_weights(backbone, assets):
         return
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError
 
     try:
         HfApi().auth_check(backbone.model_id)
@@ -377,11 +379,18 @@ def _licence_problems(backbone: BackboneSpec, machine: Machine) -> Iterator[str]
             f"backbone {backbone.name}: the token has no access to {backbone.model_id}: accept the licence on the "
             "model's page under the account of the token"
         )
-    except (RepositoryNotFoundError, HfHubHTTPError):
-        yield (
-            f"backbone {backbone.name}: {backbone.model_id} is not on the hub, or the token is not valid: check "
-            "model_id, and make a new token with `hf auth login`"
-        )
+    except Exception as error:  # the clients of the library's versions raise unrelated classes
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403, 404):
+            yield (
+                f"backbone {backbone.name}: {backbone.model_id} is not on the hub, or the token is not valid: check "
+                "model_id, and make a new token with `hf auth login`"
+            )
+        else:
+            yield (
+                f"backbone {backbone.name}: the hub did not answer when asked for {backbone.model_id} "
+                f"({status or type(error).__name__}): try again later"
+            )
 
 
 def _memory_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Iterator[str]:
@@ -394,9 +403,9 @@ def _memory_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Itera
             yield f"{what} into a GPU here: use a machine with a larger one"
         if not preflight.has_slurm() and weights > machine.memory:
             yield f"{what} into the memory here: use a machine with more"
-        if on_gpu and machine.gpus_work is False and not preflight.has_slurm():
+        if on_gpu and machine.gpu_fault and not preflight.has_slurm():
             yield (
-                f"backbone {backbone.name}: torch {_version('torch')} cannot use the GPU: install a torch for CUDA "
+                f"backbone {backbone.name}: {machine.gpu_fault}: install a torch for CUDA "
                 "(`pip install torch` from its own index) that the driver supports"
             )
 

@@ -34,23 +34,25 @@ def replacing(path: Path) -> Iterator[Path]:
     removed. What killed processes left of earlier ones goes first.
 
     Raises:
-        OSError: the file cannot be written (a full disk, say); names it.
+        OSError: the file cannot be written (a full disk, say); names it. One of another file passes as it is.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         temporary, held = _temporary_of(path)
-        try:
+    try:
+        with naming(path, temporary):
             yield temporary
+        with naming(path):
             with open(temporary, "rb") as stream:
                 os.fsync(stream.fileno())
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; results are for sharing
             os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-            os.close(held)
+    finally:
+        temporary.unlink(missing_ok=True)
+        os.close(held)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -64,28 +66,35 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def claimed(path: Path) -> Iterator[bool]:
     """Keeps `path`, which need not exist, to this process until it is done or dead.
+
+    Yields:
+        Whether others are kept out: not on file systems that have no locks.
 
     Raises:
         ValueError: another living process has claimed it.
+        OSError: its folder cannot be written to; names it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     claim = path.with_name(f".{path.name}.lock")
     while True:
-        with open(claim, "wb") as stream:
-            hold(stream, path)
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stream = open(claim, "wb")
+        with stream:
+            locked = hold(stream, path)
             if not _is_named(stream.fileno(), claim):
                 continue  # its last holder removed it in between
             try:
-                yield
+                yield locked
             finally:
                 claim.unlink(missing_ok=True)
             return
 
 
-def hold(stream: IO[bytes], path: Path) -> None:
-    """Locks an open file until it is closed or this process dies; only warns on file systems that have no locks.
+def hold(stream: IO[bytes], path: Path) -> bool:
+    """Locks an open file until it is closed or this process dies; False, with a warning, on file systems that have no
+    locks.
 
     Raises:
         ValueError: another living process holds it; names `path`.
@@ -96,6 +105,8 @@ def hold(stream: IO[bytes], path: Path) -> None:
         raise ValueError(f"{path}: another job is writing to it; wait for that one or stop it") from None
     except OSError as error:
         logger.warning("%s: cannot be locked (%s); let no second job write to it", path, error.strerror)
+        return False
+    return True
 
 
 def require_writable(*paths: Path) -> None:
@@ -108,11 +119,16 @@ def require_writable(*paths: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Has an OSError within name `path` and the remedy."""
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Has an OSError within name `path` and the remedy; where it is written under a temporary name, only one that is of
+    this name, or of none as those of writing are.
+    """
     try:
         yield
     except OSError as error:
+        of = {str(name) for name in (error.filename, error.filename2) if name is not None}
+        if temporary is not None and of and str(temporary) not in of:
+            raise
         reason = error.strerror or str(error)
         remedy = "make room on its disk, or make its folder writable, and run this again"
         raise OSError(f"{path}: cannot be written ({reason}); what was there before is kept; {remedy}") from None

@@ -89,9 +89,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         take(int(sys.argv[1]))
-    except ValueError as error:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except (ValueError, OSError) as error:
         sys.exit(f"residual_mass.gpus: error: {error}")
-    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 if __name__ == "__main__":

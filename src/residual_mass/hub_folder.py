@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from residual_mass.files import read_json, sha256_of
@@ -46,6 +46,12 @@ class HubFolder:
     def folder(self, kind: Kind, repository: str) -> Path:
         return self.assets / FOLDERS[kind] / repository
 
+    def file(self, kind: Kind, repository: str, name: str) -> Path:
+        """Where a file of a repository lies; a name, which comes from the hub, must not lead out of the folder."""
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"{repository}: a file is named {name!r}, which leads out of its folder; choose another")
+        return self.folder(kind, repository) / name
+
     def model(self, model_id: str, revision: str) -> Path | None:
         """The folder of a model, every file of it checked; None where it was not prefetched.
 
@@ -81,7 +87,7 @@ class HubFolder:
 
     def checked(self, kind: Kind, repository: str, entry: dict[str, Any], name: str) -> Path:
         """A file of a repository, with the sha256 that the manifest vouches for."""
-        file = self.folder(kind, repository) / name
+        file = self.file(kind, repository, name)
         if (problem := self.problem(kind, repository, entry, name)) is not None:
             raise NotPrefetchedError(f"{problem}; {REMEDY}")
         if _sha256(file, file.stat().st_mtime_ns) != entry["files"][name]["sha256"]:
@@ -90,7 +96,7 @@ class HubFolder:
 
     def problem(self, kind: Kind, repository: str, entry: dict[str, Any], name: str) -> str | None:
         """What is wrong with a file as far as a glance tells: that it is not there, or of another size."""
-        file, size = self.folder(kind, repository) / name, entry["files"][name]["bytes"]
+        file, size = self.file(kind, repository, name), entry["files"][name]["bytes"]
         if not file.is_file():
             return f"{file}: no such file"
         found = file.stat().st_size
@@ -118,19 +124,24 @@ class StoredPart:
         """Number of data files on the hub."""
         return self.entry["parts"][key_of(self.part)]["shards"]
 
+    @property
+    def _files(self) -> dict[str, str]:
+        return self.entry["parts"][key_of(self.part)]["files"]
+
     def names(self) -> dict[int, str]:
         """Names of the files that were prefetched, by their place among all."""
-        files = self.entry["parts"][key_of(self.part)]["files"]
+        files = self._files
         return {int(number): files[number] for number in sorted(files, key=int)}
 
     def file(self, number: int) -> Path | None:
         """One data file, checked; None where it was not prefetched."""
-        name = self.names().get(number)
+        name = self._files.get(str(number))
         return None if name is None else self.hub.checked("data_sets", self.part.data_set, self.entry, name)
 
     def files(self) -> list[Path]:
         """All of them, checked."""
-        return [file for number in range(self.shards) if (file := self.file(number)) is not None]
+        names = self.names().values()
+        return [self.hub.checked("data_sets", self.part.data_set, self.entry, name) for name in names]
 
 
 def key_of(part: HubPart) -> str:

@@ -181,17 +181,15 @@ def run(spec: PrefetchSpec, assets: Path) -> None:
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     hub = HubFolder(assets)
-    damaged = list(_damaged(hub))
     if HF_HUB_OFFLINE:
-        told = [
-            f"{file}: not the file that its manifest vouches for (sha256)" for file in [*_altered(assets), *damaged]
-        ]
+        wrong = [*_altered(assets), *_damaged(hub)]
+        told = [f"{file}: not the file that its manifest vouches for (sha256)" for file in wrong]
         if lacking := [*problems(spec, assets), *(f"{each}; {REMEDY}" for each in told)]:
             raise ValueError("; ".join(lacking))
         log.info("%s holds everything that study %s reads, and every sha256 is right", assets, spec.study)
         return
     with claimed(hub.manifest):
-        Fetcher(hub, damaged).fetch(spec)
+        Fetcher(hub).fetch(spec)
     log.info("%s holds everything that study %s reads", assets, spec.study)
 
 
@@ -209,27 +207,26 @@ def _damaged(hub: HubFolder) -> Iterator[Path]:
     for kind, repositories in hub.content().items():
         for name, entry in repositories.items():
             for file, facts in entry["files"].items():
-                path = hub.folder(kind, name) / file
+                path = hub.file(kind, name, file)
                 if path.is_file() and sha256_of(path) != facts["sha256"]:
                     yield path
 
 
 class Fetcher:
-    """Fetches into one folder, and keeps its manifest."""
+    """Fetches into one folder, which is claimed, and keeps its manifest."""
 
-    def __init__(self, hub: HubFolder, damaged: Sequence[Path] = ()):
+    def __init__(self, hub: HubFolder):
         from huggingface_hub import HfApi
 
         self.hub, self.api, self.content = hub, HfApi(), hub.content()
         self.listed: dict[tuple[Kind, str, str], RepoFile] = {}
         self.shards: dict[HubPart, list[str]] = {}
-        for file in damaged:
-            log.warning("%s: not the file that was prefetched (sha256); fetched again", file)
-            file.unlink()
+        self.damaged = set(_damaged(hub))
 
     def fetch(self, spec: PrefetchSpec) -> None:
         """Asks for every repository before anything large is fetched, and tells the amount."""
         self._open(spec)
+        self._drop_old_parts()
         models = {need: self._model_files(need) for need in spec.models}
         parts = {part: self._files_of(part) for part in spec.parts}
         files = [("models", need.model_id, name) for need, names in models.items() for name in names]
@@ -246,6 +243,8 @@ class Fetcher:
             self._hold(part, dict(enumerate(names)))
         for need in spec.streams:
             self._stream(need)
+        for file in sorted(self.damaged):
+            log.warning("%s: not the file that was prefetched (sha256); study %s does not read it", file, spec.study)
 
     def save(self) -> None:
         """A model that is not whole is not written down; a data set is, for its commit."""
@@ -281,16 +280,25 @@ class Fetcher:
         entry = {"revision": revision or info.sha, "commit": info.sha, "licence": licence, "files": {}}
         return entry if kind == "models" else entry | {"parts": {}}
 
+    def _drop_old_parts(self) -> None:
+        """Nobody goes on with what was begun of a commit that is no longer kept to."""
+        for kind, repositories in self.content.items():
+            for name, entry in repositories.items():
+                for part in self.hub.folder(kind, name).rglob(".*.part"):
+                    if not part.name.endswith(_part_suffix(entry["commit"])):
+                        part.unlink()
+
     def _model_files(self, need: ModelNeed) -> list[str]:
         entry = self.content["models"][need.model_id]
         if entry["files"]:
             return list(entry["files"])
         with _asking(need.model_id):
-            names = self.api.list_repo_files(need.model_id, revision=entry["commit"])
+            listed = self.api.list_repo_files(need.model_id, revision=entry["commit"])
+        names = [name for name in listed if "/" not in name]
         chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
         if not any(name.endswith(".safetensors") for name in chosen):
             raise ValueError(f"{need.model_id}: has no weights as safetensors; choose a model that has")
-        return sorted(name for name in chosen if "/" not in name)
+        return sorted(chosen)
 
     def _files_of(self, part: HubPart) -> list[str]:
         """The data files of a part, in the order in which the library reads them."""
@@ -323,7 +331,9 @@ class Fetcher:
             by_split = {str(split): files for split, files in builder.config.data_files.items()}
         if part.split not in by_split:
             raise ValueError(f"data set {part}: has no such split, only {', '.join(by_split)}")
-        return [file.partition(f"@{commit}/")[2] for file in by_split[part.split]]
+        names = [file.partition(f"@{commit}/")[2] for file in by_split[part.split]]
+        assert all(names), "the library refuses files outside of the repository"
+        return names
 
     def _guessed(self, part: HubPart, number: int) -> list[int]:
         """Tokens of the documents of a shard, from its size alone."""
@@ -348,9 +358,11 @@ class Fetcher:
             repositories.setdefault((kind, repository), []).append(name)
         missing = 0
         for (kind, repository), names in repositories.items():
-            folder = self.hub.folder(kind, repository)
-            infos = self._infos(kind, repository, names)
-            missing += sum(info.size for info in infos if not _has_size(folder / info.path, info.size))
+            commit = self.content[kind][repository]["commit"]
+            for info in self._infos(kind, repository, names):
+                path = self.hub.file(kind, repository, info.path)
+                if path in self.damaged or not _has_size(path, info.size):
+                    missing += info.size - _begun(_part(path, commit), info)
         free = shutil.disk_usage(self.hub.assets).free
         log.info(
             "about %.3f GB in %d files are to be fetched; %.3f GB are free in %s",
@@ -368,16 +380,20 @@ class Fetcher:
             return self.content[kind][repository]["files"][name]
         (info,) = self._infos(kind, repository, [name])
         commit = self.content[kind][repository]["commit"]
-        path = self.hub.folder(kind, repository) / name
+        path = self.hub.file(kind, repository, name)
+        if path in self.damaged:
+            log.warning("%s: not the file that was prefetched (sha256); fetched again", path)
+            path.unlink()
+            self.damaged.remove(path)
         if not (_has_size(path, info.size) and _is_file(path, info)):
             log.info("%s: %s (%.3f GB)", repository, name, info.size / GB)
             _download(repository, REPO_TYPES[kind], commit, info, path)
         return {"bytes": info.size, "sha256": sha256_of(path)}
 
     def _has(self, kind: Kind, repository: str, name: str) -> bool:
-        """Whether a file is there that the manifest vouches for; damaged ones have been removed."""
-        known = name in self.content[kind][repository]["files"]
-        return known and (self.hub.folder(kind, repository) / name).is_file()
+        """Whether a file is there that the manifest vouches for."""
+        known, path = name in self.content[kind][repository]["files"], self.hub.file(kind, repository, name)
+        return known and path.is_file() and path not in self.damaged
 
     def _hold(self, part: HubPart, names: dict[int, str], **more: Any) -> None:
         """Fetches files of a part, given by their places, and writes down that they are there."""
@@ -477,8 +493,10 @@ def _download(repository: str, repo_type: str, commit: str, info: RepoFile, path
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
-    part = path.with_name(f".{path.name}.{commit[:8]}.part")
+    part = _part(path, commit)
     part.parent.mkdir(parents=True, exist_ok=True)
+    if not _begun(part, info):
+        part.unlink(missing_ok=True)
     url = hf_hub_url(repository, info.path, repo_type=repo_type, revision=commit)
     disable_progress_bars()
     with _asking(repository), open(part, "ab") as stream:
@@ -487,6 +505,21 @@ def _download(repository: str, repo_type: str, commit: str, info: RepoFile, path
         part.unlink()
         raise ValueError(f"{repository}: {info.path} came damaged (its hash is not the hub's); run prefetch again")
     part.replace(path)
+
+
+def _part(path: Path, commit: str) -> Path:
+    """Where a file grows while it is fetched."""
+    return path.with_name(f".{path.name}{_part_suffix(commit)}")
+
+
+def _part_suffix(commit: str) -> str:
+    return f".{commit[:8]}.part"
+
+
+def _begun(part: Path, info: RepoFile) -> int:
+    """Bytes of a file that were fetched by an interrupted call; none, where it holds more than the file has."""
+    size = part.stat().st_size if part.is_file() else 0
+    return size if size <= info.size else 0
 
 
 def _has_size(file: Path, size: int) -> bool:

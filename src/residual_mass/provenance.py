@@ -97,7 +97,7 @@ def beside(output: Path) -> Path:
 
 def named(path: Path) -> str:
     """A file as records name it: as seen from the working directory, or from `~` where only that is above it."""
-    path, here, home = Path(os.path.abspath(path)), Path.cwd(), Path.home()
+    path, here, home = Path(os.path.abspath(path)), Path.cwd(), Path(os.path.expanduser("~"))
     if path.is_relative_to(home) and not here.is_relative_to(home):
         return f"~/{path.relative_to(home).as_posix()}"
     return Path(os.path.relpath(path, here)).as_posix()
@@ -115,22 +115,22 @@ def device_name(device: torch.device) -> str:
 @functools.cache
 def code_version() -> dict[str, Any]:
     """The package's `version`; in a git checkout the `commit`, and whether the package's own files are `changed` since;
-    None elsewhere.
+    None where git does not say.
     """
     package = Path(__file__).parent
     # A checkout of something else may hold the environment that this package is installed in.
     ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     commit = _git(package, "rev-parse", "HEAD") if ours else None
-    changed = None if commit is None else bool(_git(package, "status", "--porcelain", "--", "."))
-    return {"version": __version__, "commit": commit, "changed": changed}
+    status = _git(package, "status", "--porcelain", "--", ".") if ours else None
+    return {"version": __version__, "commit": commit, "changed": None if status is None else bool(status)}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git says of a folder; None where there is no git, no checkout or no answer."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
 

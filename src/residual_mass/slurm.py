@@ -32,11 +32,8 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
             f"sacct does not answer ({accounting}), and Snakemake would wait for its jobs for ever: "
             f"set slurm-status-command: squeue, as {PROFILE} does by itself"
         )
-    if status_command == "squeue" and accounting and (remembered := min_job_age()) < REMEMBERED:
-        found.append(
-            f"SLURM forgets finished jobs after {remembered} s (MinJobAge) and keeps no accounts (sacct), so that "
-            f"Snakemake would wait for them for ever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
-        )
+    if status_command == "squeue" and accounting:
+        found += _forgetfulness(min_job_age())
     for partition, account in sorted(set(sites)):
         if account and accounting:
             found.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
@@ -60,15 +57,30 @@ def unfinished(folder: Path) -> list[str]:
     ]
 
 
-def min_job_age() -> int:
-    """Seconds for which SLURM remembers a finished job; 0 where it does not say."""
+def min_job_age() -> int | None:
+    """Seconds for which SLURM remembers a finished job, 0 if for ever; None where it does not say."""
     found = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
+
+
+def _forgetfulness(remembered: int | None) -> list[str]:
+    if remembered == 0 or (remembered is not None and remembered >= REMEMBERED):
+        return []
+    after = "at a time that scontrol does not tell" if remembered is None else f"after {remembered} s"
+    return [
+        f"SLURM forgets finished jobs {after} (MinJobAge) and keeps no accounts (sacct), so that Snakemake would wait "
+        f"for them for ever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
+    ]
 
 
 def _refusal(partition: str, account: str) -> str:
+    """What SLURM has against the two; empty where it refuses this job for what the real ones may carry, a GPU or a
+    quality of service.
+    """
     given = [f"--partition={partition}"] * bool(partition) + [f"--account={account}"] * bool(account)
-    return _failure("sbatch", "--test-only", "--time=1", *given, "--wrap=true")
+    run = _run("sbatch", "--test-only", "--time=1", *given, "--wrap=true")
+    said = [line for line in run.stderr.splitlines() if re.search("invalid (partition|account)", line, re.IGNORECASE)]
+    return said[-1].strip() if run.returncode and said else ""
 
 
 def _failure(*command: str) -> str:

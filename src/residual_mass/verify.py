@@ -78,7 +78,7 @@ class Recorded:
     outputs: Mapping[str, str]
 
     def path(self, name: str) -> Path:
-        return Path(os.path.normpath(self.base / Path(name).expanduser()))
+        return Path(os.path.normpath(self.base / os.path.expanduser(name)))
 
 
 @dataclass
@@ -92,6 +92,7 @@ class Verifier:
     def verdict(self, path: Path) -> Verdict:
         path = Path(os.path.abspath(path))
         if path not in self.verdicts:
+            self.verdicts[path] = Verdict(STALE)  # holds meanwhile, for records that lead back to themselves
             self.verdicts[path] = self._judge(path)
         return self.verdicts[path]
 
@@ -113,7 +114,7 @@ class Verifier:
         yield from _other_recipe(record) if self.expected is None else self._unexpected(path, record)
         for name, recorded in record.inputs.items():
             source = record.path(name)
-            if (found := self._sha256(source)) != recorded:
+            if (found := self._sha256(source)) is None or found != recorded:
                 yield f"made from {name}, which is {'gone' if found is None else 'another one now'}"
             elif _has_record(name, source) and (verdict := self.verdict(source)).word != OK:
                 yield f"made from {name}, which is {'without record' if verdict.word == NO_RECORD else verdict.word}"
@@ -221,7 +222,7 @@ def _assets_record(manifest: Path) -> Recorded | None:
 
 def _has_record(name: str, source: Path) -> bool:
     """Whether an input is a result itself, or has a record though it lies elsewhere."""
-    return Path(name).parts[0] == RESULTS or beside(source).is_file() or source.name == MANIFEST
+    return Path(name).parts[:1] == (RESULTS,) or beside(source).is_file() or source.name == MANIFEST
 
 
 def _other_recipe(record: Recorded) -> Iterator[str]:

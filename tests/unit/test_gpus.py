@@ -90,6 +90,31 @@ def test_more_than_there_are_is_refused_in_one_line(tmp_path: Path) -> None:
     assert (holder.process.returncode, output, said) == (1, "", line)
 
 
+def test_what_cannot_be_run_or_locked_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / f"residual_mass_gpus_{os.getuid()}").write_text("in the way of the locks")
+    for visible, command in (("0", str(tmp_path / "none")), ("0,1", "true")):
+        run = subprocess.run(
+            [sys.executable, "-m", "residual_mass.gpus", "1", command],
+            env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 1 and run.stderr.startswith("residual_mass.gpus: error: [Errno"), run.stderr
+
+
+def test_a_stage_that_cannot_write_waits_for_no_gpu(tmp_path: Path) -> None:
+    backbone = BackboneSpec("big", "paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096)
+    spec = RuntimeSpec("paper", backbone, ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1)
+    (tmp_path / "file").write_text("")
+    flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "file" / "out.csv")]
+    run = subprocess.run(
+        [sys.executable, "-m", "residual_mass", "runtime", "--spec", to_json(spec), *flags],
+        env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2 and "GPU" not in run.stderr
+    assert not list(tmp_path.glob("residual_mass_gpus*"))
+
+
 def test_the_command_is_run_as_given(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "residual_mass.gpus", "1", "sh", "-c", 'printf "%s" "$0"; exit 7', "two words"]
     run = subprocess.run(

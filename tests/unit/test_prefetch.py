@@ -160,7 +160,7 @@ def with_assets(folder: Path) -> Path:
 def test_offline_equals_online(
     hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assets, empty = with_assets(tmp_path / "assets"), tmp_path / "empty"
+    assets, empty = with_assets(tmp_path / "a[1]b"), tmp_path / "empty"  # a name that is a pattern to some
     tokenizer, sequences = byte_tokenizer(), 40
 
     def read(folder: Path) -> dict[str, Any]:
@@ -205,6 +205,13 @@ def test_a_run_begun_online_goes_on_offline(hub: SmallHub, shut: Callable[[Small
     stream.sequence(11)
     position = json.loads(json.dumps(stream.position()))
     wanted = [stream.sequence(index) for index in range(12, 30)]
+    shutil.copytree(assets, tmp_path / "other")
+    content = read_json(assets / "hub.json")
+    content["data_sets"]["HuggingFaceFW/fineweb"]["parts"]["/train"]["shards"] += 1
+    write_json(tmp_path / "other/hub.json", content)
+    stream = HubStream("fineweb", byte_tokenizer(), 64, 0, hub=HubFolder(tmp_path / "other"))
+    line = error_of(lambda: stream.sequence(79))
+    assert f"the hub has {SHARDS} shards of HuggingFaceFW/fineweb, but the prefetched folder says {SHARDS + 1}" in line
     shut(hub)
     resumed = HubStream("fineweb", byte_tokenizer(), 64, 0, hub=HubFolder(assets))
     resumed.seek(position)
@@ -268,6 +275,13 @@ def test_an_interrupted_file_goes_on_where_it_stopped(
     assert part.stat().st_size == 1000
     hub.cuts = 0
     hub.fetched.clear()
+    files, folder = hub.repositories[f"models/{MODEL}"].files, tmp_path / "hub/models" / MODEL
+    (folder / ".config.json.deadbeef.part").write_bytes(b"of another commit")
+    (folder / f".tokenizer.json.{COMMIT[:8]}.part").write_bytes(files["tokenizer.json"] + b"and more")
+    wanted = {name for name in files if "/" not in name and name != "pytorch_model.bin"}
+    rest = sum(len(files[name]) for name in wanted if not (folder / name).is_file()) - 1000
+    usage = shutil._ntuple_diskusage(10**6, 10**6, rest)
+    monkeypatch.setattr(prefetch.shutil, "disk_usage", lambda path: usage)
     prefetch.run(ONLY_MODEL, tmp_path)
     assert (f"{MODEL}/model.safetensors", 1000) in hub.fetched
     assert f"{MODEL}/config.json" not in dict(hub.fetched)  # it was there
@@ -330,6 +344,43 @@ def test_a_server_error_is_told_without_the_token(hub: SmallHub, tmp_path: Path)
     line = error_of(lambda: prefetch.run(ONLY_MODEL, tmp_path))
     assert line.startswith(f"{MODEL}: cannot be fetched (HfHubHTTPError: ") and "503" in line
     assert TOKEN in hub.tokens  # it was sent, so it might have come back
+
+
+def test_a_message_that_holds_the_token_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+    def ask() -> None:
+        with prefetch._asking(MODEL):
+            raise ConnectionError(f"the proxy refused Bearer {TOKEN}")
+
+    assert "the proxy refused Bearer (the token)" in error_of(ask)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "data/../../x"])
+def test_names_that_lead_out_of_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+    """From the hub, and from a manifest."""
+    hub = HubFolder(tmp_path)
+    entry = {"commit": COMMIT, "revision": COMMIT, "files": {name: {"bytes": 1, "sha256": "0"}}}
+    write_json(hub.manifest, {"models": {MODEL: entry}, "data_sets": {}})
+    for call in (
+        lambda: hub.model(MODEL, COMMIT),
+        lambda: prefetch.problems(ONLY_MODEL, tmp_path),
+        lambda: prefetch.run(ONLY_MODEL, tmp_path),
+    ):
+        assert error_of(call).startswith(f"{MODEL}: a file is named {name!r}, which leads out of its folder")
+
+
+def test_files_elsewhere_are_not_prefetched(hub: SmallHub, tmp_path: Path) -> None:
+    name = "RMT-team/babilong-1k-samples"
+    elsewhere = f"{hub.address}/datasets/Salesforce/wikitext/resolve/main/lines/test-0.parquet"
+    hub.repositories[f"datasets/{name}"].files = {"README.md": card(**{"4k": {"qa1": elsewhere}})}
+    line = error_of(lambda: prefetch.run(PrefetchSpec("paper", (), (HubPart(name, "4k", "qa1"),), ()), tmp_path))
+    assert line.startswith(f"{name}: cannot be fetched (ValueError: Data files don't belong to {name}")
+
+
+def test_weights_in_an_inner_folder_are_none(hub: SmallHub, tmp_path: Path) -> None:
+    hub.repositories[f"models/{MODEL}"].files = {"config.json": b"{}", "model/weights.safetensors": b"inner"}
+    assert "has no weights as safetensors" in error_of(lambda: prefetch.run(ONLY_MODEL, tmp_path))
 
 
 def test_room_is_looked_at_first(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

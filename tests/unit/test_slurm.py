@@ -8,6 +8,7 @@ import pytest
 
 from residual_mass import slurm
 
+OTHERWISE = "echo 'sbatch: error: Batch job submission failed: Job violates accounting/QOS policy' >&2; exit 1"
 NO_ACCOUNTS = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 REFUSED = (
     "case \"$*\" in *night*) echo 'sbatch: error: invalid partition specified: night' >&2;"
@@ -57,19 +58,30 @@ def test_without_accounting_sacct_is_refused_and_so_is_an_account(cluster: Path)
     assert slurm.problems("squeue", [("gpu", "")]) == []
 
 
-@pytest.mark.parametrize(("says", "seconds"), [(remembering(239), 239), ("exit 1", 0)])
-def test_jobs_that_would_be_forgotten_too_soon(says: str, seconds: int, cluster: Path) -> None:
+@pytest.mark.parametrize(
+    ("says", "when"), [(remembering(239), "after 239 s"), ("exit 1", "at a time that scontrol does not tell")]
+)
+def test_jobs_that_would_be_forgotten_too_soon(says: str, when: str, cluster: Path) -> None:
     answers(cluster, sacct=NO_ACCOUNTS, scontrol=says)
     (line,) = slurm.problems("squeue", [("gpu", "")])
-    assert line.startswith(f"SLURM forgets finished jobs after {seconds} s (MinJobAge)") and "\n" not in line
-    answers(cluster, scontrol=remembering(240))
-    assert slurm.problems("squeue", [("gpu", "")]) == []
+    assert line.startswith(f"SLURM forgets finished jobs {when} (MinJobAge)") and "\n" not in line
+    for enough in (240, 0):  # 0 is for ever
+        answers(cluster, scontrol=remembering(enough))
+        assert slurm.problems("squeue", [("gpu", "")]) == []
 
 
 def test_every_partition_that_is_refused_is_named_once(cluster: Path) -> None:
     (line,) = slurm.problems("sacct", [("night", "a"), ("gpu", "a"), ("night", "a")])
     assert line.startswith("sbatch refuses partition 'night', account 'a' (allocation failure: Invalid partition name")
     assert line.endswith(f"edit {slurm.PROFILE}")
+
+
+def test_what_the_trial_lacks_and_the_jobs_may_have_is_no_refusal(cluster: Path) -> None:
+    answers(cluster, sbatch=OTHERWISE)
+    assert slurm.problems("sacct", [("gpu", "myproject")]) == []
+    answers(cluster, sbatch="echo 'allocation failure: Invalid account or account/partition combination' >&2; exit 1")
+    (line,) = slurm.problems("sacct", [("gpu", "other")])
+    assert line.startswith("sbatch refuses partition 'gpu', account 'other' (allocation failure: Invalid account")
 
 
 def test_jobs_of_an_earlier_run_are_named(cluster: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from residual_mass.files import read_json, sha256_of, write_json, write_text
 from residual_mass.provenance import Record, beside, device_name
 from residual_mass.recipes import RECIPES
 
+SOURCE = Path(provenance.__file__).parents[1]
 MANIFEST = Path("results/assets/manifest.json")
 SPEECH = Path("results/assets/corpora/sotu/a.txt")
 PROMPTS = Path("results/prompts/ruler_t_1k/manifest.json")
@@ -181,6 +183,14 @@ def test_a_damaged_record_is_none(text: str, study: Path, said: Said) -> None:
     assert said(JOINED)[str(JOINED)].startswith("no record: ")
 
 
+@pytest.mark.parametrize("name", [str(JOINED), "~nobody-of-that-name/x", "", "."])
+def test_a_record_that_names_what_no_stage_would_is_stale(name: str, study: Path, said: Said) -> None:
+    record = read_json(beside(JOINED))
+    path = Path(name)
+    write_json(beside(JOINED), record | {"inputs": {name: sha256_of(path) if path.is_file() else None}})
+    assert said(JOINED)[str(JOINED)].startswith(f"stale: made from {name}, which is ")
+
+
 def test_a_bumped_recipe_makes_its_results_stale(study: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     before = RECIPES["generate"]
     monkeypatch.setitem(RECIPES, "generate", before + 1)
@@ -331,6 +341,17 @@ def test_neither_tokens_nor_home_directories_are_recorded(
     assert said()["results/runtime_t.csv"] == "stale: made from ~/assets/manifest.json, which is another one now"
 
 
+def test_without_a_home_directory_names_are_those_from_the_working_directory(tmp_path: Path) -> None:
+    """As for a user whom the machine does not know."""
+    code = (
+        "import os, pwd; del os.environ['HOME']; pwd.getpwuid = {}.__getitem__;"
+        "from pathlib import Path; from residual_mass.provenance import named; print(named(Path('/data/a.csv')))"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r}); {code}"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.stdout == f"{os.path.relpath('/data/a.csv', tmp_path)}\n", run.stderr
+
+
 def test_a_name_starts_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "work").mkdir()
@@ -370,6 +391,11 @@ def test_the_commit_is_that_of_a_checkout_of_this_project_alone(tmp_path: Path) 
     with open(package / "files.py", "a", encoding="utf-8") as stream:
         stream.write("\n# changed\n")
     assert version_of(package)["changed"] is True
+    (tmp_path / "git").write_text(f'#!/bin/sh\ncase "$*" in *status*) exit 1;; esac\nexec {shutil.which("git")} "$@"\n')
+    (tmp_path / "git").chmod(0o755)
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        assert version_of(package) == {"version": "0.1.0", "commit": commit, "changed": None}
     installed = checkout / ".venv" / "residual_mass"
     shutil.copytree(package, installed)
     assert version_of(installed)["commit"] is None

@@ -40,9 +40,9 @@ class Run:
 
     @property
     def commands(self) -> list[list[str]]:
-        """Arguments of every `python -m residual_mass` (or `torchrun -m residual_mass`), in sorted order."""
-        torchrun = r"python -m residual_mass.gpus \d+ torchrun --standalone --nproc-per-node \d+"
-        start = rf"^Shell command: (?:exec )?(?:python|{torchrun}) -m residual_mass "
+        """Arguments of every `python -m residual_mass` (or through torchrun's module), in sorted order."""
+        torchrun = r"python -m torch\.distributed\.run --standalone --nproc-per-node \d+"
+        start = rf"^Shell command: (?:exec )?(?:python|python -m residual_mass\.gpus \d+ {torchrun}) -m residual_mass "
         lines = re.findall(rf"{start}(.*) > \S+ 2>&1$", self.output, re.MULTILINE)
         return sorted(shlex.split(line.replace('"$(dirname ', "").replace(')"', "")) for line in lines)
 
@@ -64,6 +64,15 @@ def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile
         check=False,
     )
     return Run(result.returncode, result.stdout)
+
+
+def without_gpus(folder: Path) -> str:
+    """PATH whose nvidia-smi finds no GPU, so that torch is not asked for one."""
+    programs = folder / "programs"
+    programs.mkdir(parents=True)
+    (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    return os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def dry_run(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile") -> Run:

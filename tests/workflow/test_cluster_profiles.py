@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_sacct_is_asked_where_it_answers(
     status: int | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for tool in ("sh", "timeout"):
-        (tmp_path / tool).symlink_to(Path("/usr/bin", tool))
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     if status is not None:
         (tmp_path / "sacct").write_text(f"#!/bin/sh\nexit {status}\n")
         (tmp_path / "sacct").chmod(0o755)
@@ -35,9 +36,13 @@ def test_sacct_is_asked_where_it_answers(
     assert {"slurm_partition=gpu", "nodes=1"} <= set(decided["default-resources"])
 
 
-@pytest.mark.parametrize(("named", "count"), [("2,3,5", 3), ("0", 1)])
-def test_the_gpus_that_may_be_used_are_counted(named: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+@pytest.mark.parametrize(("named", "count"), [("2,3,5", 3), ("0", 1), ("", 1), ("-1", 1), (None, 4)])
+def test_the_gpus_that_may_be_used_are_counted(named: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self] * 4))  # there are four
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert profile("h200")["resources"] == [f"gpu={count}"]
 
 
@@ -45,7 +50,7 @@ def test_without_slurm_its_profile_is_refused_before_the_first_job(tmp_path: Pat
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("sh", "bash", "which", "timeout"):
-        (tools / tool).symlink_to(Path("/usr/bin", tool))
+        (tools / tool).symlink_to(str(shutil.which(tool)))
     folder = tmp_path / "study"
     (folder / "results" / "assets").mkdir(parents=True)
     (folder / "results" / "assets" / "manifest.json").write_text("{}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from runs import snakemake
+from runs import snakemake, without_gpus
 
 SECRET = "hf_" + "Kq7" * 11
 
@@ -13,6 +13,7 @@ SECRET = "hf_" + "Kq7" * 11
 def test_it_works_on_a_bare_machine_and_keeps_the_token_to_itself(tmp_path: Path) -> None:
     """No assets, no network, the token set; `snakemake` makes every import of torch fail."""
     environment = {"HF_TOKEN": SECRET, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "huggingface")}
+    environment["PATH"] = without_gpus(tmp_path / "front")
     run = snakemake(tmp_path, "--cores", "1", "doctor", **environment)
     assert run.code == 0, run.output
     assert "offline: HF_HUB_OFFLINE is set; a token is set" in run.output

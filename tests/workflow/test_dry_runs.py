@@ -495,7 +495,7 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
         set_phi(checkout, study, gpus=2, sequences_per_step=4)
     run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
     # The mini study's backbone runs on the CPU, in one process.
-    on_two = "python -m residual_mass.gpus 2 torchrun --standalone --nproc-per-node 2"
+    on_two = "python -m residual_mass.gpus 2 python -m torch.distributed.run --standalone --nproc-per-node 2"
     assert launchers(run) == ["python", *[on_two] * 3], run.output
     on_one = dry_run(checkout, *targets, "--resources", "gpu=1", snakefile=checkout / "Snakefile")
     assert launchers(on_one) == ["python"] * 4 and on_one.commands == run.commands

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, configuration_error, dry_run, snakemake
+from runs import ROOT, configuration_error, dry_run, snakemake, without_gpus
 from tests.small_study import write_small_study
 
 HOSTILE = "a b'\"$(touch pwned)`touch pwned`;touch pwned;&& touch pwned|#\\x"
@@ -83,7 +83,7 @@ def retitled(checkout: Path, **backbone: Any) -> None:
 
 def test_a_stage_really_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: Path) -> None:
     run = snakemake(checkout, "--cores", "1", "paper_tables/published/loss_ablation.tex", "doctor",
-                    snakefile=checkout / "Snakefile")  # fmt: skip
+                    snakefile=checkout / "Snakefile", PATH=without_gpus(tmp_path / "front"))  # fmt: skip
     assert run.code == 0 and "\nStudies\n" in run.output, run.output
     assert (checkout / "paper_tables" / "published" / "loss_ablation.tex").read_text().startswith("%")
     assert_nothing_ran(tmp_path)

@@ -24,7 +24,7 @@ def test_lint_has_nothing_to_say(tmp_path: Path) -> None:
 
 
 def test_the_workflow_is_formatted() -> None:
-    command = [Path(sys.executable).parent / "snakefmt", "--check", "Snakefile", "workflow"]
+    command = [sys.executable, "-m", "snakefmt", "--check", "Snakefile", "workflow"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

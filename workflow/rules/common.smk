@@ -17,6 +17,7 @@ from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core import estimators
 from residual_mass.diagnostics import CWE
 from residual_mass.estimate import planned
+from residual_mass.files import write_text
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper import typesetting
 from residual_mass.paper.accounting_table import LABEL as ACCOUNTING_TABLE
@@ -346,6 +347,8 @@ def study_of(wildcards: Any) -> dict[str, Any]:
     }
     for kind in (kind for kind in options if kind in wildcards.keys()):
         known(kind, wildcards[kind], options[kind], where)
+    if "comparison" in wildcards.keys():
+        known("comparison", wildcards.comparison, ["mismatch", *config["ablations"]], "config/config.yaml")
     if "recipe" in wildcards.keys():
         known("recipe", wildcards.recipe, config["recipes"], "config/config.yaml")
     if "tasks" in wildcards.keys():

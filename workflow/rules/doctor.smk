@@ -16,9 +16,9 @@ rule doctor:
         mem_mb=1000,
         runtime=10,
     params:
-        spec=lambda wildcards: doctor_spec(),
+        spec=DOCTOR_SPEC,  # written when a run starts that has this job
         assets=str(ASSETS.parent),
     message:
         "Looking at what this machine can run"
     shell:
-        "python -m residual_mass doctor --spec {params.spec:q} --assets {params.assets:q} 2>&1 | tee {log}"
+        "python -m residual_mass doctor --spec-file {params.spec} --assets {params.assets:q} 2>&1 | tee {log}"

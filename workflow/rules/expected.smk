@@ -20,8 +20,8 @@ def expected(path: str, rule: Any) -> dict[str, Any]:
         return {"spec": {"pins": read_pins(ROOT / "config/assets.txt")}, "inputs": []}
     wildcards = Named(rule.get_wildcards(path))
     try:
+        inputs = rule.expand_input(wildcards)[0]  # first, for these refuse what the configuration no longer has
         told = rule.params.spec(wildcards) if "spec" in rule.params.keys() else "{}"
-        inputs = rule.expand_input(wildcards)[0]
     except SystemExit as refusal:
         return {"refused": str(refusal.code)}
     unread = set(inputs.get("audits", []))  # of findings, which only wait for them

@@ -1,5 +1,7 @@
 """Every training and generation that a study asks for, whether or not it has been run; no rules."""
 
+DOCTOR_SPEC = "logs/doctor.json"
+
 
 class Named(dict):
     """The wildcards of a job that is not run but counted."""
@@ -80,8 +82,10 @@ def reading_specs(study: str) -> Iterator[dict[str, Any]]:
         yield json.loads(capture_spec(Named(zip(("backbone", "corpus", "length"), place))))
 
 
-def doctor_spec() -> str:
-    return spec(DoctorSpec, studies=[needs_of(study) for study in STUDIES if backbones_of(study)])
+def write_doctor_spec() -> None:
+    """Of all studies."""
+    studies = [needs_of(study) for study in STUDIES if backbones_of(study)]
+    write_text(Path(DOCTOR_SPEC), spec(DoctorSpec, studies=studies))
 
 
 def needs_of(study: str) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def launcher(wildcards: Any, resources: Any) -> str:
     """
     if resources.gpu < 2:
         return "exec python"
-    return f"exec python -m residual_mass.gpus {resources.gpu} torchrun --standalone --nproc-per-node {resources.gpu}"
+    start = f"python -m torch.distributed.run --standalone --nproc-per-node {resources.gpu}"
+    return f"exec python -m residual_mass.gpus {resources.gpu} {start}"
 
 
 def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:

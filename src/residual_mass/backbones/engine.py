@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -119,20 +119,24 @@ class SharedPrefillEngine:
         read = [prefill(self.backbone.model, [ids]) for ids in prompts]
         first = [int(one.next_token) for one in read]
         self._check_read(read)
-        self.work.prefill_tokens += sum(map(len, prompts))
-        self.work.prefill_seconds += time.monotonic() - started
+        read_seconds = time.monotonic() - started
         started = time.monotonic()
         lengths = [len(ids) for ids in prompts]
         decoder = self._decoder(read, lengths, max(limits) - 1)
         del read
         batch = _Batch(first, limits, len(self.arms), self._end_tokens(), saturated)
         self._decode(decoder, batch, lengths)
+        self.work.prefill_tokens += sum(
+            map(len, prompts)
+        )  # only here: a try that runs out of memory counts for nothing
+        self.work.prefill_seconds += read_seconds
         self.work.decode_rows += sum(len(tokens) for of_example in batch.tokens for tokens in of_example)
         self.work.decode_seconds += time.monotonic() - started
         return [[self._generation(batch, e, a, lengths[e]) for a in range(len(self.arms))] for e in range(len(prompts))]
 
     def _check_read(self, read: Sequence[Prefill]) -> None:
-        """Every key and value has its part in the logits, so the layers are only looked at where those are not finite.
+        """Nearly always a key or value that is not finite shows in the logits, so the layers are only looked at where
+        those are not.
 
         Raises:
             NotFiniteError: of the first such prompt.
@@ -169,16 +173,21 @@ class SharedPrefillEngine:
         for label, maps in self.maps.items():
             members = [a for a, arm in enumerate(self.arms) if (arm.maps if arm.uses_phi else first) == label]
             summaries = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
-            self._check_summaries(label, summaries)
+            self._check_summaries(label, summaries, layers)
             groups.append(ArmGroup(members, summaries, [query_map for query_map, _ in maps]))
         return groups
 
-    def _check_summaries(self, label: str | None, summaries: Sequence[Summary]) -> None:
-        """Raises NotFiniteError naming the first prompt and layer of which the maps make no finite summary."""
+    def _check_summaries(self, label: str | None, summaries: Sequence[Summary], layers: Sequence[PrefixLayer]) -> None:
+        """Raises NotFiniteError naming the first prompt and layer of which the maps make no finite summary; blames the
+        model where it gave them keys or values that are not.
+        """
         states = [torch.stack([part.flatten(1).isfinite().all(1) for part in each.state]).all(0) for each in summaries]
         finite = torch.stack(states).cpu()  # [layers, E], and the one wait for the device
         if not finite.all():
             layer, prompt = (~finite).nonzero()[0].tolist()
+            if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
+                what = f"the keys or values of layer {layer} are"
+                raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
             raise NotFiniteError(prompt, f"the summary of layer {layer}{_under(label)} is", MAPS_AT_FAULT)
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
@@ -194,15 +203,22 @@ class SharedPrefillEngine:
                 # One transfer for both: a wait for the device of its own would cost as much as the step's.
                 tokens, finite = torch.stack(greedy(logits)).tolist()
                 if not all(finite):
-                    self._refuse(*rows[finite.index(False)], steps)
+                    self._refuse_unless_finished(
+                        [row for row, good in zip(rows, finite, strict=True) if not good], batch, steps
+                    )
                 batch.add(tokens)
                 steps += 1
         decoder.require_calls(steps)
 
-    def _refuse(self, prompt: int, a: int, step: int) -> NoReturn:
-        arm = self.arms[a]
-        what = f"the logits of generated token {step + 2} under {arm.method}{_under(arm.maps)} are"
-        raise NotFiniteError(prompt, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.backbone.spec))
+    def _refuse_unless_finished(self, bad: list[tuple[int, int]], batch: _Batch, step: int) -> None:
+        """Raises NotFiniteError of the first of the rows whose text goes on: what the others decode is not used."""
+        for prompt, a in bad:
+            if batch.finish[prompt][a] is None:
+                arm = self.arms[a]
+                what = f"the logits of generated token {step + 2} under {arm.method}{_under(arm.maps)} are"
+                raise NotFiniteError(
+                    prompt, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.backbone.spec)
+                )
 
     def _end_tokens(self) -> set[int]:
         ends = self.backbone.model.generation_config.eos_token_id

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -68,6 +69,13 @@ def exact_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
     """The unmodified backbone's attention (scaled_dot_product_attention); arguments and result as for a handler."""
+    groups = query.shape[1] // key.shape[1]
+    if query.device.type == "cuda" and query.dtype == torch.float32 and groups > 1:
+        # No fused kernel takes grouped heads in float32; the one that does writes all scores to memory.
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        causal = mask is None and query.shape[2] > 1
+        output = F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=scaling)
+        return output.transpose(1, 2).contiguous()
     output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=0.0, scaling=scaling)
     return output
 

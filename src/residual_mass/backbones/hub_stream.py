@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import random
 import time
@@ -258,7 +259,11 @@ class HubStream:
                 "prefetched; run the target `prefetch` with more phi.steps on a machine with network, and bring the "
                 "folder here"
             )
-        assert self._rows.num_shards == self._shards
+        if self._rows.num_shards != self._shards:
+            raise NotPrefetchedError(
+                f"corpus {self.name!r}: the hub has {self._rows.num_shards} shards of {self.source.path}, but the "
+                f"prefetched folder says {self._shards}; run the target `prefetch` with more phi.steps"
+            )
         return self._rows.shard(num_shards=self._shards, index=number)
 
     def _has_own_shards(self) -> bool:
@@ -301,7 +306,8 @@ def open_file(file: Path) -> IterableDataset:
     """The rows of one data file on this machine."""
     import datasets
 
-    return datasets.load_dataset(reader_of(file), data_files=[str(file)], split="train", streaming=True)
+    files = [glob.escape(str(file))]  # the library takes names for patterns
+    return datasets.load_dataset(reader_of(file), data_files=files, split="train", streaming=True)
 
 
 def _rng(seed: int, name: str, slot: int, what: str) -> random.Random:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 from pathlib import Path
@@ -72,8 +73,9 @@ def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
 
     try:
         if (stored := hub.part(part)) is not None:
-            files = [str(file) for file in stored.files()]
-            return datasets.load_dataset(reader_of(Path(files[0])), data_files={part.split: files}, split=part.split)
+            files = stored.files()
+            patterns = {part.split: [glob.escape(str(file)) for file in files]}  # the library takes names for patterns
+            return datasets.load_dataset(reader_of(files[0]), data_files=patterns, split=part.split)
         pinned = {"revision": REVISIONS[part.data_set]} if part.data_set in REVISIONS else {}
         return datasets.load_dataset(part.data_set, name=part.configuration, split=part.split, **pinned)
     except NotPrefetchedError:

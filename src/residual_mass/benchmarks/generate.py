@@ -81,6 +81,9 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     batches = list(_batches(spec, [one for task in tasks for one in frozen[task]], tokenizer, identity, shas))
     with GenerationStore(store) as rows:
+        for batch in batches:
+            for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(spec.arms)):
+                rows.require(batch.keys[e][a], _known_fields(example, arm, shas))
         todo = sorted((batch for batch in batches if batch.missing_from(rows)), key=_longest, reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
         ran_on = _compute(spec, assets, maps, shas, identity, todo, rows) if todo else {}
@@ -267,7 +270,7 @@ def _compute(
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
             bar.set_postfix_str(f"{_tasks_of(batch)}, {rate:.1f} tokens/s")
             bar.update(len(batch.examples))
-    return {"device": backbone.device, **asdict(engine.work)}
+    return {"device": backbone.device, "batch_tokens_used": room.used, **asdict(engine.work)}
 
 
 @dataclass
@@ -275,6 +278,8 @@ class Room:
     """Prompt tokens, padding included, that fit into memory together as far as is known."""
 
     tokens: int
+    used: int = 0
+    """By the largest batch that was decoded."""
 
 
 def _decoded(
@@ -294,6 +299,7 @@ def _decoded(
         settled = _settled(spec, part, tokenizer) if spec.stop_when_saturated else None
         try:
             generations += engine.generate([example.ids for example in part], [e.limit for e in part], settled)
+            room.used = max(room.used, _padded(part))
             continue
         except torch.OutOfMemoryError as error:
             if len(part) == 1:
@@ -344,20 +350,27 @@ def _rows(
         text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
         yield {
             "key": batch.keys[e][a],
-            "task": prompt.task,
-            "index": prompt.index,
-            "method": arm.method,
-            "budget_percent": arm.budget_percent,
-            "maps": arm.maps,
+            **_known_fields(example, arm, shas),
             "k": generation.k,
-            "prompt_tokens": len(example.ids),
-            "cut_tokens": example.cut,
             "text": cut_at(text, prompt.stop),
             "tokens": generation.tokens,
             "finish": generation.finish,
-            "phi_sha": shas[arm.maps] if arm.maps else None,
-            "prompt_sha": prompt.sha256,
         }
+
+
+def _known_fields(example: Example, arm: ArmSpec, shas: dict[str, str]) -> Row:
+    """What a row says before anything is decoded."""
+    return {
+        "task": example.prompt.task,
+        "index": example.prompt.index,
+        "method": arm.method,
+        "budget_percent": arm.budget_percent,
+        "maps": arm.maps,
+        "prompt_tokens": len(example.ids),
+        "cut_tokens": example.cut,
+        "phi_sha": shas[arm.maps] if arm.maps else None,
+        "prompt_sha": example.prompt.sha256,
+    }
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:

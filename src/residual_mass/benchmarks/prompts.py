@@ -83,8 +83,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     builder: Builder = importlib.import_module(f"residual_mass.benchmarks.{spec.benchmark}")  # a name of the catalogue
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
     source = assets if spec.data_source == "assets" else HubFolder(assets)
-    if spec.data_source == "assets":
-        require_whole(assets, *ASSET_PLACES)
+    require_whole(assets, *(ASSET_PLACES if spec.data_source == "assets" else ["nltk_data"]))
     tasks: dict[str, dict[str, Any]] = {}
     for name in names:
         logger.info("%s at %s: building %d examples", name, spec.length, spec.examples)

@@ -83,10 +83,12 @@ def harness_data(hub: HubFolder) -> DataSource:
     Raises:
         ValueError: an assets folder with other QA sets, and no network to download them.
     """
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
     _use_sentence_tables(hub.assets)
     copies = {name: hub.assets / "qa" / name for name in QUESTIONS}
     same = {name: path for name, path in copies.items() if path.is_file() and sha256_of(path) == QUESTIONS[name]}
-    if os.environ.get("HF_HUB_OFFLINE") and (other := sorted(set(copies) - set(same))):
+    if HF_HUB_OFFLINE and (other := sorted(set(copies) - set(same))):
         raise ValueError(f"{copies[other[0]]}: not the file that the harness downloads (sha256); run the assets stage")
     return _replacements(same, lambda: " ".join(hub_rows(hub, ESSAYS)["text"]))
 
@@ -121,7 +123,7 @@ def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Data
         for reader, name in (("read_squad", "squad.json"), ("read_hotpotqa", "hotpotqa.json")):
             if reader in scope and name in questions:
                 uncached = scope[reader].__wrapped__
-                ours |= {"download_json": lambda path: read_json(Path(path))}
+                ours["download_json"] = _reading_paths(scope["download_json"])
                 ours[reader] = lambda read=uncached, path=questions[name]: read(str(path))
         if "get_haystack" in scope:
             harness_haystack = scope["get_haystack"]
@@ -131,6 +133,11 @@ def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Data
         return ours
 
     return replacements
+
+
+def _reading_paths(download: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The harness's download of a URL that takes the path of a JSON file as well."""
+    return lambda place: download(place) if place.startswith(("http://", "https://")) else read_json(Path(place))
 
 
 def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: DataSource) -> list[Doc]:

@@ -22,6 +22,7 @@ from residual_mass.benchmarks.statistics import (
     estimate_arms,
     estimate_over_tasks,
 )
+from residual_mass.benchmarks.store import Row, wrong_field
 from residual_mass.core.estimators import NAMES
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.holm import holm
@@ -43,20 +44,7 @@ DATA_ORDER = ("original", "simulated", "stand-in")
 FULL = ArmSpec("full")
 RERUN = "run the generate stage again"
 RESCORE = "delete it and run the score stage again"
-ROW_TYPES: dict[str, type | tuple[type, ...]] = {
-    "task": str,
-    "index": int,
-    "method": str,
-    "budget_percent": (int, float, type(None)),
-    "maps": (str, type(None)),
-    "k": int,
-    "cut_tokens": int,
-    "text": str,
-    "phi_sha": (str, type(None)),
-    "prompt_sha": str,
-}
 
-Row = dict[str, Any]
 Cells = dict[tuple[str, ArmSpec], list[Row]]
 """Generation rows by task and arm, in the order of the examples."""
 Line = dict[str, str]
@@ -161,9 +149,8 @@ def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
 
 
 def _checked_arm(row: Row, examples: Mapping[str, Sequence[Prompt]], where: str) -> ArmSpec:
-    for key, types in ROW_TYPES.items():
-        if key not in row or not isinstance(row[key], types) or isinstance(row[key], bool):
-            raise ValueError(f"{where}: {key} is {row.get(key, 'missing')!r}; delete the file and {RERUN}")
+    if key := wrong_field(row):
+        raise ValueError(f"{where}: {key} is {row.get(key, 'missing')!r}; delete the file and {RERUN}")
     if row["method"] not in NAMES:
         raise ValueError(f"{where}: unknown method {row['method']!r}; known are {', '.join(NAMES)}")
     if row["task"] not in examples:

@@ -95,7 +95,7 @@ def _facts(meta: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield name, str(version)
     code = meta.get("code", {})
     if code.get("commit"):
-        yield "commit", code["commit"] + " with changes" * code["changed"]
+        yield "commit", f"{code['commit']} with changes" if code.get("changed") else str(code["commit"])
     machine = meta.get("machine", {})
     if machine:
         yield "machine", f"{machine.get('platform', 'unknown')}, {machine.get('cpus', 'unknown')} CPUs"

@@ -19,8 +19,10 @@ def fill(environment: jinja2.Environment, template: Path, context: Mapping[str, 
     """
     text = read_text(template, RESTORE)
     marks = (environment.variable_start_string, environment.block_start_string)
-    if not any(mark in text for mark in marks) or not text.endswith("\n"):
+    if not any(mark in text for mark in marks):
         raise ValueError(f"{template}: cut short, or no template; {RESTORE}")
+    if not text.endswith("\n"):
+        raise ValueError(f"{template}: its last line does not end; end it, or where it was cut short {RESTORE}")
     try:
         return environment.get_template(template.name).render(context)
     except jinja2.TemplateError as error:

@@ -220,8 +220,9 @@ def _attempt(setting: Setting, model: PreTrainedModel, read: Prefill, phi: PhiMa
     """A setting's timing, or why there is none."""
     free = free_bytes(device_of(model))
     needed = decoding_bytes(
-        model, phi.map.d_phi, setting.method, batch=setting.batch, length=setting.length, room=STEPS
-    )
+        model, phi.map, setting.implementation, setting.method,
+        batch=setting.batch, length=setting.length, room=STEPS,
+    )  # fmt: skip
     if lacking := shortfall(needed, free):
         return lacking
     try:

@@ -8,9 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.phi_maps import HeadShape
+from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.estimators import estimator_named
+from residual_mass.runtime.traffic import Implementation
+from residual_mass.specs import MapSpec
 
 FLOAT32 = 4
+INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
+"""Activations of a map's inner width that are there at once, as it is written and multiplied out."""
 
 
 def shortfall(needed: int, free: int | None) -> str:
@@ -24,19 +29,26 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-def decoding_bytes(model: PreTrainedModel, d_phi: int, method: str, *, batch: int, length: int, room: int) -> int:
-    """Bytes that building a decoder and decoding `room` tokens take at most, in either implementation.
+def decoding_bytes(
+    model: PreTrainedModel, maps: MapSpec, implementation: Implementation, method: str,
+    *, batch: int, length: int, room: int,
+) -> int:  # fmt: skip
+    """Bytes that building a decoder and decoding `room` tokens take at most.
 
-    The model, its maps and the prompt that buffers are filled from are there already. What stays are keys, values and
-    the features of all layers; one layer at a time is copied, mapped and summed up in float32.
+    The model, its maps and the prompt that buffers are filled from are there already. What stays are keys, values and,
+    in the fused decoder, the features of all layers; one layer at a time is copied, mapped (so many columns at once)
+    and summed up in float32.
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     tokens = batch * shape.kv_heads * (length + room)
-    features = d_phi if estimator_named(method).adds_residual else 0
-    kept = shape.layers * tokens * (2 * shape.head_dim + features) * item
+    fused, maps_keys = implementation == "fused", estimator_named(method).adds_residual
+    features = maps.d_phi if maps_keys else 0
+    kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item
     in_work = tokens * (2 * shape.head_dim + 4 * features) * FLOAT32
     scores = 2 * batch * shape.query_heads * (length + room) * FLOAT32  # and the columns that are chosen from them
-    return kept + in_work + scores
+    at_once = min(batch * length, KEY_CHUNK) if fused else batch * min(length, KEY_CHUNK)
+    inner = INNER[implementation] * shape.kv_heads * at_once * maps.d_emb * FLOAT32 if maps_keys else 0
+    return kept + in_work + scores + inner
 
 
 def free_bytes(device: torch.device) -> int | None:

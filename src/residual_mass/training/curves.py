@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 
 class Curves:
-    """Writes beside the checkpoints, into `_tensorboard/<name of the checkpoint>`; does nothing without tensorboard."""
+    """Writes beside the checkpoints, into `_tensorboard/<name of the checkpoint>`; does nothing without tensorboard,
+    and nothing more once they cannot be written.
+    """
 
     def __init__(self, checkpoint: Path):
+        self.writer: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            self.writer = None
             return
-        self.writer = SummaryWriter(str(checkpoint.parent.parent / "_tensorboard" / checkpoint.stem))
+        with self._spared():
+            self.writer = SummaryWriter(str(checkpoint.parent.parent / "_tensorboard" / checkpoint.stem))
 
     def add(self, step: int, loss: float) -> None:
         if self.writer is not None:
-            self.writer.add_scalar("loss", loss, step)
+            with self._spared():
+                self.writer.add_scalar("loss", loss, step)
 
     def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of the log over all layers, one curve per variant, corpus, K and measure."""
-        for row in rows:
-            if self.writer is not None and row["layer"] == "all":
-                for measure in ("e_topk", "e_sub", "e_nosub", "kl", "log_z_error"):
-                    tag = f"{row['variant']}/{row['corpus']}/K={row['k']}/{measure}"
-                    self.writer.add_scalar(tag, float(row[measure]), row["step"])
+        if self.writer is not None:
+            with self._spared():
+                for row in (row for row in rows if row["layer"] == "all"):
+                    for measure in ("e_topk", "e_sub", "e_nosub", "kl", "log_z_error"):
+                        tag = f"{row['variant']}/{row['corpus']}/K={row['k']}/{measure}"
+                        self.writer.add_scalar(tag, float(row[measure]), row["step"])
+
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
+        """A training does not end for want of its curves."""
+        try:
+            yield
+        except OSError as error:
+            self.writer = None
+            log.warning("no more curves for TensorBoard: they cannot be written (%s)", error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,13 +68,13 @@ class Processes:
         dist.all_gather_object(parts, mine)
         return {name: value for part in parts for name, value in part.items()}
 
-    def worst(self, problem: bool, device: torch.device) -> bool:
-        """Whether any process has a problem, so that all stop together."""
+    def any_of(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Of each flag, whether any process has it set, so that all act together; one message for all."""
         if self.world == 1:
-            return problem
-        flag: Tensor = torch.tensor(float(problem), device=device)
-        dist.all_reduce(flag)
-        return bool(flag)
+            return list(flags)
+        votes: Tensor = torch.tensor(flags, dtype=torch.float32, device=device)
+        dist.all_reduce(votes)
+        return [vote > 0 for vote in votes.tolist()]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._first: int = signal.SIGTERM  # in effect where only another process was asked
+        self.asked = False
 
     def __enter__(self) -> StopSignals:
         self.asked = False
@@ -33,7 +34,7 @@ class StopSignals:
 
     def take_effect(self) -> None:
         """Does what the first signal would have done without this class."""
-        signal.signal(self._first, self._former[self._first])
+        signal.signal(self._first, self._former.get(self._first, signal.SIG_DFL))
         signal.raise_signal(self._first)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

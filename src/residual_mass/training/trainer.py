@@ -8,7 +8,6 @@ split a step's sequences and add up their gradients.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from tqdm import tqdm
 from residual_mass.assets import MANIFEST
 from residual_mass.backbones.corpora import Corpus, check_corpora, training_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import read_safetensors, write_safetensors
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
 from residual_mass.provenance import Record
 from residual_mass.spec_json import to_json
 from residual_mass.specs import TrainSpec, tokens_of
+from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
@@ -39,7 +38,6 @@ log = logging.getLogger(__name__)
 COLUMNS = (
     "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error"
 ).split()
-HEADER = "residual_mass_checkpoint"
 
 
 def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], log_csv: Path) -> None:
@@ -115,12 +113,16 @@ class Trainer:
         self.step, self.log_rows = 0, []
         self.seconds = 0.0
         """Of training, all variants together, without evaluations."""
+        self.stop = StopSignals()
+        self.agreed = False
+        """To stop after the step in progress, among several processes."""
         self.learners = [Learner(spec, variant, backbone.shape, backbone.device) for variant in spec.variants]
 
     def train(self, checkpoint: Path, log_csv: Path) -> None:
         """Runs to the last step; progress goes to stderr, held-out errors to `log_csv`.
 
-        SIGTERM and SIGINT take effect after the step in progress and a checkpoint.
+        SIGTERM and SIGINT take effect after the step in progress and a checkpoint; among several processes, which agree
+        on it within a step, after the next one at the latest.
         """
         spec = self.spec
         if self.step == 0:
@@ -130,7 +132,7 @@ class Trainer:
             self._write_log(log_csv)  # Snakemake deletes it with the other outputs of a job that did not finish
         curves = Curves(checkpoint) if self.group.leads else None
         started = self.seconds
-        with StopSignals() as stop, tqdm(
+        with self.stop, tqdm(
             total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
             disable=not self.group.leads,
         ) as bar:  # fmt: skip
@@ -146,12 +148,12 @@ class Trainer:
                     rows = self._evaluate(log_csv)
                     if curves is not None:
                         curves.add_rows(rows)
-                stopping = self.group.worst(stop.asked, self.backbone.device)
+                stopping = self.agreed or (self.group.world == 1 and self.stop.asked)
                 if self.step % spec.checkpoint_every == 0 or stopping:
                     self.save_checkpoint(checkpoint)
                 if stopping:
                     log.info("stopped after step %d, which %s holds", self.step, checkpoint)
-                    stop.take_effect()
+                    self.stop.take_effect()
 
     def seconds_of(self, learner: Learner) -> float:
         """Training time of one variant, as if it had been alone: the others' own share is left out."""
@@ -190,9 +192,13 @@ class Trainer:
         return loss
 
     def _refuse_what_is_not_finite(self, checkpoint: Path) -> None:
-        """Before the update, so that neither the maps nor a checkpoint ever hold a NaN."""
+        """Before the update, so that neither the maps nor a checkpoint ever hold a NaN. Asks, with the same message,
+        whether any process was told to stop.
+        """
         problems = {learner.label: learner.problem() for learner in self.learners}
-        if not self.group.worst(any(problems.values()), self.backbone.device):
+        flags = any(problems.values()), self.stop.asked
+        failed, self.agreed = self.group.any_of(flags, self.backbone.device)
+        if not failed:
             return
         for label, problem in problems.items():
             if problem is not None:
@@ -231,7 +237,7 @@ class Trainer:
         if not self.group.leads:
             return
         tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
-        header = {
+        facts = {
             "step": self.step,
             "spec": self._spec_hash(),
             "log": self.log_rows,
@@ -239,23 +245,26 @@ class Trainer:
             "own_seconds": [learner.seconds for learner in self.learners],
             "corpora": corpora,
         }
-        write_safetensors(path, tensors, {HEADER: json.dumps(header)})
+        write_checkpoint(path, facts, tensors)
 
     def resume(self, path: Path) -> None:
-        """Continues from a checkpoint of the same spec; one of another spec is ignored, saying so."""
+        """Continues from a checkpoint of the same spec; one of another spec is ignored, saying so.
+
+        Raises:
+            ValueError: it is damaged; names it.
+        """
         if not path.exists():
             return
-        metadata, tensors = read_safetensors(path)
-        header = json.loads(metadata.get(HEADER, "{}"))
-        if header.get("spec") != self._spec_hash():
+        facts, tensors = read_checkpoint(path)
+        if facts["spec"] != self._spec_hash():
             log.info("%s belongs to another spec and is ignored", path)
             return
-        self.step, self.log_rows, self.seconds = header["step"], header["log"], header["seconds"]
-        for learner, seconds in zip(self.learners, header["own_seconds"], strict=True):
+        self.step, self.log_rows, self.seconds = facts["step"], facts["log"], facts["seconds"]
+        for learner, seconds in zip(self.learners, facts["own_seconds"], strict=True):
             learner.restore(tensors, self.step)
             learner.seconds = seconds
         for slot, passes in self.passes.items():
-            passes.seek(header["corpora"][str(slot)])
+            passes.seek(facts["corpora"][str(slot)])
         log.info("resumed from %s at step %d", path, self.step)
 
     def _spec_hash(self) -> str:

@@ -81,6 +81,10 @@ class Stage:
         return read_jsonl(self.out)
 
 
+def record(stage: Stage) -> dict[str, Any]:
+    return json.loads(stage.out.with_name("all.jsonl.meta.json").read_text())
+
+
 @pytest.fixture
 def stage(benchmark_assets: Path, manifest: Path, phi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(benchmark_assets, manifest, phi, tmp_path, monkeypatch)
@@ -134,6 +138,26 @@ def test_resumed_run_computes_only_missing_rows_and_gives_the_same_bytes(spec: G
     stage(spec)
     assert stage.decoded == [2] and stage.out.read_bytes() == fresh
     assert stage.store.read_text() == jsonl(kept) + jsonl(row for row in rows if row not in kept)
+
+
+@pytest.mark.parametrize("field", ["task", "index", "method", "maps", "prompt_sha"])
+def test_a_stored_row_that_is_not_what_its_key_stands_for_is_named(
+    spec: GenerateSpec, stage: Stage, field: str, error_line: ErrorLine
+) -> None:
+    spec = replace(spec, tasks=("ruler_vt",))
+    rows, whole = stage(spec), stage.out.read_bytes()
+    at = next(number for number, row in enumerate(read_jsonl(stage.store)) if row["maps"])
+    lines = stage.store.read_text().splitlines(keepends=True)
+    damaged = json.loads(lines[at])
+    damaged[field] = damaged[field] + 1 if field == "index" else damaged[field] + "`"
+    stage.store.write_text("".join([*lines[:at], jsonl([damaged]), *lines[at + 1 :]]))
+    with pytest.raises(ValueError) as error:
+        stage(spec)
+    assert error_line(error) == (
+        f"{stage.store}:{at + 1}: {field} is not what the row's key stands for; delete the line, it is computed again"
+    )
+    stage.store.write_text("".join([*lines[:at], *lines[at + 1 :]]))
+    assert stage(spec) == rows and stage.out.read_bytes() == whole
 
 
 def test_batch_size_and_longer_neighbours_change_no_row(spec: GenerateSpec, stage: Stage) -> None:
@@ -389,8 +413,13 @@ def test_what_does_not_fit_into_memory_is_decoded_in_halves(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(engine, ids, *others)
 
+    longest = max(row["prompt_tokens"] for row in alone)
+    stage(replace(spec, batch_tokens=2 * longest))
+    assert record(stage)["batch_tokens_used"] == 2 * longest
+    stage.store.unlink()
     monkeypatch.setattr(SharedPrefillEngine, "generate", narrow)
     assert stage(replace(spec, batch_tokens=2100)) == alone and stage.decoded == [1] * 4
+    assert record(stage)["batch_tokens_used"] == longest
 
 
 def test_the_longest_prompts_come_first(spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

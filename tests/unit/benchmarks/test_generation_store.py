@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,17 @@ from hypothesis import strategies as st
 from residual_mass.benchmarks.store import GenerationStore, row_key
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
-ROWS = [{"key": f"k{i}", "text": f"línea\u2028{i}"} for i in range(3)]
+
+
+def stored_row(key: str, text: str) -> dict[str, Any]:
+    return {
+        "key": key, "task": "ruler_vt", "index": 0, "method": "topk", "budget_percent": 3.0, "maps": None, "k": 11,
+        "cut_tokens": 0, "text": text, "phi_sha": None, "prompt_sha": "f00",
+    }  # fmt: skip
+
+
+ROWS = [stored_row(f"k{i}", f"línea\u2028{i}") for i in range(3)]
+WHOLE = json.dumps(ROWS[0]).encode()
 
 
 @pytest.fixture
@@ -44,7 +56,14 @@ def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.L
         assert "cutting off a torn last line" in caplog.text
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"key": 3}', b'{"text": "x"}', b"\xff\xfe", b"\x00\x00"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b"{", b"[]", b'{"key": 3}', b'{"text": "x"}', b"\xff\xfe", b"\x00\x00", b"[" * 100_000,
+        WHOLE.replace(b'"prompt_sha"', b'"prompt_sh`"'), WHOLE.replace(b'"index": 0', b'"index": 0.5'),
+        WHOLE.replace(b'"k": 11', b'"k": true'),
+    ],
+)  # fmt: skip
 def test_other_malformed_lines_are_named(path: Path, line: bytes, error_line: ErrorLine) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]))
@@ -76,11 +95,11 @@ def test_rows_survive_a_killed_writer(tmp_path: Path) -> None:
     writer = (
         "import os, pathlib, signal; from residual_mass.benchmarks.store import GenerationStore\n"
         f"with GenerationStore(pathlib.Path({str(path)!r})) as store:\n"
-        "    store.append([{'key': 'a'}]); os.kill(os.getpid(), signal.SIGKILL)"
+        f"    store.append([{ROWS[0]}]); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", writer], env=os.environ).returncode < 0
     with GenerationStore(path) as store:
-        assert store.rows == {"a": {"key": "a"}}
+        assert store.rows == {"k0": ROWS[0]}
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text(), min_size=1), st.data())

@@ -61,6 +61,18 @@ def test_prompts_are_the_strings_the_harness_sends(
     )
 
 
+def test_one_question_set_may_come_from_the_assets_and_the_other_from_a_download(
+    benchmark_assets: Path, tmp_path: Path
+) -> None:
+    scope = harness_config("ruler", "ruler_qa_squad")["custom_dataset"].__globals__
+    data = ruler._replacements({"squad.json": benchmark_assets / "qa" / "squad.json"}, str)
+    replaced = data({**scope, "download_json": lambda url: [url]})
+    assert "read_squad" in replaced and "read_hotpotqa" not in replaced
+    assert replaced["download_json"]("http://host/set.json") == ["http://host/set.json"]
+    squad = benchmark_assets / "qa" / "squad.json"
+    assert replaced["download_json"](str(squad)) == json.loads(squad.read_text())
+
+
 def _with_samples(sampler: Callable[..., Any], samples: int) -> Callable[..., Any]:
     return lambda *args, **kwargs: sampler(*args, **{**kwargs, "num_samples": samples})
 

@@ -25,7 +25,7 @@ ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
 def phi(request: pytest.FixtureRequest, tiny_backbone: Backbone) -> PhiMaps:
     torch.manual_seed(3)
     facts = {"model_id": tiny_backbone.spec.model_id, "revision": tiny_backbone.spec.revision, "length": 512}
-    maps = PhiMaps(tiny_backbone.shape, MapSpec(request.param, d_emb=24, d_phi=8), facts)
+    maps = PhiMaps(tiny_backbone.shape, MapSpec(request.param, d_emb=24, d_phi=16), facts)
     for name, parameter in maps.named_parameters():
         if name.endswith("alpha"):
             parameter.data.normal_()
@@ -128,6 +128,7 @@ def test_graphs_replay_what_runs_without_them(
     recorded = StaticDecoder(backbone.model, fill_buffers([fresh(read)], STEPS), *arguments)
     recorded.prepare()
     assert len(recorded.graphs) == STEPS and not plain.graphs
+    assert plain.attention.__module__ == recorded.attention.__module__ == "residual_mass.core.fused.triton_path"
     for first in (read.next_token, read.next_token + 1, read.next_token):
         assert torch.equal(recorded.run(first).clone(), plain.run(first))
         torch.testing.assert_close(recorded.logits, plain.logits, rtol=1e-4, atol=1e-4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ from benchmarks.gpu_check import Outcome, Part, aims, floors, plan, run_parts, s
 SCRIPT = Path(gpu_check.__file__)
 
 CRASH = "import os, sys; print('found this', flush=True); print('a fault', file=sys.stderr); os.abort()"
-HANG = "import time; print('begun', flush=True); time.sleep(600)"
+HANG = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(600)
+"""
 ROWS = "import sys; open(sys.argv[-1], 'w').write('backbone,context\\n1b,4k\\n')"
 
 
@@ -40,14 +46,46 @@ def lacking(row: dict[str, str]) -> dict[str, str]:
 
 def test_a_part_that_crashes_or_hangs_leaves_what_it_said_and_the_next_ones_run() -> None:
     parts = [
-        script("Crash", CRASH), script("Hang", HANG, seconds=2), script("Raise", "raise ValueError('not so')"),
+        script("Crash", CRASH), script("Hang", HANG, seconds=4), script("Raise", "raise ValueError('not so')"),
         script("Rows", ROWS),
     ]  # fmt: skip
     crash, hang, raising, rows = run_parts(parts, seconds=600)
     assert (crash.text, crash.failure, crash.log) == ("found this", "ended by SIGABRT", "a fault")
-    assert hang.failure == "ended after 2 s, which were all it had"
+    assert hang.failure == "ended after 4 s, which were all it had"
+    wait_until_gone(int(hang.text))
     assert raising.failure == "ended with status 1" and raising.log.endswith("ValueError: not so")
     assert rows.failure == "" and rows.rows == [{"backbone": "1b", "context": "4k"}]
+
+
+def wait_until_gone(pid: int) -> None:
+    """A process that nobody asks how it ended stays in the table as a zombie."""
+    ends = time.monotonic() + 60
+    while (stat := Path(f"/proc/{pid}/stat")).exists():
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_ending_the_check_ends_the_part_that_runs(tmp_path: Path) -> None:
+    check = subprocess.Popen([sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path], stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{check.pid}/task/{check.pid}/children")
+    while not (found := children.read_text().split()):
+        assert check.poll() is None
+        time.sleep(0.01)
+    check.send_signal(signal.SIGTERM)
+    assert check.wait() == 128 + signal.SIGTERM
+    wait_until_gone(int(found[0]))
+
+
+def test_a_log_names_no_place_of_this_machine_and_every_fence_is_closed() -> None:
+    code = f"import sys; print('```'); sys.exit(f'{{sys.prefix}}/lib/x.py, {SCRIPT}, {Path.home()}/y.py')"
+    (outcome,) = run_parts([script("Places", code)], seconds=600)
+    assert outcome.log == "(python)/lib/x.py, ./benchmarks/gpu_check.py, ~/y.py"
+    assert outcome.text == "```\n```"
 
 
 def test_what_has_no_time_left_is_not_started() -> None:

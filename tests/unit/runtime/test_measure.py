@@ -23,10 +23,10 @@ from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, state_bytes, step_traffic
 from residual_mass.specs import METHODS, AnchorSpec, MapSpec, RuntimeSpec
 
-ANCHORS = AnchorSpec(4, 16)
+ANCHORS, MAP = AnchorSpec(4, 16), MapSpec(d_emb=24, d_phi=8)
 SPEC = RuntimeSpec(
     study="test", backbone=TINY, contexts=("128", "256"), batches=(1, 2), budget=20.0, anchors=ANCHORS,
-    map=MapSpec(d_emb=24, d_phi=8), repeats=2, seed=0, recipe=1,
+    map=MapSpec(d_emb=24, d_phi=16), repeats=2, seed=0, recipe=1,
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_a_context_beyond_the_backbone_is_refused(tiny_assets: Path, tmp_path: P
 
 
 def traffic_of(backbone: Backbone, implementation: str, method: str, k: int = 30) -> dict[str, int]:
-    phi = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=8))
+    phi = PhiMaps(backbone.shape, MAP)
     traffic = step_traffic(
         backbone.model, phi, implementation, method, batch=2, length=1000, k=k, anchors=ANCHORS, generated=15
     )
@@ -215,19 +215,23 @@ def test_needed_memory_counted_by_hand(tiny_backbone: Backbone) -> None:
     sizes = {"batch": 2, "length": 1000, "room": 31}
     tokens = 2 * 2 * 1031
     scores = 2 * 2 * 4 * 1031 * 4
-    assert decoding_bytes(tiny_backbone.model, 8, "topk", **sizes) == 3 * tokens * 32 * 4 + tokens * 32 * 4 + scores
-    needed = decoding_bytes(tiny_backbone.model, 8, "topk_phi", **sizes)
-    assert needed == 3 * tokens * 40 * 4 + tokens * 64 * 4 + scores
+    for side in ("prototype", "fused"):
+        topk = decoding_bytes(tiny_backbone.model, MAP, side, "topk", **sizes)
+        assert topk == 3 * tokens * 32 * 4 + tokens * 32 * 4 + scores
+    needed = decoding_bytes(tiny_backbone.model, MAP, "fused", "topk_phi", **sizes)
+    assert needed == 3 * tokens * 40 * 4 + tokens * 64 * 4 + scores + 2 * (2 * 2000 * 24 * 4)
+    needed = decoding_bytes(tiny_backbone.model, MAP, "prototype", "topk_phi", **sizes)
+    assert needed == 3 * tokens * 32 * 4 + tokens * 64 * 4 + scores + 5 * (2 * 2000 * 24 * 4)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_buffers_are_no_larger_than_what_is_asked_for(tiny_backbone: Backbone, method: str) -> None:
-    phi = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=24, d_phi=8))
+    phi = PhiMaps(tiny_backbone.shape, MAP)
     read = prefill(tiny_backbone.model, [[5] * 300] * 2)
     decoder = StaticDecoder(tiny_backbone.model, fill_buffers([read], 31), method, 5, ANCHORS, phi, 31)
     there = sum(x.numel() * x.element_size() for cache in decoder.caches for x in cache if isinstance(x, torch.Tensor))
-    needed = decoding_bytes(tiny_backbone.model, 8, method, batch=2, length=300, room=31)
-    assert 0.5 * needed < there < needed
+    needed = decoding_bytes(tiny_backbone.model, MAP, "fused", method, batch=2, length=300, room=31)
+    assert 0.4 * needed < there < needed
 
 
 def test_eight_long_prompts_of_llama_3b_need_what_was_worked_out() -> None:
@@ -240,7 +244,7 @@ def test_eight_long_prompts_of_llama_3b_need_what_was_worked_out() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
-    needed = decoding_bytes(model, 64, "topk_phi", batch=8, length=65536, room=31)
+    needed = decoding_bytes(model, MapSpec(), "fused", "topk_phi", batch=8, length=65536, room=31)
     assert 75e9 < needed < 90e9
     assert shortfall(needed, 141 * 10**9) == ""
     assert shortfall(needed, 66 * 10**9) == f"does not fit: needs {needed / 1e9:.1f} GB of 66.0 GB that are free"
@@ -293,7 +297,8 @@ def test_peak_memory_is_that_of_one_decoder(tiny_assets: Path) -> None:
     spec = replace(SPEC, contexts=("1k",), batches=(8,), repeats=1)
     for row in measure.measure(spec, backbone.model):
         sizes = {"batch": 8, "length": 1024, "room": measure.STEPS}
-        needed = decoding_bytes(backbone.model, 8, str(row["method"]), **sizes) / 2**20
+        side = "prototype" if row["implementation"] == "prototype" else "fused"
+        needed = decoding_bytes(backbone.model, spec.map, side, str(row["method"]), **sizes) / 2**20
         whole = 2 * 8 * 3 * 2 * 1024 * 16 * 4 / 2**20
         assert whole < float(str(row["peak_memory_mib"])) < needed + 64
         assert (row["recording_ms"] != "") == (row["implementation"] == "fused")
