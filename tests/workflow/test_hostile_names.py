@@ -215,10 +215,13 @@ def test_make_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: 
     programs.mkdir(parents=True)
     (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (programs / "python").chmod(0o755)
-    planned = subprocess.run(["make", "-n", "mini"], cwd=checkout, capture_output=True, text=True, check=True).stdout
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # make runs us
+    plan = ["make", "-n", "--no-print-directory", "mini"]
+    planned = subprocess.run(plan, cwd=checkout, env=own, capture_output=True, text=True, check=True).stdout
     assert ".venv/bin/python -m pip" in planned and "pwned" not in planned
     (programs.parent / ".installed").touch()
-    run = subprocess.run(["make", "test", "CORES=1"], cwd=checkout, capture_output=True, text=True, check=False)
+    test = ["make", "test", "CORES=1"]
+    run = subprocess.run(test, cwd=checkout, env=own, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
     assert_nothing_ran(tmp_path)
 
