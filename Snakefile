@@ -45,6 +45,7 @@ shell.prefix(
 
 
 include: "workflow/rules/specs.smk"
+include: "workflow/rules/paper_specs.smk"
 include: "workflow/rules/inputs.smk"
 include: "workflow/rules/resources.smk"
 include: "workflow/rules/planned.smk"
@@ -113,11 +114,12 @@ onstart:
     lacking = preflight.problems(backbones_to_run(), ASSETS.parent, asks_hub=not config["offline"])
     if config["offline"] and any(str(ASSETS) in (*job.input, *job.output) for job in jobs):
         told = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
-        lacking += prefetch.problems(prefetch.needs_of(config["study"], told), ASSETS.parent)
+        lacking += missing.problems(hub_needs(config["study"], told), ASSETS.parent)
     if any(job.rule.name == "document_pdf" for job in jobs):
         lacking += typesetting.problems()
     if workflow.executor_plugin.name == "slurm":
         lacking += slurm.problems(workflow.executor_settings.status_command, sites())
+        slurm.see_cancelled_jobs()
     if any(job.output for job in jobs):
         lacking += slurm.unfinished(Path.cwd())
     kept = {path for job in jobs for path in job.input} - {path for job in jobs for path in job.output}

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
-from residual_mass.assets import read_pins
 from residual_mass.files import sha256_of
+from residual_mass.inputs.assets import read_pins
 
 ROOT = Path(__file__).parents[1]
 

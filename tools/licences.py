@@ -15,9 +15,9 @@ from pathlib import Path
 
 import yaml
 
-from residual_mass.assets import SOURCES, read_pins
 from residual_mass.files import write_text
-from residual_mass.hub_data import BABILONG, ESSAYS, HUB, LONGBENCH
+from residual_mass.inputs.assets import SOURCES, read_pins
+from residual_mass.inputs.hub_data import BABILONG, ESSAYS, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"

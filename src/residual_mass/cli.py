@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _use_free_gpu(backbone: BackboneSpec) -> None:
     """Before anything starts CUDA, which looks once at what it may see."""
-    from residual_mass import gpus, preflight
+    from residual_mass.machine import gpus, preflight
 
     if preflight.needs_gpu(backbone):
         gpus.take(1)
@@ -179,7 +179,7 @@ def _use_allotted_threads() -> None:
 
 
 def _assets(options: argparse.Namespace) -> None:
-    from residual_mass import assets
+    from residual_mass.inputs import assets
 
     assets.run(options.requirements, options.out)
 
@@ -203,7 +203,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _join_training(options: argparse.Namespace) -> None:
-    from residual_mass.paper import training_log
+    from residual_mass.paper.readers import training_log
 
     training_log.join(options.logs, options.out)
 
@@ -301,13 +301,13 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _prefetch(options: argparse.Namespace) -> None:
     spec = parse_spec(PrefetchSpec, options.spec)
-    from residual_mass import prefetch
+    from residual_mass.prefetch import fetch
 
-    prefetch.run(spec, options.assets)
+    fetch.run(spec, options.assets)
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from residual_mass import doctor
+    from residual_mass.machine import doctor
 
     # Of all studies at once, which may be more than a command line holds.
     doctor.run(parse_spec(DoctorSpec, options.spec_file.read_text(encoding="utf-8")), options.assets)
@@ -315,22 +315,22 @@ def _doctor(options: argparse.Namespace) -> None:
 
 def _table(options: argparse.Namespace) -> None:
     spec = parse_spec(TableSpec, options.spec)
-    from residual_mass.paper import tables
+    from residual_mass.paper.tables import render
 
-    tables.run(spec, options.results, options.template, options.out, options.cells)
+    render.run(spec, options.results, options.template, options.out, options.cells)
 
 
 def _published(options: argparse.Namespace) -> None:
-    from residual_mass.paper import tables
+    from residual_mass.paper.tables import render
 
-    tables.run_published(options.label, options.template, options.out)
+    render.run_published(options.label, options.template, options.out)
 
 
 def _comparison(options: argparse.Namespace) -> None:
     spec = parse_spec(ComparisonSpec, options.spec)
-    from residual_mass.paper import comparison
+    from residual_mass.paper.comparison import by_cell
 
-    comparison.run(spec, options.cells, options.out, options.picture)
+    by_cell.run(spec, options.cells, options.out, options.picture)
 
 
 def _numbers(options: argparse.Namespace) -> None:
@@ -342,9 +342,9 @@ def _numbers(options: argparse.Namespace) -> None:
 
 def _figure(options: argparse.Namespace) -> None:
     spec = parse_spec(FigureSpec, options.spec)
-    from residual_mass.paper import figures
+    from residual_mass.paper.figures import render
 
-    figures.run(spec, options.data, options.pdf, options.png)
+    render.run(spec, options.data, options.pdf, options.png)
 
 
 def _document(options: argparse.Namespace) -> None:
@@ -362,16 +362,16 @@ def _pdf(options: argparse.Namespace) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     spec = parse_spec(ReportSpec, options.spec)
-    from residual_mass.paper import report
+    from residual_mass.paper.report import page
 
     names = ("tables", "cells", "figures", "comparison", "picture", "claims", "sources", "deviations")
-    files = report.ReportFiles(**{name: getattr(options, name) for name in names})
-    report.run(spec, files, options.template, options.out)
+    files = page.ReportFiles(**{name: getattr(options, name) for name in names})
+    page.run(spec, files, options.template, options.out)
 
 
 def _preflight(options: argparse.Namespace) -> None:
     backbone = parse_spec(BackboneSpec, options.spec)
-    from residual_mass import preflight
+    from residual_mass.machine import preflight
 
     if problems := preflight.problems([backbone], options.assets):
         raise ValueError("; ".join(problems))

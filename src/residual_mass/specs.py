@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from residual_mass.core.estimators import estimator_named
-from residual_mass.hub_data import HubPart
+from residual_mass.inputs.hub_data import HubPart
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 """Those of the paper, in the order of its tables; `core.estimators` knows all."""

@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from residual_mass.assets import MANIFEST
 from residual_mass.files import read_json, sha256_of
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import SUFFIX, beside
 from residual_mass.recipes import RECIPES
 

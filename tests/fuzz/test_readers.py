@@ -28,13 +28,14 @@ from residual_mass.benchmarks.scoring import collect
 from residual_mass.benchmarks.store import GenerationStore
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_parquet
-from residual_mass.paper import numbers, training_log
-from residual_mass.paper.accounting_table import load_accounting
-from residual_mass.paper.parameter_table import load_counts
-from residual_mass.paper.report_verdicts import load_claims, load_comparison, load_picture
-from residual_mass.paper.results import load_results
-from residual_mass.paper.runtime_file import load_runtime
-from residual_mass.paper.table_file import load_table
+from residual_mass.paper import numbers
+from residual_mass.paper.readers import training_log
+from residual_mass.paper.readers.results import load_results
+from residual_mass.paper.readers.runtime_file import load_runtime
+from residual_mass.paper.report.verdicts import load_claims, load_comparison, load_picture
+from residual_mass.paper.tables.accounting_table import load_accounting
+from residual_mass.paper.tables.parameter_table import load_counts
+from residual_mass.paper.tables.table_file import load_table
 from residual_mass.specs import MapSpec
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from residual_mass.assets import SOURCES, read_pins
-from residual_mass.hub_data import BABILONG, HUB, LONGBENCH
+from residual_mass.inputs.assets import SOURCES, read_pins
+from residual_mass.inputs.hub_data import BABILONG, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY
-from tests.unit.test_assets import make_wheel
+from tests.unit.inputs.test_assets import make_wheel
 
-from residual_mass import assets
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps, open_safetensors
+from residual_mass.inputs import assets
 from residual_mass.specs import BackboneSpec
 
 ROOT = Path(__file__).parents[2]

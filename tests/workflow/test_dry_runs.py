@@ -13,8 +13,8 @@ import yaml
 from runs import ROOT, Run, dry_run, made, snakemake
 
 from residual_mass.cli import _parser
-from residual_mass.paper.comparability import ANSWERS_CUT
-from residual_mass.paper.table_file import TABLES
+from residual_mass.paper.comparison.comparability import ANSWERS_CUT
+from residual_mass.paper.tables.table_file import TABLES
 from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (
     AuditSpec,
@@ -495,7 +495,7 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
         set_phi(checkout, study, gpus=2, sequences_per_step=4)
     run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
     # The mini study's backbone runs on the CPU, in one process.
-    on_two = "python -m residual_mass.gpus 2 python -m torch.distributed.run --standalone --nproc-per-node 2"
+    on_two = "python -m residual_mass.machine.gpus 2 python -m torch.distributed.run --standalone --nproc-per-node 2"
     assert launchers(run) == ["python", *[on_two] * 3], run.output
     on_one = dry_run(checkout, *targets, "--resources", "gpu=1", snakefile=checkout / "Snakefile")
     assert launchers(on_one) == ["python"] * 4 and on_one.commands == run.commands

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from residual_mass import preflight
+from residual_mass.machine import preflight
 from residual_mass.specs import BackboneSpec
 
 LOCAL = BackboneSpec("smol", "mini", "org/Small-LM", "r1", "assets", "float32", "t", 2048)
@@ -21,11 +21,12 @@ ON_GPU = dataclasses.replace(LOCAL, name="fast", dtype="bfloat16")
 def said_about_hub(home: Path, **environment: str) -> str:
     """Lines of a fresh process, for the hub's library reads its settings when it is imported."""
     code = (
-        "from pathlib import Path; from residual_mass import preflight; from residual_mass.specs import BackboneSpec;"
+        "from pathlib import Path; from residual_mass.machine import preflight;"
+        "from residual_mass.specs import BackboneSpec;"
         f"print(*preflight.problems([{HUB!r}], Path('assets')), sep='\\n')"
     )
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    source = str(Path(preflight.__file__).parents[1])
+    source = str(Path(preflight.__file__).parents[2])
     clean = {**inherited, "HF_HOME": str(home), "PYTHONPATH": source, **environment}
     return subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True).stdout
 

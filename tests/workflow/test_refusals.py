@@ -13,8 +13,8 @@ import pytest
 import yaml
 from runs import ROOT, configuration_error, dry_run, snakemake
 
-from residual_mass import preflight
-from residual_mass.paper.calibration_figures import MOST_PANELS
+from residual_mass.machine import preflight
+from residual_mass.paper.figures.calibration import MOST_PANELS
 
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),

@@ -11,21 +11,23 @@ from typing import Any
 import jsonschema
 import referencing
 import yaml
-from residual_mass import prefetch, preflight, slurm
-from residual_mass.assets import read_pins
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core import estimators
 from residual_mass.diagnostics import CWE
 from residual_mass.estimate import planned
 from residual_mass.files import write_text
+from residual_mass.inputs.assets import read_pins
+from residual_mass.machine import preflight, slurm
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper import typesetting
-from residual_mass.paper.accounting_table import LABEL as ACCOUNTING_TABLE
-from residual_mass.paper.layouts import LAYOUTS
-from residual_mass.paper.parameter_table import LABEL as PARAMETER_TABLE
-from residual_mass.paper.runtime_table import PREFIX as LATENCIES
-from residual_mass.paper.table_file import COMPARED as COMPARED_TABLES
-from residual_mass.paper.training_cost_table import LABEL as TRAINING_TABLE
+from residual_mass.paper.tables.accounting_table import LABEL as ACCOUNTING_TABLE
+from residual_mass.paper.tables.layouts import LAYOUTS
+from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
+from residual_mass.paper.tables.runtime_table import PREFIX as LATENCIES
+from residual_mass.paper.tables.table_file import COMPARED as COMPARED_TABLES
+from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
+from residual_mass.prefetch import missing
+from residual_mass.prefetch.needs import hub_needs
 from residual_mass.recipes import RECIPES
 from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (

@@ -61,7 +61,7 @@ def generation_jobs(study: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def study_needs(study: str) -> str:
     """What `all` and `recipes` read of the hub, as the prefetch stage is told."""
-    return to_json(prefetch.needs_of(study, reading_specs(study)))
+    return to_json(hub_needs(study, reading_specs(study)))
 
 
 def reading_specs(study: str) -> Iterator[dict[str, Any]]:

@@ -37,7 +37,7 @@ def launcher(wildcards: Any, resources: Any) -> str:
     if resources.gpu < 2:
         return "exec python"
     start = f"python -m torch.distributed.run --standalone --nproc-per-node {resources.gpu}"
-    return f"exec python -m residual_mass.gpus {resources.gpu} {start}"
+    return f"exec python -m residual_mass.machine.gpus {resources.gpu} {start}"
 
 
 def with_gpu(there: int, otherwise: int) -> Callable[[Any], int]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from residual_mass.assets import require_whole
 from residual_mass.files import read_json, read_text
+from residual_mass.inputs.assets import require_whole
 
 MAKE = "run the assets stage"
 SEPARATOR = "\n\n"

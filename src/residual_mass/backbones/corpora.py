@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR, documents_of
 from residual_mass.backbones.hub_stream import HubStream, one_of, too_small
 from residual_mass.backbones.loading import special_prefix
-from residual_mass.hub_data import HUB
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.hub_data import HUB
+from residual_mass.inputs.hub_folder import HubFolder
 
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""

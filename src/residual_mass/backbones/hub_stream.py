@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR
 from residual_mass.backbones.loading import special_prefix
-from residual_mass.hub_data import HUB, REVISIONS
-from residual_mass.hub_folder import HubFolder, NotPrefetchedError, StoredPart, reader_of
+from residual_mass.inputs.hub_data import HUB, REVISIONS
+from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, StoredPart, reader_of
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from residual_mass.assets import model_folder, require_vouched, require_whole
 from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.assets import model_folder, require_vouched, require_whole
+from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.specs import BackboneSpec
 
 TEMPLATE_DATE = "26 Jul 2024"

@@ -24,8 +24,8 @@ from residual_mass.benchmarks.examples import (
     seeded,
 )
 from residual_mass.benchmarks.stories import Story, tell
-from residual_mass.hub_data import BABILONG, HubPart
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.hub_data import BABILONG, HubPart
+from residual_mass.inputs.hub_folder import HubFolder
 
 SLACK = 2
 """Tokens by which a prompt may stay below its length where no run of words fills it exactly."""

@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residual_mass.hub_data import REVISIONS, HubPart
-from residual_mass.hub_folder import HubFolder, NotPrefetchedError, reader_of
+from residual_mass.inputs.hub_data import REVISIONS, HubPart
+from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, reader_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import (
     backbone_identity,
     encode,
@@ -30,6 +29,7 @@ from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record
 from residual_mass.specs import ArmSpec, GenerateSpec, tokens_of
 

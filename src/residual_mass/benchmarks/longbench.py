@@ -42,8 +42,8 @@ from residual_mass.benchmarks.examples import (
     seeded,
 )
 from residual_mass.files import read_json
-from residual_mass.hub_data import LONGBENCH, HubPart
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.hub_data import LONGBENCH, HubPart
+from residual_mass.inputs.hub_folder import HubFolder
 
 ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3

@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from residual_mass.assets import MANIFEST, require_whole
 from residual_mass.benchmarks.catalogue import task_named, tasks_of, too_long
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, Source
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_text
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.assets import MANIFEST, require_whole
+from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import Record
 from residual_mass.specs import PromptsSpec, tokens_of
 

@@ -26,8 +26,8 @@ from residual_mass.benchmarks.examples import (
     seeded,
 )
 from residual_mass.files import read_json, sha256_of
-from residual_mass.hub_data import ESSAYS
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.hub_data import ESSAYS
+from residual_mass.inputs.hub_folder import HubFolder
 
 Scope = dict[str, Any]
 DataSource = Callable[[Scope], Scope]

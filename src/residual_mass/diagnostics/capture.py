@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import grouped, layer_measures
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
@@ -29,6 +28,7 @@ from residual_mass.core.measures import mass_curve
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record
 from residual_mass.specs import CaptureSpec, tokens_of
 

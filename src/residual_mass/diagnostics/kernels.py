@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps
 from residual_mass.backbones.prefix import map_heads
@@ -23,6 +22,7 @@ from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record
 from residual_mass.specs import KernelsSpec, tokens_of
 

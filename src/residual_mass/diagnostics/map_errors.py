@@ -15,13 +15,13 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.assets import MANIFEST
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.support import retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers
 from residual_mass.files import csv_text, write_text
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record
 from residual_mass.specs import MapErrorsSpec, tokens_of
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.files import read_text, write_text
-from residual_mass.paper.captions import model_warnings
-from residual_mass.paper.figures import kind_of
+from residual_mass.paper.figures.render import kind_of
 from residual_mass.paper.latex import Latex, escape, render
+from residual_mass.paper.tables.captions import model_warnings
 from residual_mass.specs import DocumentSpec
 
 CAPTIONS = {

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from residual_mass.files import finite_field, only_value, read_csv, write_text
-from residual_mass.paper import runtime_table
 from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.latex import Latex, escape, render
-from residual_mass.paper.table_file import REMEDY, TABLES, load_table
+from residual_mass.paper.tables import runtime_table
+from residual_mass.paper.tables.table_file import REMEDY, TABLES, load_table
 from residual_mass.specs import NumbersSpec
 
 COUNTS = ("n", "packs")

@@ -25,7 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.assets import MANIFEST
 from residual_mass.backbones.hook import device_of
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
@@ -34,6 +33,7 @@ from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record, device_name
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder

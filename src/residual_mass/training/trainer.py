@@ -17,10 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from residual_mass.assets import MANIFEST
 from residual_mass.backbones.corpora import Corpus, check_corpora, training_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
+from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record
 from residual_mass.spec_json import to_json
 from residual_mass.specs import TrainSpec, tokens_of

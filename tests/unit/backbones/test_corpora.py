@@ -32,7 +32,7 @@ from residual_mass.backbones.corpora import (
     training_corpus,
 )
 from residual_mass.backbones.hub_stream import HubStream
-from residual_mass.hub_data import HubText
+from residual_mass.inputs.hub_data import HubText
 
 TOKENIZER = byte_tokenizer()
 PARTS = [f"Part {number} is told here.\n{'It goes on and on. ' * 7}END." for number in range(400)]

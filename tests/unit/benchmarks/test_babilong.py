@@ -12,7 +12,7 @@ import pytest
 from residual_mass.benchmarks import babilong, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.examples import DoesNotFitError, harness_config
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.hub_folder import HubFolder
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("babilong", 1024)

@@ -13,7 +13,7 @@ from tests.small_assets import HAYSTACK
 from residual_mass.benchmarks import longbench
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, harness_task
-from residual_mass.hub_folder import HubFolder
+from residual_mass.inputs.hub_folder import HubFolder
 
 TASKS = tuple(task.name for task in BENCHMARKS["longbench"])
 QUESTION_TASKS = ("longbench_musique", "longbench_hotpotqa")

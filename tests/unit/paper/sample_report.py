@@ -11,10 +11,15 @@ from matplotlib.figure import Figure
 from sample_results import TEMPLATES, Arm, result_rows, table_spec, write_rows
 
 from residual_mass.files import write_json
-from residual_mass.paper import accounting_table, comparison, published, report, runtime_file, tables
-from residual_mass.paper.report import ReportFiles
-from residual_mass.paper.report_verdicts import CLAIM_COLUMNS
-from residual_mass.paper.style import TEXT_WIDTH, save
+from residual_mass.paper import published
+from residual_mass.paper.comparison import by_cell as comparison
+from residual_mass.paper.figures.style import TEXT_WIDTH, save
+from residual_mass.paper.readers import runtime_file
+from residual_mass.paper.report import page as report
+from residual_mass.paper.report.page import ReportFiles
+from residual_mass.paper.report.verdicts import CLAIM_COLUMNS
+from residual_mass.paper.tables import accounting_table
+from residual_mass.paper.tables import render as tables
 from residual_mass.specs import METHODS, BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
 
 ROOT = TEMPLATES.parents[1]

@@ -13,8 +13,8 @@ from printed import caption_of, has_latex, open_braces, pdflatex, row_widths, wi
 from sample_results import TEMPLATES, table_spec
 
 from residual_mass.paper import published
-from residual_mass.paper.accounting_table import QUANTITIES
-from residual_mass.paper.tables import render_published, run
+from residual_mass.paper.tables.accounting_table import QUANTITIES
+from residual_mass.paper.tables.render import render_published, run
 from residual_mass.specs import TableSpec
 
 LABEL = "exact_accounting"

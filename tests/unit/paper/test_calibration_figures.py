@@ -14,14 +14,14 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from sample_results import diagnostics
 
-from residual_mass.paper.calibration_figures import (
+from residual_mass.paper.figures.calibration import (
     draw_fullsub_nosub_delta,
     draw_logz_calibration,
     fullsub_nosub_delta_points,
     logz_calibration_points,
 )
-from residual_mass.paper.diagnostics_file import bulk
-from residual_mass.paper.style import BLUE, VERMILLION, paper_style, save
+from residual_mass.paper.figures.style import BLUE, VERMILLION, paper_style, save
+from residual_mass.paper.readers.diagnostics_file import bulk
 from residual_mass.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")

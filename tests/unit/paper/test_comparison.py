@@ -18,17 +18,12 @@ import pytest
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
-from residual_mass.paper import (
-    accounting_table,
-    comparability,
-    content,
-    published,
-    runtime_table,
-    training_cost_table,
-)
-from residual_mass.paper.comparison import COLUMNS, DEVIATIONS, deviations_of, run
-from residual_mass.paper.comparison_picture import tau_b
-from residual_mass.paper.table_file import COMPARED
+from residual_mass.paper import published
+from residual_mass.paper.comparison import comparability
+from residual_mass.paper.comparison.by_cell import COLUMNS, DEVIATIONS, deviations_of, run
+from residual_mass.paper.comparison.picture import tau_b
+from residual_mass.paper.tables import accounting_table, content, runtime_table, training_cost_table
+from residual_mass.paper.tables.table_file import COMPARED
 from residual_mass.specs import ComparisonSpec
 
 CELLS = {

@@ -19,10 +19,12 @@ from sample_runtime import BLOCKS, COLUMNS, METHODS, REASON, not_measured, runti
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.cli import main
 from residual_mass.files import csv_text, sha256_of, write_json
-from residual_mass.paper import published, runtime_table, training_cost_table, training_log
-from residual_mass.paper.runtime_file import load_runtime
-from residual_mass.paper.table_file import load_table
-from residual_mass.paper.tables import run
+from residual_mass.paper import published
+from residual_mass.paper.readers import training_log
+from residual_mass.paper.readers.runtime_file import load_runtime
+from residual_mass.paper.tables import runtime_table, training_cost_table
+from residual_mass.paper.tables.render import run
+from residual_mass.paper.tables.table_file import load_table
 from residual_mass.spec_json import to_json
 from residual_mass.specs import (
     AnchorSpec,

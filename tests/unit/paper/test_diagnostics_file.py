@@ -11,8 +11,8 @@ import pytest
 from sample_results import change, diagnostics
 
 from residual_mass.diagnostics.settings import Setting, read_settings
-from residual_mass.paper.diagnostics_file import bulk, equal_parts, head_means, read_diagnostics
-from residual_mass.paper.head_figures import quartile_error_points
+from residual_mass.paper.figures.heads import quartile_error_points
+from residual_mass.paper.readers.diagnostics_file import bulk, equal_parts, head_means, read_diagnostics
 from residual_mass.specs import FigureSpec, FindingsSpec
 
 

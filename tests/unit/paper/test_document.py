@@ -14,9 +14,9 @@ from sample_results import TEMPLATES
 from residual_mass.files import sha256_of
 from residual_mass.paper import typesetting
 from residual_mass.paper.document import CAPTIONS, run
-from residual_mass.paper.figures import FIGURES
-from residual_mass.paper.style import TEXT_WIDTH, save
-from residual_mass.paper.tables import run_published
+from residual_mass.paper.figures.render import FIGURES
+from residual_mass.paper.figures.style import TEXT_WIDTH, save
+from residual_mass.paper.tables.render import run_published
 from residual_mass.specs import BackboneSpec, DocumentSpec
 
 TEMPLATE = TEMPLATES / "main.tex.j2"

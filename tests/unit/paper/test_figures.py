@@ -12,16 +12,16 @@ import pytest
 from matplotlib.axes import Axes
 
 from residual_mass.files import csv_text
-from residual_mass.paper.figures import FIGURES, kind_of, run
-from residual_mass.paper.style import round_ticks
-from residual_mass.paper.training_figures import (
+from residual_mass.paper.figures.render import FIGURES, kind_of, run
+from residual_mass.paper.figures.style import round_ticks
+from residual_mass.paper.figures.training import (
     LOOKS,
     draw_recipe_costs,
     draw_training_curves,
     recipe_costs_points,
     training_curves_points,
 )
-from residual_mass.paper.training_log import COLUMNS, join
+from residual_mass.paper.readers.training_log import COLUMNS, join
 from residual_mass.specs import FigureSpec
 
 

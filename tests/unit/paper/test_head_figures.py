@@ -17,9 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from sample_results import diagnostics
 
-from residual_mass.paper.diagnostics_file import binned_medians
-from residual_mass.paper.figures import FIGURES, run
-from residual_mass.paper.head_figures import (
+from residual_mass.paper.figures.heads import (
     draw_entropy_gain,
     draw_entropy_heatmap,
     draw_fixedk_breakdown,
@@ -29,7 +27,9 @@ from residual_mass.paper.head_figures import (
     fixedk_breakdown_points,
     quartile_error_points,
 )
-from residual_mass.paper.style import paper_style
+from residual_mass.paper.figures.render import FIGURES, run
+from residual_mass.paper.figures.style import paper_style
+from residual_mass.paper.readers.diagnostics_file import binned_medians
 from residual_mass.specs import FigureSpec
 
 KINDS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error")
@@ -313,7 +313,7 @@ def tick_boxes(axis: Axes) -> list[Bbox]:
 
 DRAW_ALL = f"""
 import sys, pathlib
-from residual_mass.paper.figures import run
+from residual_mass.paper.figures.render import run
 from residual_mass.specs import FigureSpec
 data, out = map(pathlib.Path, sys.argv[1:])
 for kind in {KINDS}:

@@ -13,15 +13,15 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from sample_results import change, diagnostics
 
-from residual_mass.paper.diagnostics_file import bulk
-from residual_mass.paper.kernel_figures import (
+from residual_mass.paper.figures.kernels import (
     SHOWN,
     ablation_kernel_fidelity_points,
     draw_ablation_kernel_fidelity,
     draw_kernel_sanity,
     kernel_sanity_points,
 )
-from residual_mass.paper.style import BLUE, VERMILLION, paper_style, save
+from residual_mass.paper.figures.style import BLUE, VERMILLION, paper_style, save
+from residual_mass.paper.readers.diagnostics_file import bulk
 from residual_mass.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from residual_mass.paper.document import CAPTIONS
 from residual_mass.paper.latex import escape
-from residual_mass.paper.latex_html import argument, plain, to_html
+from residual_mass.paper.report.latex_html import argument, plain, to_html
 from residual_mass.paper.titles import METHOD_TITLES, VARIANT_TITLES
 
 

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from sample_results import change, diagnostics
 
-from residual_mass.paper.mass_figures import draw_mass_curves, mass_curves_points
-from residual_mass.paper.style import paper_style, save
+from residual_mass.paper.figures.masses import draw_mass_curves, mass_curves_points
+from residual_mass.paper.figures.style import paper_style, save
 from residual_mass.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -17,8 +17,8 @@ from test_accounting_table import spec as accounting_spec
 from test_accounting_table import write as write_accounting
 
 from residual_mass.files import csv_text
-from residual_mass.paper import tables
 from residual_mass.paper.numbers import run
+from residual_mass.paper.tables import render as tables
 from residual_mass.specs import NumbersSpec
 
 TEMPLATE = TEMPLATES / "numbers.tex.j2"

@@ -18,8 +18,8 @@ from sample_results import TEMPLATES, table_spec
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.paper import published
-from residual_mass.paper.parameter_table import CELL_COLUMNS, QUANTITIES, load_counts
-from residual_mass.paper.tables import render_published, run
+from residual_mass.paper.tables.parameter_table import CELL_COLUMNS, QUANTITIES, load_counts
+from residual_mass.paper.tables.render import render_published, run
 from residual_mass.specs import MapSpec, TableSpec
 
 LABEL = "phi_param_count"

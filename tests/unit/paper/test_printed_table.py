@@ -9,9 +9,9 @@ from printed import printed_cells, row_widths
 from sample_results import LABELS, TEMPLATES
 
 from residual_mass.paper import published
-from residual_mass.paper.latex_html import plain
-from residual_mass.paper.printed_table import load_printed
-from residual_mass.paper.tables import render_published
+from residual_mass.paper.report.latex_html import plain
+from residual_mass.paper.tables.printed_table import load_printed
+from residual_mass.paper.tables.render import render_published
 
 
 def template(label: str) -> Path:

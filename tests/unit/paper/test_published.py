@@ -13,8 +13,8 @@ from sample_results import LABELS, TEMPLATES
 from residual_mass.cli import main
 from residual_mass.paper import published
 from residual_mass.paper.cells import Cell, Point, best_of_columns
-from residual_mass.paper.tables import render_published
-from residual_mass.paper.tally import Tally, tally, tally_by_family
+from residual_mass.paper.tables.render import render_published
+from residual_mass.paper.tables.tally import Tally, tally, tally_by_family
 
 CELLS = {
     "natural_main": 104, "stress_1pct": 48, "ruler_sweep": 104, "babilong_sweep": 104, "cross_length_mismatch": 15,

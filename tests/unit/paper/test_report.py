@@ -15,11 +15,11 @@ import pytest
 from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_study, write
 
 from residual_mass.cli import main
-from residual_mass.paper import report
-from residual_mass.paper.report import load_deviations
-from residual_mass.paper.report_notes import notes_on
-from residual_mass.paper.report_provenance import provenance
-from residual_mass.paper.report_tables import load_page_table, place_of
+from residual_mass.paper.report import page as report
+from residual_mass.paper.report.notes import notes_on
+from residual_mass.paper.report.origins import provenance
+from residual_mass.paper.report.page import load_deviations
+from residual_mass.paper.report.tables import load_page_table, place_of
 from residual_mass.spec_json import to_json
 
 HOSTILE = '<script>alert("x")</script> $(rm) </title> \' & \\input{z} {{ 7 * 7 }}'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from residual_mass.paper.report_provenance import provenance
+from residual_mass.paper.report.origins import provenance
 
 
 @pytest.mark.parametrize(

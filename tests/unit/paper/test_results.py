@@ -9,9 +9,9 @@ import pytest
 from sample_results import COLUMNS, Rows, edit, maps_arms, result_rows, write_rows
 
 from residual_mass.benchmarks import scoring
-from residual_mass.paper import results
 from residual_mass.paper.cells import Point
-from residual_mass.paper.results import load_results
+from residual_mass.paper.readers import results
+from residual_mass.paper.readers.results import load_results
 
 
 def test_summary_and_tasks_are_read(tmp_path: Path) -> None:

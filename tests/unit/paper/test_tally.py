@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from residual_mass.paper.cells import Point
-from residual_mass.paper.tally import Tally, tally, tally_by_family
+from residual_mass.paper.tables.tally import Tally, tally, tally_by_family
 
 
 def pair(

@@ -25,7 +25,7 @@ from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
-from residual_mass.paper import training_log
+from residual_mass.paper.readers import training_log
 from residual_mass.spec_json import to_json
 from residual_mass.specs import (
     CurriculumSpec,

@@ -1,0 +1,102 @@
+"""What this machine lacks for a backbone, told before hours of jobs start; imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from residual_mass.inputs.assets import model_folder
+from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.specs import BackboneSpec
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+CLOCKS_APART = 60
+"""Seconds by which the clocks of machines that share files may differ."""
+
+
+def needs_gpu(backbone: BackboneSpec) -> bool:
+    """A bfloat16 backbone is run on a GPU, a float32 one wherever it is."""
+    return backbone.dtype == "bfloat16"
+
+
+def problems(backbones: Sequence[BackboneSpec], assets: Path, asks_hub: bool = True) -> list[str]:
+    """One line per missing thing, with its remedy; empty when the jobs of these backbones can start here.
+
+    Args:
+        asks_hub: whether models that are on the hub may be asked for there; else they are not looked at.
+    """
+    looked_at = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
+    found = [problem for backbone in looked_at for problem in _access_problems(backbone, assets)]
+    names = ", ".join(backbone.name for backbone in backbones if needs_gpu(backbone))
+    if names and not (has_gpu() or has_slurm()):
+        found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
+    return found
+
+
+def from_the_future(inputs: Iterable[Path]) -> list[str]:
+    """One line for the newest input that is dated later than now, as after a clock was set back: once its job is done,
+    Snakemake finds the results older than their input and deletes them.
+    """
+    dated = {path: path.stat().st_mtime for path in inputs if path.exists()}
+    newest = max(dated, key=dated.__getitem__, default=None)
+    if newest is None or dated[newest] <= time.time() + CLOCKS_APART:
+        return []
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(dated[newest]))
+    remedy = "set the clock right, or `touch` the file"
+    return [f"{newest}: modified in the future ({date}), so that its results would count as out of date: {remedy}"]
+
+
+def unwritable(outputs: Iterable[Path]) -> list[str]:
+    """One line per folder that is there and that outputs cannot be written to."""
+    folders = {next(folder for folder in path.parents if folder.is_dir()) for path in outputs}
+    refused = sorted(str(folder) for folder in folders if not os.access(folder, os.W_OK))
+    return [f"{folder}: cannot be written to; make the folder or its disk writable" for folder in refused]
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def has_slurm() -> bool:
+    """A machine that can submit SLURM jobs needs no GPU of its own."""
+    return shutil.which("sbatch") is not None
+
+
+def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
+    if backbone.source == "hub":
+        prefetched = backbone.model_id in HubFolder(assets).content()["models"]
+        return [] if prefetched or _on_hub(backbone) or _is_public(backbone) else [_no_access(backbone)]
+    folder = assets / model_folder(backbone.model_id)
+    if (assets / "manifest.json").exists() and not (folder / "config.json").is_file():
+        return [
+            f"backbone {backbone.name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"
+        ]
+    return []
+
+
+def _on_hub(backbone: BackboneSpec) -> bool:
+    from huggingface_hub import get_token, try_to_load_from_cache
+
+    cached = (try_to_load_from_cache(backbone.model_id, name, revision=backbone.revision) for name in WEIGHTS)
+    return get_token() is not None or any(isinstance(path, str) for path in cached)
+
+
+def _is_public(backbone: BackboneSpec) -> bool:
+    """Whether the hub hands the model to anyone; False, too, where the hub cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        return not HfApi().model_info(backbone.model_id, revision=backbone.revision, timeout=10, token=False).gated
+    except Exception:  # whatever is wrong with network or repository, the jobs could not fetch it either
+        return False
+
+
+def _no_access(backbone: BackboneSpec) -> str:
+    return (
+        f"backbone {backbone.name}: {backbone.model_id} is neither public nor in the Hugging Face cache, "
+        "and there is no token (or no network): "
+        "accept the model's licence on its page, then set HF_TOKEN or run `hf auth login`"
+    )

@@ -1,0 +1,118 @@
+"""What keeps a run from being handed to SLURM and watched there, told before its first job; imports no torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from getpass import getuser
+from pathlib import Path
+from typing import Any
+
+PROFILE = "workflow/profiles/slurm/config.yaml"
+REMEMBERED = 240
+"""Seconds for which SLURM must know a finished job (MinJobAge) where squeue is all there is: Snakemake asks every 180 s
+at the latest, and waits for ever for a job that was forgotten before it asked.
+"""
+
+
+def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> list[str]:
+    """One line per obstacle, with its remedy; empty where jobs can be submitted and watched.
+
+    Args:
+        status_command: what Snakemake asks for its jobs, sacct or squeue.
+        sites: partition and account of the jobs, each "" where none is given.
+    """
+    if shutil.which("sbatch") is None:
+        return ["no sbatch here: run on a machine that submits to SLURM, or without the profile slurm"]
+    accounting = _failure("sacct", "--noheader", "--starttime", "now")
+    found = []
+    if status_command == "sacct" and accounting:
+        found.append(
+            f"sacct does not answer ({accounting}), and Snakemake would wait for its jobs for ever: "
+            f"set slurm-status-command: squeue, as {PROFILE} does by itself"
+        )
+    if status_command == "squeue" and accounting:
+        found += _forgetfulness(min_job_age())
+    for partition, account in sorted(set(sites)):
+        if account and accounting:
+            found.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
+        elif refusal := _refusal(partition, account):
+            found.append(f"sbatch refuses partition {partition!r}, account {account!r} ({refusal}): edit {PROFILE}")
+    return found
+
+
+def unfinished(folder: Path) -> list[str]:
+    """One line if jobs that an earlier run submitted from `folder` are still there: they write what a new run would."""
+    if shutil.which("squeue") is None:
+        return []
+    run = _run("squeue", "--noheader", "--user", getuser(), "--format", "%i|%k|%Z")
+    jobs = [line.split("|", 2) for line in run.stdout.splitlines() if line.count("|") >= 2]
+    ids = [number for number, comment, where in jobs if comment.startswith("rule_") and Path(where) == folder]
+    if not ids:
+        return []
+    return [
+        f"jobs of an earlier run still work in this folder: wait until `squeue --jobs {','.join(ids)}` shows none, "
+        f"or stop them with `scancel {' '.join(ids)}`; what they finish is kept"
+    ]
+
+
+def see_cancelled_jobs() -> None:
+    """Lets Snakemake see that a job was cancelled, where it asks sacct.
+
+    sacct says "CANCELLED by 1000". Snakemake's plugin for SLURM, from 2.4 to at least 2.8, knows "CANCELLED" alone and
+    would take the job for a running one for ever.
+    """
+    import snakemake_executor_plugin_slurm as plugin
+
+    original = getattr(plugin, "query_job_status", None)
+    if original is None:  # before 2.4, where the first word of a state was read
+        return
+
+    async def query(command: str, logger: Any) -> tuple[dict[str, str] | None, float | None]:
+        states, seconds = await original(command, logger)
+        return states and {job: state.partition(" ")[0] for job, state in states.items()}, seconds
+
+    plugin.query_job_status = query
+
+
+def min_job_age() -> int | None:
+    """Seconds for which SLURM remembers a finished job, 0 if for ever; None where it does not say."""
+    found = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _forgetfulness(remembered: int | None) -> list[str]:
+    if remembered == 0 or (remembered is not None and remembered >= REMEMBERED):
+        return []
+    after = "at a time that scontrol does not tell" if remembered is None else f"after {remembered} s"
+    return [
+        f"SLURM forgets finished jobs {after} (MinJobAge) and keeps no accounts (sacct), so that Snakemake would wait "
+        f"for them for ever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
+    ]
+
+
+def _refusal(partition: str, account: str) -> str:
+    """What SLURM has against the two; empty where it refuses this job for what the real ones may carry, a GPU or a
+    quality of service.
+    """
+    given = [f"--partition={partition}"] * bool(partition) + [f"--account={account}"] * bool(account)
+    run = _run("sbatch", "--test-only", "--time=1", *given, "--wrap=true")
+    said = [line for line in run.stderr.splitlines() if re.search("invalid (partition|account)", line, re.IGNORECASE)]
+    return said[-1].strip() if run.returncode and said else ""
+
+
+def _failure(*command: str) -> str:
+    """The last line of what a command said when it failed; empty when it did not."""
+    run = _run(*command)
+    return (run.stderr.strip() or "no message").splitlines()[-1] if run.returncode else ""
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]} is not installed")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"{command[0]} did not answer within a minute")

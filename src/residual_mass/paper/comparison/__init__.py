@@ -1,0 +1,1 @@
+"""A study beside the paper's own values."""

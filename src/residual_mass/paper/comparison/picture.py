@@ -1,0 +1,226 @@
+"""What tables say as a whole, in the paper's cells and in a study's own, which may be other cells of another backbone.
+
+Counted are printed values, without a test: a direction can be chance. As many cells above as below are a direction of
+their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from residual_mass.paper.comparison.comparability import obstacles
+from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
+from residual_mass.paper.tables.table_file import Measured, Place
+from residual_mass.paper.tables.tally import tally_by_family
+from residual_mass.paper.titles import family_title
+from residual_mass.specs import tokens_of
+
+COLUMNS = "table family statement published ours same_direction note".split()
+MISMATCH = "cross_length_mismatch"
+ABLATIONS = ("dphi_ablation", "loss_ablation")
+COMPARED_WITH = {"topk": "TopK", "topk_phi_nosub": "NoSub"}
+"""Methods that completion is counted against."""
+COMMON_WORDS = "cwe"
+"""The corpus of accounting rows that is not running text."""
+
+Row = dict[str, str]
+Texts = Mapping[Place, str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a table says in words or numbers; `direction` is its sign, None where it has none."""
+
+    text: str
+    direction: int | None
+
+
+Findings = dict[tuple[str, str], Finding]
+"""By family of cells and statement."""
+
+
+def picture(published: Mapping[str, Texts], ours: Mapping[str, Sequence[Measured]]) -> Iterator[Row]:
+    """One row per statement: what the paper's cells and those of a study say of it, and whether that has one sign.
+
+    Args:
+        published, ours: values by label of their table; a study may lack tables.
+    """
+    for table, texts in published.items():
+        values = ours.get(table, ())
+        own_texts = {value.place: value.text for value in values}
+        notes = _notes(values)
+        if table in ABLATIONS:
+            theirs, own = _ranks(texts, own_texts)
+        else:
+            theirs, own = _findings(table, texts), _findings(table, own_texts)
+        for family, statement in dict.fromkeys([*theirs, *own]):
+            pair = theirs.get((family, statement)), own.get((family, statement))
+            yield {
+                "table": table,
+                "family": family,
+                "statement": statement,
+                **{name: each.text if each else "" for name, each in zip(("published", "ours"), pair, strict=True)},
+                "same_direction": _same(*pair),
+                "note": notes.get(family, "not run"),
+            }
+
+
+def tau_b(first: Sequence[Decimal], second: Sequence[Decimal]) -> float | None:
+    """Kendall's rank correlation of two series of one length, corrected for ties; None where one has a single value."""
+    signs = [
+        (_sign(a - b), _sign(c - d)) for (a, c), (b, d) in itertools.combinations(zip(first, second, strict=True), 2)
+    ]
+    untied = sum(x != 0 for x, _ in signs) * sum(y != 0 for _, y in signs)
+    return sum(x * y for x, y in signs) / math.sqrt(untied) if untied else None
+
+
+def _findings(table: str, texts: Texts) -> Findings:
+    if table == accounting_table.LABEL:
+        return _accounting(texts)
+    if table in runtime_table.PUBLISHED:
+        return _latencies(texts)
+    if table == training_cost_table.LABEL:
+        return {}  # one number per backbone
+    if table == MISMATCH:
+        return _mismatch(texts)
+    return _changes(texts)
+
+
+def _changes(texts: Texts) -> Findings:
+    """Completion against other methods. All its cells have the main maps, which therefore need no name."""
+    points = {replace(place.point, maps=None): text for place, text in texts.items()}
+    found: Findings = {}
+    for method, name in COMPARED_WITH.items():
+        for family, counted in tally_by_family(points, method).items():
+            sides = f"{counted.wins} / {counted.ties} / {counted.losses}"
+            mean = f"{counted.mean_change:+z.3f}"
+            statement = f"cells with TopK+phi above / equal / below {name}"
+            found[family, statement] = Finding(sides, _sign(counted.wins - counted.losses))
+            found[family, f"mean change from {name} to TopK+phi"] = Finding(mean, _sign(Decimal(mean)))
+    return found
+
+
+def _mismatch(texts: Texts) -> Findings:
+    """Maps at lengths that they were trained for, and at longer ones, against TopK at the same length."""
+    below: dict[tuple[str, str], list[bool]] = {}
+    for place, text in texts.items():
+        topk = replace(place, method="topk", maps=None)
+        if place.maps is None or topk not in texts:
+            continue
+        trained, _, _ = place.maps.partition("-")
+        use = "beyond" if tokens_of(trained) < tokens_of(place.length) else "within"
+        statement = f"cells below TopK, of those with maps used {use} their length"
+        below.setdefault((_family(place), statement), []).append(Decimal(text) < Decimal(texts[topk]))
+    return {key: _share(each) for key, each in sorted(below.items())}
+
+
+def _accounting(texts: Texts) -> Findings:
+    """Rows of errors, each a corpus at a length."""
+    rows: dict[Place, dict[str, Decimal]] = {}
+    for place, text in texts.items():
+        if place.quantity in accounting_table.METHODS:
+            rows.setdefault(replace(place, quantity=""), {})[place.quantity] = Decimal(text)
+    found: dict[tuple[str, str], list[bool]] = {}
+    for place, errors in rows.items():
+        topk, nosub, sub = errors["e_topk"], errors["e_nosub"], errors["e_sub"]
+        statements = {
+            "rows in which TopK+phi has the lowest error of the three": sub < min(topk, nosub),
+            "rows in which NoSub has a lower error than TopK": nosub < topk,
+        }
+        for statement, holds in statements.items():
+            found.setdefault((_family(place), statement), []).append(holds)
+    return {key: _share(each) for key, each in found.items()}
+
+
+def _latencies(texts: Texts) -> Findings:
+    """Steps of TopK+phi beside those of full attention: on which side they are, and how many times as long."""
+    rows: dict[tuple[str, str], dict[str, Decimal]] = {}
+    for place, text in texts.items():
+        if place.quantity == runtime_table.STEP:
+            rows.setdefault((_family(place), place.length), {})[place.method] = Decimal(text)
+    shorter: dict[str, list[bool]] = {}
+    ratios: dict[str, list[str]] = {}
+    for family, length in sorted(rows, key=lambda row: tokens_of(row[1])):
+        steps = rows[family, length]
+        if not {"topk_phi", "full"} <= steps.keys():  # one of them does not fit into memory
+            continue
+        shorter.setdefault(family, []).append(steps["topk_phi"] < steps["full"])
+        ratios.setdefault(family, []).append(f"{length} {steps['topk_phi'] / steps['full']:.2f}")
+    found: Findings = {}
+    for family, each in shorter.items():
+        found[family, "contexts at which a step of TopK+phi is shorter than one of Full"] = _share(each)
+        found[family, "step of TopK+phi over one of Full, by context"] = Finding(", ".join(ratios[family]), None)
+    return found
+
+
+def _ranks(published: Texts, ours: Texts) -> tuple[Findings, Findings]:
+    """Rows of an ablation from the best down, and how a study's order agrees with the paper's: over the rows that both
+    have, backbone by backbone.
+    """
+    theirs: Findings = {}
+    own: Findings = {}
+    several = len({place.backbone for place in ours}) > 1
+    order = "rows, best first"
+    published_scores = {family: scores for (_, family), scores in _scores(published).items()}
+    for family, scores in published_scores.items():
+        theirs[family, order] = Finding(_order(scores), None)
+    for (backbone, family), scores in _scores(ours).items():
+        of_backbone = f" ({backbone})" if several else ""
+        own[family, order + of_backbone] = Finding(_order(scores), None)
+        shared = [row for row in published_scores.get(family, {}) if row in scores]
+        tau = tau_b([published_scores[family][row] for row in shared], [scores[row] for row in shared])
+        if tau is not None:
+            statement = f"rank correlation with the published order (tau-b, {len(shared)} rows){of_backbone}"
+            theirs[family, statement] = Finding("", 1)
+            own[family, statement] = Finding(f"{tau:+z.3f}", _sign(tau))
+    return theirs, own
+
+
+def _scores(texts: Texts) -> dict[tuple[str, str], dict[str, Decimal]]:
+    """Score of every row by backbone and family; rows are named alike whatever length the maps were trained at."""
+    scores: dict[tuple[str, str], dict[str, Decimal]] = {}
+    for place, text in texts.items():
+        _, _, variant = (place.maps or "").partition("-")
+        row = variant or ("ours" if place.maps else place.method)
+        scores.setdefault((place.backbone, _family(place)), {})[row] = Decimal(text)
+    return scores
+
+
+def _order(scores: Mapping[str, Decimal]) -> str:
+    """Names of the rows, the best first: `a > b = c`."""
+    ranked = itertools.groupby(sorted(scores, key=lambda row: -scores[row]), key=lambda row: scores[row])
+    return " > ".join(" = ".join(rows) for _, rows in ranked)
+
+
+def _share(holds: Sequence[bool]) -> Finding:
+    return Finding(f"{sum(holds)} of {len(holds)}", _sign(2 * sum(holds) - len(holds)))
+
+
+def _notes(values: Iterable[Measured]) -> dict[str, str]:
+    """What keeps a family's values from being compared with the paper's one by one; empty where nothing does."""
+    found: dict[str, dict[str, None]] = {}
+    for value in values:
+        found.setdefault(_family(value.place), {}).update(dict.fromkeys(obstacles(value)))
+    return {family: "; ".join([*reasons, "directions only"] if reasons else []) for family, reasons in found.items()}
+
+
+def _family(place: Place) -> str:
+    if place.implementation:
+        return f"{place.implementation}, batch {place.batch}"
+    if place.corpus:
+        return "common words" if place.corpus == COMMON_WORDS else "running text"
+    return family_title(place.point)
+
+
+def _same(theirs: Finding | None, own: Finding | None) -> str:
+    if theirs is None or own is None or theirs.direction is None or own.direction is None:
+        return ""
+    return "yes" if theirs.direction == own.direction else "no"
+
+
+def _sign(value: Decimal | float) -> int:
+    return (value > 0) - (value < 0)

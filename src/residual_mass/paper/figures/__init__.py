@@ -1,0 +1,1 @@
+"""Figures: what each shows, computed apart from the drawing."""

