@@ -42,7 +42,8 @@ class Run:
     def commands(self) -> list[list[str]]:
         """Arguments of every `python -m residual_mass` (or through torchrun's module), in sorted order."""
         torchrun = r"python -m torch\.distributed\.run --standalone --nproc-per-node \d+"
-        start = rf"^Shell command: (?:exec )?(?:python|python -m residual_mass\.machine\.gpus \d+ {torchrun}) -m residual_mass "
+        on_gpus = rf"python -m residual_mass\.machine\.gpus \d+ {torchrun}"
+        start = rf"^Shell command: (?:exec )?(?:python|{on_gpus}) -m residual_mass "
         lines = re.findall(rf"{start}(.*) > \S+ 2>&1$", self.output, re.MULTILINE)
         return sorted(shlex.split(line.replace('"$(dirname ', "").replace(')"', "")) for line in lines)
 
