@@ -126,9 +126,8 @@ class SharedPrefillEngine:
         del read
         batch = _Batch(first, limits, len(self.arms), self._end_tokens(), saturated)
         self._decode(decoder, batch, lengths)
-        self.work.prefill_tokens += sum(
-            map(len, prompts)
-        )  # only here: a try that runs out of memory counts for nothing
+        # Only here: a try that runs out of memory counts for nothing.
+        self.work.prefill_tokens += sum(map(len, prompts))
         self.work.prefill_seconds += read_seconds
         self.work.decode_rows += sum(len(tokens) for of_example in batch.tokens for tokens in of_example)
         self.work.decode_seconds += time.monotonic() - started

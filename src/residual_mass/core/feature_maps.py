@@ -103,9 +103,8 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
     blocks = []
     for _ in range(math.ceil(d_phi / d_in)):
         q, r = torch.linalg.qr(torch.randn(heads, d_in, d_in, generator=generator))
-        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(
-            -2
-        )  # without the signs QR's Q is not uniform over rotations
+        # Without the signs QR's Q is not uniform over rotations.
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         lengths = torch.randn(heads, d_in, d_in, generator=generator).norm(dim=-1, keepdim=True)
         blocks.append(q * lengths)
     return torch.cat(blocks, dim=1)[:, :d_phi]

