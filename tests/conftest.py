@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.specs import BackboneSpec
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # a busy machine fails no test
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings, much more on a busy machine
 
 TINY = BackboneSpec(

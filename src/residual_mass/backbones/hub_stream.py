@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR
 from residual_mass.backbones.loading import special_prefix
-from residual_mass.inputs.hub_data import HUB, REVISIONS
+from residual_mass.inputs.hub_commits import commit_of
+from residual_mass.inputs.hub_data import HUB
 from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, StoredPart, reader_of
 
 if TYPE_CHECKING:
@@ -233,13 +234,13 @@ class HubStream:
 
     @cached_property
     def _rows(self) -> IterableDataset:
-        """The data set on the hub, opened when it is first needed and as it is then, unless its commit is known."""
+        """The data set on the hub, opened when it is first needed, at the commit that the record names."""
         import datasets
 
         path, configuration, split, _ = self.source
-        revision = REVISIONS.get(path) if self._stored is None else self._stored.revision
+        commit = commit_of(path, self.hub)
         try:
-            return datasets.load_dataset(path, configuration, split=split, streaming=True, revision=revision)
+            return datasets.load_dataset(path, configuration, split=split, streaming=True, revision=commit)
         except Exception as error:  # see _read_rows; not tried again: a run that cannot begin says so at once
             raise ValueError(_unreadable(self.name, error)) from error
 

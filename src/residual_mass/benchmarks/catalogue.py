@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from residual_mass.inputs.hub_data import BABILONG, ESSAYS, LONGBENCH, HubPart
+
 Data = Literal["original", "simulated", "stand-in"]
 """Where a task's examples come from: the benchmark itself (its own data, or its own generator), a simulator of ours
 that follows the benchmark's definition, or other real text in the task's format.
@@ -80,6 +82,22 @@ def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
         shortest = min(task.shortest for task in _known(benchmark))
         raise ValueError(f"length {length_tokens}: {benchmark} needs at least {shortest} tokens; choose a longer one")
     return names
+
+
+def parts_of(benchmark: str, length_tokens: int) -> list[HubPart]:
+    """What is read of the hub for a benchmark at a length.
+
+    Raises:
+        ValueError: as `tasks_of`, or it is not known what the benchmark reads.
+    """
+    names = [name.removeprefix(f"{benchmark}_") for name in tasks_of(benchmark, length_tokens)]
+    if benchmark == "ruler":
+        return [ESSAYS]
+    if benchmark == "babilong":
+        return [HubPart(BABILONG, f"{length_tokens // 1024}k", name) for name in names]
+    if benchmark == "longbench":
+        return [HubPart(LONGBENCH, name, "test") for name in names]
+    raise ValueError(f"benchmark {benchmark!r}: what it reads of the hub is not known; add it to catalogue.parts_of")
 
 
 def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:

@@ -8,7 +8,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residual_mass.inputs.hub_data import REVISIONS, HubPart
+from residual_mass.inputs.hub_commits import commit_of
+from residual_mass.inputs.hub_data import HubPart
 from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, reader_of
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
             files = stored.files()
             patterns = {part.split: [glob.escape(str(file)) for file in files]}  # the library takes names for patterns
             return datasets.load_dataset(reader_of(files[0]), data_files=patterns, split=part.split)
-        pinned = {"revision": REVISIONS[part.data_set]} if part.data_set in REVISIONS else {}
-        return datasets.load_dataset(part.data_set, name=part.configuration, split=part.split, **pinned)
+        commit = commit_of(part.data_set, hub)
+        return datasets.load_dataset(part.data_set, name=part.configuration, split=part.split, revision=commit)
     except NotPrefetchedError:
         raise
     except (OSError, ValueError) as error:  # not reached, or only other parts of it are stored here

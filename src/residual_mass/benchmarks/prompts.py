@@ -12,10 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from residual_mass.benchmarks.catalogue import task_named, tasks_of, too_long
+from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, Source
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_text
 from residual_mass.inputs.assets import MANIFEST, require_whole
+from residual_mass.inputs.hub_commits import commits_of
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import Record
 from residual_mass.specs import PromptsSpec, tokens_of
@@ -99,7 +100,9 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     for name, reason in left_out.items():
         logger.warning("%s at %s is left out: %s", name, spec.length, reason)
     _write_manifest(spec, tasks, left_out, out)
-    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()))
+    parts = parts_of(spec.benchmark, length) if spec.data_source == "hub" else []
+    commits = commits_of((part.data_set for part in parts), HubFolder(assets))
+    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()), data_sets=commits)
 
 
 def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -> Iterator[dict[str, Any]]:

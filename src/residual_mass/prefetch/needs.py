@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.inputs.hub_data import BABILONG, ESSAYS, HUB, LONGBENCH, STREAMED, HubPart
+from residual_mass.benchmarks.catalogue import parts_of
+from residual_mass.inputs.hub_data import HUB, STREAMED, HubPart
 from residual_mass.specs import ModelNeed, PrefetchSpec, StreamNeed, tokens_of
 
 
@@ -28,21 +28,13 @@ def hub_needs(study: str, specs: Iterable[dict[str, Any]]) -> PrefetchSpec:
         if spec.get("tokenizer_source") == "hub":
             models[ModelNeed(spec["model_id"], spec["revision"])] = None
         if "tokenizer_source" in spec and spec["data_source"] == "hub":
-            parts |= dict.fromkeys(benchmark_parts(spec["benchmark"], tokens_of(spec["length"])))
+            parts |= dict.fromkeys(parts_of(spec["benchmark"], tokens_of(spec["length"])))
         texts = [*spec.get("held_out", []), *([spec["corpus"]] if backbone and "corpus" in spec else [])]
         parts |= dict.fromkeys(HUB[name].part for name in texts if name in HUB)
         for need in stream_needs(spec) if "corpora" in spec else ():
             known = streams.setdefault(same_order(asdict(need)), need)
             streams[same_order(asdict(need))] = max(known, need, key=lambda one: one.tokens)
     return PrefetchSpec(study, tuple(models), tuple(parts), tuple(streams.values()))
-
-
-def benchmark_parts(benchmark: str, length: int) -> list[HubPart]:
-    """What the benchmark's own data are, at a length in tokens."""
-    tasks = [task.removeprefix(f"{benchmark}_") for task in tasks_of(benchmark, length)]
-    if benchmark == "babilong":
-        return [HubPart(BABILONG, f"{length // 1024}k", task) for task in tasks]
-    return [HubPart(LONGBENCH, task, "test") for task in tasks] if benchmark == "longbench" else [ESSAYS]
 
 
 def stream_needs(train: dict[str, Any]) -> Iterator[StreamNeed]:

@@ -21,6 +21,9 @@ from residual_mass.backbones.corpora import Corpus, check_corpora, training_corp
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
 from residual_mass.inputs.assets import MANIFEST
+from residual_mass.inputs.hub_commits import commits_of
+from residual_mass.inputs.hub_data import HUB
+from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import Record
 from residual_mass.spec_json import to_json
 from residual_mass.specs import TrainSpec, tokens_of
@@ -70,8 +73,10 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
+        data_sets = [HUB[name].path for name in (*spec.corpora, *spec.held_out) if name in HUB]
         ran = {
-            "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps
+            "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps,
+            "data_sets": commits_of(data_sets, HubFolder(assets)),
         }  # fmt: skip
         for learner, out in zip(trainer.learners, outs, strict=True):
             learner.maps.save(out)

@@ -27,15 +27,16 @@ from residual_mass.backbones.corpora import held_out_corpus, training_corpus
 from residual_mass.backbones.hub_stream import HubStream
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.benchmarks import babilong, longbench, ruler
-from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.benchmarks.catalogue import BENCHMARKS, parts_of
 from residual_mass.benchmarks.examples import harness_config
 from residual_mass.files import read_json, sha256_of, write_json
+from residual_mass.inputs.hub_commits import commits_of, newest
 from residual_mass.inputs.hub_data import ESSAYS, HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError
 from residual_mass.prefetch import fetch
 from residual_mass.prefetch.download import asking
 from residual_mass.prefetch.missing import problems
-from residual_mass.prefetch.needs import benchmark_parts, hub_needs
+from residual_mass.prefetch.needs import hub_needs
 from residual_mass.prefetch.shards import shards_read
 from residual_mass.specs import BackboneSpec, ModelNeed, PrefetchSpec, StreamNeed
 
@@ -119,6 +120,7 @@ def hub(repositories: dict[str, Repository], tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", small.address)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        newest.cache_clear()
         monkeypatch.setattr(hub_stream, "BLOCK", 8)
         monkeypatch.setattr(hub_stream, "LANES", 2)
         yield small
@@ -200,6 +202,22 @@ def test_offline_equals_online(
     assert list(content["data_sets"]["RMT-team/babilong-1k-samples"]["files"]) == ["data/qa1/4k.parquet"]
     assert "files are to be fetched; " in caplog.text
     assert TOKEN not in caplog.text + "".join(f.read_text("latin-1") for f in assets.rglob("*") if f.is_file())
+
+
+def test_the_commit_that_is_read_is_told(hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path) -> None:
+    read = ("HuggingFaceFW/fineweb", "Salesforce/wikitext")
+    fineweb = hub.repositories["datasets/HuggingFaceFW/fineweb"]
+    fineweb.commit, fineweb.earlier = "b" * 40, (COMMIT,)
+    online = HubFolder(tmp_path / "empty")
+    assert commits_of(read, online) == {read[0]: "b" * 40, read[1]: REVISIONS[read[1]]}
+    fineweb.commit = "c" * 40  # once asked, a process keeps to it
+    assert commits_of(read, online)[read[0]] == "b" * 40
+    newest.cache_clear()
+    fetch.run(PrefetchSpec("paper", (), (), (replace(STREAM, tokens=64),)), with_assets(tmp_path))
+    fineweb.commit = "d" * 40
+    shut(hub)
+    assert commits_of(read, HubFolder(tmp_path))[read[0]] == "c" * 40
+    assert commits_of(read, online)[read[0]] is None
 
 
 def test_a_run_begun_online_goes_on_offline(hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path) -> None:
@@ -454,10 +472,10 @@ def test_parts_are_those_that_the_harness_reads() -> None:
     for task in BENCHMARKS["longbench"]:
         config = harness_config("longbench", task.name)
         part = HubPart(config["dataset_path"], config["dataset_name"], config["test_split"])
-        assert part in benchmark_parts("longbench", 65536)
+        assert part in parts_of("longbench", 65536)
     config = harness_config("babilong", "babilong_qa3")
-    assert HubPart(config["dataset_path"], "64k", config["test_split"]) in benchmark_parts("babilong", 65536)
-    assert benchmark_parts("ruler", 4096) == [ESSAYS]
+    assert HubPart(config["dataset_path"], "64k", config["test_split"]) in parts_of("babilong", 65536)
+    assert parts_of("ruler", 4096) == [ESSAYS]
     haystack = Path(lm_eval.tasks.__file__).with_name("ruler") / "prepare_niah.py"
     assert f'load_dataset("{ESSAYS.data_set}", split="{ESSAYS.split}")' in haystack.read_text()
 
