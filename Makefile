@@ -19,7 +19,9 @@ export PATH := $(BIN):$(PATH)
 PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Modules and no scripts, whose first line is misread where the folder's name has quotes or blanks.
-.PHONY: mini test test-all lint gpu-check clean
+.PHONY: install mini test test-all lint gpu-check clean
+
+install: $(STAMP)
 
 mini: $(STAMP)
 	python -m snakemake --cores $(CORES) --rerun-incomplete --show-failed-logs all
@@ -44,8 +46,9 @@ $(TRITON): $(STAMP)
 	$(PIP) install --no-deps "triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'"
 	@touch $@
 
+# What is computed stays: results/ may hold weeks of work.
 clean:
-	rm -rf results logs .snakemake .pytest_cache .ruff_cache $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
+	rm -rf logs .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
 
 # torch first and alone: when its index cannot be reached, pip says so, and the next line takes torch from wherever pip is configured to look.
 $(STAMP): requirements.lock pyproject.toml

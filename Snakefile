@@ -111,7 +111,12 @@ rule published:
 
 onstart:
     jobs = list(workflow.dag.needrun_jobs())
-    lacking = preflight.problems(backbones_to_run(), ASSETS.parent, asks_hub=not config["offline"])
+    lacking = preflight.problems(
+        backbones_to_run(),
+        ASSETS.parent,
+        asks_hub=not config["offline"],
+        submits=workflow.executor_plugin.name != "local",
+    )
     if config["offline"] and any(str(ASSETS) in (*job.input, *job.output) for job in jobs):
         told = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
         lacking += missing.problems(hub_needs(config["study"], told), ASSETS.parent)

@@ -54,6 +54,7 @@ def test_a_hub_model_needs_a_token_or_its_cached_weights(tmp_path: Path) -> None
 @pytest.mark.parametrize("tool", ["nvidia-smi", "sbatch"])
 def test_a_bfloat16_backbone_needs_a_gpu_or_slurm(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(preflight.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))  # no device files, whatever runs this test
     assert preflight.problems([LOCAL], tmp_path) == []
     (line,) = preflight.problems([LOCAL, ON_GPU], tmp_path)
@@ -61,6 +62,12 @@ def test_a_bfloat16_backbone_needs_a_gpu_or_slurm(tool: str, tmp_path: Path, mon
     (tmp_path / tool).write_text("#!/bin/sh\n")
     (tmp_path / tool).chmod(0o755)
     assert preflight.problems([LOCAL, ON_GPU], tmp_path) == []
+    alone = preflight.problems([LOCAL, ON_GPU], tmp_path, submits=False)
+    assert alone == ([] if tool == "nvidia-smi" else [line])  # SLURM is there, but Snakemake was not told to use it
+    monkeypatch.setattr(preflight.metadata, "version", lambda name: "2.13.0+cpu")
+    assert preflight.problems([LOCAL], tmp_path) == []
+    (line,) = preflight.problems([LOCAL, ON_GPU], tmp_path)
+    assert line.startswith("torch 2.13.0+cpu is built for CPUs, and backbone fast needs") and "TORCH_INDEX=" in line
 
 
 def test_a_model_that_the_assets_lack_is_named_once_they_are_there(tmp_path: Path) -> None:

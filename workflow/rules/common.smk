@@ -267,6 +267,13 @@ def comparison_contradictions(name: str) -> Iterator[str]:
         ]
         for benchmark in (name for name in ablations["benchmarks"] if name in study["benchmarks"]):
             options.append(("ablations.length", [ablations["length"]], benchmark_lengths(study, benchmark)))
+            real = study["benchmarks"][benchmark]["budget_length"] == "real"
+            if real and tokens_of(study["truncate_to"]) > tokens_of(ablations["length"]):
+                yield (
+                    f"{where}: ablations.benchmarks: prompts of {benchmark} are up to truncate_to "
+                    f"({study['truncate_to']}) long, beyond ablations.length ({ablations['length']}), which the maps "
+                    f"are trained on; take {benchmark} out"
+                )
     if options and (lacking := {"full", "topk", "topk_phi"} - set(study["methods"])):
         yield f"{where}: methods: {min(lacking)} is missing, which mismatch and ablations compare with"
     for key, values, known_ones in options:

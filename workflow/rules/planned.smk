@@ -78,7 +78,7 @@ def reading_specs(study: str) -> Iterator[dict[str, Any]]:
             for length in benchmark_lengths(protocol, benchmark):
                 named = Named(benchmark=benchmark, tokenizer=tokenizer, length=length)
                 yield json.loads(prompts_spec(named))
-    for place in itertools.product(captured["backbones"], captured["corpora"], captured["lengths"]):
+    for place in itertools.product(backbones_of(study), captured["corpora"], captured["lengths"]):
         yield json.loads(capture_spec(Named(zip(("backbone", "corpus", "length"), place))))
 
 

@@ -6,12 +6,18 @@ def gpus(wildcards: Any) -> int:
 
 
 def half_of_the_cores(wildcards: Any) -> int:
-    """Threads of a job: a small model gains little from a second core, so without a GPU two jobs share the machine.
+    """Threads of a job: a small model gains little from a second core, so without a GPU two jobs share the machine."""
+    cores = cores_here()
+    return 8 if gpus(wildcards) or cores is None else max(1, min(8, cores // 2))
 
-    A cluster has no number of cores, and what a job sees there has been given to it alone.
-    """
-    cores = workflow.resource_settings.cores
-    return 8 if gpus(wildcards) or workflow.remote_exec or not cores else max(1, min(8, cores // 2))
+
+def all_of_the_cores(_: Any) -> int:
+    return cores_here() or 8
+
+
+def cores_here() -> int | None:
+    """None on a cluster, which has no number of cores; what a job sees there has been given to it alone."""
+    return None if workflow.remote_exec else workflow.resource_settings.cores
 
 
 def training_gpus(wildcards: Any) -> int:

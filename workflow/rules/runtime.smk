@@ -17,7 +17,7 @@ rule runtime:
     priority: 20  # first, while there are few other jobs: it takes the machine for itself
     conda:
         "../../environment.yml"
-    threads: 8
+    threads: all_of_the_cores
     resources:
         gpu=gpus,
         mem_mb=with_gpu(64000, 6000),

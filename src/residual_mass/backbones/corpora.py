@@ -31,6 +31,9 @@ class Corpus(Protocol):
     def sequence(self, index: int) -> list[int]:
         """Token ids of the index-th sequence."""
 
+    def begins_again(self) -> bool:
+        """Whether the last sequence made holds text of an earlier one, all of it having been read."""
+
     def position(self) -> Any:
         """A JSON value: where the sequence after the last one made begins."""
 
@@ -76,6 +79,9 @@ class PackedDocuments:
                 return front + ids[:wanted]
         raise ValueError(too_small(self.name, len(ids), wanted))
 
+    def begins_again(self) -> bool:
+        return False  # sequences are drawn at random, and never come to an end
+
     def position(self) -> None:
         return None
 
@@ -91,6 +97,9 @@ class Cycle:
 
     def sequence(self, index: int) -> list[int]:
         return self.corpora[index % len(self.corpora)].sequence(index // len(self.corpora))
+
+    def begins_again(self) -> bool:
+        return any(corpus.begins_again() for corpus in self.corpora)
 
     def position(self) -> list[Any]:
         return [corpus.position() for corpus in self.corpora]

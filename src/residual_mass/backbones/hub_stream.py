@@ -136,6 +136,9 @@ class HubStream:
             if self.at.index == index + 1:
                 return ids
 
+    def begins_again(self) -> bool:
+        return self.at.epoch > 0
+
     def position(self) -> dict[str, Any]:
         return asdict(self.at)
 

@@ -46,7 +46,8 @@ def partial_kv(
     """Within the context, prompts are read exactly and generated tokens attend to the prompt through `method`.
 
     Works with `model.generate` (greedy, sampling or beams, left-padded batches, the default dynamic cache) on
-    decoder-only models with rotary positions whose attention goes through transformers' attention interface.
+    decoder-only models with rotary positions whose attention goes through transformers' attention interface. A
+    prompt is read in one piece (no `prefill_chunk_size`): a token alone is taken for a generated one.
 
     Args:
         method: full, topk, topk_phi, topk_phi_nosub, or what else is in `core.estimators`.
@@ -58,6 +59,8 @@ def partial_kv(
         hooked.
     """
     arm = arm_of(method, budget)
+    if getattr(model.generation_config, "prefill_chunk_size", None):
+        raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
     attention_layers(model)
     session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config))
     if arm.uses_phi:
@@ -100,6 +103,8 @@ class PartialKV:
             self._real[index] = _real_columns(key, mask)
             self._prefix.pop(index, None)
             return exact_attention(module, query, key, value, mask, scale)
+        if index not in self._real:
+            raise ValueError("partial_kv: the prompt has to be read within the context, not before it")
         length = self._real[index].shape[1]
         if key.shape[2] <= length:
             raise ValueError(

@@ -80,6 +80,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     batches = list(_batches(spec, [one for task in tasks for one in frozen[task]], tokenizer, identity, shas))
+    _tell_of_extrapolation(spec, batches)
     with GenerationStore(store) as rows:
         for batch in batches:
             for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(spec.arms)):
@@ -132,6 +133,19 @@ def _check_lengths(spec: GenerateSpec) -> None:
                 f"{key} {label}: longer than what the maps {maps.label} were trained on ({maps.length}); "
                 "train longer ones or set allow_extrapolation"
             )
+
+
+def _tell_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None:
+    """Template and few-shot examples may make a prompt longer than its label says."""
+    used = {arm.maps for arm in spec.arms}
+    lengths = [len(example.ids) for batch in batches for example in batch.examples]
+    for maps in (maps for maps in spec.maps if maps.label in used):
+        beyond = [length for length in lengths if length > maps.length]
+        if beyond and not spec.allow_extrapolation:
+            logger.warning(
+                "%d of %d prompts are longer than the %d tokens that the maps %s were trained on, the longest %d",
+                len(beyond), len(lengths), maps.length, maps.label, max(beyond),
+            )  # fmt: skip
 
 
 def _tasks_there(spec: GenerateSpec, prompts: Path) -> list[str]:

@@ -43,6 +43,8 @@ def make_packs(
 ) -> list[Pack]:
     """Token ids of each pack: `length` tokens of prefill and the `queries` tokens that are decoded after it.
 
+    There are fewer where the text comes to an end: packs that share text would pass for independent ones.
+
     Args:
         prompts: manifest of RULER's frozen prompts at that length, which the corpus `cwe` is made of.
 
@@ -54,12 +56,20 @@ def make_packs(
             raise ValueError("corpus cwe is made of RULER's prompts; pass their manifest to --prompts")
         return cwe_packs(prompts, backbone.tokenizer, length, queries, packs)
     texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
-    return [texts.sequence(pack) for pack in range(packs)]
+    made: list[Pack] = []
+    for number in range(packs):
+        pack = texts.sequence(number)
+        if texts.begins_again():
+            log.warning("%d packs instead of %d: corpus %s holds no more text", number, packs, corpus)
+            break
+        made.append(pack)
+    return made
 
 
 def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, queries: int, packs: int) -> list[Pack]:
     """Packs whose prefill ends where a prompt of RULER's common words extraction asks for its answer, and whose decoded
-    tokens are that answer. Other prompts with their answers stand before it, as many as fill the length.
+    tokens are that answer. Other prompts with their answers stand before it, as many as fill the length: such as no
+    other pack holds, as long as there are any.
 
     There are at most as many packs as frozen prompts.
     """
@@ -73,11 +83,15 @@ def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, q
         return tokenizer(text, add_special_tokens=False).input_ids
 
     made: list[Pack] = []
+    unused = iter(asked[packs:])
     for last in range(min(packs, len(asked))):
         prefill, before = tokens(asked[last][0]), last
         while len(prefill) < wanted:
-            before -= 1
-            prefill = tokens("".join(asked[before % len(asked)]) + "\n\n") + prefill
+            filler = next(unused, None)
+            if filler is None:
+                before -= 1
+                filler = asked[before % len(asked)]
+            prefill = tokens("".join(filler) + "\n\n") + prefill
         answer = tokens(asked[last][1])
         if len(answer) < queries:
             raise ValueError(f"diagnostics.queries: an answer of {CWE_TASK} has {len(answer)} tokens; ask for no more")

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from residual_mass.inputs.assets import model_folder
@@ -22,17 +23,23 @@ def needs_gpu(backbone: BackboneSpec) -> bool:
     return backbone.dtype == "bfloat16"
 
 
-def problems(backbones: Sequence[BackboneSpec], assets: Path, asks_hub: bool = True) -> list[str]:
+def problems(
+    backbones: Sequence[BackboneSpec], assets: Path, asks_hub: bool = True, submits: bool | None = None
+) -> list[str]:
     """One line per missing thing, with its remedy; empty when the jobs of these backbones can start here.
 
     Args:
         asks_hub: whether models that are on the hub may be asked for there; else they are not looked at.
+        submits: whether jobs are run elsewhere; None where they may be, if there is SLURM.
     """
     looked_at = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
     found = [problem for backbone in looked_at for problem in _access_problems(backbone, assets)]
     names = ", ".join(backbone.name for backbone in backbones if needs_gpu(backbone))
-    if names and not (has_gpu() or has_slurm()):
+    if names and not (has_gpu() or (has_slurm() if submits is None else submits)):
         found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
+    elif names and metadata.version("torch").endswith("+cpu"):
+        built = f"torch {metadata.version('torch')} is built for CPUs, and backbone {names} needs a GPU"
+        found.insert(0, f"{built}: delete .venv, then `make install TORCH_INDEX=`")
     return found
 
 

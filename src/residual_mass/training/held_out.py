@@ -43,13 +43,12 @@ def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[He
     def prefix_alone(trace: LayerTrace) -> LayerTrace:
         last = torch.full_like(positions, length - 1)
         cut = replace(trace, keys=trace.keys[:, :length], values=trace.values[:, :length], positions=last)
-        return with_targets(cut, spec.anchors, spec.eval_budgets)
+        return with_targets(cut, spec.anchors, spec.eval_budgets).to(torch.device("cpu"))  # GPUs have no room for all
 
     found = []
     for name in spec.held_out:
         corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
         packs = [record_traces(backbone, corpus.sequence(i), positions, prefix_alone) for i in range(PACKS)]
-        packs = [[trace.to(torch.device("cpu")) for trace in pack] for pack in packs]  # GPUs have no room for all
         found.append(HeldOut(name, packs))
     return found
 

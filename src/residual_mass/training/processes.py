@@ -68,6 +68,11 @@ class Processes:
         dist.all_gather_object(parts, mine)
         return {name: value for part in parts for name, value in part.items()}
 
+    def wait(self) -> None:
+        """Until every process has come here."""
+        if self.world > 1:
+            dist.barrier()
+
     def any_of(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Of each flag, whether any process has it set, so that all act together; one message for all."""
         if self.world == 1:

@@ -237,10 +237,16 @@ class Trainer:
             write_text(log_csv, csv_text(COLUMNS, self.log_rows))
 
     def save_checkpoint(self, path: Path) -> None:
-        """Everything that a run needs to go on from here as if it had never stopped."""
+        """Everything that a run needs to go on from here as if it had never stopped.
+
+        No process returns before the file is there: torchrun kills the one that writes it 30 s after another is gone.
+        """
         corpora = self.group.gather({str(slot): passes.position(self.step) for slot, passes in self.passes.items()})
-        if not self.group.leads:
-            return
+        if self.group.leads:
+            self._write_checkpoint(path, corpora)
+        self.group.wait()
+
+    def _write_checkpoint(self, path: Path, corpora: dict[str, Any]) -> None:
         tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
         facts = {
             "step": self.step,

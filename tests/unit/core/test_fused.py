@@ -54,6 +54,14 @@ def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
     torch.testing.assert_close(decode_attention(**arguments), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub"])
+def test_features_that_are_not_finite_do_not_pass_for_a_dropped_residual(method: str) -> None:
+    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24)
+    arguments = p.arguments(4, method)
+    arguments["log_query"] = torch.full_like(arguments["log_query"], torch.nan)
+    assert decode_attention(**arguments).isnan().all()
+
+
 def test_summaries_are_of_the_rounded_features() -> None:
     """Subtracting what was cached leaves rounding of float32, however coarse the cache."""
     p = DecodeProblem(seed=8, spans=[(0, 24)], length=24, dtype=torch.bfloat16)

@@ -161,6 +161,14 @@ def test_a_residual_and_exact_terms_of_any_sizes_meet(offset: float) -> None:
     torch.testing.assert_close(decode(arguments), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub"])
+def test_features_that_are_not_finite_do_not_pass_for_a_dropped_residual(method: str) -> None:
+    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
+    arguments = p.arguments(4, method)
+    arguments["log_query"] = torch.full_like(arguments["log_query"], torch.nan)
+    assert decode(arguments).isnan().all()
+
+
 def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
     p = DecodeProblem(seed=8, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
     arguments = p.arguments(100, "topk_phi") | {"log_query": p.log_query.float() + 200}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
+from residual_mass.backbones.asset_texts import SEPARATOR
+from residual_mass.backbones.hub_stream import HubStream
 from residual_mass.backbones.loading import Backbone
-from residual_mass.diagnostics.packs import cwe_packs
+from residual_mass.diagnostics.packs import cwe_packs, make_packs
 from residual_mass.files import sha256_of
 
 WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]
@@ -38,6 +41,28 @@ def test_the_answer_is_decoded_and_the_prompt_ends_the_prefill(tiny_backbone: Ba
         assert decoded and ANSWERS[n].startswith(decoded)
         # The prompts before it come with their answers, the nearest one whole.
         assert f"{' '.join(WORDS[n - 1])}\nMost common:{ANSWERS[n - 1]}\n\nList {n}" in prefill
+
+
+def test_packs_share_no_prompt_as_long_as_there_are_others(tiny_backbone: Backbone, manifest: Path) -> None:
+    for n, pack in enumerate(cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 1)):
+        assert f"{' '.join(WORDS[n + 1])}\nMost common:{ANSWERS[n + 1]}" in tiny_backbone.tokenizer.decode(pack)
+    one, other = (tiny_backbone.tokenizer.decode(p) for p in cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 2))
+    assert "List 2" in one and "List 2" not in other
+
+
+def test_a_text_that_comes_to_an_end_gives_fewer_packs(
+    tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": f"Row {number}, of many. "} for number in range(40)]
+    stream = HubStream("wikitext", tiny_backbone.tokenizer, 133, 0)
+    stream.__dict__["_rows"] = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    monkeypatch.setattr("residual_mass.diagnostics.packs.held_out_corpus", lambda *_: stream)
+    packs = make_packs("wikitext", tiny_backbone, "128", 5, 16, 0, tmp_path, None)
+    texts = [row["text"] + SEPARATOR for row in rows]
+    tokens = sum(len(tiny_backbone.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+    assert 1 < len(packs) == tokens // 133 < 16 and f"{len(packs)} packs instead of 16" in caplog.text
+    told = "".join(tiny_backbone.tokenizer.decode(pack) for pack in packs)
+    assert all(told.count(f"Row {number},") <= 1 for number in range(40)) and told.count("Row 0,") == 1
 
 
 def test_there_are_no_more_packs_than_prompts(tiny_backbone: Backbone, manifest: Path) -> None:

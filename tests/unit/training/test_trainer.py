@@ -435,6 +435,36 @@ def test_two_processes_train_what_one_does(assets: Path, tmp_path: Path) -> None
         assert float(ours["e_sub"]) == pytest.approx(float(expected["e_sub"]), rel=1e-3)
 
 
+SLOW_WRITER = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from residual_mass.training import trainer
+from residual_mass.training.processes import processes
+
+def write(path, facts, tensors):
+    time.sleep(2)
+    path.touch()
+
+trainer.write_checkpoint = write
+with processes() as group:
+    trained = SimpleNamespace(group=group, passes={}, learners=[], step=3, log_rows=[], seconds=0.0, _spec_hash=str)
+    trained._write_checkpoint = lambda *given: trainer.Trainer._write_checkpoint(trained, *given)
+    trainer.Trainer.save_checkpoint(trained, Path(sys.argv[1]))
+    print("there" if Path(sys.argv[1]).exists() else "gone before it was written", flush=True)
+"""
+
+
+def test_no_process_goes_before_the_checkpoint_is_written(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW_WRITER)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*launcher, tmp_path / "script.py", tmp_path / "checkpoint"], capture_output=True, text=True, check=True,
+        env=ENVIRONMENT, timeout=120,
+    )  # fmt: skip
+    assert run.stdout.split("\n")[:2] == ["there"] * 2
+
+
 def test_two_processes_are_resumed_by_one(assets: Path, tmp_path: Path) -> None:
     spec = replace(TWO, steps=40, eval_every=40, checkpoint_every=10)
     assert train(spec, assets, tmp_path / "undisturbed").returncode == 0

@@ -125,7 +125,7 @@ def _residual(
         z = (query.unsqueeze(-2) @ _rows(cache.features, columns).float().transpose(-1, -2)).squeeze(-2)
         z = torch.where(valid, z, 0)
         mass = mass - z.sum(-1, keepdim=True)
-    kept = mass > CLAMP_RELATIVE * whole[..., -1:]
+    kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # so that a NaN does not pass for a dropped residual
     shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
     unit = torch.where(kept, (own_shift - shift).exp(), 0)
     return _Residual(unit * whole[..., :-1], None if z is None else unit * z, (unit * mass).squeeze(-1), shift)

@@ -268,7 +268,7 @@ def merge_kernel(
             left -= tl.sum(tl.load(shares + D, mask=there, other=0.0), 0)
             estimate -= tl.sum(tl.load(shares[:, None] + width[None, :], mask=there[:, None], other=0.0), 0)
         # The common unit is chosen after the clamp: a dropped residual must not push e^s below the floats.
-        kept = left > clamp * whole
+        kept = (left <= clamp * whole) == 0  # so that a NaN does not pass for a dropped residual
         common = tl.where(kept, tl.maximum(top, phi_shift), unit)
         residual = tl.where(kept, tl.exp(phi_shift - common), 0.0)
         exact = tl.exp(unit - common)
