@@ -63,15 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one when SIGTERM or SIGINT came.
     """
     options = _parser().parse_args(arguments)
-    # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    for client in ("httpx", "httpx2"):  # a line for every request
-        logging.getLogger(client).setLevel(logging.WARNING)
     unheeded = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if unheeded:
-        signal.signal(signal.SIGTERM, _terminate)
     try:
+        if unheeded:
+            signal.signal(signal.SIGTERM, _terminate)
+        # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
+        _start_log()
         options.stage(options)
     except (ValueError, OSError) as error:
         _refuse(options.name, str(error))
@@ -87,6 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         if unheeded:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _start_log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for client in ("httpx", "httpx2"):  # a line for every request
+        logging.getLogger(client).setLevel(logging.WARNING)
 
 
 class Terminated(KeyboardInterrupt):

@@ -87,6 +87,8 @@ def _be_a_stage(arguments: list[str], log: str) -> None:
         code = 0
     except SystemExit as end:
         code = end.code or 0
+    except KeyboardInterrupt:  # before or behind what main guards, as in an interpreter that starts or ends
+        code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:

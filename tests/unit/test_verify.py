@@ -321,7 +321,7 @@ def test_inputs_are_recorded_as_they_were_found(study: Path) -> None:
 def test_neither_tokens_nor_home_directories_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    home, work = tmp_path / "home" / "ada", tmp_path / "scratch"
+    home, work = tmp_path / "home" / "lovelace", tmp_path / "scratch"
     brought = home / "assets" / "manifest.json"
     for folder in (brought.parent, work):
         folder.mkdir(parents=True)
@@ -334,7 +334,7 @@ def test_neither_tokens_nor_home_directories_are_recorded(
     write_text(result, "x")
     record.write(result)
     text = beside(result).read_text()
-    assert "hf_secret" not in text and str(tmp_path) not in text and "ada" not in text
+    assert "hf_secret" not in text and str(tmp_path) not in text and "lovelace" not in text
     assert set(json.loads(text)["inputs"]) == {"~/assets/manifest.json"}
     assert said() == {"results/runtime_t.csv": "ok"}
     write_json(brought, {"pins": {}, "files": [], "more": 1})

@@ -240,6 +240,11 @@ def make_packs_of_prompts_that_are_not_there(study: dict[str, Any]) -> None:
     study["mismatch"]["lengths"], study["ablations"]["benchmarks"] = ["2k"], ["babilong"]
 
 
+def ablate_prompts_longer_than_the_maps(study: dict[str, Any]) -> None:
+    study["benchmarks"]["longbench"]["lengths"] = ["1k"]
+    study["ablations"]["benchmarks"] = ["ruler", "longbench"]
+
+
 def compare_maps_on_prompts(study: dict[str, Any]) -> None:
     study["diagnostics"]["corpora"] = ["cwe", "wiki"]
 
@@ -297,6 +302,7 @@ STUDY_SLIPS = [
     (compare_without_topk, "methods: topk is missing, which mismatch and ablations compare with"),
     (show_an_ablation_of_nothing, "tables: dphi_ablation needs a backbone in ablations.backbones"),
     (compare_untrained_maps, "mismatch.maps: 256 is not one of 512, 1k, 2k"),
+    (ablate_prompts_longer_than_the_maps, "ablations.benchmarks: prompts of longbench are up to truncate_to (2k) long"),
     (ablate_beyond_the_benchmark, "ablations.length: 1k is not one of 2k"),
     (ablate_at_another_budget, "ablations.budget: 3 is not one of 2, 4, 8"),
     (add_key, "phi.objective: Additional properties are not allowed ('lambda_l' was unexpected)"),

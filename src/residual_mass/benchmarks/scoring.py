@@ -81,7 +81,7 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     examples = {task: load_prompts(prompts, task, entry["examples"]) for task, entry in manifest["tasks"].items()}
     cells = collect(generations, examples, spec.arms)
     arms = list(dict.fromkeys(arm for _, arm in cells))
-    phi = {arm: _phi_sha(cells, arm) for arm in arms}
+    phi = {arm: _phi_sha(generations, cells, arm) for arm in arms}
     scores = {
         task: _score_task(spec, task, examples[task], {arm: cells[task, arm] for arm in arms}) for task in examples
     }
@@ -178,10 +178,11 @@ def _name(task: str, arm: ArmSpec) -> str:
     return " ".join(part for part in (task, arm.method, budget, arm.maps) if part)
 
 
-def _phi_sha(cells: Cells, arm: ArmSpec) -> str:
+def _phi_sha(generations: Sequence[Path], cells: Cells, arm: ArmSpec) -> str:
     used = {row["phi_sha"] for (_, other), rows in cells.items() if other == arm for row in rows}
     if len(used) > 1:
-        raise ValueError(f"{_name('', arm)}: rows of {len(used)} different phi files; {RERUN} with one")
+        files = ", ".join(map(str, generations))
+        raise ValueError(f"{files}: rows of {_name('', arm)} with {len(used)} different phi files; {RERUN} with one")
     return used.pop() or ""
 
 

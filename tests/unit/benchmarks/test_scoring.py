@@ -201,7 +201,10 @@ def _without(rows: list[Row], **where: Any) -> list[Row]:
             lambda rows: [{**rows[0], "prompt_sha": "0"}, *rows[1:]],
             "all.jsonl:1: niah_single_1 example 0 was generated from",
         ),
-        (lambda rows: [*rows[:-1], {**rows[-1], "phi_sha": "b4r"}], "topk_phi 2% 1k: rows of 2 different phi files"),
+        (
+            lambda rows: [*rows[:-1], {**rows[-1], "phi_sha": "b4r"}],
+            "rows of topk_phi 2% 1k with 2 different phi files",
+        ),
         (lambda rows: [], "all.jsonl: no rows for task niah_single_1"),
         (
             lambda rows: [*rows, {**rows[-1], "maps": "2k"}],
