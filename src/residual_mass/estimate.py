@@ -72,16 +72,22 @@ def by_result(jobs: Iterable[PlannedJob]) -> dict[str, list[PlannedJob]]:
 def finished_jobs(results: Path) -> Iterator[Finished]:
     """Every finished job under `results` that measured its own rate."""
     for path in sorted([*results.glob("generations/*/*.meta.json"), *results.glob("phi/*.meta.json")]):
-        meta = read_json(path)
-        spec = meta.get("spec", {})
-        common = {"path": path, "backbone": spec["backbone"]["name"], "length": tokens_of(spec["length"])}
-        if meta.get("decode_seconds") and meta.get("prefill_seconds"):
-            prefill = meta["prefill_tokens"] / meta["prefill_seconds"]
-            decode = meta["decode_rows"] / meta["decode_seconds"]
-            yield Finished(**common, stage="generate", device=meta["device"], prefill_rate=prefill, decode_rate=decode)
-        elif meta.get("steps"):
-            seconds = meta["seconds"] * meta["processes"] / meta["steps"] / spec["sequences_per_step"]
-            yield Finished(**common, stage="train", device=meta["device"], step_seconds=seconds)
+        try:
+            yield from _measured(path, read_json(path))
+        except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: does not say what a job took ({error!r}); delete it") from None
+
+
+def _measured(path: Path, meta: dict[str, Any]) -> Iterator[Finished]:
+    spec = meta["spec"]
+    common = {"path": path, "backbone": spec["backbone"]["name"], "length": tokens_of(spec["length"])}
+    if meta.get("decode_seconds") and meta.get("prefill_seconds"):
+        prefill = meta["prefill_tokens"] / meta["prefill_seconds"]
+        decode = meta["decode_rows"] / meta["decode_seconds"]
+        yield Finished(**common, stage="generate", device=meta["device"], prefill_rate=prefill, decode_rate=decode)
+    elif meta.get("steps"):
+        seconds = meta["seconds"] * meta["processes"] / meta["steps"] / spec["sequences_per_step"]
+        yield Finished(**common, stage="train", device=meta["device"], step_seconds=seconds)
 
 
 def nearest_job(job: PlannedJob, finished: Iterable[Finished]) -> Finished | None:

@@ -11,6 +11,8 @@ from residual_mass.inputs.hub_data import HubPart
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 """Those of the paper, in the order of its tables; `core.estimators` knows all."""
+MAPS_HEADER = "residual_mass_phi"
+"""The one key of the metadata in the header of a file of feature maps."""
 
 
 def tokens_of(label: str) -> int:
@@ -19,6 +21,19 @@ def tokens_of(label: str) -> int:
     if match is None:
         raise ValueError(f"length {label!r} is not a length label: write 512, 1k, 64k, ...")
     return int(match[1]) * (1024 if match[2] else 1)
+
+
+def length_and_variant(maps: str) -> tuple[str, str]:
+    """What the label of feature maps says: the length that they were trained at and, after a hyphen, the variant that
+    they are, which is empty for those of a study's own recipe.
+    """
+    length, _, variant = maps.partition("-")
+    return length, variant
+
+
+def maps_label(length: str, variant: str = "") -> str:
+    """The inverse of `length_and_variant`."""
+    return f"{length}-{variant}" if variant else length
 
 
 @dataclass(frozen=True)

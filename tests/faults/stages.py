@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.small_assets import HAYSTACK, MODEL_ID, REVISION
 
-from residual_mass.files import jsonl, sha256_of, sha256_text
+from residual_mass.files import jsonl, sha256_of
+from residual_mass.frozen_prompts import table_sha256
 from residual_mass.spec_json import to_json
 from residual_mass.specs import (
     AnchorSpec,
@@ -121,7 +122,7 @@ def freeze_prompts(manifest: Path, spec: GenerateSpec = GENERATE) -> Path:
     content = {
         "benchmark": spec.benchmark, "length": spec.length, "tokenizer": spec.backbone.tokenizer, "harness": {},
         "examples": spec.examples, "tasks": tasks, "left_out": {},
-        "sha256": sha256_text(json.dumps(list(tasks.items()), sort_keys=True)),
+        "sha256": table_sha256(tasks),
     }  # fmt: skip
     manifest.write_text(json.dumps(content))
     return manifest

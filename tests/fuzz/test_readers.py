@@ -23,17 +23,17 @@ from sample_report import sample_study
 from tests.unit.diagnostics.test_claims import SETTINGS, SPEC, make_rows, write_files
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.benchmarks.prompts import _table_sha256, load_manifest, load_prompts
 from residual_mass.benchmarks.scoring import collect
 from residual_mass.benchmarks.store import GenerationStore
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_parquet
+from residual_mass.frozen_prompts import load_manifest, load_prompts, table_sha256
 from residual_mass.paper import numbers
 from residual_mass.paper.readers import training_log
+from residual_mass.paper.readers.accounting_file import load_accounting
 from residual_mass.paper.readers.results import load_results
 from residual_mass.paper.readers.runtime_file import load_runtime
 from residual_mass.paper.report.verdicts import load_claims, load_comparison, load_picture
-from residual_mass.paper.tables.accounting_table import load_accounting
 from residual_mass.paper.tables.parameter_table import load_counts
 from residual_mass.paper.tables.table_file import load_table
 from residual_mass.specs import MapSpec
@@ -192,7 +192,7 @@ def prompts_and_rows(folder: Path) -> dict[str, Case]:
     (file := folder / f"{task}.jsonl").write_text(jsonl(frozen))
     tasks = {task: {"file": file.name, "sha256": sha256_of(file), "examples": 3, "data": "original"}}
     content = {"benchmark": "ruler", "length": "1k", "tokenizer": "tiny", "harness": {}, "examples": 3, "tasks": tasks}
-    content |= {"left_out": {}, "sha256": _table_sha256(tasks)}
+    content |= {"left_out": {}, "sha256": table_sha256(tasks)}
     (manifest := folder / "manifest.json").write_text(json.dumps(content))
     rows = [
         {"key": f"{method}{i}", "task": task, "index": i, "method": method, "budget_percent": budget, "maps": maps,
@@ -211,7 +211,7 @@ def prompts_and_rows(folder: Path) -> dict[str, Case]:
     def read_prompts(path: Path) -> None:
         """As if the manifest vouched for whatever they hold."""
         entry = tasks[task] | {"sha256": sha256_of(path)}
-        forged = content | {"tasks": {task: entry}, "sha256": _table_sha256({task: entry})}
+        forged = content | {"tasks": {task: entry}, "sha256": table_sha256({task: entry})}
         (other := path.with_name("forged.json")).write_text(json.dumps(forged))
         load_prompts(other, task, 3)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from residual_mass import estimate
+from residual_mass.files import write_json
 from residual_mass.specs import EstimateSpec, PlannedJob
 
 
@@ -87,3 +88,10 @@ def test_planned_work_counts_tasks_examples_and_arms() -> None:
         "sequences": 18,
         "variants": 2,
     }
+
+
+@pytest.mark.parametrize("meta", [{}, [], {"spec": {}}, {"spec": 3}])
+def test_a_record_that_says_nothing_is_named(meta: object, tmp_path: Path) -> None:
+    write_json(tmp_path / "phi" / "smol_1k.safetensors.meta.json", meta)
+    with pytest.raises(ValueError, match=r"smol_1k\.safetensors\.meta\.json: does not say what a job took .*delete it"):
+        list(estimate.finished_jobs(tmp_path))

@@ -26,10 +26,10 @@ TEXTS = ["backbones/asset_texts.py", "backbones/corpora.py", "backbones/hub_stre
 ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
 MEASURED = [*ACCOUNTING, "backbones/measured.py", "core/measures.py"]
 NUMERIC = {
-    "prompts": [f"benchmarks/{n}.py" for n in
-                ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories")],
-    "train": [*MODEL, *TEXTS, "core/accounting.py", "core/measures.py", "core/objectives.py",
-              "core/output_matching.py", "core/score_matching.py", "core/selection.py",
+    "prompts": ["frozen_prompts.py", *(f"benchmarks/{n}.py" for n in
+                ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories"))],
+    "train": [*MODEL, *TEXTS, "backbones/measured.py", "core/accounting.py", "core/measures.py",
+              "core/objectives.py", "core/output_matching.py", "core/score_matching.py", "core/selection.py",
               *(f"training/{n}.py" for n in ("held_out", "initialise", "learner", "losses", "passes", "processes",
                                              "side_by_side", "teacher", "trainer"))],
     "generate": [*MODEL, *ACCOUNTING, "core/estimators.py", "backbones/decoder.py", "backbones/engine.py",

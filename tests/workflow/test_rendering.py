@@ -22,10 +22,8 @@ TABLES_OF_RULER_1K = 2  # ruler_sweep and stress_1pct; the comparisons of maps h
         ("docs/deviations.md", {"report": 1}),
         ("results/ruler_smol_1k.csv", OF_A_TABLE | {"table": TABLES_OF_RULER_1K}),
         ("results/ablation_loss_smol.csv", OF_A_TABLE),
-        (
-            "results/runtime_smol.csv",
-            {"table": 1, "numbers": 1, "document": 1, "report": 1},
-        ),  # the paper has no such table
+        # The paper has no such table.
+        ("results/runtime_smol.csv", {"table": 1, "numbers": 1, "document": 1, "report": 1}),
         ("results/diagnostics/accounting_smol.csv", OF_A_TABLE),
         ("results/diagnostics/claims_smol.csv", {"report": 1}),
         (

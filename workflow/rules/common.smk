@@ -51,6 +51,8 @@ from residual_mass.specs import (
     ScoreSpec,
     TableSpec,
     TrainSpec,
+    length_and_variant,
+    maps_label,
     tokens_of,
 )
 

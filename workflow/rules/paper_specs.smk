@@ -50,7 +50,7 @@ def figure_spec(wildcards: Any) -> str:
         maps = [study["maps"]["main"]]
     if wildcards.label == FIDELITY:
         length = study["ablations"]["length"]
-        maps = [length, *(f"{length}-{variant}" for variant in shown["variants"])]
+        maps = [length, *(maps_label(length, variant) for variant in shown["variants"])]
     return spec(
         FigureSpec,
         label=wildcards.label,

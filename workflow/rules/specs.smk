@@ -54,8 +54,8 @@ def protocol(wildcards: Any) -> dict[str, Any]:
 
 
 def maps_of(labels: list[str]) -> list[dict[str, Any]]:
-    """A label is the length that the maps were trained at, and after a hyphen the variant that they are."""
-    return [{"label": label, "length": tokens_of(label.partition("-")[0])} for label in labels]
+    """The labels, each with the length that its maps were trained at, in tokens."""
+    return [{"label": label, "length": tokens_of(length_and_variant(label)[0])} for label in labels]
 
 
 def group_maps(study: dict[str, Any], group: str) -> list[str]:
@@ -63,7 +63,7 @@ def group_maps(study: dict[str, Any], group: str) -> list[str]:
     main, length = study["maps"]["main"], study["ablations"]["length"]
     if group == "main":
         return [main]
-    variants = [f"{length}-{variant}" for variant in sorted(config["variants"])]
+    variants = [maps_label(length, variant) for variant in sorted(config["variants"])]
     labels = study["mismatch"]["maps"] if group == "mismatch" else [length, *variants]
     return [label for label in labels if label != main]
 
@@ -92,7 +92,7 @@ def compared_maps(study: dict[str, Any], comparison: str) -> list[str]:
     if comparison == "mismatch":
         return study["mismatch"]["maps"]
     length = study["ablations"]["length"]
-    return [length if row == "ours" else f"{length}-{row}" for row in config["ablations"][comparison]]
+    return [maps_label(length, "" if row == "ours" else row) for row in config["ablations"][comparison]]
 
 
 def compared_arms(study: dict[str, Any], comparison: str) -> list[dict[str, Any]]:

@@ -223,7 +223,7 @@ class HubStream:
         if self.source.column not in row:
             raise ValueError(
                 f"corpus {self.name!r}: data set {self.source.path} has no column {self.source.column!r}, only "
-                f"{', '.join(row)}; name the one with the text in hub_stream.HUB, or choose {one_of(ASSET_CORPORA)}"
+                f"{', '.join(row)}; name the one with the text in hub_data.HUB, or choose {one_of(ASSET_CORPORA)}"
             )
         return row[self.source.column] or ""
 

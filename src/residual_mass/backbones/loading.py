@@ -69,7 +69,10 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) ->
     bos = tokenizer.bos_token_id
     wanted = len(special_prefix(tokenizer))
     if ids.count(bos) != wanted or (wanted and ids[0] != bos):
-        raise ValueError(f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}")
+        raise ValueError(
+            f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}; "
+            "take them out of its text, or out of the chat template"
+        )
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
@@ -117,7 +120,10 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     """
     if device is None:
         if spec.dtype == "bfloat16" and not torch.cuda.is_available():
-            raise ValueError(f"backbone {spec.name} (bfloat16) needs a GPU that torch can use, and there is none here")
+            raise ValueError(
+                f"backbone {spec.name} (bfloat16) needs a GPU that torch can use, and there is none here; "
+                "run on a machine with one, or through SLURM"
+            )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where, options = _location(spec.model_id, spec.revision, spec.source, assets)
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +22,10 @@ from torch import nn
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.files import replacing, sha256_of
 from residual_mass.spec_json import parsed
-from residual_mass.specs import MapSpec
+from residual_mass.specs import MAPS_HEADER, MapSpec, MapsSpec
 
-HEADER = "residual_mass_phi"
-"""The one key of the header's metadata: the library writes several in random order, and files must be reproducible."""
+HEADER = MAPS_HEADER
+"""There is no second key: the library writes several in random order, and files must be reproducible."""
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged while they trained: delete their file and train again"
 
@@ -80,10 +80,16 @@ class PhiMaps(nn.Module):
         identity).
         """
         if shape != self.shape:
-            raise ValueError(f"phi maps are for heads {asdict(self.shape)}, the backbone has {asdict(shape)}")
+            raise ValueError(
+                f"phi maps are for heads {asdict(self.shape)}, the backbone has {asdict(shape)}; "
+                "give maps that were trained on it"
+            )
         trained_on = (self.training_facts.get("model_id"), self.training_facts.get("revision"))
         if model_id is not None and trained_on != (model_id, revision):
-            raise ValueError(f"phi maps were trained on {trained_on[0]} ({trained_on[1]}), not {model_id} ({revision})")
+            raise ValueError(
+                f"phi maps were trained on {trained_on[0]} ({trained_on[1]}), not {model_id} ({revision}); "
+                "give maps that were trained on it"
+            )
 
     def save(self, path: Path) -> None:
         facts = {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}
@@ -115,6 +121,12 @@ class PhiMaps(nn.Module):
         maps.load_state_dict(tensors)
         maps.sha256 = sha256_of(path)
         return maps.to(device).requires_grad_(False)
+
+
+def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None:
+    """Raises ValueError unless a stage was given as many files as its spec names maps."""
+    if len(phi) != len(maps):
+        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""Which tasks a benchmark has, from which length on, and how they are scored; imports nothing heavy, for the workflow
-lists tasks with it.
+"""Which tasks a benchmark has, from which length on, and how they are scored and judged; imports nothing heavy, for the
+workflow lists tasks with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ Data = Literal["original", "simulated", "stand-in"]
 """Where a task's examples come from: the benchmark itself (its own data, or its own generator), a simulator of ours
 that follows the benchmark's definition, or other real text in the task's format.
 """
+FLOOR, CEILING = 0.02, 0.98
+"""Up to the one and from the other on, a score says little of the difference between arms."""
+LEVEL, POWER = 0.95, 0.80
+"""Of intervals, and of the test that a minimal detectable gain is for."""
 
 
 @dataclass(frozen=True)

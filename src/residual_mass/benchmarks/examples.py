@@ -83,7 +83,10 @@ def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
         raise
     except (OSError, ValueError) as error:  # not reached, or only other parts of it are stored here
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"data set {part.data_set} ({part.configuration}) cannot be read ({reason})") from None
+        raise ValueError(
+            f"data set {part.data_set} ({part.configuration}) cannot be read ({reason}); check the network, or log in "
+            "with `hf auth login`"
+        ) from None
 
 
 def seeded(seed: int, task: str, length: int) -> int:

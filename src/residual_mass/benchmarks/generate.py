@@ -25,13 +25,14 @@ from residual_mass.backbones.loading import (
     load_tokenizer,
     special_prefix,
 )
-from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
+from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
+from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.inputs.assets import MANIFEST
 from residual_mass.provenance import Record
-from residual_mass.specs import ArmSpec, GenerateSpec, tokens_of
+from residual_mass.specs import ArmSpec, GenerateSpec, MapsSpec, tokens_of
 
 if TYPE_CHECKING:
     from residual_mass.backbones.engine import Generation, Saturated, SharedPrefillEngine
@@ -75,7 +76,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     _check_lengths(spec)
     tasks = _tasks_there(spec, prompts)
     frozen = {task: load_prompts(prompts, task, spec.examples) for task in tasks}
-    shas = {label: _sha256_of(path, "train the phi maps first") for label, path in maps.items()}
+    shas = {label: _sha256_of(path) for label, path in maps.items()}
     identity = backbone_identity(spec.backbone, assets)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
@@ -98,14 +99,18 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
 
 def _maps_of(spec: GenerateSpec, phi: Sequence[Path]) -> dict[str, Path]:
     """The files of the maps that arms use, by label."""
-    if len(phi) != len(spec.maps):
-        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
+    require_one_file_each(phi, spec.maps)
     files = {maps.label: path for maps, path in zip(spec.maps, phi, strict=True)}
     for arm in spec.arms:
         if arm.uses_phi and arm.maps not in files:
             raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(files)}")
+    return {maps.label: files[maps.label] for maps in _maps_used(spec)}
+
+
+def _maps_used(spec: GenerateSpec) -> list[MapsSpec]:
+    """Those of `spec.maps` that arms use."""
     used = {arm.maps for arm in spec.arms}
-    return {label: path for label, path in files.items() if label in used}
+    return [maps for maps in spec.maps if maps.label in used]
 
 
 def _longest(batch: Batch) -> int:
@@ -113,7 +118,7 @@ def _longest(batch: Batch) -> int:
     return max(len(example.ids) for example in batch.examples)
 
 
-def _tasks_of(batch: Batch) -> str:
+def _task_label(batch: Batch) -> str:
     """The first of its tasks, and how many more there are."""
     first, *more = dict.fromkeys(example.prompt.task for example in batch.examples)
     return f"{first} and {len(more)} more" if more else first
@@ -126,8 +131,7 @@ def _check_lengths(spec: GenerateSpec) -> None:
     if tokens_of(label) > spec.backbone.context:
         context = f"the context of {spec.backbone.name} ({spec.backbone.context} tokens)"
         raise ValueError(f"{key} {label}: longer than {context}; choose a shorter one")
-    used = {arm.maps for arm in spec.arms}
-    for maps in (maps for maps in spec.maps if maps.label in used):
+    for maps in _maps_used(spec):
         if tokens_of(label) > maps.length and not spec.allow_extrapolation:
             raise ValueError(
                 f"{key} {label}: longer than what the maps {maps.label} were trained on ({maps.length}); "
@@ -137,9 +141,8 @@ def _check_lengths(spec: GenerateSpec) -> None:
 
 def _tell_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None:
     """Template and few-shot examples may make a prompt longer than its label says."""
-    used = {arm.maps for arm in spec.arms}
     lengths = [len(example.ids) for batch in batches for example in batch.examples]
-    for maps in (maps for maps in spec.maps if maps.label in used):
+    for maps in _maps_used(spec):
         beyond = [length for length in lengths if length > maps.length]
         if beyond and not spec.allow_extrapolation:
             logger.warning(
@@ -160,9 +163,9 @@ def _tasks_there(spec: GenerateSpec, prompts: Path) -> list[str]:
     return [task for task in spec.tasks if task not in manifest["left_out"]]
 
 
-def _sha256_of(path: Path, remedy: str) -> str:
+def _sha256_of(path: Path) -> str:
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; {remedy}")
+        raise ValueError(f"{path}: no such file; train the phi maps first")
     return sha256_of(path)
 
 
@@ -268,7 +271,6 @@ def _compute(
     from tqdm import tqdm
 
     from residual_mass.backbones.engine import SharedPrefillEngine
-    from residual_mass.backbones.phi_maps import PhiMaps
 
     backbone = load_backbone(spec.backbone, assets)
     assert backbone.identity == identity
@@ -282,7 +284,7 @@ def _compute(
             rows = _rows(spec.arms, batch, generations, backbone, shas)
             store.append(row for row in rows if row["key"] not in store.rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
-            bar.set_postfix_str(f"{_tasks_of(batch)}, {rate:.1f} tokens/s")
+            bar.set_postfix_str(f"{_task_label(batch)}, {rate:.1f} tokens/s")
             bar.update(len(batch.examples))
     return {"device": backbone.device, "batch_tokens_used": room.used, **asdict(engine.work)}
 
@@ -347,7 +349,7 @@ def _settled(spec: GenerateSpec, examples: Sequence[Example], tokenizer: Any) ->
     def settled(example: int, tokens: list[int]) -> bool:
         prompt = examples[example].prompt
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        return saturated(spec.benchmark, prompt.task, prompt.doc, text)
+        return saturated(spec.benchmark, prompt.doc, text)
 
     return settled
 

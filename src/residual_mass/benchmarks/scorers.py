@@ -49,7 +49,7 @@ def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, 
     return harness, harness
 
 
-def saturated(benchmark: str, task: str, doc: Doc, text: str) -> bool:
+def saturated(benchmark: str, doc: Doc, text: str) -> bool:
     """Whether no text appended to `text` can change either score; False where that is not certain."""
     if benchmark == "ruler":
         return _stay_in(benchmark, text, doc["outputs"])

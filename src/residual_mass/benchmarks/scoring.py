@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass.benchmarks.catalogue import task_named
-from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
+from residual_mass.benchmarks.catalogue import CEILING, FLOOR, task_named
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import (
     Comparison,
@@ -25,6 +24,7 @@ from residual_mass.benchmarks.statistics import (
 from residual_mass.benchmarks.store import Row, wrong_field
 from residual_mass.core.estimators import NAMES
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
+from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
 from residual_mass.provenance import Record
 from residual_mass.specs import ArmSpec, ScoreSpec
@@ -37,12 +37,11 @@ COLUMNS = (
     "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p flags data k_mean k_zero_share cut_share "
     "decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
-FLOOR, CEILING = 0.02, 0.98
-"""Up to the one and from the other on, a score says little of the difference between arms."""
 SIGNIFICANT = 0.05
 DATA_ORDER = ("original", "simulated", "stand-in")
 FULL = ArmSpec("full")
 RERUN = "run the generate stage again"
+OTHER_PROMPTS = f"give the prompts that it was generated from, or {RERUN}"
 RESCORE = "delete it and run the score stage again"
 
 Cells = dict[tuple[str, ArmSpec], list[Row]]
@@ -152,11 +151,11 @@ def _checked_arm(row: Row, examples: Mapping[str, Sequence[Prompt]], where: str)
     if key := wrong_field(row):
         raise ValueError(f"{where}: {key} is {row.get(key, 'missing')!r}; delete the file and {RERUN}")
     if row["method"] not in NAMES:
-        raise ValueError(f"{where}: unknown method {row['method']!r}; known are {', '.join(NAMES)}")
+        raise ValueError(f"{where}: unknown method {row['method']!r}; known are {', '.join(NAMES)}; {RERUN}")
     if row["task"] not in examples:
-        raise ValueError(f"{where}: task {row['task']!r} is not among the prompts")
+        raise ValueError(f"{where}: task {row['task']!r} is not among the prompts; {OTHER_PROMPTS}")
     if not 0 <= row["index"] < len(examples[row["task"]]):
-        raise ValueError(f"{where}: {row['task']} has no example {row['index']} among the prompts")
+        raise ValueError(f"{where}: {row['task']} has no example {row['index']} among the prompts; {OTHER_PROMPTS}")
     if row["prompt_sha"] != examples[row["task"]][row["index"]].sha256:
         raise ValueError(f"{where}: {row['task']} example {row['index']} was generated from another prompt; {RERUN}")
     if row["cut_tokens"] < 0:

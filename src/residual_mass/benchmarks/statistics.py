@@ -11,8 +11,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-LEVEL = 0.95
-POWER = 0.80
+from residual_mass.benchmarks.catalogue import LEVEL, POWER
+
 CHUNK = 256
 """Resamples drawn at a time, to bound memory; part of no result."""
 TIE = 1e-12

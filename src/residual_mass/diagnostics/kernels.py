@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps
+from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps, require_one_file_each
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.selection import exhaustive_topk
@@ -36,8 +36,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
         phi: files of the maps, in the order of `spec.maps`.
     """
     record = Record("kernels", spec, [assets / MANIFEST, *phi, prompts])
-    if len(phi) != len(spec.maps):
-        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
+    require_one_file_each(phi, spec.maps)
     backbone = load_backbone(spec.backbone, assets)
     shape = backbone.shape
     if spec.layer >= shape.layers or spec.head >= shape.query_heads:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import layer_measures
-from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
 from residual_mass.core.support import retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers
 from residual_mass.files import csv_text, write_text
@@ -44,8 +44,7 @@ def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> No
         phi: files of the maps, in the order of `spec.maps`.
     """
     record = Record("map_errors", spec, [assets / MANIFEST, *phi])
-    if len(phi) != len(spec.maps):
-        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(spec.maps)} maps; give one for each")
+    require_one_file_each(phi, spec.maps)
     backbone = load_backbone(spec.backbone, assets)
     maps = [PhiMaps.load(path, backbone.device) for path in phi]
     for each in maps:

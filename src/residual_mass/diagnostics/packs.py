@@ -20,7 +20,7 @@ from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
 from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.diagnostics import CWE
-from residual_mass.files import read_json, read_jsonl, sha256_of
+from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
 from residual_mass.specs import BackboneSpec, tokens_of
 
 log = logging.getLogger(__name__)
@@ -101,17 +101,12 @@ def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, q
 
 def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
     """(prompt, answer) of every example of the task, the answer in the harness's own form: numbered words."""
-    remedy = "delete the manifest and run the prompts stage again"
-    frozen = read_json(manifest)
-    if not isinstance(frozen, dict) or frozen.get("length") != length or CWE_TASK not in frozen.get("tasks", {}):
-        raise ValueError(f"{manifest}: holds no prompts of {CWE_TASK} at {length}; {remedy}")
-    entry = frozen["tasks"][CWE_TASK]
-    file = manifest.parent / entry["file"]
-    if not file.is_file() or sha256_of(file) != entry["sha256"]:
-        raise ValueError(f"{file}: missing, or not the file that {manifest.name} vouches for; {remedy}")
+    frozen = load_manifest(manifest)
+    if frozen["length"] != length or CWE_TASK not in frozen["tasks"]:
+        raise ValueError(f"{manifest}: holds no prompts of {CWE_TASK} at {length}; {REMEDY}")
     return [
-        (row["prompt"], "".join(f" {n}. {word}" for n, word in enumerate(row["doc"]["outputs"], start=1)))
-        for row in read_jsonl(file)
+        (each.prompt, "".join(f" {n}. {word}" for n, word in enumerate(each.doc["outputs"], start=1)))
+        for each in load_prompts(manifest, CWE_TASK, frozen["tasks"][CWE_TASK]["examples"])
     ]
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -158,7 +158,7 @@ def damaged_files(manifest: Path, pins: dict[str, str]) -> list[str]:
     content = read_json(manifest)
     if not isinstance(content, dict) or content.get("pins") != pins:
         return [manifest.name]
-    return [path for path, sha256 in _vouched_for(manifest).items() if not _is(manifest.parent / path, sha256)]
+    return [path for path, sha256 in vouched_for(manifest).items() if not _is(manifest.parent / path, sha256)]
 
 
 def require_whole(assets: Path, *places: str) -> None:
@@ -170,7 +170,7 @@ def require_whole(assets: Path, *places: str) -> None:
     Raises:
         ValueError: a file at one of these places, or below it, is missing or changed; names it.
     """
-    for path, sha256 in _vouched_for(assets / MANIFEST).items():
+    for path, sha256 in vouched_for(assets / MANIFEST).items():
         if any(path == place or path.startswith(f"{place}/") for place in places) and not _is(assets / path, sha256):
             raise ValueError(_changed(assets, path))
 
@@ -178,7 +178,7 @@ def require_whole(assets: Path, *places: str) -> None:
 def require_vouched(assets: Path, file: Path, sha256: str) -> None:
     """As `require_whole` for one file whose hash is known already."""
     path = file.relative_to(assets).as_posix()
-    if _vouched_for(assets / MANIFEST).get(path, sha256) != sha256:
+    if vouched_for(assets / MANIFEST).get(path, sha256) != sha256:
         raise ValueError(_changed(assets, path))
 
 
@@ -188,7 +188,7 @@ def _changed(assets: Path, path: str) -> str:
     return f"{what}; delete {manifest} and run the assets stage again"
 
 
-def _vouched_for(manifest: Path) -> dict[str, str]:
+def vouched_for(manifest: Path) -> dict[str, str]:
     """The sha256 of every file of the assets folder by its path there; of none where there is no manifest."""
     if not manifest.exists():
         return {}
@@ -196,6 +196,14 @@ def _vouched_for(manifest: Path) -> dict[str, str]:
         return {str(entry["path"]): str(entry["sha256"]) for entry in read_json(manifest)["files"]}
     except (KeyError, TypeError):
         raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again") from None
+
+
+def altered(assets: Path) -> Iterator[Path]:
+    """Files that are not those that the manifest vouches for; a missing one is none of them."""
+    for name, sha256 in vouched_for(assets / MANIFEST).items():
+        path = assets / name
+        if path.is_file() and sha256_of(path) != sha256:
+            yield path
 
 
 def _is(path: Path, sha256: str) -> bool:

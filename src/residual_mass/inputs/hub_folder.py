@@ -6,6 +6,7 @@ them says of which commit, with size and sha256. What the folder holds is read f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -40,8 +41,26 @@ class HubFolder:
         return self.assets / MANIFEST
 
     def content(self) -> dict[str, dict[str, Any]]:
-        """The manifest: `models` and `data_sets`, each by repository."""
-        return read_json(self.manifest) if self.manifest.is_file() else {"models": {}, "data_sets": {}}
+        """The manifest: `models` and `data_sets`, each by repository.
+
+        Raises:
+            NotPrefetchedError: it is damaged.
+        """
+        if not self.manifest.is_file():
+            return {"models": {}, "data_sets": {}}
+        content = read_json(self.manifest)
+        if not _is_sound(content):
+            raise NotPrefetchedError(f"{self.manifest}: does not say what was prefetched; delete it and {REMEDY}")
+        return content
+
+    def damaged(self) -> Iterator[Path]:
+        """Files that are not those that the manifest vouches for; a missing one is none of them."""
+        for kind, repositories in self.content().items():
+            for name, entry in repositories.items():
+                for file, facts in entry["files"].items():
+                    path = self.file(kind, name, file)
+                    if path.is_file() and sha256_of(path) != facts["sha256"]:
+                        yield path
 
     def folder(self, kind: Kind, repository: str) -> Path:
         return self.assets / FOLDERS[kind] / repository
@@ -142,6 +161,39 @@ class StoredPart:
         """All of them, checked."""
         names = self.names().values()
         return [self.hub.checked("data_sets", self.part.data_set, self.entry, name) for name in names]
+
+
+def _is_sound(content: Any) -> bool:
+    """Whether a manifest holds what its readers look for, and everything is of its type."""
+    if not _is_mapping(content, dict) or set(content) != set(FOLDERS):
+        return False
+    for kind, repositories in content.items():
+        for entry in repositories.values():
+            texts = [entry.get(name) for name in ("revision", "commit")] if isinstance(entry, dict) else [None]
+            if not all(isinstance(text, str) for text in texts) or not _is_mapping(entry.get("files"), dict):
+                return False
+            for facts in entry["files"].values():
+                if not isinstance(facts.get("bytes"), int) or not isinstance(facts.get("sha256"), str):
+                    return False
+            if kind == "data_sets" and not _are_parts(entry.get("parts"), set(entry["files"])):
+                return False
+    return True
+
+
+def _are_parts(parts: Any, files: set[str]) -> bool:
+    """Whether each part of a data set has a number of shards and names files that are listed."""
+    return _is_mapping(parts, dict) and all(
+        isinstance(part.get("shards"), int)
+        and _is_mapping(part.get("files"), str)
+        and all(number.isdecimal() for number in part["files"])
+        and set(part["files"].values()) <= files
+        and isinstance(part.get("streams", []), list)
+        for part in parts.values()
+    )
+
+
+def _is_mapping(value: Any, of: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(inner, of) for inner in value.values())
 
 
 def key_of(part: HubPart) -> str:

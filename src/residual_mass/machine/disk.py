@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from residual_mass.inputs.assets import model_folder
+from residual_mass.inputs.assets import MANIFEST, model_folder
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine import preflight
 from residual_mass.paper import published
@@ -150,7 +150,8 @@ def model_file(backbone: BackboneSpec, name: str, assets: Path) -> Path | None:
 
 
 def has_assets(assets: Path) -> bool:
-    return (assets / "manifest.json").is_file()
+    """Whether the folder has been made: its manifest comes last."""
+    return (assets / MANIFEST).is_file()
 
 
 def hub_cache() -> Path:
@@ -169,18 +170,21 @@ def _plus(one: int | None, other: int | None) -> int | None:
 
 
 def total_of(part: dict[str, int | None]) -> int | None:
-    return None if None in part.values() else known(part.values())
+    """All kinds together; None where one is not known."""
+    return None if None in part.values() else sum_known(part.values())
 
 
-def known(sizes: Iterable[int | None]) -> int:
+def sum_known(sizes: Iterable[int | None]) -> int:
+    """Of those that are known: a lower bound."""
     return sum(number for number in sizes if number is not None)
 
 
-def shown(number: int | None) -> str:
-    return "not known" if number is None else size(number)
+def bytes_or_unknown(number: int | None) -> str:
+    """As `in_words`, where there is a number."""
+    return "not known" if number is None else in_words(number)
 
 
-def size(number: int) -> str:
+def in_words(number: int) -> str:
     """Bytes in words."""
     for unit, bytes_of in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= bytes_of:

@@ -13,14 +13,14 @@ from residual_mass.machine.disk import (
     ASSETS_BYTES,
     KINDS,
     Need,
+    bytes_or_unknown,
     existing,
     has_assets,
     has_weights,
     hub_cache,
-    known,
+    in_words,
     need_of,
-    shown,
-    size,
+    sum_known,
     total_of,
     weights_bytes,
 )
@@ -35,7 +35,7 @@ def run(spec: DoctorSpec, assets: Path) -> None:
     machine = look()
     print("\n".join(_described(machine)))
     needs = {(s.name, b.name): need_of(s, b, assets) for s in spec.studies for b in s.backbones}
-    print("\n".join(_disk_table(spec, needs, assets)))
+    print("\n".join(_disk_table(needs, assets)))
     verdicts = {study.name: list(problems(study, machine, needs, assets)) for study in spec.studies}
     found = list(dict.fromkeys(problem for lacks in verdicts.values() for problem in lacks))
     print("\nProblems")
@@ -47,14 +47,14 @@ def run(spec: DoctorSpec, assets: Path) -> None:
 
 
 def _described(machine: Machine) -> Iterator[str]:
-    gpus = ", ".join(f"{gpu.name} ({size(gpu.memory)})" for gpu in machine.gpus) or "none"
+    gpus = ", ".join(f"{gpu.name} ({in_words(gpu.memory)})" for gpu in machine.gpus) or "none"
     slurm = f"yes, {'with' if machine.accounting else 'without'} accounting (sacct)" if machine.slurm else "no"
     facts = {
         "Python": platform.python_version(),
         "torch": version_of("torch"),
         "transformers": version_of("transformers"),
         "CPU cores": str(machine.cores),
-        "RAM": size(machine.memory),
+        "RAM": in_words(machine.memory),
         "GPU": gpus + ("; " * bool(machine.gpu_fault)) + machine.gpu_fault,
         "Triton": f"{version_of('triton')} (kernels of the fused decode; without it or a GPU torch does the same)",
         "Hugging Face": f"{machine.hub or 'reachable'}; {'a token is set' if machine.token else 'no token'}",
@@ -65,16 +65,16 @@ def _described(machine: Machine) -> Iterator[str]:
     yield from (f"  {name:<14}{text}" for name, text in facts.items())
 
 
-def _disk_table(spec: DoctorSpec, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
+def _disk_table(needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
     rows = [("study, backbone", *KINDS, "in all", "to come")]
     for (study, backbone), need in needs.items():
-        kinds = [shown(need.total[kind]) for kind in KINDS]
-        rows.append((f"{study}, {backbone}", *kinds, *(shown(total_of(part)) for part in (need.total, need.left))))
+        numbers = [*(need.total[kind] for kind in KINDS), total_of(need.total), total_of(need.left)]
+        rows.append((f"{study}, {backbone}", *map(bytes_or_unknown, numbers)))
     yield "\nDisk (estimates; src/residual_mass/machine/disk.py says how)"
     yield from (f"  {line}" for line in aligned(rows))
-    yield f"  assets, for every study: {size(ASSETS_BYTES)}, {'there' if has_assets(assets) else 'to come'}"
+    yield f"  assets, for every study: {in_words(ASSETS_BYTES)}, {'there' if has_assets(assets) else 'to come'}"
     for folder in (Path("results"), assets, hub_cache()):
-        yield f"  free for {folder}: {size(shutil.disk_usage(existing(folder)).free)}"
+        yield f"  free for {folder}: {in_words(shutil.disk_usage(existing(folder)).free)}"
 
 
 # ---- what a study lacks ----------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def _memory_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Itera
     """Lower bounds: the weights have to fit."""
     for backbone in study.backbones:
         weights = weights_bytes(backbone, assets) or 0
-        what = f"backbone {backbone.name}: its weights ({size(weights)}) do not fit"
+        what = f"backbone {backbone.name}: its weights ({in_words(weights)}) do not fit"
         on_gpu = preflight.needs_gpu(backbone) and machine.gpus
         if on_gpu and weights > max(gpu.memory for gpu in machine.gpus):
             yield f"{what} into a GPU here: use a machine with a larger one"
@@ -151,8 +151,8 @@ def _disk_problems(study: StudyNeeds, needs: dict[tuple[str, str], Need], assets
     """For each file system, what is yet to come against what is free."""
     of_study = [needs[study.name, backbone.name].left for backbone in study.backbones]
     wanted = [
-        (Path("results"), known(left[kind] for left in of_study for kind in KINDS if kind != "model")),
-        (hub_cache(), known(left["model"] for left in of_study)),
+        (Path("results"), sum_known(left[kind] for left in of_study for kind in KINDS if kind != "model")),
+        (hub_cache(), sum_known(left["model"] for left in of_study)),
         (assets, 0 if has_assets(assets) else ASSETS_BYTES),
     ]
     systems: dict[int, list[tuple[Path, int]]] = {}
@@ -162,4 +162,7 @@ def _disk_problems(study: StudyNeeds, needs: dict[tuple[str, str], Need], assets
         needed, free = sum(number for _, number in parts), shutil.disk_usage(existing(parts[0][0])).free
         if needed > free:
             folders = ", ".join(str(folder) for folder, number in parts if number)
-            yield f"disk: {folders} will take {size(needed)}, but {size(free)} are free: make room, or use another disk"
+            yield (
+                f"disk: {folders} will take {in_words(needed)}, but {in_words(free)} are free: make room, or use "
+                "another disk"
+            )

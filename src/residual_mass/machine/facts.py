@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from residual_mass.machine import preflight
+from residual_mass.machine import preflight, slurm
 
 REACH = 5.0
 """Seconds after which the hub counts as out of reach."""
@@ -48,7 +48,7 @@ def look() -> Machine:
     from huggingface_hub import get_token
 
     gpus = tuple(_gpus())
-    slurm = preflight.has_slurm()
+    submits = preflight.has_slurm()
     return Machine(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
@@ -56,8 +56,8 @@ def look() -> Machine:
         gpu_fault=_gpu_fault() if gpus else "",
         hub=_why_no_hub(),
         token=get_token() is not None,
-        slurm=slurm,
-        accounting=slurm and _answers(["sacct", "--noheader", "--starttime", "now"]),
+        slurm=submits,
+        accounting=submits and _answers(slurm.ASKS_ACCOUNTS),
     )
 
 

@@ -42,7 +42,12 @@ def visible_gpus() -> list[str]:
     """Names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES writes them: numbers, or what it says itself."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
-    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return [str(number) for number in range(len(device_files()))]
+
+
+def device_files() -> list[Path]:
+    """One per NVIDIA GPU of this machine."""
+    return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _locked(visible: Sequence[str], count: int) -> list[str]:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from residual_mass.inputs.assets import model_folder
+from residual_mass.inputs.assets import MANIFEST, model_folder
 from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.machine.gpus import device_files
 from residual_mass.specs import BackboneSpec
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -64,7 +65,7 @@ def unwritable(outputs: Iterable[Path]) -> list[str]:
 
 
 def has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia[0-9]*"))
+    return shutil.which("nvidia-smi") is not None or bool(device_files())
 
 
 def has_slurm() -> bool:
@@ -77,7 +78,7 @@ def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
         prefetched = backbone.model_id in HubFolder(assets).content()["models"]
         return [] if prefetched or _on_hub(backbone) or _is_public(backbone) else [_no_access(backbone)]
     folder = assets / model_folder(backbone.model_id)
-    if (assets / "manifest.json").exists() and not (folder / "config.json").is_file():
+    if (assets / MANIFEST).exists() and not (folder / "config.json").is_file():
         return [
             f"backbone {backbone.name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"
         ]

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PROFILE = "workflow/profiles/slurm/config.yaml"
+ASKS_ACCOUNTS = ("sacct", "--noheader", "--starttime", "now")
+"""Fails where SLURM keeps no accounts."""
 REMEMBERED = 240
 """Seconds for which SLURM must know a finished job (MinJobAge) where squeue is all there is: Snakemake asks every 180 s
 at the latest, and waits for ever for a job that was forgotten before it asked.
@@ -26,7 +28,7 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
     """
     if shutil.which("sbatch") is None:
         return ["no sbatch here: run on a machine that submits to SLURM, or without the profile slurm"]
-    accounting = _failure("sacct", "--noheader", "--starttime", "now")
+    accounting = _failure(*ASKS_ACCOUNTS)
     found = []
     if status_command == "sacct" and accounting:
         found.append(

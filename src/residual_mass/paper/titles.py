@@ -7,6 +7,7 @@ import re
 from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.latex import Latex, escape
+from residual_mass.specs import TableSpec, length_and_variant
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 FULL, TOPK, PHI = Latex("Full"), Latex("Top-$K$"), Latex(r"Top-$K{+}\phi$")
@@ -22,6 +23,16 @@ VARIANT_TITLES = {
 }
 FAMILIES = {"rouge_score": "Summarisation", "qa_f1_score": "Question answering"}
 """What LongBench's tasks have in common, by their metric."""
+
+
+def model_name(model_id: str) -> str:
+    """A model's name on the hub, without who published it."""
+    return model_id.split("/")[-1]
+
+
+def backbone_title(spec: TableSpec, backbone: str, model_id: str) -> str:
+    """What a table calls a backbone: as its spec says, or else by the model's name."""
+    return spec.backbone_titles.get(backbone, model_name(model_id))
 
 
 def benchmark_title(benchmark: str) -> str:
@@ -42,13 +53,13 @@ def family_title(point: Point) -> str:
 
 def trained_at_title(maps: str) -> Latex:
     """A row of feature maps told apart by the length that they were trained at."""
-    _, _, variant = maps.partition("-")
+    _, variant = length_and_variant(maps)
     return Latex(f"{PHI} ({escape(maps)})" if variant else f"{PHI} ({escape(maps)}-trained)")
 
 
 def variant_title(maps: str) -> Latex:
     """A row of feature maps told apart by how they were made; a variant without a title prints its label."""
-    _, _, variant = maps.partition("-")
+    _, variant = length_and_variant(maps)
     if width := re.fullmatch(r"dphi_(\d+)", variant):
         return width_title(int(width[1]))
     return VARIANT_TITLES.get(variant, escape(maps)) if variant else OURS

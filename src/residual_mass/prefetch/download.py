@@ -27,13 +27,13 @@ def download(repository: str, repo_type: str, commit: str, info: RepoFile, path:
 
     part = part_of(path, commit)
     part.parent.mkdir(parents=True, exist_ok=True)
-    if not begun(part, info):
+    if not bytes_begun(part, info):
         part.unlink(missing_ok=True)
     url = hf_hub_url(repository, info.path, repo_type=repo_type, revision=commit)
     disable_progress_bars()
     with asking(repository), open(part, "ab") as stream:
         http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=info.size)
-    if not is_file(part, info):
+    if not matches_hub(part, info):
         part.unlink()
         raise ValueError(f"{repository}: {info.path} came damaged (its hash is not the hub's); run prefetch again")
     part.replace(path)
@@ -48,7 +48,7 @@ def part_suffix(commit: str) -> str:
     return f".{commit[:8]}.part"
 
 
-def begun(part: Path, info: RepoFile) -> int:
+def bytes_begun(part: Path, info: RepoFile) -> int:
     """Bytes of a file that were fetched by an interrupted call; none, where it holds more than the file has."""
     size = part.stat().st_size if part.is_file() else 0
     return size if size <= info.size else 0
@@ -58,7 +58,7 @@ def has_size(file: Path, size: int) -> bool:
     return file.is_file() and file.stat().st_size == size
 
 
-def is_file(path: Path, info: RepoFile) -> bool:
+def matches_hub(path: Path, info: RepoFile) -> bool:
     """Whether a file is the hub's: by its sha256, or by git's hash of a small one."""
     if info.lfs is not None:
         return sha256_of(path) == info.lfs.sha256

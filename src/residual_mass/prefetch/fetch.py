@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residual_mass.files import claimed, sha256_of, write_json
+from residual_mass.inputs.assets import altered
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, Kind, key_of
-from residual_mass.prefetch.download import asking, begun, download, has_size, is_file, part_of, part_suffix
-from residual_mass.prefetch.missing import altered, covers, damaged, problems
+from residual_mass.prefetch.download import asking, bytes_begun, download, has_size, matches_hub, part_of, part_suffix
+from residual_mass.prefetch.missing import covers, problems
 from residual_mass.prefetch.needs import same_order
 from residual_mass.prefetch.shards import shards_read, tokens_in
 from residual_mass.specs import ModelNeed, PrefetchSpec, StreamNeed
@@ -55,7 +56,7 @@ def run(spec: PrefetchSpec, assets: Path) -> None:
 
     hub = HubFolder(assets)
     if HF_HUB_OFFLINE:
-        wrong = [*altered(assets), *damaged(hub)]
+        wrong = [*altered(assets), *hub.damaged()]
         told = [f"{file}: not the file that its manifest vouches for (sha256)" for file in wrong]
         if lacking := [*problems(spec, assets), *(f"{each}; {REMEDY}" for each in told)]:
             raise ValueError("; ".join(lacking))
@@ -75,7 +76,7 @@ class Fetcher:
         self.hub, self.api, self.content = hub, HfApi(), hub.content()
         self.listed: dict[tuple[Kind, str, str], RepoFile] = {}
         self.shards: dict[HubPart, list[str]] = {}
-        self.damaged = set(damaged(hub))
+        self.damaged = set(hub.damaged())
 
     def fetch(self, spec: PrefetchSpec) -> None:
         """Asks for every repository before anything large is fetched, and tells the amount."""
@@ -184,7 +185,9 @@ class Fetcher:
             builder = datasets.load_dataset_builder(part.data_set, part.configuration, revision=commit)
             by_split = {str(split): files for split, files in builder.config.data_files.items()}
         if part.split not in by_split:
-            raise ValueError(f"data set {part}: has no such split, only {', '.join(by_split)}")
+            raise ValueError(
+                f"data set {part}: has no such split, only {', '.join(by_split)}; name one of these in hub_data"
+            )
         names = [file.partition(f"@{commit}/")[2] for file in by_split[part.split]]
         assert all(names), "the library refuses files outside of the repository"
         return names
@@ -216,7 +219,7 @@ class Fetcher:
             for info in self._infos(kind, repository, names):
                 path = self.hub.file(kind, repository, info.path)
                 if path in self.damaged or not has_size(path, info.size):
-                    missing += info.size - begun(part_of(path, commit), info)
+                    missing += info.size - bytes_begun(part_of(path, commit), info)
         free = shutil.disk_usage(self.hub.assets).free
         log.info(
             "about %.3f GB in %d files are to be fetched; %.3f GB are free in %s",
@@ -239,7 +242,7 @@ class Fetcher:
             log.warning("%s: not the file that was prefetched (sha256); fetched again", path)
             path.unlink()
             self.damaged.remove(path)
-        if not (has_size(path, info.size) and is_file(path, info)):
+        if not (has_size(path, info.size) and matches_hub(path, info)):
             log.info("%s: %s (%.3f GB)", repository, name, info.size / GB)
             download(repository, REPO_TYPES[kind], commit, info, path)
         return {"bytes": info.size, "sha256": sha256_of(path)}
@@ -271,11 +274,11 @@ class Fetcher:
         names = self._files_of(text.part)
         tokenizer = load_tokenizer(need.model_id, need.revision, need.source, self.hub.assets)
 
-        def documents(number: int) -> list[int]:
+        def document_tokens(number: int) -> list[int]:
             self._hold(text.part, {number: names[number]})
             return tokens_in(self.hub.folder("data_sets", text.path) / names[number], text.column, tokenizer)
 
-        shards_read(need, len(names), documents)
+        shards_read(need, len(names), document_tokens)
         others = [
             one for one in self._held(text.part).get("streams", []) if same_order(one) != same_order(asdict(need))
         ]

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from residual_mass.files import read_json, sha256_of
-from residual_mass.inputs.assets import MANIFEST as ASSETS_MANIFEST
+from residual_mass.inputs.assets import MANIFEST, vouched_for
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, key_of
 from residual_mass.prefetch.needs import same_order
@@ -26,12 +25,11 @@ def problems(needs: PrefetchSpec, assets: Path) -> list[str]:
 
 def _asset_problems(assets: Path) -> Iterator[str]:
     """Of the files out of pinned wheels, which every study needs."""
-    manifest = assets / ASSETS_MANIFEST
+    manifest = assets / MANIFEST
     if not manifest.is_file():
         yield f"{manifest}: no such file"
         return
-    yield from (f"{assets / entry['path']}: no such file" for entry in read_json(manifest)["files"]
-                if not (assets / entry["path"]).is_file())  # fmt: skip
+    yield from (f"{assets / name}: no such file" for name in vouched_for(manifest) if not (assets / name).is_file())
 
 
 def _hub_problems(needs: PrefetchSpec, hub: HubFolder) -> Iterator[str]:
@@ -72,22 +70,3 @@ def covers(held: dict[str, Any], need: StreamNeed) -> bool:
     """Whether what was fetched of a corpus reaches as far as a training reads."""
     alike = [one["tokens"] for one in held.get("streams", []) if same_order(one) == same_order(asdict(need))]
     return max(alike, default=0) >= need.tokens
-
-
-def altered(assets: Path) -> Iterator[Path]:
-    """Files out of wheels that are not those that their manifest vouches for; a missing one is none of them."""
-    if (assets / ASSETS_MANIFEST).is_file():
-        for entry in read_json(assets / ASSETS_MANIFEST)["files"]:
-            path = assets / entry["path"]
-            if path.is_file() and sha256_of(path) != entry["sha256"]:
-                yield path
-
-
-def damaged(hub: HubFolder) -> Iterator[Path]:
-    """Files that are not those that the manifest vouches for; a missing one is none of them."""
-    for kind, repositories in hub.content().items():
-        for name, entry in repositories.items():
-            for file, facts in entry["files"].items():
-                path = hub.file(kind, name, file)
-                if path.is_file() and sha256_of(path) != facts["sha256"]:
-                    yield path

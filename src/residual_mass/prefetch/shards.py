@@ -21,16 +21,16 @@ SAMPLED, BATCH = 16, 1000
 """So many documents of each batch are tokenised, to learn how many tokens a character of this shard makes."""
 
 
-def shards_read(need: StreamNeed, shards: int, documents: Callable[[int], Sequence[int]]) -> list[int]:
+def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], Sequence[int]]) -> list[int]:
     """Numbers of the shards that a training reads of a corpus, in the order in which it comes to them.
 
     Args:
         shards: of the corpus.
-        documents: given a shard, how many tokens each of its documents has; asked once per shard.
+        document_tokens: given a shard, how many tokens each of its documents has; asked once per shard.
     """
     from residual_mass.backbones.hub_stream import BLOCK, lanes_of
 
-    known = cache(documents)
+    known = cache(document_tokens)
     used: dict[int, None] = {}
 
     def entered(lane: Sequence[int]) -> Iterator[int]:
@@ -68,7 +68,10 @@ def tokens_in(file: Path, column: str, tokenizer: Any) -> list[int]:
     characters = tokens = 0
     for table in open_file(file).with_format("arrow").iter(batch_size=BATCH):
         if column not in table.column_names:
-            raise ValueError(f"{file}: has no column {column!r}, only {', '.join(table.column_names)}")
+            raise ValueError(
+                f"{file}: has no column {column!r}, only {', '.join(table.column_names)}; "
+                "name the one with the text in hub_data.HUB"
+            )
         sizes += pc.utf8_length(pc.fill_null(table[column], "")).to_pylist()
         for text in filter(None, table[column].slice(0, SAMPLED).to_pylist()):
             characters += len(text)

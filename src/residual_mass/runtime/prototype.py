@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from residual_mass.backbones.hook import attention_hook, device_of
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill
+from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.accounting import (
     Retrieved,
     SummaryState,
@@ -36,9 +37,6 @@ from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected
 from residual_mass.core.support import full_prefix, partition
 from residual_mass.specs import AnchorSpec
-
-KEY_CHUNK = 8192
-"""Keys mapped at once when the summary is made: bounds the inner activations of a long prefix."""
 
 
 class PrototypeDecoder:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from residual_mass.backbones.measured import grouped
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.feature_maps import ReZeroMap, log_kernel, orthogonal_directions
@@ -61,7 +62,7 @@ def _initialise(
 def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
     """[Hq]: mean over queries and budgets of log Z_R - log Z_R hat of maps without bias; 0 where nothing is left."""
     kv_heads = trace.keys.shape[0]
-    queries = trace.queries.unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, G * Q, D]
+    queries = grouped(trace.queries, kv_heads)  # [Hkv, G * Q, D]
     group = queries.shape[1] // len(trace.positions)
     keys = trace.keys[:, : int(trace.positions.max()) + 1]
     last = trace.positions.repeat(group).unsqueeze(-1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from residual_mass.backbones.measured import grouped
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap
 from residual_mass.core.objectives import Weights
 from residual_mass.core.output_matching import (
@@ -50,7 +51,7 @@ def row_losses(
     kv_heads = keys.shape[0]
     if objective.name not in ON_OUTPUTS:
         group = trace.queries.shape[0] // kv_heads
-        queries, log_query = (x.unflatten(0, (kv_heads, group)).flatten(1, 2) for x in (trace.queries, log_query))
+        queries, log_query = (grouped(x, kv_heads) for x in (trace.queries, log_query))
         last = trace.positions.repeat(group)
         losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, _weights(objective))
         return losses.view(trace.queries.shape[:2])

@@ -89,9 +89,14 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
 def _check(spec: TrainSpec, outs: Sequence[Path]) -> None:
     context = spec.backbone.context
     if tokens_of(spec.length) > context:
-        raise ValueError(f"length {spec.length}: longer than the context of {spec.backbone.name} ({context})")
+        raise ValueError(
+            f"length {spec.length}: longer than the context of {spec.backbone.name} ({context}); choose a shorter one"
+        )
     if spec.curriculum is not None and tokens_of(spec.curriculum.length) > tokens_of(spec.length):
-        raise ValueError(f"phi.curriculum.length ({spec.curriculum.length}) is longer than the maps' ({spec.length})")
+        raise ValueError(
+            f"phi.curriculum.length ({spec.curriculum.length}) is longer than the maps' ({spec.length}); "
+            "choose a shorter one"
+        )
     if len(outs) != len(spec.variants):
         raise ValueError(f"--out has {len(outs)} files, but spec.variants has {len(spec.variants)}; give one for each")
 

@@ -141,9 +141,8 @@ def write_jsonl(file: Path, texts: list[str]) -> None:
 
 
 def write_parquet(file: Path, texts: list[str]) -> None:
-    pq.write_table(
-        pa.table({"text": texts}), file.with_suffix(".parquet"), row_group_size=3
-    )  # lanes leave off within one
+    # Row groups so small that lanes leave off within one.
+    pq.write_table(pa.table({"text": texts}), file.with_suffix(".parquet"), row_group_size=3)
 
 
 def document(number: int) -> str:

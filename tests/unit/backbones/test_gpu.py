@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import TINY
+from tests.conftest import TINY, byte_tokenizer
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
@@ -33,5 +33,7 @@ def test_engine_tokens_equal_those_of_the_cpu(tiny_assets: Path) -> None:
     assert generate(tiny_assets, "cuda", "float32") == generate(tiny_assets, "cpu", "float32")
 
 
-def test_bfloat16_generates(tiny_assets: Path) -> None:
-    assert all(len(tokens) > 0 for row in generate(tiny_assets, "cuda", "bfloat16") for tokens in row)
+def test_bfloat16_decodes_to_the_end(tiny_assets: Path) -> None:
+    end = byte_tokenizer().eos_token_id
+    for tokens in (tokens for row in generate(tiny_assets, "cuda", "bfloat16") for tokens in row):
+        assert len(tokens) == 12 or tokens[-1] == end

@@ -23,9 +23,8 @@ def test_tasks_are_those_of_the_harness_in_its_order() -> None:
 @pytest.mark.parametrize(("benchmark", "name"), EVERY_TASK)
 def test_scorer_and_metric_are_the_harness_s(benchmark: str, name: str) -> None:
     config, task = harness_config(benchmark, name), task_named(benchmark, name)
-    files_score_as = config["process_results"].__name__.replace(
-        "_with_score", "_score"
-    )  # the same, and a twin under "score"
+    # With "_with_score" it files the same and a twin under "score".
+    files_score_as = config["process_results"].__name__.replace("_with_score", "_score")
     assert files_score_as == task.process_results
     assert config["generation_kwargs"]["max_gen_toks"] == task.max_new_tokens
     if task.metric is not None:

@@ -11,9 +11,9 @@ import pytest
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.benchmarks import generate, prompts, scorers
-from residual_mass.benchmarks.prompts import load_prompts
+from residual_mass.benchmarks import generate, scorers
 from residual_mass.files import jsonl, read_jsonl, sha256_of
+from residual_mass.frozen_prompts import load_prompts, table_sha256
 from residual_mass.specs import AnchorSpec, ArmSpec, BackboneSpec, GenerateSpec, MapSpec, MapsSpec, PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -349,7 +349,7 @@ def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, 
             row["doc"]["outputs"] = [said[2:6].strip(), said[8:11].strip()] if said else ["none"]
         (folder / entry["file"]).write_text(jsonl(rows))
         entry["sha256"] = sha256_of(folder / entry["file"])
-    content["sha256"] = prompts._table_sha256(content["tasks"])
+    content["sha256"] = table_sha256(content["tasks"])
     (folder / "manifest.json").write_text(json.dumps(content))
     stage.manifest = folder / "manifest.json"
     stopped = stage(spec)

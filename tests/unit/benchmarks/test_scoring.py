@@ -16,10 +16,10 @@ import pytest
 from residual_mass.benchmarks import scoring
 from residual_mass.benchmarks.catalogue import BENCHMARKS, tasks_of
 from residual_mass.benchmarks.examples import harness_config
-from residual_mass.benchmarks.prompts import Prompt, load_manifest, load_prompts
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import compare_over_tasks, compare_task
 from residual_mass.files import jsonl, sha256_of
+from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
 from residual_mass.specs import METHODS, ArmSpec, BackboneSpec, ScoreSpec
 
@@ -291,7 +291,7 @@ def test_one_row_in_two_files_is_refused(
 
 def _frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str = "ruler") -> Path:
     """A prompts manifest over hand-made docs."""
-    from residual_mass.benchmarks.prompts import _table_sha256
+    from residual_mass.frozen_prompts import table_sha256
 
     tasks = {}
     for task, of_task in docs.items():
@@ -307,7 +307,7 @@ def _frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str 
         "examples": max(map(len, docs.values())),
         "tasks": tasks,
         "left_out": {},
-        "sha256": _table_sha256(tasks),
+        "sha256": table_sha256(tasks),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder / "manifest.json"

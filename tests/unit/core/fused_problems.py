@@ -6,7 +6,7 @@ import torch
 from reference import attention, split, top, topk_phi
 from torch import Tensor
 
-from residual_mass.core.fused.cache import DecodeCache, build_cache
+from residual_mass.core.fused.cache import DecodeCache, build_cache, with_summary
 
 
 class DecodeProblem:
@@ -45,9 +45,8 @@ class DecodeProblem:
             for x in (keys, values, self.log_features):
                 x[row, :, :first], x[row, :, last:] = torch.nan, torch.nan
         first, last = torch.tensor(spans, dtype=torch.int32).T
-        self.cache = build_cache(
-            keys.to(dtype), values.to(dtype), first, last, room, self.log_features.to(dtype), sink, tail
-        )
+        bare = build_cache(keys.to(dtype), values.to(dtype), first, last, room)
+        self.cache = with_summary(bare, self.log_features.to(dtype), sink, tail)
         for buffer in (self.cache.keys, self.cache.values):
             buffer[:, :, length:] = torch.nan
             buffer[:, :, length : length + generated] = draw(batch, kv_heads, generated, d).to(dtype)

@@ -13,6 +13,7 @@ from residual_mass.backbones.hub_stream import HubStream
 from residual_mass.backbones.loading import Backbone
 from residual_mass.diagnostics.packs import cwe_packs, make_packs
 from residual_mass.files import sha256_of
+from residual_mass.frozen_prompts import table_sha256
 
 WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]
 ANSWERS = [" 1. apple 2. pear 3. plum", " 1. red 2. green 3. blue", " 1. one 2. two 3. three"]
@@ -22,12 +23,20 @@ ANSWERS = [" 1. apple 2. pear 3. plum", " 1. red 2. green 3. blue", " 1. one 2. 
 def manifest(tmp_path: Path) -> Path:
     """Three frozen prompts, as the prompts stage writes them."""
     rows = [
-        {"prompt": f"List {n}: {' '.join(words)}\nMost common:", "doc": {"outputs": words}}
+        {
+            "task": "ruler_cwe", "index": n, "prompt": f"List {n}: {' '.join(words)}\nMost common:",
+            "max_generation_tokens": 120, "stop": [], "doc": {"outputs": words},
+        }
         for n, words in enumerate(WORDS)
-    ]
+    ]  # fmt: skip
     (tmp_path / "ruler_cwe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    entry = {"file": "ruler_cwe.jsonl", "sha256": sha256_of(tmp_path / "ruler_cwe.jsonl")}
-    (tmp_path / "manifest.json").write_text(json.dumps({"length": "128", "tasks": {"ruler_cwe": entry}}))
+    sha256 = sha256_of(tmp_path / "ruler_cwe.jsonl")
+    tasks = {"ruler_cwe": {"file": "ruler_cwe.jsonl", "sha256": sha256, "examples": 3, "data": "original"}}
+    content = {
+        "benchmark": "ruler", "length": "128", "tokenizer": "bytes", "harness": {}, "examples": 3, "tasks": tasks,
+        "left_out": {}, "sha256": table_sha256(tasks),
+    }  # fmt: skip
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
     return tmp_path / "manifest.json"
 
 
@@ -83,5 +92,5 @@ def test_changed_or_foreign_prompts_are_refused(tiny_backbone: Backbone, manifes
         cwe_packs(manifest, tiny_backbone.tokenizer, "64", 5, 3)
     file = manifest.with_name("ruler_cwe.jsonl")
     file.write_text(file.read_text().replace("apple", "grape"))
-    with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: missing, or not the file that manifest\.json vouches for"):
+    with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: not the file that .*manifest\.json vouches for"):
         cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 3)

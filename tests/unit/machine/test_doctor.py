@@ -44,6 +44,7 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", without_devices(Path.glob))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NO_HUB)
+    monkeypatch.setattr("residual_mass.machine.preflight.metadata.version", lambda name: "2.13.0")
 
 
 def without_devices(glob: object) -> object:
@@ -170,9 +171,7 @@ def test_each_lack_is_told_with_its_remedy() -> None:
 
 
 def test_memory_has_to_hold_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "residual_mass.machine.preflight._on_hub", lambda backbone: True
-    )  # a token, or the model in the cache
+    monkeypatch.setenv("HF_TOKEN", "hf_something")
     monkeypatch.setattr("residual_mass.machine.preflight.has_gpu", lambda: True)
     small_gpu = dataclasses.replace(SERVER, gpus=(Gpu("old", 2 * GIB),))
     (line,) = lacks(study_of(LARGE), small_gpu)

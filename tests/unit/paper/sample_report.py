@@ -14,11 +14,10 @@ from residual_mass.files import write_json
 from residual_mass.paper import published
 from residual_mass.paper.comparison import by_cell as comparison
 from residual_mass.paper.figures.style import TEXT_WIDTH, save
-from residual_mass.paper.readers import runtime_file
+from residual_mass.paper.readers import accounting_file, runtime_file
 from residual_mass.paper.report import page as report
 from residual_mass.paper.report.page import ReportFiles
 from residual_mass.paper.report.verdicts import CLAIM_COLUMNS
-from residual_mass.paper.tables import accounting_table
 from residual_mass.paper.tables import render as tables
 from residual_mass.specs import METHODS, BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
 
@@ -133,13 +132,11 @@ def _scores(folder: Path, benchmark: str, length: str, facts: Row) -> Path:
 def _accounting(folder: Path, facts: Row) -> Path:
     rows = []
     for index, (corpus, length) in enumerate([("wikitext", "4k"), ("cwe", "4k")]):
-        errors = {
-            name: f"{0.1 + 0.05 * place + 0.01 * index:.6f}" for place, name in enumerate(accounting_table.ERRORS)
-        }
-        errors[accounting_table.LOG_Z] = "-0.574000"
+        errors = {name: f"{0.1 + 0.05 * place + 0.01 * index:.6f}" for place, name in enumerate(accounting_file.ERRORS)}
+        errors[accounting_file.LOG_Z] = "-0.574000"
         bounds = {
             f"{name}_ci_{side}": f"{float(errors[name]) + step:.6f}"
-            for name in accounting_table.INTERVALS
+            for name in accounting_file.INTERVALS
             for side, step in (("low", -0.02), ("high", 0.02))
         }
         rows.append(
@@ -148,7 +145,7 @@ def _accounting(folder: Path, facts: Row) -> Path:
                 "heads": "512", "rows": "4096", "clamped_share": "0.000000", "phi_sha": "ab" * 32,
             }
         )  # fmt: skip
-    return write(folder / "accounting_1b.csv", list(accounting_table.COLUMNS), rows)
+    return write(folder / "accounting_1b.csv", list(accounting_file.COLUMNS), rows)
 
 
 def _runtime(folder: Path, facts: Row) -> Path:

@@ -21,7 +21,7 @@ from residual_mass.paper.figures.calibration import (
     logz_calibration_points,
 )
 from residual_mass.paper.figures.style import BLUE, VERMILLION, paper_style, save
-from residual_mass.paper.readers.diagnostics_file import bulk
+from residual_mass.paper.figures.summaries import bulk
 from residual_mass.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")

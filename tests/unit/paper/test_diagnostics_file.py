@@ -12,7 +12,8 @@ from sample_results import change, diagnostics
 
 from residual_mass.diagnostics.settings import Setting, read_settings
 from residual_mass.paper.figures.heads import quartile_error_points
-from residual_mass.paper.readers.diagnostics_file import bulk, equal_parts, head_means, read_diagnostics
+from residual_mass.paper.figures.summaries import bulk, equal_parts, head_means
+from residual_mass.paper.readers.diagnostics_file import read_diagnostics
 from residual_mass.specs import FigureSpec, FindingsSpec
 
 

@@ -29,7 +29,7 @@ from residual_mass.paper.figures.heads import (
 )
 from residual_mass.paper.figures.render import FIGURES, run
 from residual_mass.paper.figures.style import paper_style
-from residual_mass.paper.readers.diagnostics_file import binned_medians
+from residual_mass.paper.figures.summaries import binned_medians
 from residual_mass.specs import FigureSpec
 
 KINDS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error")

@@ -10,7 +10,7 @@ from sample_results import LABELS, TEMPLATES
 
 from residual_mass.paper import published
 from residual_mass.paper.report.latex_html import plain
-from residual_mass.paper.tables.printed_table import load_printed
+from residual_mass.paper.report.printed_table import load_printed
 from residual_mass.paper.tables.render import render_published
 
 

@@ -204,6 +204,48 @@ def test_offline_equals_online(
     assert TOKEN not in caplog.text + "".join(f.read_text("latin-1") for f in assets.rglob("*") if f.is_file())
 
 
+def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    entry = {
+        "revision": COMMIT,
+        "commit": COMMIT,
+        "licence": "mit",
+        "files": {"a.parquet": {"bytes": 1, "sha256": "0"}},
+    }
+    part = {"shards": 1, "files": {"0": "a.parquet"}}
+    content = {"models": {MODEL: entry}, "data_sets": {"org/set": {**entry, "parts": {"/train": part}}}}
+    content = json.loads(json.dumps(content))
+    change(content)
+    return content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [], {}, {"models": {}}, {"models": [], "data_sets": {}}, {"models": {MODEL: []}, "data_sets": {}},
+        broken(lambda c: c["models"][MODEL].pop("files")),
+        broken(lambda c: c["models"][MODEL]["files"].update(b=3)),
+        broken(lambda c: c["data_sets"]["org/set"].pop("parts")),
+        broken(lambda c: c["data_sets"]["org/set"]["parts"]["/train"].pop("shards")),
+        broken(lambda c: c["data_sets"]["org/set"]["parts"]["/train"]["files"].update(x="a.parquet")),
+        broken(lambda c: c["data_sets"]["org/set"]["parts"]["/train"]["files"].update({"1": "b.parquet"})),
+    ],
+)  # fmt: skip
+def test_a_damaged_list_of_what_is_there_is_told_in_one_line(content: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "hub.json", broken(lambda _: None))
+    assert HubFolder(tmp_path).content()["models"][MODEL]["commit"] == COMMIT
+    write_json(tmp_path / "hub.json", content)
+    for call in (lambda: HubFolder(tmp_path).content(), lambda: problems(ONLY_MODEL, with_assets(tmp_path))):
+        assert error_of(call).startswith(
+            f"{tmp_path / 'hub.json'}: does not say what was prefetched; delete it and run"
+        )
+
+
+def test_a_damaged_list_of_the_assets_is_told_in_one_line(tmp_path: Path) -> None:
+    for content in ({}, [], {"files": [{}]}, {"files": 3}):
+        write_json(tmp_path / "manifest.json", content)
+        assert "manifest.json: not a manifest of assets; delete it" in error_of(lambda: problems(ONLY_MODEL, tmp_path))
+
+
 def test_the_commit_that_is_read_is_told(hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path) -> None:
     read = ("HuggingFaceFW/fineweb", "Salesforce/wikitext")
     fineweb = hub.repositories["datasets/HuggingFaceFW/fineweb"]

@@ -38,32 +38,22 @@ class DecodeCache(NamedTuple):
     """[B, Hkv, M] float32."""
 
 
-def build_cache(
-    keys: Tensor,
-    values: Tensor,
-    first: Tensor,
-    last: Tensor,
-    room: int,
-    log_features: Tensor | None = None,
-    sink: int = 0,
-    tail: int = 0,
-) -> DecodeCache:
-    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, and sums up its mid-region.
-
-    Args:
-        log_features: [B, Hkv, L, M] log phi_k of every column; None for a cache without maps.
-        sink, tail: anchors, which the summary leaves out.
-    """
+def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room: int) -> DecodeCache:
+    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns; a cache without maps."""
     length = keys.shape[2]
     buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
     for buffer, prefix in zip(buffers, (keys, values), strict=True):
         buffer[:, :, :length] = prefix
-    cache = DecodeCache(*buffers, first.to(torch.int32), last.to(torch.int32), length)
-    return cache if log_features is None else with_summary(cache, log_features, sink, tail)
+    return DecodeCache(*buffers, first.to(torch.int32), last.to(torch.int32), length)
 
 
 def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int) -> DecodeCache:
-    """The cache with rounded key features, and with the summary of exactly these."""
+    """The cache with rounded key features, and with the summary of exactly these.
+
+    Args:
+        log_features: [B, Hkv, L, M] log phi_k of every column.
+        sink, tail: anchors, which the summary leaves out.
+    """
     mid = mid_region(cache, sink, tail)
     features, log_shift = key_features(log_features.float(), mid.unsqueeze(1))
     rounded = features.to(cache.keys.dtype).contiguous()  # a map's output may be transposed; a step reads rows

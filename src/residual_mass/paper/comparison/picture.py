@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from residual_mass.paper.comparison.comparability import obstacles
+from residual_mass.paper.readers import accounting_file
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.table_file import Measured, Place
 from residual_mass.paper.tables.tally import tally_by_family
 from residual_mass.paper.titles import family_title
-from residual_mass.specs import tokens_of
+from residual_mass.specs import length_and_variant, tokens_of
 
 COLUMNS = "table family statement published ours same_direction note".split()
 MISMATCH = "cross_length_mismatch"
@@ -111,7 +112,7 @@ def _mismatch(texts: Texts) -> Findings:
         topk = replace(place, method="topk", maps=None)
         if place.maps is None or topk not in texts:
             continue
-        trained, _, _ = place.maps.partition("-")
+        trained, _ = length_and_variant(place.maps)
         use = "beyond" if tokens_of(trained) < tokens_of(place.length) else "within"
         statement = f"cells below TopK, of those with maps used {use} their length"
         below.setdefault((_family(place), statement), []).append(Decimal(text) < Decimal(texts[topk]))
@@ -122,7 +123,7 @@ def _accounting(texts: Texts) -> Findings:
     """Rows of errors, each a corpus at a length."""
     rows: dict[Place, dict[str, Decimal]] = {}
     for place, text in texts.items():
-        if place.quantity in accounting_table.METHODS:
+        if place.quantity in accounting_file.METHODS:
             rows.setdefault(replace(place, quantity=""), {})[place.quantity] = Decimal(text)
     found: dict[tuple[str, str], list[bool]] = {}
     for place, errors in rows.items():
@@ -184,7 +185,7 @@ def _scores(texts: Texts) -> dict[tuple[str, str], dict[str, Decimal]]:
     """Score of every row by backbone and family; rows are named alike whatever length the maps were trained at."""
     scores: dict[tuple[str, str], dict[str, Decimal]] = {}
     for place, text in texts.items():
-        _, _, variant = (place.maps or "").partition("-")
+        _, variant = length_and_variant(place.maps or "")
         row = variant or ("ours" if place.maps else place.method)
         scores.setdefault((place.backbone, _family(place)), {})[row] = Decimal(text)
     return scores

@@ -16,7 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, with_minus_sign
-from residual_mass.paper.readers.diagnostics_file import HEAD, bulk, head_means, rows_at_budget, the_one
+from residual_mass.paper.figures.summaries import bulk, head_means
+from residual_mass.paper.readers.diagnostics_file import HEAD, rows_at_budget, the_one
 from residual_mass.specs import FigureSpec
 
 BINS = 40
@@ -142,7 +143,10 @@ def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> l
         ValueError: as `logz_calibration_points`.
     """
     if not 0 < len(data) <= MOST_PANELS:
-        raise ValueError(f"figure {spec.label} shows 1 to {MOST_PANELS} files of heads, {len(data)} were given")
+        raise ValueError(
+            f"figure {spec.label} shows 1 to {MOST_PANELS} files of heads, {len(data)} were given; "
+            "pass so many to --data"
+        )
     seen: dict[tuple[object, object], Path] = {}
     frames, backbones = [], []
     for path in data:

@@ -16,12 +16,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
+from residual_mass.paper.figures.summaries import binned_medians, equal_parts, head_means
 from residual_mass.paper.readers.diagnostics_file import (
     HEAD,
     TEXT,
-    binned_medians,
-    equal_parts,
-    head_means,
     only_file,
     read_diagnostics,
     rows_at_budget,

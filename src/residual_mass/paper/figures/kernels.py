@@ -25,13 +25,13 @@ from residual_mass.paper.figures.style import (
     plain,
     with_minus_sign,
 )
+from residual_mass.paper.figures.summaries import bulk, quartiles
 from residual_mass.paper.latex import escape
 from residual_mass.paper.readers.diagnostics_file import (
     HEAD,
     TEXT,
-    bulk,
     check_same,
-    quartiles,
+    only_file,
     read_diagnostics,
     rows_at_budget,
     the_one,
@@ -110,14 +110,13 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     Raises:
         ValueError: not one file, no variant, or the file is not sound or lacks maps or unretrieved keys.
     """
-    if len(data) != 1:
-        raise ValueError(f"figure {spec.label} shows one kernels file, {len(data)} were given")
+    file = only_file(spec, data, "one kernels file")
     if len(spec.maps) < 2:
         raise ValueError(f"figure {spec.label}: spec.maps must name the study's own maps and at least one variant")
-    keys = _keys(spec, data[0], spec.maps)
+    keys = _keys(spec, file, spec.maps)
     rest = keys[~keys["retrieved"]].rename(columns={"log_kernel": "x", "log_phi": "y"})
     if rest.empty:
-        raise ValueError(f"{data[0]}: every key is retrieved; give kernels of a smaller budget")
+        raise ValueError(f"{file}: every key is retrieved; give kernels of a smaller budget")
     kernels = bulk(rest["x"].to_numpy())
     limits = _limits([of_maps for _, of_maps in rest.groupby("maps")["y"]], *kernels)
     parts = []

@@ -9,12 +9,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from residual_mass.paper.figures.style import GREY, TEXT_WIDTH, make_x_logarithmic, plain
+from residual_mass.paper.figures.summaries import head_means, quartiles
 from residual_mass.paper.readers.diagnostics_file import (
     HEAD,
     TEXT,
     check_same,
-    head_means,
-    quartiles,
     read_diagnostics,
     two_files,
 )

@@ -109,7 +109,7 @@ def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     for axis in unused:
         axis.remove()
     for number, axis in enumerate([*axes[: len(ranks)], divergence]):
-        _logarithmic(axis, axis.yaxis)
+        _logarithmic(axis.yaxis)
         axis.locator_params(axis="x", nbins=4)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         if number % columns == 0 and axis is not divergence:
@@ -150,9 +150,9 @@ def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
             _draw_recipes(axis, chosen, looks)
             k = ", ".join(f"{k:g}" for k in dict.fromkeys(chosen["k"]))
             axis.set_title(f"{length}, $K$ = {k}" if k else f"{length}, no such $K$")
-            _logarithmic(axis, axis.xaxis)
+            _logarithmic(axis.xaxis)
     for axis in rows.ravel():
-        _logarithmic(axis, axis.yaxis)
+        _logarithmic(axis.yaxis)
     for axis in rows[-1]:
         axis.set_xlabel("seconds of training")
     figure.supylabel(r"error of Top-$K{+}\phi$ relative to Top-$K$", fontsize=9)
@@ -193,8 +193,8 @@ def _handles(looks: dict[str, Look]) -> list[Line2D]:
     ]
 
 
-def _logarithmic(axis: Axes, which: Axis) -> None:
+def _logarithmic(axis: Axis) -> None:
     """Makes one axis of a finished panel logarithmic, with plain numbers on it also within a single decade."""
-    which.axes.set(**{f"{which.axis_name}scale": "log"})
-    low, high = which.get_view_interval()
-    tick_logarithmic(which, low, high)
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    tick_logarithmic(axis, low, high)

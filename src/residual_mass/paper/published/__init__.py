@@ -8,6 +8,8 @@ from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.paper.cells import ALL_TASKS, Point
+from residual_mass.paper.titles import model_name
+from residual_mass.specs import maps_label
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
@@ -46,7 +48,7 @@ def labels() -> list[str]:
 
 def model_title(backbone: str) -> str:
     """The model's name, of a backbone as the CSVs call it."""
-    return MODELS[backbone].split("/")[-1]
+    return model_name(MODELS[backbone])
 
 
 def load(label: str) -> list[Fact]:
@@ -85,4 +87,4 @@ def _fact(row: dict[str, str]) -> Fact:
 
 def _maps(trained_length: str, variant: str) -> str:
     """Label of the feature maps, as a study of ours would call them."""
-    return trained_length if variant in ("", *OWN_VARIANTS) else f"{trained_length}-{variant}"
+    return maps_label(trained_length, "" if variant in OWN_VARIANTS else variant)

@@ -1,14 +1,12 @@
-"""Captured rows (Parquet) for figures, read with suspicion, and what several figures compute of them."""
+"""Captured rows (Parquet) for figures, read with suspicion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
-from pandas.api.typing import SeriesGroupBy
 
 from residual_mass.files import read_parquet
 from residual_mass.specs import FigureSpec
@@ -17,14 +15,12 @@ TEXT = ["backbone", "corpus", "length"]
 HEAD = ["layer", "head"]
 LOG_MASSES = ("log_z_hat", "log_z_true", "log_z_hat_bf16")
 """-inf where nothing is left outside of the retrieved tokens."""
-FAR_OUT = 3
-"""Values that lie so many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
 
 
-def only_file(spec: FigureSpec, data: Sequence[Path]) -> Path:
+def only_file(spec: FigureSpec, data: Sequence[Path], what: str = "one diagnostics file") -> Path:
     """Raises ValueError unless `data` is one file."""
     if len(data) != 1:
-        raise ValueError(f"figure {spec.label} shows one diagnostics file, {len(data)} were given; pass one to --data")
+        raise ValueError(f"figure {spec.label} shows {what}, {len(data)} were given; pass one to --data")
     return data[0]
 
 
@@ -75,24 +71,6 @@ def _sound(column: pd.Series) -> pd.Series:
     return finite | column.eq(-float("inf")) if column.name in LOG_MASSES else finite
 
 
-def head_means(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """One row per combination of `by`, in ascending order: `by` and the means of all other columns, in float64."""
-    values = [name for name in frame if name not in by]
-    return frame.astype(dict.fromkeys(values, float)).groupby([*by], as_index=False, observed=True)[values].mean()
-
-
-def equal_parts(values: pd.Series, parts: int) -> pd.Series:
-    """The part of every value, 0 to `parts` - 1, when they are split in ascending order into parts whose sizes differ
-    by one at most; of equal values the first goes to the lower part.
-    """
-    return (values.round(12).rank(method="first").astype(int) - 1) * parts // len(values)
-
-
-def binned_medians(frame: pd.DataFrame, x: str, values: Sequence[str], width: float) -> pd.DataFrame:
-    """Columns `bin_{name}` for `x` and every one of `values`: medians over the rows of the same bin of `x`."""
-    return frame[[x, *values]].groupby(frame[x] // width).transform("median").add_prefix("bin_")
-
-
 def the_one(path: Path, frame: pd.DataFrame, column: str, stage: str = "capture") -> object:
     """The value of a column that is constant in a file that `stage` makes.
 
@@ -111,15 +89,3 @@ def check_same(columns: Sequence[str], path: Path, frame: pd.DataFrame, other: P
         value, expected = the_one(path, frame, name), the_one(other, others, name)
         if value != expected:
             raise ValueError(f"{path}: {name} is {value}, but {expected} in {other}; pass files of the same {name}")
-
-
-def quartiles(groups: SeriesGroupBy) -> pd.DataFrame:
-    """Columns `low`, `y` and `high`: lower quartile, median and upper quartile of every group."""
-    return pd.DataFrame({name: groups.quantile(share) for name, share in (("low", 0.25), ("y", 0.5), ("high", 0.75))})
-
-
-def bulk(values: np.ndarray) -> tuple[float, float]:
-    """The range of the values, without those far out. There must be some."""
-    lower, upper = np.quantile(values, (0.25, 0.75))
-    reach = FAR_OUT * (upper - lower)
-    return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))

@@ -112,7 +112,7 @@ def load_results(path: Path) -> list[Result]:
     """
     rows = read_csv(path, COLUMNS, "score")
     facts = {name: only_value(rows, name, path, REMEDY) for name in CONSTANT}
-    phi_shas = _phi_shas(rows, path)
+    shas = phi_shas((row for row in rows if row["maps"]), path, REMEDY)
     places: dict[tuple[str, ...], dict[str, dict[Arm, Score]]] = {}
     for number, row in enumerate(rows, start=2):
         where = f"{path}:{number}"
@@ -133,7 +133,7 @@ def load_results(path: Path) -> list[Result]:
                 length=length,
                 **facts,
                 prompts_sha=only_value(of_place, "prompts_sha", path, REMEDY),
-                phi_shas={maps: sha for maps, sha in phi_shas.items() if maps in used},
+                phi_shas={maps: sha for maps, sha in shas.items() if maps in used},
                 tasks=tuple(task for task in scores if task != ALL_TASKS),
                 scores=scores,
             )
@@ -141,12 +141,12 @@ def load_results(path: Path) -> list[Result]:
     return results
 
 
-def _phi_shas(rows: Iterable[Row], path: Path) -> dict[str, str]:
+def phi_shas(rows: Iterable[Row], path: Path, remedy: str) -> dict[str, str]:
     """Hash of the feature maps by label: two under one label would mean that some were trained anew in between."""
     shas: dict[str, str] = {}
     for row in rows:
-        if row["maps"] and shas.setdefault(row["maps"], row["phi_sha"]) != row["phi_sha"]:
-            raise ValueError(f"{path}: maps {row['maps']} have two values of phi_sha; {REMEDY}")
+        if shas.setdefault(row["maps"], row["phi_sha"]) != row["phi_sha"]:
+            raise ValueError(f"{path}: maps {row['maps']} have two values of phi_sha; {remedy}")
     return shas
 
 

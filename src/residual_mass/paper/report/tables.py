@@ -13,9 +13,9 @@ from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.comparison.by_cell import AGREES, DIFFERS
 from residual_mass.paper.report.latex_html import plain, to_html
 from residual_mass.paper.report.notes import NUMBERS, PLACE, notes_on
+from residual_mass.paper.report.printed_table import Grid, PrintedCell, load_printed
+from residual_mass.paper.report.printed_table import Row as PrintedRow
 from residual_mass.paper.tables import runtime_table, training_cost_table
-from residual_mass.paper.tables.printed_table import Grid, PrintedCell, load_printed
-from residual_mass.paper.tables.printed_table import Row as PrintedRow
 from residual_mass.paper.tables.table_file import SCORE, TABLES, load_table
 
 REMEDY = "delete both and run the table stage again"

@@ -9,31 +9,27 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
-from residual_mass.files import csv_text, finite_field, is_count, only_value, read_csv, write_text
+from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
 from residual_mass.paper.cells import LEFT_OUT, Cell, format_score
 from residual_mass.paper.latex import Latex, escape, render
-from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, model_warnings
-from residual_mass.paper.titles import METHOD_TITLES
+from residual_mass.paper.readers.accounting_file import (
+    INTERVALS,
+    LOG_Z,
+    METHODS,
+    REMEDY,
+    Accounting,
+    Row,
+    load_accounting,
+    name_of,
+)
+from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, model_warnings
+from residual_mass.paper.titles import METHOD_TITLES, backbone_title
 from residual_mass.specs import TableSpec, tokens_of
 
 LABEL = "exact_accounting"
-METHODS = {"e_topk": "topk", "e_nosub": "topk_phi_nosub", "e_sub": "topk_phi"}
-"""Errors that compete for bold type, by their column, and the methods that make them."""
-LOG_Z = "log_z_error"
 QUANTITIES = (*METHODS, "e_exact_nosub", LOG_Z)
 """What a row prints, from left to right."""
-INTERVALS = (*METHODS, LOG_Z)
-"""Quantities with a 95 % bootstrap interval, over heads and packs."""
-CONSTANT = ("study", "backbone", "model_id", "revision", "weights")
-"""What a file has one value of."""
-COUNTS = ("k", "packs", "heads", "rows")
-ERRORS = (*METHODS, "e_exact_sub", "e_exact_nosub")
-BOUNDS = [f"{name}_ci_{side}" for name in INTERVALS for side in ("low", "high")]
-COLUMNS = [
-    *CONSTANT, "corpus", "length", "maps", "budget_percent", *COUNTS, *ERRORS, LOG_Z, *BOUNDS, "clamped_share",
-    "phi_sha",
-]  # fmt: skip
 CELL_COLUMNS = (
     "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high source study model_id "
     "revision weights phi_sha packs rows"
@@ -43,20 +39,6 @@ PUBLISHED_QUANTITIES = {
     "topk": "e_topk", "topk_phi_nosub": "e_nosub", "topk_phi": "e_sub", "exact_nosub": "e_exact_nosub",
     "mean_log_z_error": LOG_Z,
 }  # fmt: skip
-REMEDY = "delete it and run the findings stage again"
-
-Row = dict[str, str]
-Place = tuple[str, str, float]
-"""Corpus, length and budget in percent."""
-
-
-@dataclass(frozen=True)
-class Accounting:
-    """One file of the findings stage: what all of it is of (CONSTANT), and its rows as they stand."""
-
-    path: Path
-    facts: dict[str, str]
-    rows: dict[Place, Row]
 
 
 @dataclass(frozen=True)
@@ -122,67 +104,6 @@ def render_published(template: Path) -> str:
     )
 
 
-def load_accounting(path: Path) -> Accounting:
-    """Reads one accounting file.
-
-    Raises:
-        ValueError: the file is missing, cut, inconsistent or holds a value that is not a number; names file and line.
-    """
-    rows = read_csv(path, COLUMNS, "findings")
-    by_place: dict[Place, Row] = {}
-    for number, row in enumerate(rows, start=2):
-        where = f"{path}:{number}"
-        _check_numbers(row, where)
-        place = row["corpus"], row["length"], float(row["budget_percent"])
-        if place in by_place:
-            raise ValueError(f"{where}: a second row for {_name(place)}; {REMEDY}")
-        by_place[place] = row
-    facts = {name: only_value(rows, name, path, REMEDY) for name in CONSTANT}
-    _check_maps(rows, path)
-    _check_complete(by_place, path)
-    return Accounting(path, facts, by_place)
-
-
-def _check_numbers(row: Row, where: str) -> None:
-    for name in ("budget_percent", *COUNTS, *ERRORS, "clamped_share"):
-        if finite_field(row, name, where, REMEDY) < 0:
-            raise ValueError(f"{where}: {name} is {row[name]}, below 0; {REMEDY}")
-    for name in COUNTS:
-        if not is_count(row[name]) or (name != "k" and int(row[name]) == 0):
-            raise ValueError(f"{where}: {name} is {row[name]!r}, not a count; {REMEDY}")
-    if float(row["clamped_share"]) > 1:
-        raise ValueError(f"{where}: clamped_share is {row['clamped_share']}, above 1; {REMEDY}")
-    for name in INTERVALS:
-        low, high = f"{name}_ci_low", f"{name}_ci_high"
-        if name == LOG_Z and row[name] == row[low] == row[high] == "":
-            continue  # no residual is left in any row: every log is -inf
-        finite_field(row, name, where, REMEDY)
-        if finite_field(row, low, where, REMEDY) > finite_field(row, high, where, REMEDY):
-            raise ValueError(f"{where}: {low} is {row[low]}, above {high}, {row[high]}; {REMEDY}")
-
-
-def _check_maps(rows: Iterable[Row], path: Path) -> None:
-    """Two hashes under one label would mean that the maps were trained anew in between."""
-    shas: dict[str, str] = {}
-    for row in rows:
-        if shas.setdefault(row["maps"], row["phi_sha"]) != row["phi_sha"]:
-            raise ValueError(f"{path}: maps {row['maps']} have two values of phi_sha; {REMEDY}")
-
-
-def _check_complete(places: Iterable[Place], path: Path) -> None:
-    """Every corpus and length must have every budget; a file that was cut between rows fails here."""
-    places = list(places)
-    for corpus, length in dict.fromkeys((corpus, length) for corpus, length, _ in places):
-        for budget in dict.fromkeys(budget for _, _, budget in places):
-            if (place := (corpus, length, budget)) not in places:
-                raise ValueError(f"{path}: cut short, no row for {_name(place)}; {REMEDY}")
-
-
-def _name(place: Place) -> str:
-    corpus, length, budget = place
-    return f"{corpus} {length} at {budget:g}%"
-
-
 def _by_backbone(spec: TableSpec, results: Iterable[Path]) -> list[Accounting]:
     """The files of the table's backbones, in its order."""
     loaded: dict[str, Accounting] = {}
@@ -210,7 +131,7 @@ def _shown(file: Accounting, spec: TableSpec) -> Accounting:
     rows = {}
     for place in [(corpus, length, budget) for length in lengths for corpus in corpora]:
         if place not in file.rows:
-            raise ValueError(f"{file.path}: no row for {_name(place)}; {REMEDY}")
+            raise ValueError(f"{file.path}: no row for {name_of(place)}; {REMEDY}")
         rows[place] = file.rows[place]
     return replace(file, rows=rows)
 
@@ -233,7 +154,7 @@ def _corpus_title(row: Mapping[str, str]) -> str:
 
 
 def _title(spec: TableSpec, file: Accounting) -> str:
-    return spec.backbone_titles.get(file.facts["backbone"], file.facts["model_id"].split("/")[-1])
+    return backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
 
 
 def _render(
@@ -250,7 +171,7 @@ def _render(
 
 
 def _header(spec: TableSpec, files: Iterable[Accounting]) -> Iterator[str]:
-    yield f"Table {LABEL} of study {spec.study}; generated, changes are overwritten."
+    yield header_of_study(spec)
     for file in files:
         rows = file.rows.values()
         maps = ", ".join(dict.fromkeys(f"{row['maps']} {row['phi_sha'][:12]}" for row in rows))

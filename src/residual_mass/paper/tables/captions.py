@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from residual_mass.benchmarks.catalogue import CEILING, FLOOR, LEVEL, POWER
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.latex import Latex, escape
 from residual_mass.paper.published import MODELS, model_title
 from residual_mass.paper.readers.results import Result, Score
 from residual_mass.paper.tables.content import ALPHA, Content
 from residual_mass.paper.tables.tally import Tally, tally_by_family
-from residual_mass.paper.titles import PHI, TOPK, task_title
+from residual_mass.paper.titles import PHI, TOPK, backbone_title, task_title
 from residual_mass.specs import TableSpec
 
 NAMED_ALARMS = 3
@@ -49,7 +50,7 @@ def caption_of_results(spec: TableSpec, results: list[Result], content: Content)
         *_flagged(content.scores),
         *_left_out(content),
     ]
-    titles = {name: spec.backbone_titles.get(name, model.model_id.split("/")[-1]) for name, model in models.items()}
+    titles = {name: backbone_title(spec, name, model.model_id) for name, model in models.items()}
     return Caption(tuple(_header(spec, results)), tuple(notes), titles)
 
 
@@ -63,6 +64,10 @@ def caption_of_published(spec: TableSpec, content: Content) -> Caption:
 
 def header_of_published(label: str) -> str:
     return f"Table {label} with the values that the paper prints; none was computed here."
+
+
+def header_of_study(spec: TableSpec) -> str:
+    return f"Table {spec.label} of study {spec.study}; generated, changes are overwritten."
 
 
 def _models(results: Iterable[Result]) -> dict[str, Result]:
@@ -139,7 +144,7 @@ def _shared(facts: Iterable[tuple[str, str]], backbones: int) -> Iterator[str]:
 
 def _uncertainty(content: Content) -> Iterator[str]:
     width = max((score.high - score.low) / 2 for score in content.scores.values())
-    yield f"Largest half-width of a 95% bootstrap interval over examples: {width:.3f}."
+    yield f"Largest half-width of a {LEVEL:.0%} bootstrap interval over examples: {width:.3f}."
     if not content.adjusted:
         return
     above, below = (sum(cell.gain == side for cell in content.cells.values()) for side in ("above", "below"))
@@ -152,8 +157,8 @@ def _uncertainty(content: Content) -> Iterator[str]:
     detectable = (content.scores[point].mde for point in content.adjusted)
     if known := [each for each in detectable if each is not None]:
         yield (
-            "Median smallest gain that so many examples would show (one comparison, two-sided 5%, power 80%): "
-            f"{statistics.median(known):.3f}."
+            f"Median smallest gain that so many examples would show (one comparison, two-sided {1 - LEVEL:.0%}, power "
+            f"{POWER:.0%}): {statistics.median(known):.3f}."
         )
 
 
@@ -175,8 +180,8 @@ def _flagged(scores: Mapping[Point, Score]) -> Iterator[str]:
     )
     if floor or ceiling:
         yield (
-            f"Of {len(scores)} values {len(floor)} are at the floor (at most 0.02) and {len(ceiling)} at the ceiling "
-            "(at least 0.98), where methods cannot be told apart."
+            f"Of {len(scores)} values {len(floor)} are at the floor (at most {FLOOR:g}) and {len(ceiling)} at the "
+            f"ceiling (at least {CEILING:g}), where methods cannot be told apart."
         )
     if alarms:
         named = "; ".join(map(str, alarms[:NAMED_ALARMS])) + ("; ..." if len(alarms) > NAMED_ALARMS else "")
@@ -193,7 +198,7 @@ def _left_out(content: Content) -> Iterator[str]:
 
 
 def _header(spec: TableSpec, results: Iterable[Result]) -> Iterator[str]:
-    yield f"Table {spec.label} of study {spec.study}; generated, changes are overwritten."
+    yield header_of_study(spec)
     for result in results:
         maps = ", ".join(f"{label} {sha[:12]}" for label, sha in result.phi_shas.items()) or "none"
         yield (

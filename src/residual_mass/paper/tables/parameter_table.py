@@ -12,28 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.published import MODELS
-from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published
-from residual_mass.paper.titles import VARIANT_TITLES
+from residual_mass.paper.readers.maps_file import OWN_RECIPE, REMEDY, Shapes, load_maps_file
+from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study
+from residual_mass.paper.titles import VARIANT_TITLES, backbone_title
 from residual_mass.spec_json import parse_spec
-from residual_mass.specs import MapSpec, TableSpec
+from residual_mass.specs import MapSpec, TableSpec, maps_label
 
 LABEL = "phi_param_count"
 QUANTITIES = ("params_per_head", "q_heads", "kv_heads", "phi_q_total_m", "phi_k_total_m", "total_m")
 """What a row prints, from left to right; `_m` is in millions."""
 CELL_COLUMNS = "table backbone maps kind d_emb d_phi quantity text bold value source study model_id revision".split()
-HEADER = "residual_mass_phi"
-"""Key of the files' metadata that says what the maps are."""
-OWN_RECIPE = "ours"
-"""What a file calls maps of the study's own recipe, which have no variant in their label."""
 PAPER_WIDTH = 512
 """Inner width of the paper's maps."""
-REMEDY = "delete it and run the train stage again"
 
 
 @dataclass(frozen=True)
@@ -112,49 +106,29 @@ def load_counts(path: Path) -> Counted:
     Raises:
         ValueError: the file is missing or damaged, holds something else, or its tensors are not those of its header.
     """
-    metadata, shapes = read_header(path)
-    if HEADER not in metadata:
-        raise ValueError(f"{path}: holds no phi maps (no {HEADER} in its header); train them with the train stage")
-    try:
-        facts = json.loads(metadata[HEADER])
+
+    def counted(facts: Any, shapes: Shapes) -> Counted:
         shape, training = facts["shape"], facts["training"]
         recipe = training["recipe"]
         backbone, (variant,) = recipe["backbone"], recipe["variants"]
-        counted = Counted(
+        label = variant["label"]
+        return Counted(
             path=path,
             study=backbone["study"],
             backbone=backbone["name"],
             model_id=training["model_id"],
             revision=training["revision"],
-            maps=_label(recipe["length"], variant["label"]),
+            maps=maps_label(recipe["length"], "" if label == OWN_RECIPE else label),
             map=parse_spec(MapSpec, json.dumps(facts["map"])),
             per_head=_per_head(shapes, shape),
             query_heads=shape["layers"] * shape["query_heads"],
             kv_heads=shape["layers"] * shape["kv_heads"],
         )
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path}: its header does not say what the maps are ({reason}); {REMEDY}") from None
-    return counted
+
+    return load_maps_file(path, "what the maps are", counted)
 
 
-def read_header(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """Metadata, and the shape of every tensor by name."""
-    try:
-        with safetensors.safe_open(path, framework="numpy") as stream:
-            names = stream.keys()
-            return stream.metadata() or {}, {name: stream.get_slice(name).get_shape() for name in names}
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the train stage") from None
-    except (safetensors.SafetensorError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: damaged safetensors file ({error}); {REMEDY}") from None
-
-
-def _label(length: str, variant: str) -> str:
-    return length if variant == OWN_RECIPE else f"{length}-{variant}"
-
-
-def _per_head(shapes: dict[str, list[int]], shape: dict[str, int]) -> int:
+def _per_head(shapes: Shapes, shape: dict[str, int]) -> int:
     """Parameters of one head's map, which all heads of all layers must agree on."""
     heads = {
         f"{side}.{layer}": shape[f"{name}_heads"]
@@ -210,11 +184,11 @@ def _published_texts(row: dict[str, str]) -> Iterator[str]:
 
 
 def _title(spec: TableSpec, row: Counted) -> str:
-    return spec.backbone_titles.get(row.backbone, row.model_id.split("/")[-1])
+    return backbone_title(spec, row.backbone, row.model_id)
 
 
 def _header(spec: TableSpec, rows: Iterable[Counted]) -> Iterator[str]:
-    yield f"Table {LABEL} of study {spec.study}; generated, changes are overwritten."
+    yield header_of_study(spec)
     for row in rows:
         width = f", d_emb {row.map.d_emb}" if row.map.kind == "rezero" else ""
         yield f"{row.path.name}: {row.model_id} at {row.revision}, {row.map.kind}{width}, d_phi {row.map.d_phi}"

@@ -104,7 +104,7 @@ def _by_place(spec: TableSpec, shown: Mapping[Point, None], results: list[Path])
                     f"{path}: is of study {result.study!r}, table {spec.label} is of {spec.study!r}; rerun it"
                 )
             if place in loaded:
-                raise ValueError(f"{path}: a second file for {' '.join(place)}, beside {loaded[place].path}")
+                raise ValueError(f"{path}: a second file for {' '.join(place)}, beside {loaded[place].path}; give one")
             loaded[place] = result
     return {place: loaded[place] for place in dict.fromkeys(map(place_of, shown)) if place in loaded}
 

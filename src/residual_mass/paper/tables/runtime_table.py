@@ -25,8 +25,8 @@ from residual_mass.paper.readers.runtime_file import (
     is_measured,
     load_runtime,
 )
-from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, not_evaluated
-from residual_mass.paper.titles import METHOD_TITLES
+from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
+from residual_mass.paper.titles import METHOD_TITLES, backbone_title
 from residual_mass.specs import METHODS, TableSpec
 
 PREFIX = "runtime_"
@@ -222,12 +222,12 @@ def _published_lines(rows: Iterable[Row]) -> list[Line]:
 
 
 def _title(spec: TableSpec, file: Runtime) -> str:
-    return spec.backbone_titles.get(file.facts["backbone"], file.facts["model_id"].split("/")[-1])
+    return backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
 
 
 def _header(spec: TableSpec, file: Runtime) -> Iterator[str]:
     facts = file.facts
-    yield f"Table {spec.label} of study {spec.study}; generated, changes are overwritten."
+    yield header_of_study(spec)
     yield (
         f"{file.path.name}: {facts['model_id']} at {facts['revision']}, {facts['weights']} weights, {facts['dtype']}, "
         f"phi maps random, on {facts['device']}"

@@ -14,7 +14,7 @@ from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, Point, format_score
 from residual_mass.paper.readers import runtime_file
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.layouts import LAYOUTS
-from residual_mass.specs import METHODS, tokens_of
+from residual_mass.specs import METHODS, length_and_variant, tokens_of
 
 TABLES = (*LAYOUTS, accounting_table.LABEL, training_cost_table.LABEL, *runtime_table.PUBLISHED)
 """Labels of the tables whose CSVs can be read here; so can those of other latencies."""
@@ -235,7 +235,7 @@ def _check_names(row: Row, where: str, quantities: Sequence[str] = accounting_ta
     for name, known in options.items():
         if row.get(name, known[0]) not in known:
             raise ValueError(f"{where}: unknown {name} {row[name]!r}; {REMEDY}")
-    trained, _, _ = row.get("maps", "").partition("-")
+    trained, _ = length_and_variant(row.get("maps", ""))
     for label in filter(None, (row["length"], trained)):
         try:
             tokens_of(label)

@@ -19,9 +19,10 @@ from residual_mass.paper import published
 from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.published import MAIN_MAPS, MODELS
+from residual_mass.paper.readers.maps_file import OWN_RECIPE, REMEDY, Shapes, load_maps_file
 from residual_mass.paper.readers.training_log import read_log
-from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, not_evaluated
-from residual_mass.paper.tables.parameter_table import HEADER, OWN_RECIPE, read_header
+from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
+from residual_mass.paper.titles import backbone_title, model_name
 from residual_mass.provenance import beside
 from residual_mass.spec_json import parse_spec
 from residual_mass.specs import TableSpec, TrainSpec, tokens_of
@@ -35,7 +36,6 @@ CELL_COLUMNS = (
 ).split()
 COLUMNS = ("Backbone", "Steps / hardware", "Wall-clock")
 OWN_COLUMNS = ("Backbone", "Steps / hardware", "Sequences", "Passes", "Wall-clock")
-REMEDY = "delete it and run the train stage again"
 
 Row = dict[str, str]
 
@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def title(self) -> str:
-        return self.spec.backbone.model_id.split("/")[-1]
+        return model_name(self.spec.backbone.model_id)
 
 
 def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: Path) -> None:
@@ -121,20 +121,20 @@ def load_training(path: Path, log: Path) -> Trained:
     Raises:
         ValueError: a file is missing or damaged, they are not of one training, or it has not ended; names the file.
     """
-    metadata, _ = read_header(path)
-    if HEADER not in metadata:
-        raise ValueError(f"{path}: holds no phi maps (no {HEADER} in its header); train them with the train stage")
-    try:
-        recipe = json.loads(metadata[HEADER])["training"]["recipe"]
-        spec = parse_spec(TrainSpec, json.dumps(recipe))
-        (variant,) = spec.variants
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path}: its header does not say how it was trained ({reason}); {REMEDY}") from None
+    recipe, spec = load_maps_file(path, "how it was trained", _recipe)
+    (variant,) = spec.variants
     if variant.label != OWN_RECIPE:
         raise ValueError(f"{path}: is of the variant {variant.label}, table {LABEL} of own maps; take it out")
     hardware, processes = _hardware(path, recipe)
     return Trained(path, log, spec, sha256_of(path), _seconds(log, path, spec), hardware, processes)
+
+
+def _recipe(facts: Any, _shapes: Shapes) -> tuple[Any, TrainSpec]:
+    """As it stands, and parsed; it trained one variant."""
+    recipe = facts["training"]["recipe"]
+    spec = parse_spec(TrainSpec, json.dumps(recipe))
+    (_,) = spec.variants
+    return recipe, spec
 
 
 def _seconds(log: Path, path: Path, spec: TrainSpec) -> float:
@@ -216,7 +216,7 @@ def _in_order(spec: TableSpec, trained: Iterable[Trained]) -> list[Trained]:
 
 def _lines(spec: TableSpec, row: Trained) -> Iterator[tuple[str, ...]]:
     """The study's row, and the paper's where it trained maps of this model."""
-    title = spec.backbone_titles.get(row.spec.backbone.name, row.title)
+    title = backbone_title(spec, row.spec.backbone.name, row.spec.backbone.model_id)
     texts = {name: printed(name, value) for name, value in row.values.items()}
     effort = _effort(row.spec.steps, row.hardware, row.processes)
     yield title, effort, texts["sequences"], texts["teacher_passes"], texts[WALL_CLOCK]
@@ -248,7 +248,7 @@ def _thousands(count: int) -> str:
 
 
 def _header(spec: TableSpec, rows: Iterable[Trained]) -> Iterator[str]:
-    yield f"Table {LABEL} of study {spec.study}; generated, changes are overwritten."
+    yield header_of_study(spec)
     for row in rows:
         backbone = row.spec.backbone
         yield (
