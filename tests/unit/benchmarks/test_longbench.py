@@ -224,7 +224,7 @@ def test_hub_examples_come_in_order_and_uncut(
     docs = longbench.build_examples(task, tokenizer, 2048, 4, 0, library)
     asked = []
 
-    def load_dataset(path: str, name: str, split: str, revision: str | None) -> datasets.Dataset:
+    def load_dataset(path: str, name: str, split: str, revision: str | None = None) -> datasets.Dataset:
         asked.append((path, name, split))
         return datasets.Dataset.from_list(docs)
 
