@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,7 @@ def test_a_record_says_what_ran_on_what(study: Path) -> None:
     assert found["inputs"] == {str(MANIFEST): sha256_of(MANIFEST)} and found["outputs"] == {str(PHI): sha256_of(PHI)}
     assert found["device"] == "cpu" and found["hardware"] == device_name(torch.device("cpu"))
     assert found["hardware"] == f"{found['machine']['processor']}, {torch.get_num_threads()} threads"
-    assert found["packages"]["torch"] == torch.__version__ and found["code"]["version"]
+    assert found["packages"]["torch"] == metadata.version("torch") and found["code"]["version"]
     assert found["gpu_seconds"] == 0 <= found["wall_seconds"] < 600
     assert 10 < found["peak_memory_mib"]["host"] < 2**20
 
