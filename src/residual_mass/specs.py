@@ -76,6 +76,10 @@ class ArmSpec:
             raise ValueError(f"budget_percent {self.budget_percent:g} is outside (0, 100]")
 
     @property
+    def is_full(self) -> bool:
+        return estimator_named(self.method).whole_prefix
+
+    @property
     def uses_phi(self) -> bool:
         return estimator_named(self.method).adds_residual
 

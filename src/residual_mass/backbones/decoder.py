@@ -1,7 +1,7 @@
 """The attention of one decode step: a batch of E * A rows of one new token each, read against the shared prefixes.
 
-Shape letters: E = examples, A = arms, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = generated
-tokens, D = head dimension.
+Shape letters: E = examples, A = arms, P = partial arms (all but `full`), Hq / Hkv = query / KV heads, G = Hq / Hkv, L =
+prefix columns, T = generated tokens, D = head dimension.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from residual_mass.backbones.hook import exact_attention
 from residual_mass.backbones.prefix import (
     ArmRows,
     Map,
@@ -26,13 +27,106 @@ from residual_mass.core.accounting import Terms, merge
 from residual_mass.specs import AnchorSpec, ArmSpec
 
 
+class ArmDecoder:
+    """Attention handler of the decode steps; every arm has its own generated keys and values.
+
+    Args:
+        full: the rows of the arms that are `full`, None without such an arm.
+        partial: the rows of the other arms, in their order; None without one.
+    """
+
+    def __init__(
+        self, arms: Sequence[ArmSpec], full: FullRows | None, partial: PartialRows | None, num_layers: int
+    ) -> None:
+        self.arms, self.full, self.partial = list(arms), full, partial
+        self.calls = [0] * num_layers
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        step = self.calls[module.layer_idx]
+        self.calls[module.layer_idx] += 1
+        by_arm = [x.unflatten(0, (-1, len(self.arms))) for x in (query, key, value)]
+        output = query.new_empty(*by_arm[0].shape[:2], 1, query.shape[1], query.shape[3])
+        if self.full is not None:
+            whole = _places(self.arms, full=True)
+            rows = (x[:, whole[0]] for x in by_arm)  # several such arms would have equal rows
+            output[:, whole] = self.full.attend(module, *rows, step, scale).unsqueeze(1)
+        if self.partial is not None:
+            places = _places(self.arms, full=False)
+            rows = (x[:, places].flatten(0, 1) for x in by_arm)
+            terms = self.partial.attend(module.layer_idx, *rows, step, scale)
+            output[:, places] = terms.unflatten(0, (-1, len(places))).to(query.dtype)
+        return output.flatten(0, 1)
+
+    def keep(self, examples: list[int], arms: list[int]) -> None:
+        """Goes on with some examples and arms, given by their present places; the rest is forgotten."""
+        whole, partial = (_places(self.arms, full) for full in (True, False))
+        if self.full is not None:
+            self.full = self.full.at(examples) if set(arms) & set(whole) else None
+        if self.partial is not None:
+            kept = [partial.index(a) for a in arms if a in partial]
+            self.partial = self.partial.at(examples, kept) if kept else None
+        self.arms = [self.arms[a] for a in arms]
+
+    def require_calls(self, steps: int) -> None:
+        """Raises RuntimeError unless every layer went through here once per step: a bypassed hook would report Full's
+        numbers.
+        """
+        if self.calls != [steps] * len(self.calls):
+            raise RuntimeError(f"attention hook calls per layer {sorted(set(self.calls))}, expected {steps} in each")
+
+
+def _places(arms: Sequence[ArmSpec], full: bool) -> list[int]:
+    return [a for a, arm in enumerate(arms) if arm.is_full == full]
+
+
+class FullRows:
+    """One row per example: its prompt and generated tokens in one buffer, which the unmodified backbone's attention
+    reads as it would alone, without padding.
+    """
+
+    def __init__(self, caches: list[list[tuple[Tensor, Tensor]]], lengths: list[int]) -> None:
+        """caches: keys and values [1, Hkv, L_e + steps, D] by layer and example."""
+        self.caches, self.lengths = caches, lengths
+
+    @classmethod
+    def of(cls, layers: Sequence[PrefixLayer], lengths: Sequence[int], steps: int) -> FullRows:
+        """Copies the prompts, for all other arms share them, with room for generated tokens."""
+
+        def with_room(x: Tensor, e: int, length: int) -> Tensor:
+            buffer = x.new_empty(1, x.shape[1], length + steps, x.shape[3])
+            buffer[:, :, :length] = x[e, :, :length]
+            return buffer
+
+        caches = [
+            [(with_room(layer.keys, e, n), with_room(layer.values, e, n)) for e, n in enumerate(lengths)]
+            for layer in layers
+        ]
+        return cls(caches, list(lengths))
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
+        """query [E, Hq, 1, D], key and value [E, Hkv, 1, D] of the new tokens -> [E, 1, Hq, D]."""
+        outputs = []
+        for e, (keys, values) in enumerate(self.caches[module.layer_idx]):
+            new = self.lengths[e] + step
+            keys[:, :, new], values[:, :, new] = key[e, :, 0], value[e, :, 0]
+            filled = keys[:, :, : new + 1], values[:, :, : new + 1]
+            outputs.append(exact_attention(module, query[e : e + 1], *filled, None, scale))
+        return torch.cat(outputs)
+
+    def at(self, examples: list[int]) -> FullRows:
+        """The rows of a subset of the examples."""
+        return FullRows([[layer[e] for e in examples] for layer in self.caches], [self.lengths[e] for e in examples])
+
+
 @dataclass
 class ArmGroup:
-    """Arms that share a set of maps, by their place among the decoder's arms.
+    """Partial arms that share a set of maps, by their place among the partial arms.
 
     Attributes:
         summaries, query_maps: one per layer; None where no arm of the group uses phi.
-        rows: set by the decoder, which knows the prefixes.
+        rows: set by `PartialRows`, which knows the prefixes.
     """
 
     arms: list[int]
@@ -40,9 +134,14 @@ class ArmGroup:
     query_maps: list[Map] | None
     rows: ArmRows | None = None
 
+    def at(self, examples: Tensor, arms: list[int]) -> ArmGroup:
+        """The group on a subset of the examples and of all partial arms; it may be left without arms."""
+        summaries = self.summaries and [summary.at(examples) for summary in self.summaries]
+        return ArmGroup([arms.index(a) for a in self.arms if a in arms], summaries, self.query_maps)
 
-class ArmDecoder:
-    """Attention handler of the decode steps; every arm has its own generated keys and values."""
+
+class PartialRows:
+    """E * P rows that read the shared prefixes through their methods, and their own generated tokens exactly."""
 
     def __init__(
         self,
@@ -52,49 +151,25 @@ class ArmDecoder:
         lengths: Sequence[int],
         anchors: AnchorSpec,
         nominal_length: int | None,
-        steps: int,
+        generated: list[tuple[Tensor, Tensor]],
     ) -> None:
+        """generated: keys and values [E * P, Hkv, steps, D] by layer, see `room_for`."""
         self.layers, self.groups, self.arms, self.lengths = layers, groups, list(arms), list(lengths)
-        self.anchors, self.nominal_length = anchors, nominal_length
-        self.calls = [0] * len(layers)
-        self.generated = [self._buffers(layer, steps) for layer in layers]
-        self._plan()
+        self.anchors, self.nominal_length, self.generated = anchors, nominal_length, generated
+        order = [a for group in groups for a in group.arms]
+        self.order = torch.tensor(order).argsort().to(layers[0].keys.device)
 
-    def _buffers(self, layer: PrefixLayer, steps: int) -> tuple[Tensor, Tensor]:
-        examples, kv_heads, _, d = layer.keys.shape
-        size = (examples * len(self.arms), kv_heads, steps, d)
-        return layer.keys.new_empty(size), layer.values.new_empty(size)
-
-    def _plan(self) -> None:
-        """Which rows of a group read what, and how the groups' arms come back into the decoder's order."""
-        for group in self.groups:
-            group.rows = None
-        order = [a for group in self.groups for a in group.arms]
-        self.order = torch.tensor(order).argsort().to(self.layers[0].keys.device)
-
-    def _rows(self, group: ArmGroup, heads: int) -> ArmRows:
-        """Made at the first call, which tells the number of query heads of a KV head."""
-        if group.rows is None:
-            arms = [self.arms[a] for a in group.arms]
-            device = self.layers[0].keys.device
-            group.rows = arm_rows(arms, heads, self.lengths, self.anchors, self.nominal_length, device)
-        return group.rows
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        index = module.layer_idx
-        step = self.calls[index]
-        self.calls[index] += 1
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
+        """query [E * P, Hq, 1, D], key and value [E * P, Hkv, 1, D] of the new tokens -> [E * P, 1, Hq, D] float32."""
         keys, values = self.generated[index]
         keys[:, :, step], values[:, :, step] = key[:, :, 0], value[:, :, 0]
-        grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [E * A, Hkv, G, D]
+        grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [E * P, Hkv, G, D]
         prefix = self._prefix_terms(index, query, grouped, scale)
         new = generated_terms(grouped, keys[:, :, : step + 1], values[:, :, : step + 1], scale)
-        return merge(prefix, new).flatten(1, 2).unsqueeze(1).to(query.dtype)
+        return merge(prefix, new).flatten(1, 2).unsqueeze(1)
 
     def _prefix_terms(self, index: int, query: Tensor, grouped: Tensor, scale: float) -> Terms:
-        """Terms of all rows, [E * A, Hkv, G, ...], from each group's."""
+        """Terms of all rows, [E * P, Hkv, G, ...], from each group's."""
         parts = []
         for group in self.groups:
             chosen = self._of_arms(grouped, group.arms)
@@ -105,37 +180,47 @@ class ArmDecoder:
                 log_query = _by_example(log_query, len(group.arms))
             terms = prefix_terms(
                 _by_example(chosen, len(group.arms)), log_query, self.layers[index], summary,
-                self._rows(group, grouped.shape[2]), scale,
+                self._rows_of(group, grouped.shape[2]), scale,
             )  # fmt: skip
             parts.append([_by_arm(term, len(group.arms)) for term in terms])
         return Terms(*(torch.cat(pieces, dim=1)[:, self.order].flatten(0, 1) for pieces in zip(*parts, strict=True)))
 
+    def _rows_of(self, group: ArmGroup, heads: int) -> ArmRows:
+        """Made at the first call, which tells the number of query heads of a KV head."""
+        if group.rows is None:
+            arms = [self.arms[a] for a in group.arms]
+            device = self.layers[0].keys.device
+            group.rows = arm_rows(arms, heads, self.lengths, self.anchors, self.nominal_length, device)
+        return group.rows
+
     def _of_arms(self, x: Tensor, arms: list[int]) -> Tensor:
-        """The rows of some arms: [E * A, ...] -> [E * len(arms), ...]."""
+        """The rows of some arms: [E * P, ...] -> [E * len(arms), ...]."""
         return x.unflatten(0, (-1, len(self.arms)))[:, arms].flatten(0, 1)
 
-    def keep(self, examples: list[int], arms: list[int]) -> None:
-        """Goes on with some examples and arms, given by their present places; the rest is forgotten."""
-        device = self.layers[0].keys.device
-        if len(examples) < len(self.lengths):
-            chosen = torch.tensor(examples, device=device)
-            self.layers = [layer.at(chosen) for layer in self.layers]
-            for group in self.groups:
-                group.summaries = group.summaries and [summary.at(chosen) for summary in group.summaries]
+    def at(self, examples: list[int], arms: list[int]) -> PartialRows:
+        """The rows of a subset of the examples and arms."""
+        chosen = torch.tensor(examples, device=self.layers[0].keys.device)
         rows = [e * len(self.arms) + a for e in examples for a in arms]
-        self.generated = [(keys[rows], values[rows]) for keys, values in self.generated]
-        self.lengths, self.arms = [self.lengths[e] for e in examples], [self.arms[a] for a in arms]
-        for group in self.groups:
-            group.arms = [arms.index(a) for a in group.arms if a in arms]
-        self.groups = [group for group in self.groups if group.arms]
-        self._plan()
+        groups = [group.at(chosen, arms) for group in self.groups]
+        return PartialRows(
+            [layer.at(chosen) for layer in self.layers],
+            [group for group in groups if group.arms],
+            [self.arms[a] for a in arms],
+            [self.lengths[e] for e in examples],
+            self.anchors,
+            self.nominal_length,
+            [(keys[rows], values[rows]) for keys, values in self.generated],
+        )
 
-    def require_calls(self, steps: int) -> None:
-        """Raises RuntimeError unless every layer went through here once per step: a bypassed hook would report Full's
-        numbers.
-        """
-        if self.calls != [steps] * len(self.calls):
-            raise RuntimeError(f"attention hook calls per layer {sorted(set(self.calls))}, expected {steps} in each")
+
+def room_for(layers: Sequence[PrefixLayer], num_arms: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Buffers for the generated keys and values [E * P, Hkv, steps, D] of every layer."""
+    buffers = []
+    for layer in layers:
+        examples, kv_heads, _, d = layer.keys.shape
+        size = (examples * num_arms, kv_heads, steps, d)
+        buffers.append((layer.keys.new_empty(size), layer.values.new_empty(size)))
+    return buffers
 
 
 def _by_example(x: Tensor, num_arms: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from residual_mass.backbones.decoder import ArmDecoder, ArmGroup
+from residual_mass.backbones.decoder import ArmDecoder, ArmGroup, FullRows, PartialRows, room_for
 from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
@@ -159,18 +159,23 @@ class SharedPrefillEngine:
             build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors)
             for index in range(self.backbone.shape.layers)
         ]
-        return ArmDecoder(
-            layers, self._groups(layers), self.arms, lengths, self.anchors, self.nominal_length, max(steps, 1)
-        )
+        full = FullRows.of(layers, lengths, steps) if any(arm.is_full for arm in self.arms) else None
+        arms = [arm for arm in self.arms if not arm.is_full]
+        partial = None
+        if arms:
+            room = room_for(layers, len(arms), steps)
+            groups = self._groups(layers, arms)
+            partial = PartialRows(layers, groups, arms, lengths, self.anchors, self.nominal_length, room)
+        return ArmDecoder(self.arms, full, partial, len(layers))
 
-    def _groups(self, layers: list[PrefixLayer]) -> list[ArmGroup]:
-        """Arms by their maps. Those without phi need no summary and join the first group."""
+    def _groups(self, layers: list[PrefixLayer], arms: Sequence[ArmSpec]) -> list[ArmGroup]:
+        """Partial arms by their maps. Those without phi need no summary and join the first group."""
         if not self.maps:
-            return [ArmGroup(list(range(len(self.arms))), None, None)]
+            return [ArmGroup(list(range(len(arms))), None, None)]
         first = next(iter(self.maps))
         groups = []
         for label, maps in self.maps.items():
-            members = [a for a, arm in enumerate(self.arms) if (arm.maps if arm.uses_phi else first) == label]
+            members = [a for a, arm in enumerate(arms) if (arm.maps if arm.uses_phi else first) == label]
             summaries = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
             self._check_summaries(label, summaries, layers)
             groups.append(ArmGroup(members, summaries, [query_map for query_map, _ in maps]))

@@ -110,10 +110,12 @@ class PartialKV:
             raise ValueError(
                 "partial_kv needs a growing cache: static caches (cache_implementation=...) are not supported"
             )
+        self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
+        if self.arm.is_full:
+            return exact_attention(module, query, key, value, mask, scale)
         if index not in self._prefix:
             self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length])
         layer, summary, rows = self._prefix[index]
-        self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
         log_query = None if self.maps is None else map_queries(self.maps[index][0], query, key.shape[1])
         prefix = prefix_terms(grouped, log_query, layer, summary, rows, scale)

@@ -73,23 +73,17 @@ class Summary:
 
 @dataclass(frozen=True)
 class ArmRows:
-    """How the query rows of a KV head divide over the arms (all G heads of an arm alike)."""
+    """How the query rows of a KV head divide over partial arms (all G heads of an arm alike)."""
 
-    whole: Tensor
-    """Indices of the rows that read the whole prefix exactly."""
-    partial: Tensor
-    """Indices [P] of the other rows."""
-    order: Tensor
-    """[R] permutation that brings (whole, partial) back into the arms' order."""
     adds_residual: Tensor
-    """[P] bool."""
+    """[R] bool."""
     subtracts: Tensor
-    """[P] bool."""
+    """[R] bool."""
     k: Tensor
-    """[E, 1, P] int64, tokens to retrieve."""
+    """[E, 1, R] int64, tokens to retrieve."""
     any_residual: bool
     own: tuple[tuple[Residual, Tensor], ...]
-    """Residuals that need no summary, each with the indices of its rows among the P."""
+    """Residuals that need no summary, each with the indices of its rows."""
 
 
 def arm_rows(
@@ -100,25 +94,22 @@ def arm_rows(
     nominal_length: int | None,
     device: torch.device,
 ) -> ArmRows:
-    """Rows of `group` heads per arm; L in K's formula is `nominal_length`, or each prefix's own length without one."""
+    """Rows of `group` heads per arm, none of which is `full`; L in K's formula is `nominal_length`, or each prefix's own
+    length without one.
+    """
     rules = [estimator_named(arm.method) for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:
         return torch.tensor(flags, device=device).repeat_interleave(group)
 
-    whole_prefix = rows([r.whole_prefix for r in rules])
-    whole, partial = whole_prefix.nonzero().flatten(), (~whole_prefix).nonzero().flatten()
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
     own = dict.fromkeys(rule.residual for rule in rules if rule.residual is not None)
     return ArmRows(
-        whole,
-        partial,
-        torch.cat((whole, partial)).argsort(),
-        rows([r.adds_residual for r in rules])[partial],
-        rows([r.subtracts for r in rules])[partial],
-        torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None, partial],
+        rows([r.adds_residual for r in rules]),
+        rows([r.subtracts for r in rules]),
+        torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None],
         any(r.adds_residual for r in rules),
-        tuple((one, rows([r.residual is one for r in rules])[partial].nonzero().flatten()) for one in own),
+        tuple((one, rows([r.residual is one for r in rules]).nonzero().flatten()) for one in own),
     )
 
 
@@ -152,7 +143,7 @@ def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
 def prefix_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
-    """Unnormalised terms of every arm over the prefix, in float32.
+    """Unnormalised terms of partial arms over the prefix, in float32.
 
     Args:
         queries: [E, Hkv, R, D].
@@ -160,28 +151,20 @@ def prefix_terms(
     """
     scores = attention_scores(queries.float() * scale, layer.keys.float(), 1.0)
     values = layer.values.float()
-    real = layer.partition.anchors | layer.partition.mid
-    parts = []
-    if len(arms.whole):
-        parts.append(exact_terms(scores[:, :, arms.whole], values, real))
-    if len(arms.partial):
-        partial_scores = scores[:, :, arms.partial]
-        retrieved = exhaustive_topk(partial_scores, layer.partition.mid, arms.k)
-        estimate = None
-        if arms.any_residual:
-            assert log_query is not None and summary is not None, "an arm adds a residual, but there are no maps"
-            partial_query = log_query[:, :, arms.partial]
-            estimate = Estimate(summary.state, summary.features, partial_query, arms.adds_residual, arms.subtracts)
-        terms = one_gather_terms(partial_scores, values, layer.anchors, retrieved, estimate)
-        if arms.own:
-            mask = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-            terms = _with_own_residuals(terms, Unread(mask, partial_scores, values), arms)
-        parts.append(terms)
-    return Terms(*(torch.cat(pieces, dim=2)[:, :, arms.order] for pieces in zip(*parts, strict=True)))
+    retrieved = exhaustive_topk(scores, layer.partition.mid, arms.k)
+    estimate = None
+    if arms.any_residual:
+        assert log_query is not None and summary is not None, "an arm adds a residual, but there are no maps"
+        estimate = Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
+    terms = one_gather_terms(scores, values, layer.anchors, retrieved, estimate)
+    if arms.own:
+        mask = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
+        terms = _with_own_residuals(terms, Unread(mask, scores, values), arms)
+    return terms
 
 
 def _with_own_residuals(terms: Terms, unread: Unread, arms: ArmRows) -> Terms:
-    """The terms [E, Hkv, P, ...] with what needs no summary added in its rows."""
+    """The terms [E, Hkv, R, ...] with what needs no summary added in its rows."""
     for residual, rows in arms.own:
         estimate = residual(Unread(unread.mask[:, :, rows], unread.scores[:, :, rows], unread.values))
         both = added(Terms(*(part[:, :, rows] for part in terms)), Terms(*estimate))
