@@ -1,7 +1,7 @@
 """A change of code that can change a stage's numbers must bump the stage's recipe, or Snakemake will not rerun it.
 
-The digests ignore comments, docstrings and layout. After a bump, or after a change that provably alters no number:
-`python tests/unit/test_recipes.py` writes them anew.
+A stage's code is what its command reaches (`definitions.py`). The digests ignore comments, docstrings and layout. After
+a bump, or after a change that provably alters no number: `python -m tests.unit.test_recipes` writes them anew.
 """
 
 from __future__ import annotations
@@ -10,52 +10,32 @@ import ast
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
+from tests.unit.definitions import PACKAGE, Package
 
 from residual_mass.recipes import RECIPES
 
-SOURCE = Path(__file__).parents[2] / "src" / "residual_mass"
+SOURCE = Path(__file__).parents[2] / "src"
 RECORD = Path(__file__).with_name("recipe_digests.json")
-MODEL = [
-    "backbones/hook.py",
-    "backbones/loading.py",
-    "backbones/phi_maps.py",
-    "core/feature_maps.py",
-    "core/support.py",
-]
-TEXTS = ["backbones/asset_texts.py", "backbones/corpora.py", "backbones/hub_stream.py"]
-ACCOUNTING = ["core/accounting.py", "core/selection.py", "backbones/prefix.py"]
-MEASURED = [*ACCOUNTING, "backbones/measured.py", "core/measures.py"]
-NUMERIC = {
-    "prompts": ["frozen_prompts.py", *(f"benchmarks/{n}.py" for n in
-                ("babilong", "catalogue", "examples", "longbench", "prompts", "ruler", "stories"))],
-    "train": [*MODEL, *TEXTS, "backbones/measured.py", "core/accounting.py", "core/measures.py",
-              "core/objectives.py", "core/output_matching.py", "core/score_matching.py", "core/selection.py",
-              *(f"training/{n}.py" for n in ("held_out", "initialise", "learner", "losses", "passes", "processes",
-                                             "side_by_side", "teacher", "trainer"))],
-    "generate": [*MODEL, *ACCOUNTING, "core/estimators.py", "backbones/decoder.py", "backbones/engine.py",
-                 "benchmarks/generate.py", "benchmarks/scorers.py"],
-    "score": ["benchmarks/catalogue.py", "benchmarks/scorers.py", "benchmarks/scoring.py", "benchmarks/statistics.py",
-              "holm.py"],
-    "capture": [*MODEL, *MEASURED, *TEXTS, "diagnostics/capture.py", "diagnostics/packs.py"],
-    "kernels": [*MODEL, *ACCOUNTING, *TEXTS, "diagnostics/kernels.py", "diagnostics/packs.py"],
-    "map_errors": [*MODEL, *MEASURED, *TEXTS, "diagnostics/map_errors.py", "diagnostics/packs.py"],
-    "audit": ["backbones/phi_maps.py", "diagnostics/audit.py"],
-    "runtime": [*MODEL, *ACCOUNTING, "backbones/prefill.py", "backbones/static_decode.py", "core/estimators.py",
-                *(f"core/fused/{n}.py" for n in ("__init__", "cache", "torch_path", "triton_kernels", "triton_path")),
-                *(f"runtime/{n}.py" for n in ("measure", "memory", "prototype", "traffic"))],
-    "findings": [f"diagnostics/{n}.py" for n in ("claims", "claim_statistics", "findings", "resampling", "settings")],
-}  # fmt: skip
+NO_NUMBERS = [f"{PACKAGE}.{name}" for name in ("files", "machine", "provenance", "spec_json")]
+"""Modules that read and write files, ask for GPUs and keep records: no number of a result depends on them."""
 
 
-def digest(files: list[str]) -> str:
-    trees = [ast.dump(_without_docstrings(ast.parse((SOURCE / file).read_text()))) for file in files]
+def stage_code(package: Package, stage: str) -> dict[tuple[str, str], list[ast.stmt]]:
+    return package.reached(f"{PACKAGE}.cli", f"_{stage}", NO_NUMBERS)
+
+
+def digest(statements: Iterable[ast.stmt]) -> str:
+    text = "\n".join(ast.dump(_without_docstrings(statement)) for statement in statements)
     # Empty lists differ from one Python to the next: 3.12 adds those of type parameters, 3.13 leaves all out.
-    same_everywhere = re.sub(r"(, )?\w+=\[\]", "", "\n".join(trees))
+    same_everywhere = re.sub(r"(, )?\w+=\[\]", "", text)
     return hashlib.sha256(same_everywhere.encode()).hexdigest()[:16]
 
 
-def _without_docstrings(tree: ast.Module) -> ast.Module:
+def _without_docstrings(tree: ast.stmt) -> ast.stmt:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -63,28 +43,100 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
-def current() -> dict[str, dict[str, int | str]]:
-    return {stage: {"recipe": RECIPES[stage], "digest": digest(files)} for stage, files in NUMERIC.items()}
+def current(source: Path = SOURCE) -> dict[str, dict[str, int | str]]:
+    package = Package(source)
+    code = {stage: stage_code(package, stage) for stage in RECIPES}
+    return {
+        stage: {"recipe": RECIPES[stage], "digest": digest(s for place in sorted(reached) for s in reached[place])}
+        for stage, reached in code.items()
+    }
 
 
 def test_numeric_code_changes_only_with_its_recipe() -> None:
     recorded = json.loads(RECORD.read_text())
-    assert set(recorded) == set(RECIPES) == set(NUMERIC)
+    assert set(recorded) == set(RECIPES)
     for stage, now in current().items():
         assert now == recorded[stage], (
             f"code of stage {stage} changed: bump RECIPES[{stage!r}] if its numbers can change, "
-            "then run python tests/unit/test_recipes.py"
+            "then run python -m tests.unit.test_recipes"
         )
 
 
-def test_the_digest_sees_code_and_not_comments(tmp_path: Path) -> None:
-    def of(text: str) -> str:
-        (tmp_path / "m.py").write_text(text)
-        return digest([str(tmp_path / "m.py")])
+@pytest.mark.parametrize(
+    ("stage", "module", "name"),
+    [
+        ("prompts", "benchmarks.ruler", "build_examples"),  # through a table of modules
+        ("prompts", "benchmarks.stories", "tell"),
+        ("generate", "backbones.prefill", "greedy"),
+        ("generate", "core.selection", "exhaustive_topk"),
+        ("score", "holm", "holm"),
+        ("train", "core.score_matching", "score_matching_losses"),
+        ("train", "training.learner", "learning_rate"),
+        ("capture", "core.measures", "row_measures"),
+        ("runtime", "core.fused.triton_kernels", "select_kernel"),
+        ("findings", "diagnostics.claims", "CLAIMS"),
+    ],
+)
+def test_a_stage_reaches_the_code_that_makes_its_numbers(stage: str, module: str, name: str) -> None:
+    assert (f"{PACKAGE}.{module}", name) in stage_code(Package(SOURCE), stage)
 
-    code = "def f(x):\n    return x + 1\n"
-    assert of(code) == of('"""Doc."""\n# why\ndef f(x):\n    """Adds."""\n    return (x + 1)\n')
-    assert of(code) != of(code.replace("1", "2"))
+
+def test_a_stage_does_not_reach_what_it_never_calls() -> None:
+    reached = {module for module, _ in stage_code(Package(SOURCE), "score")}
+    assert not any(module.startswith((f"{PACKAGE}.paper", f"{PACKAGE}.training")) for module in reached)
+
+
+def test_the_package_imports_none_of_its_modules_by_a_string() -> None:
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+                assert PACKAGE not in ast.unparse(node), f"{file}:{node.lineno}: the digests do not see this import"
+
+
+CLI = f"from {PACKAGE} import tools\n\ndef _prompts():\n    return tools.top()\n"
+TOOLS = f"""from {PACKAGE}.deep import constant as renamed
+
+def top():
+    return renamed + helper()
+
+def helper():
+    return 1
+
+def unused():
+    return 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "seen"),
+    [
+        ("tools.py", "return 1", "return 3", True),
+        ("tools.py", "return 2", "return 3", False),
+        ("tools.py", "return 1", "return (1)  # why", False),
+        ("tools.py", "def helper():", "def helper():\n    '''Text.'''", False),
+        ("deep.py", "constant = 4", "constant = 5", True),
+        ("deep.py", "register()", "register(1)", True),
+        ("cli.py", "tools.top()", "tools.helper()", True),
+    ],
+)
+def test_a_digest_sees_a_change_of_code_that_is_reached(
+    file: str, before: str, after: str, seen: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / PACKAGE
+    folder.mkdir()
+    deep = "'''Doc.'''\ndef register(*x):\n    pass\n\nregister()\nconstant = 4\n"
+    for name, text in {"cli.py": CLI, "tools.py": TOOLS, "deep.py": deep, "__init__.py": ""}.items():
+        (folder / name).write_text(text)
+
+    def now() -> str:
+        reached = stage_code(Package(tmp_path), "prompts")
+        return digest(statement for place in sorted(reached) for statement in reached[place])
+
+    old = now()
+    text = (folder / file).read_text()
+    assert before in text
+    (folder / file).write_text(text.replace(before, after))
+    assert (now() != old) == seen
 
 
 if __name__ == "__main__":

@@ -94,9 +94,7 @@ def arm_rows(
     nominal_length: int | None,
     device: torch.device,
 ) -> ArmRows:
-    """Rows of `group` heads per arm, none of which is `full`; L in K's formula is `nominal_length`, or each prefix's own
-    length without one.
-    """
+    """Rows of `group` heads per partial arm; L in K's formula is `nominal_length`, or each prefix's own without one."""
     rules = [estimator_named(arm.method) for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, Source
 from residual_mass.files import jsonl, sha256_of, write_text
@@ -48,6 +48,9 @@ class Builder(Protocol):
         """What the harness sends for each example."""
 
 
+BUILDERS: dict[str, Builder] = {"ruler": ruler, "babilong": babilong, "longbench": longbench}
+
+
 def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     """Builds every task of the benchmark that fits the length; writes the task files, then the manifest `out`."""
     from residual_mass.backbones.loading import load_tokenizer
@@ -55,7 +58,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     record = Record("prompts", spec, [assets / MANIFEST])
     length = tokens_of(spec.length)
     names, left_out = tasks_of(spec.benchmark, length), too_long(spec.benchmark, length)
-    builder: Builder = importlib.import_module(f"residual_mass.benchmarks.{spec.benchmark}")  # a name of the catalogue
+    builder = BUILDERS[spec.benchmark]
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
     source = assets if spec.data_source == "assets" else HubFolder(assets)
     require_whole(assets, *(ASSET_PLACES if spec.data_source == "assets" else ["nltk_data"]))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+import torch.nn.functional as F
+from tests.conftest import TINY, byte_tokenizer, tiny_llama
 from torch import Tensor, nn
 
 from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.greedy import partial_generate
 from residual_mass.backbones.hook import attention_hook, attention_layers, exact_attention
-from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.specs import AnchorSpec, ArmSpec, MapSpec
@@ -39,9 +45,13 @@ def prompts(tiny_backbone: Backbone) -> list[list[int]]:
 
 
 def plain(backbone: Backbone, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = backbone.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=STEPS)
-    return out[0, len(prompt) :].tolist()
+    return generated(backbone, torch.tensor([prompt]), STEPS)[0]
+
+
+def generated(backbone: Backbone, ids: Tensor, steps: int, mask: Tensor | None = None) -> list[list[int]]:
+    mask = torch.ones_like(ids) if mask is None else mask
+    out = backbone.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps)
+    return out[:, ids.shape[1] :].tolist()
 
 
 def run(backbone: Backbone, arms: list[ArmSpec], phi: PhiMaps, prompts: list[list[int]]) -> list[list[list[int]]]:
@@ -52,6 +62,36 @@ def run(backbone: Backbone, arms: list[ArmSpec], phi: PhiMaps, prompts: list[lis
 def test_full_arm_is_plain_generation(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
     ours = [row[0] for row in run(tiny_backbone, ARMS, phi, prompts)]
     assert ours == [plain(tiny_backbone, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) -> None:
+    """Our own float32 attention over bfloat16 keys and values would leave its tokens within a few steps.
+
+    One prompt at a time, for in a batch of rows the linear layers may round differently, on some CPUs.
+    """
+    folder = tmp_path / "models" / "tiny-llama"
+    tiny_llama(seed).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    backbone = load_backbone(replace(TINY, dtype="bfloat16"), tmp_path, torch.device("cpu"))
+    backbone.model.generation_config.eos_token_id = None
+    prompts = [torch.randint(2, 258, (n,), generator=torch.Generator().manual_seed(seed)) for n in (150, 15)]
+    for prompt in prompts:
+        ids = prompt.unsqueeze(0)
+        expected = generated(backbone, ids, 32)
+        engine = SharedPrefillEngine(backbone, [ArmSpec("full")], ANCHORS, None, None)
+        assert engine.generate([prompt.tolist()], 32)[0][0].tokens == expected[0]
+        with partial_kv(backbone.model, "full") as session:
+            assert generated(backbone, ids, 32) == expected
+        assert set(session.partial_calls.values()) == {31}
+        decoded = partial_generate(backbone.model, ids, max_new_tokens=32, method="full")
+        assert decoded[:, len(prompt) :].tolist() == expected
+    longest = len(prompts[0])
+    padded = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=1) for prompt in prompts])
+    mask = torch.stack([F.pad(torch.ones_like(prompt), (longest - len(prompt), 0)) for prompt in prompts])
+    expected = generated(backbone, padded, 32, mask)
+    with partial_kv(backbone.model, "full"):
+        assert generated(backbone, padded, 32, mask) == expected
 
 
 def test_every_arm_alone_gives_the_tokens_it_gives_in_the_batch(
