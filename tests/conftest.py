@@ -39,24 +39,29 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_llama(seed: int = 0, layers: int = 3) -> LlamaForCausalLM:
-    """Random weights, large enough for attention to be uneven; 4 query heads on 2 KV heads of width 16."""
+def tiny_llama(seed: int = 0, layers: int = 3, heads: int = 4, kv_heads: int = 2) -> LlamaForCausalLM:
+    """Random weights, large enough for attention to be uneven; query heads on KV heads, all of width 16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, initializer_range=0.25,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        vocab_size=258, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=2048,
+        initializer_range=0.25, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def save_tiny(model: LlamaForCausalLM, assets: Path) -> None:
+    """Makes it the tiny backbone of an assets folder."""
+    folder = assets / "models" / "tiny-llama"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
 def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An assets folder that holds the tiny backbone alone."""
     assets = tmp_path_factory.mktemp("assets")
-    folder = assets / "models" / "tiny-llama"
-    tiny_llama().save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_tiny(tiny_llama(), assets)
     return assets
 
 

@@ -135,6 +135,18 @@ def test_hostile_json_is_told(text: str, says: str) -> None:
     assert str(caught.value).startswith(says)
 
 
+@pytest.mark.parametrize("value", ["true", "false", "2.0", '"2"', "null", "[2]"])
+def test_what_is_no_integer_is_not_taken_for_one(value: str) -> None:
+    with pytest.raises(ValueError, match=r"^spec\.pool: .* is not of type int$"):
+        parse_spec(specs.ReplaySpec, f'{{"pool": {value}}}')
+
+
+@pytest.mark.parametrize("value", ["true", "false", '"2"', "[2]"])
+def test_what_is_no_number_is_not_taken_for_one(value: str) -> None:
+    with pytest.raises(ValueError, match=r"^spec\.tau: .* is not of type float$"):
+        parse_spec(specs.ObjectiveSpec, f'{{"tau": {value}}}')
+
+
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
 def test_a_number_beyond_floats_is_refused(number: str) -> None:
     arm = f'{{"method": "topk", "budget_percent": {number}}}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from residual_mass.files import claimed, read_parquet, replacing
+from residual_mass.files import claimed, read_parquet, replacing, write_text
 
 AGAIN = "delete it and run the capture stage again"
 
@@ -69,6 +70,28 @@ def test_only_what_befalls_the_file_itself_is_said_of_it(tmp_path: Path) -> None
         temporary.read_bytes()
     assert str(own.value).startswith(f"{path}: cannot be written (No such file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_takes_its_name_whole_and_after_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the old file open goes on reading that one, and a machine that dies leaves one of the two."""
+    path = tmp_path / "result"
+    write_text(path, "old")
+    synced: list[tuple[int, int, str]] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        fsync(descriptor)
+        of_file = os.fstat(descriptor)
+        synced.append((of_file.st_ino, of_file.st_size, path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", seen)
+    with open(path) as reader:
+        write_text(path, "new and longer")
+        assert reader.read() == "old"
+    assert path.read_text() == "new and longer"
+    assert synced == [(path.stat().st_ino, len("new and longer"), "old")]
 
 
 def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:

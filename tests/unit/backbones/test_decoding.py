@@ -1,15 +1,20 @@
-"""The engine and `partial_kv` against plain generation, against each other and against themselves alone."""
+"""The engine and `partial_kv` against plain generation, against attention token by token, against each other and
+against themselves alone.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.conftest import TINY, byte_tokenizer, tiny_llama
+from tests.conftest import TINY, byte_tokenizer, save_tiny, tiny_llama
+from tests.unit.core import reference
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.greedy import partial_generate
@@ -26,16 +31,20 @@ ARMS = [ArmSpec("full")] + [
 ]
 
 
-@pytest.fixture(scope="module")
-def phi(tiny_backbone: Backbone) -> PhiMaps:
+def random_maps(backbone: Backbone) -> PhiMaps:
     """Random maps, scaled so that the residual is neither nothing nor everything."""
     torch.manual_seed(3)
-    facts = {"model_id": tiny_backbone.spec.model_id, "revision": tiny_backbone.spec.revision, "length": 512}
-    maps = PhiMaps(tiny_backbone.shape, MapSpec(d_emb=24, d_phi=8), facts)
+    facts = {"model_id": backbone.spec.model_id, "revision": backbone.spec.revision, "length": 512}
+    maps = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=8), facts)
     for name, parameter in maps.named_parameters():
         if name.endswith("alpha"):
             parameter.data.normal_()
     return maps.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def phi(tiny_backbone: Backbone) -> PhiMaps:
+    return random_maps(tiny_backbone)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +79,7 @@ def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) 
 
     One prompt at a time, for in a batch of rows the linear layers may round differently, on some CPUs.
     """
-    folder = tmp_path / "models" / "tiny-llama"
-    tiny_llama(seed).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_tiny(tiny_llama(seed), tmp_path)
     backbone = load_backbone(replace(TINY, dtype="bfloat16"), tmp_path, torch.device("cpu"))
     backbone.model.generation_config.eos_token_id = None
     prompts = [torch.randint(2, 258, (n,), generator=torch.Generator().manual_seed(seed)) for n in (150, 15)]
@@ -125,6 +132,134 @@ def test_partial_kv_generate_equals_the_engine_and_a_left_padded_batch(
     assert single == expected
     assert [row[: len(want)] for row, want in zip(padded, expected, strict=True)] == expected
     assert min(session.partial_calls.values()) > 0 and len(session.partial_calls) == 3
+
+
+class TokenByToken:
+    """Attention of decode steps as the paper writes it, one head and one token at a time."""
+
+    def __init__(self, method: str, k: int, anchors: AnchorSpec, phi: PhiMaps) -> None:
+        self.method, self.k, self.anchors, self.phi, self.length = method, k, anchors, phi, 0
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        if query.shape[2] > 1:
+            self.length = key.shape[2]
+            return exact_attention(module, query, key, value, mask, scale)
+        heads = range(query.shape[1])
+        group = len(heads) // key.shape[1]
+        log_query = self.phi.query[module.layer_idx].unfolded(query[0])
+        log_key = self.phi.key[module.layer_idx].unfolded(key[0])
+        rows = []
+        for h in heads:
+            kv = h // group
+            of_head = (log_query[h, 0], log_key[kv, : self.length])
+            rows.append(self._row(query[0, h, 0], key[0, kv], value[0, kv], scale, *of_head))
+        return torch.tensor(rows)[None, None]
+
+    def _row(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, log_query: Tensor, log_key: Tensor
+    ) -> list[float]:
+        query, keys, values, log_query, log_key = (
+            x.double().tolist() for x in (query, keys, values, log_query.double().exp(), log_key.double().exp())
+        )
+        sink, tail, n = self.anchors.sink, self.anchors.tail, self.length
+        if self.method == "topk":
+            scores = [scale * reference.dot(query, key) for key in keys]
+            anchors, mid = reference.split(n, sink, tail)
+            tokens = [*anchors, *reference.top(scores, mid, self.k), *range(n, len(keys))]
+            return reference.attention(query, keys, values, scale, tokens)
+        subtract, generated = self.method == "topk_phi", (keys[n:], values[n:])
+        return reference.topk_phi(
+            query, keys[:n], values[:n], scale, sink, tail, self.k, log_query, log_key, subtract, generated
+        )
+
+
+@torch.no_grad()
+def step_logits(model: PreTrainedModel, attention: AbstractContextManager[object], prompt: list[int]) -> Tensor:
+    """Of a few given tokens behind the prompt, one step each."""
+    with attention:
+        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
+        steps = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (65, 200, 31)]
+    return torch.cat(steps)
+
+
+def backbone_of(heads: int, kv_heads: int) -> Backbone:
+    return Backbone(TINY, tiny_llama(layers=2, heads=heads, kv_heads=kv_heads), byte_tokenizer(), "tiny")
+
+
+SHAPES = pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)], ids=["groups of 3", "of 1", "of 4"])
+
+
+@SHAPES
+@pytest.mark.parametrize(("sink", "tail", "k"), [(3, 5, 12), (4, 16, 0), (0, 9, 11)])
+@pytest.mark.parametrize("method", ["topk", "topk_phi", "topk_phi_nosub"])
+def test_steps_are_those_of_attention_token_by_token(
+    method: str, sink: int, tail: int, k: int, heads: int, kv_heads: int, prompts: list[list[int]]
+) -> None:
+    """A budget of 40 % of a prompt of 50 tokens is 20, anchors included."""
+    backbone, prompt = backbone_of(heads, kv_heads), prompts[0][:50]
+    model, phi = backbone.model, random_maps(backbone)
+    slow = TokenByToken(method, k, AnchorSpec(sink, tail), phi)
+    expected = step_logits(model, attention_hook(model, slow), prompt)
+    fast = partial_kv(model, method, 0.4, phi, num_sink=sink, num_tail=tail)
+    torch.testing.assert_close(step_logits(model, fast, prompt), expected, rtol=1e-4, atol=1e-4)
+
+
+@SHAPES
+def test_the_engine_and_partial_kv_agree_whatever_the_heads_and_anchors(
+    heads: int, kv_heads: int, prompts: list[list[int]]
+) -> None:
+    backbone, anchors = backbone_of(heads, kv_heads), AnchorSpec(3, 5)
+    phi = random_maps(backbone)
+    arms = [ArmSpec("topk", 20.0), ArmSpec("topk_phi", 30.0), ArmSpec("full"), ArmSpec("topk_phi_nosub", 20.0)]
+    engine = SharedPrefillEngine(backbone, arms, anchors, phi, nominal_length=None)
+    for prompt, row in zip(prompts[:3], engine.generate(prompts[:3], STEPS), strict=True):
+        for arm, generation in zip(arms, row, strict=True):
+            budget = None if arm.budget_percent is None else arm.budget_percent / 100
+            with partial_kv(backbone.model, arm.method, budget, phi, anchors.sink, anchors.tail):
+                assert generation.tokens == plain(backbone, prompt), arm
+
+
+def test_scores_have_the_scale_that_the_model_gives_them(
+    tiny_backbone: Backbone, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_backbone.model
+    usual = step_logits(model, nullcontext(), prompts[0])
+    for layer in attention_layers(model):
+        monkeypatch.setattr(layer, "scaling", 0.3)  # beside 16 ** -0.5 = 0.25
+    own = step_logits(model, nullcontext(), prompts[0])
+    assert not torch.allclose(own, usual, rtol=0, atol=0.1)
+    for arguments in (("full",), ("topk", 1.0)):
+        hooked = step_logits(model, partial_kv(model, *arguments), prompts[0])
+        torch.testing.assert_close(hooked, own, rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_that_does_not_go_through_the_hook_is_told(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has attention of its own for single tokens; its arms would all report the same."""
+    layer = attention_layers(tiny_backbone.model)[1]
+    forward = layer.forward
+
+    def bypassing(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        if hidden_states.shape[1] > 1:
+            return forward(hidden_states, *args, **kwargs)
+        return torch.zeros_like(hidden_states), None
+
+    monkeypatch.setattr(layer, "forward", bypassing)
+    with pytest.raises(RuntimeError, match=r"attention hook calls per layer \[0, 3\], expected 3 in each"):
+        SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], 4)
+    assert not hooked(tiny_backbone)
+
+
+@pytest.mark.parametrize(
+    ("budget", "percent"), [(0.07, 7), (0.14, 14), (0.28, 28), (0.29, 29), (0.55, 55), (0.57, 57), (0.0055, 0.55)]
+)
+def test_a_budget_is_the_percentage_that_is_written(budget: float, percent: float, tiny_backbone: Backbone) -> None:
+    """In floats 100 * 0.07 is a little above 7, and K would be one token too many."""
+    with partial_kv(tiny_backbone.model, "topk", budget) as session:
+        assert session.arm.budget_percent == percent
 
 
 def test_budget_of_everything_is_full(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:

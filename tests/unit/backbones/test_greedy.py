@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.backbones.test_decoding import SHAPES, backbone_of, random_maps
 from torch import Tensor
 
 from residual_mass import PhiMaps, partial_generate, partial_kv
@@ -35,6 +36,17 @@ def test_tokens_are_those_of_partial_kv(method: str, length: int, tiny_backbone:
     ours = partial_generate(model, prompt, max_new_tokens=12, method=method, budget=0.15, phi=phi)
     assert ours.tolist() == expected.tolist() and ours.shape[1] > length + 1
     assert not any(hasattr(layer, "residual_mass_handler") for layer in attention_layers(model))
+
+
+@SHAPES
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_are_those_of_partial_kv_whatever_the_heads_and_anchors(method: str, heads: int, kv_heads: int) -> None:
+    backbone, prompt, anchors = backbone_of(heads, kv_heads), prompt_of(60), {"num_sink": 3, "num_tail": 5}
+    model, phi = backbone.model, random_maps(backbone)
+    with partial_kv(model, method, 0.3, phi, **anchors):
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
+    ours = partial_generate(model, prompt, max_new_tokens=12, method=method, budget=0.3, phi=phi, **anchors)
+    assert ours.tolist() == expected.tolist()
 
 
 def test_it_stops_behind_an_end_token(tiny_backbone: Backbone, phi: PhiMaps, monkeypatch: pytest.MonkeyPatch) -> None:

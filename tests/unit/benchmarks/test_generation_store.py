@@ -102,6 +102,24 @@ def test_rows_survive_a_killed_writer(tmp_path: Path) -> None:
         assert store.rows == {"k0": ROWS[0]}
 
 
+def test_rows_are_on_the_disk_once_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    synced: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", seen)
+    with GenerationStore(path) as store:
+        for row in ROWS:
+            store.append([row])
+            assert synced[-1:] == [(path.stat().st_ino, path.stat().st_size)]
+            assert path.read_bytes().endswith(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+    assert len(synced) == len(ROWS)
+
+
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text(), min_size=1), st.data())
 def test_key_depends_on_every_input_and_not_on_their_order(
     inputs: dict[str, str | int | None], data: st.DataObject

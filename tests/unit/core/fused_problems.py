@@ -91,6 +91,23 @@ class DecodeProblem:
         )  # fmt: skip
 
 
+def nearly_all_retrieved(k: int, share: float) -> DecodeProblem:
+    """One head. What it leaves has `share` of phi's mass in the mid-region, but weighs as much as all that is exact."""
+    p = DecodeProblem(seed=21, spans=[(0, 24)], length=24, groups=1, kv_heads=1, d=16, dtype=torch.float32)
+    filled = p.cache.length + p.generated
+    scores = (p.cache.keys[0, 0, :filled] @ p.query[0, 0] * p.scale).double()
+    _, mid = split(24, p.sink, p.tail)
+    chosen = top(scores.tolist(), mid, k)
+    left = [i for i in mid if i not in chosen]
+    log_features, log_query = p.log_features[0, 0], p.log_query[0, 0].double()
+    z = (log_query + log_features).exp().sum(-1)
+    log_features[left] += (share / (1 - share) * z[chosen].sum() / z[left].sum()).log()
+    exact = [i for i in range(filled) if i not in left]
+    p.log_query += (scores[exact].exp().sum() / (log_query + log_features[left]).exp().sum()).log()
+    p.cache = with_summary(p.cache, p.log_features, p.sink, p.tail)
+    return p
+
+
 def _without_maps(cache: DecodeCache) -> DecodeCache:
     return cache._replace(features=None, summary=None, log_shift=None)
 

@@ -19,7 +19,14 @@ class Problem:
     """Random queries, keys, values and log-features; one prefix, R rows."""
 
     def __init__(
-        self, seed: int, rows: int = 3, length: int = 24, dtype: torch.dtype = torch.float64, spread: float = 1.0
+        self,
+        seed: int,
+        rows: int = 3,
+        length: int = 24,
+        dtype: torch.dtype = torch.float64,
+        spread: float = 1.0,
+        sink: int = SINK,
+        tail: int = TAIL,
     ):
         g = torch.Generator().manual_seed(seed)
 
@@ -31,7 +38,8 @@ class Problem:
         self.new_k, self.new_v = draw(2, D) * spread, draw(2, D)
         self.scale = D**-0.5
         self.scores = core.attention_scores(self.q, self.k, self.scale)
-        self.anchors, self.mid = core.partition(torch.ones(length, dtype=torch.bool), SINK, TAIL)
+        self.most_anchors = sink + tail
+        self.anchors, self.mid = core.partition(torch.ones(length, dtype=torch.bool), sink, tail)
 
     def retrieved(self, k: int) -> Tensor:
         return self.selected(k).mask(len(self.k))
@@ -42,7 +50,7 @@ class Problem:
     def one_gather(self, k: int, adds: Tensor, subtracts: Tensor, log_query: Tensor | None = None) -> core.Terms:
         state, features = self.state()
         estimate = core.Estimate(state, features, self.log_q if log_query is None else log_query, adds, subtracts)
-        anchors = core.members(self.anchors[None], SINK + TAIL)
+        anchors = core.members(self.anchors[None], self.most_anchors)
         return core.one_gather_terms(self.scores, self.v, anchors, self.selected(k), estimate)
 
     def gathered(self, features: Tensor, k: int) -> core.Retrieved:
@@ -58,10 +66,11 @@ def close(ours: Tensor, reference: list[list[float]], tolerance: float) -> None:
     assert core.rel_l1(ours.double(), expected).max() < tolerance
 
 
+@pytest.mark.parametrize(("sink", "tail"), [(SINK, TAIL), (3, 5), (0, 4), (6, 0)])
 @pytest.mark.parametrize("k", [0, 1, 7, 19, 30])
 @pytest.mark.parametrize("subtract", [True, False])
-def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool) -> None:
-    p = Problem(seed=k)
+def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool, sink: int, tail: int) -> None:
+    p = Problem(seed=k, sink=sink, tail=tail)
     state, features = p.state()
     retrieved = p.retrieved(k)
     exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
@@ -71,7 +80,7 @@ def test_both_forms_equal_the_token_by_token_reference(k: int, subtract: bool) -
     gathered = p.one_gather(k, rows, rows & subtract)
     expected = [
         topk_phi(
-            p.q[r].tolist(), p.k.tolist(), p.v.tolist(), p.scale, SINK, TAIL, k,
+            p.q[r].tolist(), p.k.tolist(), p.v.tolist(), p.scale, sink, tail, k,
             p.log_q[r].exp().tolist(), p.log_k.exp().tolist(), subtract,
             (p.new_k.tolist(), p.new_v.tolist()),
         )
@@ -167,6 +176,37 @@ def test_retrieving_the_whole_mid_region_drops_the_residual(dtype: torch.dtype) 
     torch.testing.assert_close(core.merge(gathered), full)
 
 
+@pytest.mark.parametrize(("share", "kept"), [(1e-2, True), (1e-4, True), (3e-6, True), (3e-7, False), (1e-9, False)])
+def test_a_residual_is_kept_down_to_a_millionth_of_the_mid_regions_mass(share: float, kept: bool) -> None:
+    """One row. What it leaves has `share` of phi's mass in the mid-region, but weighs as much as all that is exact."""
+    p = Problem(seed=53, rows=1)
+    chosen = torch.zeros_like(p.mid).index_fill(0, p.selected(6).indices[0], True)
+    left = p.mid & ~chosen
+    z = (p.log_q + p.log_k).exp().sum(-1)
+    p.log_k[left] += (share / (1 - share) * z[chosen].sum() / z[left].sum()).log()
+    p.log_q += (p.scores[0, ~left].exp().sum() / (p.log_q + p.log_k[left]).exp().sum()).log()
+    tokens = [p.q[0].tolist(), p.k.tolist(), p.v.tolist(), p.scale]
+    with_residual = topk_phi(*tokens, SINK, TAIL, 6, p.log_q[0].exp().tolist(), p.log_k.exp().tolist())
+    without = attention(*tokens, (~left).nonzero().flatten().tolist())
+    assert math.dist(with_residual, without) > 0.1 * math.hypot(*without)
+    state, features = p.state()
+    explicit = core.residual_terms(state, p.log_q, p.gathered(features, 6))
+    exact, row = core.exact_terms(p.scores, p.v, ~left), torch.tensor([True])
+    for ours in (core.merge(exact, explicit), core.merge(p.one_gather(6, row, row))):
+        close(ours, [with_residual if kept else without], 1e-7)
+
+
+def test_features_that_are_not_finite_do_not_pass_for_a_dropped_residual() -> None:
+    p = Problem(seed=59)
+    p.log_q[1] = torch.nan
+    state, features = p.state()
+    explicit = core.residual_terms(state, p.log_q, p.gathered(features, 4))
+    exact, rows = core.exact_terms(p.scores, p.v, p.anchors | p.retrieved(4)), torch.ones(3, dtype=torch.bool)
+    for ours in (core.merge(exact, explicit), core.merge(p.one_gather(4, rows, rows))):
+        assert ours.isnan().all(-1).tolist() == [False, True, False]
+        assert bool(ours[[0, 2]].isfinite().all())
+
+
 @pytest.mark.parametrize("spread", [60.0, 1e4])
 def test_extreme_logits_stay_finite_and_right(spread: float) -> None:
     p = Problem(seed=23, dtype=torch.float32)
@@ -224,6 +264,17 @@ def test_merge_ignores_empty_branches_and_any_split_gives_the_same() -> None:
     torch.testing.assert_close(core.merge(*parts), core.merge(whole), rtol=1e-12, atol=1e-14)
 
 
+def test_an_empty_branch_does_not_push_scores_far_below_its_shift_out_of_the_floats() -> None:
+    """An empty branch has the shift 0, beside which e^-200 is nothing in float32."""
+    p = Problem(seed=67, dtype=torch.float32)
+    everything, nothing = torch.ones(24, dtype=torch.bool), torch.zeros(24, dtype=torch.bool)
+    low, empty = core.exact_terms(p.scores - 200, p.v, everything), core.exact_terms(p.scores, p.v, nothing)
+    keys, values = p.k.double().tolist(), p.v.double().tolist()
+    full = [attention(q.tolist(), keys, values, p.scale, range(24)) for q in p.q.double()]
+    close(core.merge(low, empty), full, 1e-4)
+    close(core.merge(empty, low), full, 1e-4)
+
+
 @pytest.mark.parametrize(
     ("percent", "length", "expected"),
     [(1, 4096, 21), (1, 16384, 144), (1, 65536, 636), (0.5, 4096, 1), (0.5, 4000, 0), (2, 1024, 1), (4, 1024, 21),
@@ -231,6 +282,14 @@ def test_merge_ignores_empty_branches_and_any_split_gives_the_same() -> None:
 )  # fmt: skip
 def test_retrieved_count(percent: float, length: int, expected: int) -> None:
     assert core.retrieved_count(percent, length, 20) == expected
+
+
+@pytest.mark.parametrize(("length", "num_anchors"), [(100, 0), (4000, 8), (20_000, 90), (65_536, 20)])
+def test_retrieved_count_has_no_rounding(length: int, num_anchors: int) -> None:
+    """0.55 % of 20,000 are 110 tokens; in floats 110.00000000000001, of which the ceiling is 111."""
+    for hundredths in range(5, 10_001, 5):
+        tokens = (hundredths * length + 9_999) // 10_000
+        assert core.retrieved_count(hundredths / 100, length, num_anchors) == max(0, tokens - num_anchors), hundredths
 
 
 @pytest.mark.parametrize("percent", [0, -1, 100.5, math.nan])

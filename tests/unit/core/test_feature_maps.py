@@ -102,6 +102,40 @@ def test_positive_random_features_estimate_the_softmax_kernel() -> None:
     assert abs(estimates.mean() - math.exp(q @ k)) < 4 * error
 
 
+def gram_schmidt(columns: list[list[float]]) -> list[list[float]]:
+    """The orthonormal columns of the one QR factorisation whose triangle has a positive diagonal."""
+    done: list[list[float]] = []
+    for column in columns:
+        for other in done:
+            along = sum(a * b for a, b in zip(column, other, strict=True))
+            column = [a - along * b for a, b in zip(column, other, strict=True)]
+        length = math.hypot(*column)
+        done.append([a / length for a in column])
+    return done
+
+
+def test_directions_do_not_depend_on_the_signs_that_a_library_gives_to_qr() -> None:
+    heads, d, m = 5, 4, 6
+    ours = orthogonal_directions(heads, m, d, torch.Generator().manual_seed(7))
+    drawn = torch.Generator().manual_seed(7)
+    blocks = []
+    for _ in range(2):
+        gaussian, lengths = (torch.randn(heads, d, d, generator=drawn) for _ in range(2))
+        columns = [gram_schmidt(matrix.T.tolist()) for matrix in gaussian.double()]
+        blocks.append(torch.tensor(columns).transpose(-1, -2) * lengths.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(ours, torch.cat(blocks, dim=1)[:, :m], rtol=1e-3, atol=1e-4)
+
+
+def test_directions_are_gaussian_one_by_one_and_orthogonal_in_blocks() -> None:
+    heads, d = 20_000, 4
+    w = orthogonal_directions(heads, d, d, torch.Generator().manual_seed(8)).double()
+    products = w @ w.transpose(-1, -2)
+    torch.testing.assert_close(products, products * torch.eye(d), rtol=0, atol=1e-4)
+    for row in w.unbind(1):
+        assert row.mean(0).abs().max() < 5 / math.sqrt(heads)
+        assert (row.T @ row / heads - torch.eye(d)).abs().max() < 5 * math.sqrt(2 / heads)
+
+
 def test_set_log_linear_makes_exactly_that_map() -> None:
     module = rezero(5)
     directions, bias = torch.randn(H, M, D, dtype=torch.float64), torch.randn(H, M, dtype=torch.float64)

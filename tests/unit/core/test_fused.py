@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_problems import DecodeProblem
+from fused_problems import DecodeProblem, nearly_all_retrieved
 from torch import Tensor
 
 from residual_mass.core import rel_l1
@@ -26,6 +26,22 @@ SPANS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_the_token_by_token_reference(method: str, spans: str, k: int) -> None:
     p = DecodeProblem(seed=k, spans=SPANS[spans], length=24)
+    ours = decode_attention(**p.arguments(k, method))
+    assert rel_l1(ours.double(), p.expected(k, method)).max() < 2e-5
+
+
+@pytest.mark.parametrize("k", [0, 5, 16])
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "sink", "tail", "generated"), [(1, 3, 3, 5, 1), (4, 1, 0, 4, 3), (4, 2, 6, 0, 4)]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_any_number_of_heads_anchors_and_generated_tokens(
+    method: str, groups: int, kv_heads: int, sink: int, tail: int, generated: int, k: int
+) -> None:
+    p = DecodeProblem(
+        seed=k + 30, spans=[(2, 24), (0, 21)], length=24, groups=groups, kv_heads=kv_heads, sink=sink, tail=tail,
+        generated=generated,
+    )  # fmt: skip
     ours = decode_attention(**p.arguments(k, method))
     assert rel_l1(ours.double(), p.expected(k, method)).max() < 2e-5
 
@@ -52,6 +68,14 @@ def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
     arguments = p.arguments(100, "topk_phi") | {"log_query": p.log_query.float() + 60}
     exact = decode_attention(**p.arguments(100, "topk"))
     torch.testing.assert_close(decode_attention(**arguments), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [1e-2, 1e-4])
+def test_a_residual_of_little_of_the_mid_regions_mass_is_kept(share: float) -> None:
+    p = nearly_all_retrieved(6, share)
+    expected = p.expected(6, "topk_phi")
+    assert rel_l1(p.expected(6, "topk"), expected).min() > 0.1
+    assert rel_l1(decode_attention(**p.arguments(6, "topk_phi")).double(), expected).max() < 1e-6 / share
 
 
 @pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub"])

@@ -26,7 +26,9 @@ KS = torch.tensor([[0, 1, 5, 99], [0, 0, 0, 0], [0, 2, 4, 99], [0, 1, 7, 25]])
 
 
 class Case:
-    def __init__(self, seed: int, spread: float = 1.0, dtype: torch.dtype = torch.float64):
+    def __init__(
+        self, seed: int, spread: float = 1.0, dtype: torch.dtype = torch.float64, sink: int = SINK, tail: int = TAIL
+    ):
         g = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -35,7 +37,7 @@ class Case:
         self.scores, self.values = draw(H, Q, G, L) * 2, draw(H, L, D)
         self.log_query = (draw(H, Q, G, M) * spread).requires_grad_()
         self.log_key = (draw(H, L, M) * spread).requires_grad_()
-        self.window = Window(LAST, SINK, TAIL)
+        self.window = Window(LAST, sink, tail)
 
     def targets(self, ks: Tensor = KS) -> Targets:
         return exact_targets(self.scores, self.values, self.window, ks)
@@ -58,7 +60,7 @@ def by_hand(case: Case, h: int, q: int, g: int, k: int) -> tuple[float, float, f
     """e_topk, e_sub, e_nosub and log Z_R hat - log Z_R of one row and support; None if nothing is left."""
     last = LAST[q].item()
     s = case.scores[h, q, g].tolist()
-    mid = [j for j in range(last + 1) if SINK <= j <= last - TAIL]
+    mid = [j for j in range(last + 1) if case.window.sink <= j <= last - case.window.tail]
     best = sorted(mid, key=lambda j: -s[j])[:k]
     rest = [j for j in mid if j not in best]
     if not rest:
@@ -79,9 +81,9 @@ def by_hand(case: Case, h: int, q: int, g: int, k: int) -> tuple[float, float, f
 ROWS = [(h, q, g, s) for h in range(H) for q in range(Q) for g in range(G) for s in range(KS.shape[1])]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_errors_and_losses_equal_loops_over_the_keys(seed: int) -> None:
-    case = Case(seed)
+@pytest.mark.parametrize(("seed", "sink", "tail"), [(0, SINK, TAIL), (1, SINK, TAIL), (2, 3, 5), (3, 3, 5)])
+def test_errors_and_losses_equal_loops_over_the_keys(seed: int, sink: int, tail: int) -> None:
+    case = Case(seed, sink=sink, tail=tail)
     targets = case.targets()
     completion = complete(case.log_query, case.log_key, case.values, case.window, targets)
     nothing = torch.zeros_like(completion.whole)
@@ -104,6 +106,53 @@ def test_errors_and_losses_equal_loops_over_the_keys(seed: int) -> None:
         expected_losses[h, q, g] += (expected[1] + 0.05 * rho(expected[3])) / KS.shape[1]
     assert nowhere >= H * G * (4 + 2 + 1)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=1e-11)
+
+
+def test_relative_losses_divide_a_supports_errors_by_topks_mean_error_with_it() -> None:
+    """TopK's errors fall by half from K = 0 to the largest K, so that one mean over all supports would be another."""
+    case = Case(13)
+    targets = case.targets()
+    losses = residual_losses(
+        complete(case.log_query, case.log_key, case.values, case.window, targets), targets, 0.05, relative=True
+    )
+    by_row = {(h, q, g, s): by_hand(case, h, q, g, int(KS[q, s])) for h, q, g, s in ROWS}
+    rows = H * Q * G
+    topk = [sum(found[0] for (*_, s), found in by_row.items() if s == support and found) / rows for support in range(4)]
+    assert topk[0] > 2 * topk[2] > 0
+    expected = torch.zeros(H, Q, G, dtype=torch.float64)
+    for (*row, s), found in by_row.items():
+        if found is not None:
+            expected[tuple(row)] += (found[1] / topk[s] + 0.05 * rho(found[3])) / KS.shape[1]
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1e-4, True), (3e-6, True), (3e-7, False)])
+def test_a_residual_is_kept_down_to_a_millionth_of_the_mid_regions_mass(share: float, kept: bool) -> None:
+    """As in decoding. Of one row and support; what it leaves has `share` of phi's mass, but weighs as much as all that
+    is exact.
+    """
+    row, k = (1, 3, 2), 7
+    case = Case(14)
+    s, window = case.scores[row], case.window
+    mid = torch.arange(window.sink, int(LAST[row[1]]) + 1 - window.tail)
+    chosen = mid[s[mid].topk(k).indices]
+    left = torch.tensor([j for j in mid.tolist() if j not in chosen.tolist()])
+    exact = torch.tensor([j for j in range(int(LAST[row[1]]) + 1) if j not in left.tolist()])
+    with torch.no_grad():
+        log_query, log_key = case.log_query[row], case.log_key[row[0]]
+        z = (log_query + log_key).exp().sum(-1)
+        log_key[left] += (share / (1 - share) * z[chosen].sum() / z[left].sum()).log()
+        log_query += (s[exact].exp().sum() / (log_query + log_key[left]).exp().sum()).log()
+    targets = case.targets()
+    completion = complete(case.log_query, case.log_key, case.values, window, targets)
+    found = output_errors(completion.rest, completion.unit, targets)[row][2].item()
+    gap = log_mass_error(completion, targets)[row][2].item()
+    expected = by_hand(case, *row, k)
+    assert expected is not None
+    topk, sub, _, true_gap = expected
+    assert abs(topk - sub) > 0.1
+    assert found == pytest.approx(sub if kept else topk, rel=1e-6)
+    assert gap == (pytest.approx(true_gap, abs=1e-6) if kept else -math.inf)
 
 
 def test_full_attention_is_what_all_visible_keys_give() -> None:

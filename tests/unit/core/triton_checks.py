@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fused_problems import DecodeProblem
+from fused_problems import DecodeProblem, nearly_all_retrieved
 from torch import Tensor
 
 from residual_mass.core import rel_l1
@@ -123,6 +123,14 @@ def test_a_float32_query_is_not_rounded_to_the_type_of_the_cache() -> None:
     p = DecodeProblem(seed=3, spans=[(0, 40)], length=40, d=16, dtype=torch.bfloat16)
     p.query = p.query.float() * 1.001
     assert rel_l1(decode(p.arguments(7, "topk_phi")).double(), p.expected(7, "topk_phi")).max() < 2e-5
+
+
+@pytest.mark.parametrize("share", [1e-2, 1e-4])
+def test_a_residual_of_little_of_the_mid_regions_mass_is_kept(share: float) -> None:
+    p = nearly_all_retrieved(6, share)
+    expected = p.expected(6, "topk_phi")
+    assert rel_l1(p.expected(6, "topk"), expected).min() > 0.1
+    assert rel_l1(decode(p.arguments(6, "topk_phi")).double(), expected).max() < 1e-6 / share
 
 
 def test_long_rows_equal_those_of_the_torch_path() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import TINY
+from tests.conftest import TINY, save_tiny, tiny_llama
 
-from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.specs import MapSpec
 
@@ -23,9 +23,21 @@ def folder(tiny_assets: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def phi(tiny_backbone: Backbone, tmp_path: Path) -> Path:
+def random_maps(backbone: Backbone, folder: Path) -> Path:
     torch.manual_seed(5)
     facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 512}
-    PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8), facts).save(tmp_path / "phi.safetensors")
-    return tmp_path / "phi.safetensors"
+    PhiMaps(backbone.shape, MapSpec(d_emb=20, d_phi=8), facts).save(folder / "phi.safetensors")
+    return folder / "phi.safetensors"
+
+
+@pytest.fixture
+def phi(tiny_backbone: Backbone, tmp_path: Path) -> Path:
+    return random_maps(tiny_backbone, tmp_path)
+
+
+def with_groups_of_three(folder: Path, out: Path) -> tuple[Backbone, Path]:
+    """Makes the folder's tiny backbone one of a single layer with 6 query heads on 2 KV heads; that and maps for it."""
+    (folder / "models").unlink()  # a link to those of all tests
+    save_tiny(tiny_llama(layers=1, heads=6, kv_heads=2), folder)
+    backbone = load_backbone(TINY, folder, torch.device("cpu"))
+    return backbone, random_maps(backbone, out)

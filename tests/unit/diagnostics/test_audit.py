@@ -41,19 +41,21 @@ class Captured:
         dtype: torch.dtype = torch.float32,
         anchors: AnchorSpec = ANCHORS,
         ks: Sequence[int] = (1, 12),
+        shape: HeadShape = SHAPE,
     ) -> None:
         torch.manual_seed(seed)
         self.folder, self.dtype, self.anchors, self.ks = folder, dtype, anchors, ks
         self.phi, self.rows, self.heads = (folder / name for name in ("phi", "rows", "heads"))
         self.out = folder / "audit.csv"
-        maps = PhiMaps(SHAPE, map_spec)
+        maps = PhiMaps(shape, map_spec)
         for name, value in maps.named_parameters():
             if name.endswith("alpha"):  # zero at the start, which would hide the block behind it
                 value.data.normal_()
         maps.save(self.phi)
         self.maps = PhiMaps.load(self.phi)
         self.inputs = [
-            (torch.randn(4, QUERIES, 16) * 3, torch.randn(2, LENGTH, 16), torch.randn(2, LENGTH, 16)) for _ in range(2)
+            (torch.randn(heads, QUERIES, 16) * 3, torch.randn(kv_heads, LENGTH, 16), torch.randn(kv_heads, LENGTH, 16))
+            for heads, kv_heads in [(shape.query_heads, shape.kv_heads)] * 2
         ]
 
     def write(self) -> pd.DataFrame:
@@ -65,12 +67,13 @@ class Captured:
             measures = layer_measures(
                 self.maps, layer, queries.float(), keys.float(), values.float(), SCALE, self.ks, self.anchors
             )
-            for head in range(4):
+            for head in range(len(queries)):
+                kv_head = head // (len(queries) // len(keys))
                 for query in range(QUERIES):
-                    parts = {"query": queries[head, query], "keys": keys[head // 2], "values": values[head // 2]}
+                    parts = {"query": queries[head, query], "keys": keys[kv_head], "values": values[kv_head]}
                     tensors |= {f"{len(stored)}.{name}": value.clone() for name, value in parts.items()}
                     place = {"pack": 3, "layer": layer, "head": head, "query": query}
-                    stored.append(place | {"kv_head": head // 2})
+                    stored.append(place | {"kv_head": kv_head})
                     measured = {name: value[head, query].numpy() for name, value in measures.items()}
                     frames.append(pd.DataFrame({**place, "k": self.ks, **measured}))
         facts = {"backbone": "tiny", "corpus": "wiki", "length": str(LENGTH), "phi_sha": self.maps.sha256}
@@ -168,6 +171,20 @@ def test_nothing_and_everything_retrieved(tmp_path: Path) -> None:
     assert (nothing.c_mid == 0).all()
     assert np.allclose(nothing.e_sub, nothing.e_nosub, rtol=0, atol=1e-12)
     assert nothing.e_exact_nosub.max() < 1e-12
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)], ids=["groups of 3", "of 1", "of 4"])
+@pytest.mark.parametrize("anchors", [AnchorSpec(3, 5), AnchorSpec(0, 9)], ids=["3 + 5", "0 + 9"])
+def test_other_groups_of_heads_and_other_anchors(
+    tmp_path: Path, anchors: AnchorSpec, heads: int, kv_heads: int
+) -> None:
+    shape = HeadShape(layers=2, query_heads=heads, kv_heads=kv_heads, head_dim=16)
+    captured = Captured(tmp_path, anchors=anchors, ks=(0, 7, 40), shape=shape)
+    captured.write()
+    lines = captured.audit(AuditSpec(anchors, 1e-5, 1e-5, 1))
+    assert len(lines) == 2 * heads * QUERIES * 3 * len(JUDGED + ROUNDED)
+    judged = lines[lines.tolerance.notna()]
+    assert judged.difference.max() < 1e-5 and set(judged["head"]) == set(range(heads))
 
 
 @pytest.mark.parametrize("anchors", [AnchorSpec(40, 56), AnchorSpec(40, 55), AnchorSpec(200, 200), AnchorSpec(0, 0)])

@@ -12,6 +12,9 @@ import pandas as pd
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.unit.diagnostics.conftest import with_groups_of_three
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.loading import Backbone
@@ -38,6 +41,15 @@ def captured(spec: CaptureSpec, folder: Path, phi: Path, out: Path) -> pd.DataFr
     return pd.read_parquet(files[0])
 
 
+def eager_attention(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, ...]:
+    """transformers' own attention weights, one [heads, queries, keys] per layer: neither our hook nor our scores."""
+    model.set_attn_implementation("eager")
+    try:
+        return tuple(of_layer[0] for of_layer in model(torch.tensor([ids]), output_attentions=True).attentions)
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
 def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
     tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
 ) -> None:
@@ -48,15 +60,9 @@ def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
     assert table.e_exact_sub.max() < 1e-6
 
     corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
-    ids = torch.tensor([corpus.sequence(1)])
-    model = tiny_backbone.model
-    model.set_attn_implementation("eager")
-    try:
-        weights = model(ids, output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation("sdpa")
+    weights = eager_attention(tiny_backbone.model, corpus.sequence(1))
     for layer, head, query in [(0, 0, 0), (1, 3, 2), (2, 1, 1)]:
-        p = weights[layer][0, head, LENGTH + query, :LENGTH].double()
+        p = weights[layer][head, LENGTH + query, :LENGTH].double()
         p = p / p.sum()
         mid = p[4 : LENGTH - 16] / p[4 : LENGTH - 16].sum()
         entropy = -(mid * mid.log()).sum() / torch.tensor(float(LENGTH - 20)).log()
@@ -68,6 +74,28 @@ def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
         assert row.residual_share == pytest.approx(residual_share.item(), rel=2e-3)
 
 
+def test_groups_of_three_heads_and_other_anchors(folder: Path, tmp_path: Path) -> None:
+    """As above, for every head; three heads read one KV head, and a prefix of 90 has 82 tokens between 3 and 5."""
+    backbone, phi = with_groups_of_three(folder, tmp_path)
+    table = captured(
+        make_spec(packs=1, budgets=(40.0,), anchors=AnchorSpec(3, 5), audited=10_000), folder, phi, tmp_path
+    )
+    assert len(table) == 6 * QUERIES and set(table.k) == {28}
+    corpus = held_out_corpus("wiki", backbone.tokenizer, LENGTH + QUERIES, 0, folder)
+    (weights,) = eager_attention(backbone.model, corpus.sequence(0))
+    for row in table.itertuples():
+        p = weights[row.head, LENGTH + row.query, :LENGTH].double()
+        mid = p[3 : LENGTH - 5] / p[3 : LENGTH - 5].sum()
+        chosen = mid.topk(28).values.sum()
+        assert row.h_mid == pytest.approx(-(mid * mid.log()).sum().item() / math.log(82), rel=1e-3)
+        assert row.c_mid == pytest.approx(chosen.item(), rel=1e-3)
+        left = ((1 - chosen) * p[3 : LENGTH - 5].sum() / p.sum()).item()
+        assert row.residual_share == pytest.approx(left, rel=2e-3)
+    header, _ = read_safetensors(tmp_path / "rows.safetensors")
+    stored = json.loads(header[capture.ROWS_HEADER])["rows"]
+    assert {(row["head"], row["kv_head"]) for row in stored} == {(head, head // 3) for head in range(6)}
+
+
 def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
     tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
 ) -> None:
@@ -77,16 +105,11 @@ def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
     assert ks == [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70] and len(mass) == 3 * 4 * len(ks)
     assert mass.c_mid[mass.k == 70].to_list() == pytest.approx([1.0] * 12, abs=1e-6)
     corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
-    model = tiny_backbone.model
-    model.set_attn_implementation("eager")
-    try:
-        weights = model(torch.tensor([corpus.sequence(0)]), output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation("sdpa")
+    weights = eager_attention(tiny_backbone.model, corpus.sequence(0))
     for layer, head in [(0, 1), (2, 3)]:
         recovered = []
         for query in range(QUERIES):
-            p = sorted(weights[layer][0, head, LENGTH + query, 4 : LENGTH - 16].double().tolist(), reverse=True)
+            p = sorted(weights[layer][head, LENGTH + query, 4 : LENGTH - 16].double().tolist(), reverse=True)
             recovered.append([sum(p[:k]) / sum(p) for k in ks])
         expected = [sum(of_k) / QUERIES for of_k in zip(*recovered, strict=True)]
         found = mass.query("layer == @layer and head == @head").sort_values("k").c_mid
@@ -108,17 +131,12 @@ def test_stored_rows_are_those_of_the_model_and_of_the_sample(
     stored = json.loads(header[capture.ROWS_HEADER])
     assert len(stored["rows"]) == 5 and len(tensors) == 15
     corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
-    model = tiny_backbone.model
-    model.set_attn_implementation("eager")
-    try:
-        packs = [model(torch.tensor([corpus.sequence(n)]), output_attentions=True).attentions for n in range(2)]
-    finally:
-        model.set_attn_implementation("sdpa")
+    packs = [eager_attention(tiny_backbone.model, corpus.sequence(n)) for n in range(2)]
     for number, row in enumerate(stored["rows"]):
         assert row["kv_head"] == row["head"] // 2
         query, keys, values = (tensors[f"{number}.{name}"] for name in ("query", "keys", "values"))
         assert keys.shape == values.shape == (LENGTH, len(query))
-        weights = packs[row["pack"]][row["layer"]][0, row["head"], LENGTH + row["query"], :LENGTH]
+        weights = packs[row["pack"]][row["layer"]][row["head"], LENGTH + row["query"], :LENGTH]
         p = (keys @ query * stored["scale"]).softmax(-1)
         torch.testing.assert_close(p, weights / weights.sum(), rtol=1e-3, atol=1e-6)
 

@@ -284,6 +284,17 @@ def test_settings_share_heads_and_have_packs_of_their_own(files: list[Files], tm
         assert (getattr(other, name) != getattr(first, name)).any()
 
 
+@pytest.mark.parametrize("packs", [1, 2, 3, 6])
+def test_means_of_drawn_packs_vary_as_those_of_as_many_new_texts_would(packs: int, tmp_path: Path) -> None:
+    """Their variance is that of the packs, divided by n - 1, over n. Of n packs drawn it would be smaller by 1 / n."""
+    rows, mass = make_rows(np.random.default_rng(0), packs=packs)
+    rows["e_sub"] = rows["pack"] ** 2
+    (drawn,) = resampled(read(tmp_path, [(rows, mass)]), 4.0, 5000, seed=0)
+    assert drawn.packs.shape == (5000, max(1, packs - 1))
+    expected = np.var(np.arange(packs) ** 2, ddof=1) / packs if packs > 1 else 0
+    assert np.var(drawn.mean("e_sub")) == pytest.approx(expected, rel=0.1)
+
+
 def test_intervals_hold_95_percent_of_the_draws(files: list[Files], tmp_path: Path) -> None:
     settings = read(tmp_path, files)
     (as_is, *_), (drawn, *_) = whole(settings, 4.0), resampled(settings, 4.0, 400, seed=0)

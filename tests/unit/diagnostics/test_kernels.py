@@ -10,12 +10,15 @@ import pandas as pd
 import pytest
 import torch
 from tests.conftest import TINY
-from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, make_spec
+from tests.unit.diagnostics.conftest import with_groups_of_three
+from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, eager_attention, make_spec
 
+from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
 from residual_mass.diagnostics import capture, kernels
 from residual_mass.specs import AnchorSpec, KernelsSpec, MapSpec, MapsSpec
+from residual_mass.training.teacher import record_traces
 
 LAYER, HEAD = 1, 3
 
@@ -62,6 +65,30 @@ def test_rows_equal_a_recomputation_key_by_key(folder: Path, phi: Path, maps: li
                 assert rows.log_kernel[j] == pytest.approx(scores[j], abs=1e-5)
                 assert rows.log_phi[j] == pytest.approx(log_phi, abs=1e-4)
                 assert rows.retrieved[j] == (j in top)
+
+
+def test_heads_read_the_keys_of_their_own_group(folder: Path, tmp_path: Path) -> None:
+    """Heads 0, 1, 2 those of KV head 0 and 3, 4, 5 those of KV head 1. Between 3 and 5 anchors."""
+    backbone, phi = with_groups_of_three(folder, tmp_path)
+    ids = held_out_corpus("wiki", backbone.tokenizer, LENGTH + QUERIES, 0, folder).sequence(0)
+    (weights,), mid = eager_attention(backbone.model, ids), slice(3, LENGTH - 5)
+    (trace,) = record_traces(backbone, ids, torch.arange(LENGTH, LENGTH + QUERIES), lambda trace: trace)
+    of_maps = PhiMaps.load(phi)
+    log_query, log_key = of_maps.query[0](trace.queries), of_maps.key[0](trace.keys)
+    for head, kv_head in enumerate((0, 0, 0, 1, 1, 1)):
+        spec = make_kernels(maps=(MapsSpec("512", 512),), anchors=AnchorSpec(3, 5), layer=0, head=head)
+        kernels.run(spec, folder, [phi], None, tmp_path / "kernels.parquet")
+        table = pd.read_parquet(tmp_path / "kernels.parquet")
+        assert set(table.k) == {28}
+        for query, rows in table.groupby("query"):
+            assert rows.position.tolist() == list(range(LENGTH))[mid]
+            of_model = weights[head, LENGTH + query, mid]
+            kernel = torch.tensor(rows.log_kernel.to_numpy()).softmax(-1)
+            torch.testing.assert_close(kernel, of_model / of_model.sum(), rtol=1e-3, atol=1e-6)
+            log_phi = torch.logsumexp(log_query[head, query] + log_key[kv_head, mid], -1)
+            torch.testing.assert_close(torch.tensor(rows.log_phi.to_numpy()), log_phi, rtol=1e-4, atol=1e-4)
+            best = rows.log_kernel.nlargest(28).index
+            assert rows.retrieved[rows.retrieved].index.sort_values().equals(best.sort_values())
 
 
 def test_a_head_that_is_not_there_is_refused(folder: Path, maps: list[Path], tmp_path: Path) -> None:

@@ -377,6 +377,19 @@ def test_a_changed_file_is_told_and_fetched_again(
     assert f"{weights}: no such file" in problems(ONLY_MODEL, tmp_path)[0]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_was_there_before_is_taken_only_if_it_is_the_hubs(name: str, hub: SmallHub, tmp_path: Path) -> None:
+    """Of a large file the hub has the sha256, of a small one git's hash."""
+    files, folder = hub.repositories[f"models/{MODEL}"].files, tmp_path / "hub/models" / MODEL
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(files[name][:-1] + b"!")
+    (folder / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    fetch.run(ONLY_MODEL, tmp_path)
+    assert (folder / name).read_bytes() == files[name]
+    fetched = {path for path, _ in hub.fetched}
+    assert f"{MODEL}/{name}" in fetched and f"{MODEL}/tokenizer.json" not in fetched
+
+
 def test_a_file_that_comes_damaged_is_not_taken(hub: SmallHub, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         hub.damaged = {name}

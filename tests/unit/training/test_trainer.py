@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import os
 import resource
 import signal
@@ -18,10 +20,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.conftest import TINY, save_tiny, tiny_llama
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
+from torch import Tensor
 
 from residual_mass.backbones.corpora import PackedDocuments
-from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
@@ -37,8 +41,10 @@ from residual_mass.specs import (
 )
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.curves import Curves
+from residual_mass.training.held_out import HeldOut
 from residual_mass.training.initialise import positive_random_features
 from residual_mass.training.learner import learning_rate
+from residual_mass.training.losses import row_losses
 from residual_mass.training.passes import Passes
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
 from residual_mass.training.trainer import COLUMNS, Trainer
@@ -222,6 +228,22 @@ def test_a_checkpoint_of_another_spec_is_ignored(make: Make, files: Files) -> No
         t.resume(checkpoint)
 
 
+def test_a_checkpoint_under_other_weights_is_ignored(
+    make: Make, files: Files, tmp_path: Path, held_out: list[HeldOut], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, _ = files
+    make(steps=5).train(*files)
+    save_tiny(tiny_llama(seed=1), tmp_path)
+    backbone = load_backbone(TINY, tmp_path, torch.device("cpu"))
+    other = Trainer(replace(SPEC, steps=5), backbone, {0: corpus(backbone)}, held_out)
+    before = parameters(other)
+    with caplog.at_level(logging.INFO):
+        other.resume(checkpoint)
+    assert other.step == 0 and other.log_rows == []
+    assert all(torch.equal(p, before[name]) for name, p in parameters(other).items())
+    assert f"{checkpoint} belongs to another spec and is ignored" in caplog.text
+
+
 @pytest.mark.parametrize("objective", ["ours", "residual"])
 def test_training_lowers_the_held_out_error(make: Make, files: Files, objective: str) -> None:
     variant = replace(OURS, objective=ObjectiveSpec(name=objective, lambda_kl=0.5))
@@ -352,6 +374,60 @@ def test_learning_rate_schedules() -> None:
     assert {learning_rate(constant, step) for step in range(12)} == {3e-3}
     cosine = [learning_rate(SPEC, step) for step in range(12)]
     assert cosine[0] == pytest.approx(1.5e-3) and cosine[1] > cosine[2] > cosine[11] > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "shares"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1]),
+        ("constant", 3, [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("cosine", 0, [1, (2 + 3**0.5) / 4, 3 / 4, 1 / 2, 1 / 4, (2 - 3**0.5) / 4]),
+        ("cosine", 3, [1 / 3, (2 + 3**0.5) / 6, 3 / 4, 1 / 2, 1 / 4, (2 - 3**0.5) / 4]),
+    ],
+)
+def test_the_learning_rate_of_every_step(schedule: Any, warmup_steps: int, shares: list[float]) -> None:
+    """(1 + cos x) / 2 at multiples of 30 degrees, times the share of the warm-up."""
+    spec = replace(SPEC, steps=6, schedule=schedule, warmup_steps=warmup_steps, learning_rate=0.02)
+    assert [learning_rate(spec, step) for step in range(6)] == pytest.approx([0.02 * share for share in shares])
+
+
+def test_loss_and_gradient_of_a_step_are_means_over_its_sequences(make: Make, tiny_backbone: Backbone) -> None:
+    """Seen here because Adam takes the same step whatever the scale of the gradient."""
+    learner = make(sequences_per_step=3).learners[0]
+    maps, objective = copy.deepcopy(learner.maps).double(), learner.objective
+    layers, text, positions = range(maps.shape.layers), corpus(tiny_backbone), torch.tensor([50, 95, 70, 88])
+    expected: dict[int, Tensor] = {layer: torch.tensor(0.0) for layer in layers}
+    for index in range(3):
+        traces = record_traces(tiny_backbone, text.sequence(index), positions, lambda trace: trace)
+        for layer, trace in enumerate(traces):
+            learner.backward(layer, trace)
+            exact = replace(trace, queries=trace.queries.double(), keys=trace.keys.double())
+            losses = row_losses(maps.query[layer], maps.key[layer], exact, objective, SPEC.anchors)
+            expected[layer] = expected[layer] + losses.mean() / 3
+    assert learner.loss() == pytest.approx(sum(loss.item() for loss in expected.values()) / len(layers), rel=1e-4)
+    sum(expected.values()).backward()
+    ours, wanted = (torch.cat([p.grad.flatten().double() for p in each.parameters()]) for each in (learner.maps, maps))
+    assert wanted.norm() > 0
+    assert (ours - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("replay", [ReplaySpec(3, 2), ReplaySpec(2, 5), ReplaySpec(1, 3)])
+def test_the_pool_holds_the_newest_passes_and_no_more(make: Make, replay: ReplaySpec) -> None:
+    passes = make(replay=replay).passes[0]
+    for step in range(12):
+        passes.run(step, lambda layer, trace: None)
+        made = range(step // replay.reuse + 1)
+        assert sorted(passes.pool) == list(made[-replay.pool :])
+
+
+@pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(2, 2)], ids=["streamed", "replayed"])
+def test_the_sequences_of_a_step_have_query_positions_of_their_own(make: Make, replay: ReplaySpec) -> None:
+    passes = make(sequences_per_step=3, replay=replay).passes
+    seen: dict[int, list[int]] = {}
+    for step in range(4):
+        for slot, of_sequence in passes.items():
+            of_sequence.run(step, lambda layer, trace, slot=slot: seen.update({slot: sorted(trace.positions.tolist())}))
+        assert len({tuple(positions) for positions in seen.values()}) == 3
 
 
 def test_query_positions_come_from_the_final_share(make: Make) -> None:
