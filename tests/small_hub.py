@@ -55,7 +55,7 @@ def serving(hub: SmallHub) -> Iterator[SmallHub]:
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         hub.address = f"http://127.0.0.1:{server.server_port}"
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # else ending takes half a second
         thread.start()
         yield hub
         server.shutdown()

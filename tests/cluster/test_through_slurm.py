@@ -17,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from tests.needs import SLURM
 from tests.small_study import edited, write_small_study
 
 pytestmark = pytest.mark.slow
@@ -44,15 +45,14 @@ def test_a_folder_of_other_things_is_not_removed(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=["squeue", "sacct"])
 def asked(request: pytest.FixtureRequest) -> Iterator[str]:
     """A cluster without accounting, then one with it: what Snakemake asks for its jobs there."""
-    if os.environ.get("RESIDUAL_MASS_SLURM") != "1":
-        pytest.skip("installs SLURM and starts its daemons; set RESIDUAL_MASS_SLURM=1 on a machine that is for that")
-    if os.geteuid() != 0:
-        pytest.skip("starting a SLURM of our own needs root")
+    if os.environ.get("RESIDUAL_MASS_SLURM") != "1" or os.geteuid() != 0:
+        SLURM.skip()
     arguments = ["accounting"] if request.param == "sacct" else []
     started = subprocess.run(["bash", ONENODE, "up", *arguments], capture_output=True, text=True, check=False)
     if started.returncode:
         subprocess.run(["bash", ONENODE, "down"], check=False)
-        pytest.skip(f"no SLURM can be started here: {started.stderr.strip()}")
+        print(started.stderr)
+        SLURM.skip()
     yield request.param
     subprocess.run(["bash", ONENODE, "down"], check=True)
 

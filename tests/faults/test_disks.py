@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.faults.conftest import Undisturbed, names_in
 from tests.faults.forks import Forks
+from tests.needs import MOUNTS
 from tests.unit.benchmarks.test_generation_store import stored_row
 from tests.unit.inputs.test_assets import SOURCES, make_wheel, write_pins
 
@@ -30,7 +31,7 @@ def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"mount: {done.stderr.strip()}")
+        MOUNTS.skip()
     try:
         yield folder
     finally:

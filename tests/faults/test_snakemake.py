@@ -16,6 +16,7 @@ import pytest
 import yaml
 from tests.faults.stages import without_seconds
 from tests.faults.test_disks import mounted
+from tests.needs import MOUNTS
 from tests.small_study import write_small_study
 
 pytestmark = pytest.mark.slow
@@ -177,7 +178,7 @@ def test_a_clock_that_was_set_back_starts_nothing_that_would_be_thrown_away(chec
 
 def test_results_that_cannot_be_written_are_told_at_once(checkout: Checkout) -> None:
     if os.geteuid() != 0:
-        pytest.skip("a read-only mount needs root")
+        MOUNTS.skip()
     results = checkout.folder / "results"
     with mounted(results, "--bind", str(results)):
         subprocess.run(["mount", "-o", "remount,ro,bind", str(results)], check=True)

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from tests.needs import LOCKED
 
 from residual_mass.inputs.assets import SOURCES, read_pins
 from residual_mass.inputs.hub_data import BABILONG, HUB, LONGBENCH
@@ -65,7 +66,7 @@ def test_the_page_is_what_the_script_writes(script: ModuleType) -> None:
         except metadata.PackageNotFoundError:
             installed = "not installed"
         if installed.partition("+")[0] != version:
-            pytest.skip(f"{name} {installed} is not the locked one ({version})")
+            LOCKED.skip()
     assert script.page() == PAGE
 
 

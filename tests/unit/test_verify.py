@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.needs import GIT, needs
 
 from residual_mass import cli, provenance, verify
 from residual_mass.files import read_json, sha256_of, write_json, write_text
@@ -376,7 +377,7 @@ def version_of(package: Path) -> dict[str, Any]:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@needs(GIT)
 def test_the_commit_is_that_of_a_checkout_of_this_project_alone(tmp_path: Path) -> None:
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "src" / "residual_mass"
     package.mkdir(parents=True)

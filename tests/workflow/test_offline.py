@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 from runs import ROOT
+from tests.needs import NAMESPACES, needs, unshare
 from tests.small_study import write_small_study
 
-UNSHARE = next(
-    (
-        words
-        for words in (["unshare", "-n"], ["unshare", "-r", "-n"])
-        if shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True).returncode == 0
-    ),
-    None,
-)
-pytestmark = pytest.mark.skipif(UNSHARE is None, reason="no network namespaces here (unshare -n is refused)")
+pytestmark = needs(NAMESPACES)
 
 WATCH = """
 import os, socket
@@ -44,7 +37,8 @@ socket.socket.connect, socket.getaddrinfo = connect, lookup
 
 def without_network(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile") -> tuple[int, str, str]:
     """A run of Snakemake: its status, what it said, and who tried the network."""
-    assert UNSHARE is not None
+    isolated = unshare()
+    assert isolated is not None
     watch, attempts = folder / "watch", folder / "attempts"
     watch.mkdir(parents=True, exist_ok=True)
     (watch / "sitecustomize.py").write_text(WATCH)
@@ -53,7 +47,7 @@ def without_network(folder: Path, *arguments: str, snakefile: Path = ROOT / "Sna
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(watch),
         "ATTEMPTS": str(attempts), "HF_HOME": str(folder / "huggingface"), "HF_TOKEN": "hf_never_to_be_seen",
     }  # fmt: skip
-    command = [*UNSHARE, sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
+    command = [*isolated, sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
     run = subprocess.run(
         [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY, byte_tokenizer
+from tests.needs import GPU, needs
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.specs import AnchorSpec, ArmSpec, MapSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, needs(GPU)]
 ARMS = [ArmSpec("full"), ArmSpec("topk", 20.0), ArmSpec("topk_phi", 20.0), ArmSpec("topk_phi_nosub", 20.0)]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -85,15 +86,32 @@ def record(stage: Stage) -> dict[str, Any]:
     return json.loads(stage.out.with_name("all.jsonl.meta.json").read_text())
 
 
+@pytest.fixture(scope="session")
+def finished(
+    spec: GenerateSpec, benchmark_assets: Path, manifest: Path, phi: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of one undisturbed run, with its store.jsonl and all.jsonl; read only."""
+    folder = tmp_path_factory.mktemp("finished")
+    generate.run(spec, benchmark_assets, manifest, [phi], folder / "store.jsonl", folder / "all.jsonl")
+    return folder
+
+
 @pytest.fixture
 def stage(benchmark_assets: Path, manifest: Path, phi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(benchmark_assets, manifest, phi, tmp_path, monkeypatch)
 
 
+@pytest.fixture
+def begun(stage: Stage, finished: Path) -> Stage:
+    """The stage with the rows of the finished run in its store."""
+    shutil.copy(finished / "store.jsonl", stage.store)
+    return stage
+
+
 def test_rows_are_complete_and_in_canonical_order(
-    spec: GenerateSpec, stage: Stage, manifest: Path, phi: Path, tokenizer: Any
+    spec: GenerateSpec, finished: Path, manifest: Path, phi: Path, tokenizer: Any
 ) -> None:
-    rows = stage(spec)
+    rows = read_jsonl(finished / "all.jsonl")
     assert [(r["task"], r["index"], r["method"]) for r in rows] == [
         (task, index, arm.method) for task in TASKS for index in range(2) for arm in spec.arms
     ]
@@ -105,17 +123,17 @@ def test_rows_are_complete_and_in_canonical_order(
         assert row["method"] == "full" or row["k"] == 11  # ceil(3 % of 1024) - 20
         limit = len(tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
         assert len(row["tokens"]) == limit if row["finish"] == "length" else len(row["tokens"]) <= limit
-    meta = json.loads((stage.out.parent / "all.jsonl.meta.json").read_text())
+    meta = json.loads((finished / "all.jsonl.meta.json").read_text())
     assert meta["device"] and meta["spec"]["tasks"] == list(TASKS)
 
 
 def test_full_arm_is_greedy_decoding_of_the_prompt(
-    spec: GenerateSpec, stage: Stage, manifest: Path, benchmark_assets: Path
+    spec: GenerateSpec, finished: Path, manifest: Path, benchmark_assets: Path
 ) -> None:
     import torch
 
     backbone = load_backbone(spec.backbone, benchmark_assets, torch.device("cpu"))
-    for row in stage(spec):
+    for row in read_jsonl(finished / "all.jsonl"):
         if row["method"] == "full":
             prompt = load_prompts(manifest, row["task"], 2)[row["index"]]
             ids = backbone.tokenizer(prompt.prompt, return_tensors="pt").input_ids
@@ -142,9 +160,9 @@ def test_resumed_run_computes_only_missing_rows_and_gives_the_same_bytes(spec: G
 
 @pytest.mark.parametrize("field", ["task", "index", "method", "maps", "prompt_sha"])
 def test_a_stored_row_that_is_not_what_its_key_stands_for_is_named(
-    spec: GenerateSpec, stage: Stage, field: str, error_line: ErrorLine
+    spec: GenerateSpec, begun: Stage, field: str, error_line: ErrorLine
 ) -> None:
-    spec = replace(spec, tasks=("ruler_vt",))
+    stage = begun
     rows, whole = stage(spec), stage.out.read_bytes()
     at = next(number for number, row in enumerate(read_jsonl(stage.store)) if row["maps"])
     lines = stage.store.read_text().splitlines(keepends=True)
@@ -157,13 +175,12 @@ def test_a_stored_row_that_is_not_what_its_key_stands_for_is_named(
         f"{stage.store}:{at + 1}: {field} is not what the row's key stands for; delete the line, it is computed again"
     )
     stage.store.write_text("".join([*lines[:at], *lines[at + 1 :]]))
-    assert stage(spec) == rows and stage.out.read_bytes() == whole
+    assert stage(spec) == rows and stage.out.read_bytes() == whole and stage.decoded == [1]
 
 
-def test_batch_size_and_longer_neighbours_change_no_row(spec: GenerateSpec, stage: Stage) -> None:
-    alone = stage(spec)
-    stage.store.unlink()
-    assert stage(replace(spec, batch_tokens=2100)) == alone
+def test_batch_size_and_longer_neighbours_change_no_row(spec: GenerateSpec, stage: Stage, finished: Path) -> None:
+    assert stage(replace(spec, batch_tokens=2100)) == read_jsonl(finished / "all.jsonl")
+    assert stage.decoded == [2, 2]
 
 
 def test_without_a_margin_the_harness_limit_holds(
@@ -180,17 +197,16 @@ def test_without_a_margin_the_harness_limit_holds(
     assert references < 30 and limit(1) == references + 1
 
 
-def test_tasks_that_the_prompts_leave_out_are_skipped(spec: GenerateSpec, stage: Stage) -> None:
-    assert stage(replace(spec, tasks=(*TASKS, "ruler_qa_hotpot"))) == stage(spec)
+def test_tasks_that_the_prompts_leave_out_are_skipped(spec: GenerateSpec, begun: Stage) -> None:
+    assert begun(replace(spec, tasks=(*TASKS, "ruler_qa_hotpot"))) == begun(spec)
 
 
 def test_no_model_is_loaded_when_nothing_is_missing(
-    spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    spec: GenerateSpec, begun: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage(spec)
     monkeypatch.setattr("residual_mass.benchmarks.generate.load_backbone", None)
     monkeypatch.setattr("residual_mass.backbones.phi_maps.PhiMaps.load", None)
-    assert len(stage(spec)) == 12
+    assert len(begun(spec)) == 12
 
 
 def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, stage: Stage) -> None:
@@ -216,10 +232,12 @@ def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, sta
         {"chat_template": True},
     ],
 )
-def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, stage: Stage, change: dict[str, Any]) -> None:
+def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, begun: Stage, change: dict[str, Any]) -> None:
     spec = replace(spec, tasks=("ruler_vt",), examples=1, arms=(ArmSpec("topk", 3.0),))
-    (before,), (after,) = stage(spec), stage(replace(spec, **change))
-    assert before["key"] != after["key"] and stage.decoded == [1]
+    (before,) = begun(spec)
+    assert begun.decoded == []
+    (after,) = begun(replace(spec, **change))
+    assert before["key"] != after["key"] and begun.decoded == [1]
 
 
 def test_rows_that_were_settled_by_other_references_are_not_reused(
@@ -235,29 +253,30 @@ def test_rows_that_were_settled_by_other_references_are_not_reused(
         assert (keys[0] == keys[1]) == same
 
 
-def test_other_maps_recompute_only_the_arms_that_use_them(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
-    before = stage(spec)
-    maps = PhiMaps.load(stage.phi)
+def test_other_maps_recompute_only_the_arms_that_use_them(spec: GenerateSpec, begun: Stage, tmp_path: Path) -> None:
+    before = begun(spec)
+    maps = PhiMaps.load(begun.phi)
     maps.query[0].alpha.data.add_(1.0)
-    stage.phi = tmp_path / "other.safetensors"
-    maps.save(stage.phi)
-    for old, new in zip(before, stage(spec), strict=True):
+    begun.phi = tmp_path / "other.safetensors"
+    maps.save(begun.phi)
+    for old, new in zip(before, begun(spec), strict=True):
         assert (old["key"] != new["key"]) == (new["method"] == "topk_phi")
 
 
-def test_other_weights_are_another_backbone(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
+def test_other_weights_are_another_backbone(spec: GenerateSpec, begun: Stage, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    before = stage(spec)
-    source, folder = stage.assets / "models" / "tiny-llama", tmp_path / "models" / "tiny-llama"
+    spec = replace(spec, tasks=("ruler_vt",))
+    before = begun(spec)
+    source, folder = begun.assets / "models" / "tiny-llama", tmp_path / "models" / "tiny-llama"
     folder.mkdir(parents=True)
     for file in source.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] *= 1.01
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    stage.assets = tmp_path
-    assert not {row["key"] for row in before} & {row["key"] for row in stage(spec)}
+    begun.assets = tmp_path
+    assert not {row["key"] for row in before} & {row["key"] for row in begun(spec)}
 
 
 @pytest.mark.parametrize(
@@ -303,7 +322,7 @@ def test_missing_maps_are_told(spec: GenerateSpec, stage: Stage, tmp_path: Path)
     stage.phi = tmp_path / "none.safetensors"
     with pytest.raises(ValueError, match=r"none\.safetensors: no such file; train the phi maps first"):
         stage(spec)
-    assert len(stage(replace(spec, arms=spec.arms[:2]))) == 8
+    assert len(stage(replace(spec, tasks=("ruler_vt",), examples=1, arms=spec.arms[:2]))) == 2
 
 
 def test_missing_model_is_told(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
@@ -313,15 +332,14 @@ def test_missing_model_is_told(spec: GenerateSpec, stage: Stage, tmp_path: Path)
 
 
 def test_one_job_takes_several_maps_and_says_which_row_used_which(
-    spec: GenerateSpec, stage: Stage, tmp_path: Path
+    spec: GenerateSpec, stage: Stage, finished: Path, tmp_path: Path
 ) -> None:
-    before = stage(spec)
+    before = read_jsonl(finished / "all.jsonl")
     other = PhiMaps.load(stage.phi)
     other.query[0].alpha.data.add_(1.0)
     other.save(tmp_path / "other.safetensors")
     arms = (ArmSpec("topk_phi", 3.0, "1k"), ArmSpec("topk_phi", 3.0, "1k-other"))
     both = replace(spec, arms=arms, maps=(*spec.maps, MapsSpec("1k-other", 1024)))
-    stage.store = tmp_path / "both.jsonl"
     generate.run(
         both, stage.assets, stage.manifest, [stage.phi, tmp_path / "other.safetensors"], stage.store, stage.out
     )
@@ -337,8 +355,9 @@ def test_one_job_takes_several_maps_and_says_which_row_used_which(
 
 def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any) -> None:
     """References are taken from what the model itself generates, so that some of its rows are right."""
-    free = stage(replace(spec, answer_margin=None))
-    spec = replace(spec, answer_margin=None, stop_when_saturated=True)
+    spec = replace(spec, answer_margin=None, batch_tokens=5000)  # all in one batch, which each row leaves in its turn
+    free = stage(spec)
+    spec = replace(spec, stop_when_saturated=True)
     folder = stage.out.parent / "right"
     folder.mkdir()
     content = json.loads(manifest.read_text())
@@ -365,12 +384,12 @@ def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, 
     assert sum(len(row["tokens"]) for row in stopped) < sum(len(row["tokens"]) for row in free)
 
 
-def test_long_prompts_are_cut_behind_the_special_tokens(spec: GenerateSpec, stage: Stage) -> None:
+def test_long_prompts_are_cut_behind_the_special_tokens(spec: GenerateSpec, begun: Stage) -> None:
     assert generate.cut_to([7, 1, 2, 3, 4], 5, [7]) == ([7, 1, 2, 3, 4], 0)
     assert generate.cut_to([7, 1, 2, 3, 4], 3, [7]) == ([7, 3, 4], 2)
     assert generate.cut_to([1, 2, 3, 4], 3, []) == ([2, 3, 4], 1)
-    whole = stage(spec)
-    for row, before in zip(stage(replace(spec, truncate_to="512")), whole, strict=True):
+    whole = begun(spec)
+    for row, before in zip(begun(replace(spec, truncate_to="512")), whole, strict=True):
         limit = len(row["tokens"]) if row["finish"] == "length" else None
         assert row["cut_tokens"] == before["prompt_tokens"] - row["prompt_tokens"] > 0 == before["cut_tokens"]
         assert limit is None or row["prompt_tokens"] + limit == 512
@@ -391,21 +410,21 @@ def test_a_chat_template_surrounds_the_prompt_and_survives_the_cut(
     assert {row["prompt_tokens"] for row in stage(spec)} == {len(whole.ids)}
 
 
-def test_a_batch_holds_as_many_prompts_as_its_tokens(spec: GenerateSpec, stage: Stage) -> None:
-    longest = max(row["prompt_tokens"] for row in stage(replace(spec, tasks=("ruler_vt",))))
+def test_a_batch_holds_as_many_prompts_as_its_tokens(spec: GenerateSpec, begun: Stage) -> None:
+    spec = replace(spec, tasks=("ruler_vt",), arms=spec.arms[:1])
+    longest = max(row["prompt_tokens"] for row in begun(spec))
     for tokens, sizes in ((2 * longest, [2]), (2 * longest - 1, [1, 1]), (1, [1, 1])):
-        stage.store.unlink()
-        stage(replace(spec, tasks=("ruler_vt",), batch_tokens=tokens))
-        assert stage.decoded == sizes
+        begun.store.unlink()
+        begun(replace(spec, batch_tokens=tokens))
+        assert begun.decoded == sizes
 
 
 def test_what_does_not_fit_into_memory_is_decoded_in_halves(
-    spec: GenerateSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    spec: GenerateSpec, stage: Stage, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
-    alone = stage(spec)
-    stage.store.unlink()
+    alone = read_jsonl(finished / "all.jsonl")
     decode = SharedPrefillEngine.generate
 
     def narrow(engine: SharedPrefillEngine, ids: list[list[int]], *others: Any) -> Any:
@@ -431,7 +450,7 @@ def test_the_longest_prompts_come_first(spec: GenerateSpec, stage: Stage, monkey
         return decode(engine, ids, *others)
 
     monkeypatch.setattr(SharedPrefillEngine, "generate", noted)
-    stage(spec)
+    stage(replace(spec, arms=spec.arms[:1]))
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 1
 
 

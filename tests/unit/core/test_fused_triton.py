@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.needs import GPU, NO_GPU, TRITON, needs
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="Triton comes with torch for CUDA, else `make test-all` installs it")
+triton = pytest.importorskip("triton", reason=TRITON.reason)
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -30,13 +31,13 @@ def run_checks(marker: str, interpret: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the same runs compiled")
+@needs(NO_GPU)  # a GPU runs the same compiled
 def test_under_the_interpreter() -> None:
     run_checks("not gpu", interpret="1")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs(GPU)
 def test_on_a_gpu() -> None:
     run_checks("", interpret="0")
 
@@ -89,7 +90,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles for itself")
+@needs(NO_GPU)  # a GPU compiles for itself
 @pytest.mark.parametrize(("group", "d", "m"), [(3, 64, 32), (4, 64, 64), (3, 128, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype, group: int, d: int, m: int) -> None:

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.needs import GPU, needs
 from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, make_spec
 
 from residual_mass.backbones.loading import load_backbone
@@ -15,7 +16,7 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.diagnostics.capture import Captured, audited_rows
 from residual_mass.diagnostics.packs import make_packs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, needs(GPU)]
 
 
 def test_rows_equal_those_of_the_cpu(folder: Path, phi: Path) -> None:

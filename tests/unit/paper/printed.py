@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -80,13 +79,6 @@ def open_braces(tex: str) -> int:
 def without_comments(tex: str) -> str:
     """What LaTeX reads of a table."""
     return "\n".join(re.split(r"(?<!\\)%", line)[0] for line in tex.splitlines())
-
-
-def has_latex() -> bool:
-    packages = ("booktabs.sty", "multirow.sty")
-    return shutil.which("pdflatex") is not None and all(
-        subprocess.run(["kpsewhich", package], capture_output=True).returncode == 0 for package in packages
-    )
 
 
 def pdflatex(folder: Path, tex: str) -> str:

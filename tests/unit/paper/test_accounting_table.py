@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from printed import caption_of, has_latex, open_braces, pdflatex, row_widths, without_comments
+from printed import caption_of, open_braces, pdflatex, row_widths, without_comments
 from sample_results import TEMPLATES, table_spec
+from tests.needs import LATEX, needs
 
 from residual_mass.paper import published
 from residual_mass.paper.tables.accounting_table import QUANTITIES
@@ -415,7 +416,7 @@ def test_the_table_shows_one_budget(tmp_path: Path) -> None:
 # ---- LaTeX -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+@needs(LATEX)
 def test_latex_accepts_the_table_whatever_the_names_and_it_fits_the_page(tmp_path: Path) -> None:
     rows = edit(accounting_rows(), "wiki", "1k", clamped_share="0.100000")
     sound = table(tmp_path, spec(), write(tmp_path / "a.csv", rows))

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from printed import caption_of, has_latex, open_braces, pdflatex, printed_fields, row_widths, without_comments
+from printed import caption_of, open_braces, pdflatex, printed_fields, row_widths, without_comments
 from sample_results import TEMPLATES, table_spec
 from sample_runtime import BLOCKS, COLUMNS, METHODS, REASON, not_measured, runtime_1b, runtime_rows, write_runtime
+from tests.needs import LATEX, needs
 
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.cli import main
@@ -724,7 +725,7 @@ def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
         assert open_braces(active) == 0 and "<" not in active
 
 
-@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+@needs(LATEX)
 def test_latex_accepts_the_tables_whatever_the_names_and_they_fit_the_page(tmp_path: Path) -> None:
     small = write_runtime(tmp_path / "small.csv", runtime_rows(scale=4))
     rows = [row | {"step_bytes": "36060000000", "floor_ms": "8.386"} for row in runtime_1b(weights="random")]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from printed import has_latex, open_braces
+from printed import open_braces
 from sample_results import TEMPLATES
+from tests.needs import LATEX, needs
 
 from residual_mass.files import sha256_of
 from residual_mass.paper import typesetting
@@ -22,8 +23,6 @@ from residual_mass.specs import BackboneSpec, DocumentSpec
 TEMPLATE = TEMPLATES / "main.tex.j2"
 HOSTILE = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
 TABLES = ("phi_param_count", "exact_accounting", "ruler_sweep")
-
-needs_latex = pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
 
 
 def backbone(model_id: str = "org/Small-LM", revision: str = "r1") -> BackboneSpec:
@@ -160,7 +159,7 @@ def said_by_latex(folder: Path) -> str:
     return done.stdout
 
 
-@needs_latex
+@needs(LATEX)
 def test_a_study_of_many_figures_and_wild_names_compiles_within_its_margins(tmp_path: Path) -> None:
     tables = make_tables(tmp_path)
     figures = make_figures(tmp_path, *FIGURES, *(f"fixedk_breakdown_{number}" for number in range(30)))
@@ -172,7 +171,7 @@ def test_a_study_of_many_figures_and_wild_names_compiles_within_its_margins(tmp_
     assert "Overfull \\vbox" not in said and "Float too large" not in said
 
 
-@needs_latex
+@needs(LATEX)
 def test_the_pdf_is_the_same_wherever_it_is_made_and_nothing_else_is_left(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "a % strange ~ place"]
     for folder in folders:
@@ -186,7 +185,7 @@ def test_the_pdf_is_the_same_wherever_it_is_made_and_nothing_else_is_left(tmp_pa
     assert one.read_bytes().startswith(b"%PDF") and sha256_of(one) == sha256_of(other)
 
 
-@needs_latex
+@needs(LATEX)
 def test_an_error_of_latex_is_one_line_and_leaves_the_last_pdf_and_a_log(tmp_path: Path) -> None:
     (path := tmp_path / "main.tex").write_text("\\documentclass{article}\\begin{document}x\\nonsense\\end{document}\n")
     out = tmp_path / "made" / "main.pdf"
@@ -200,7 +199,7 @@ def test_an_error_of_latex_is_one_line_and_leaves_the_last_pdf_and_a_log(tmp_pat
     assert out.read_bytes() == b"older"
 
 
-@needs_latex
+@needs(LATEX)
 def test_a_document_runs_no_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("shell_escape", "t")  # an installation that would run any
     (path := tmp_path / "main.tex").write_text(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from test_accounting_table import accounting_rows
 from test_accounting_table import edit as edit_accounting
 from test_accounting_table import spec as accounting_spec
 from test_accounting_table import write as write_accounting
+from tests.needs import LATEX, PDFTOTEXT, needs
 
 from residual_mass.files import csv_text
 from residual_mass.paper.numbers import run
@@ -22,9 +22,6 @@ from residual_mass.paper.tables import render as tables
 from residual_mass.specs import NumbersSpec
 
 TEMPLATE = TEMPLATES / "numbers.tex.j2"
-needs_latex = pytest.mark.skipif(
-    shutil.which("pdflatex") is None or shutil.which("pdftotext") is None, reason="needs pdflatex and pdftotext"
-)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +149,8 @@ def page(folder: Path, head: str, body: str) -> tuple[str, str]:
     return text.replace("\f", ""), done.stdout
 
 
-@needs_latex
+@needs(LATEX)
+@needs(PDFTOTEXT)
 def test_latex_prints_every_value(tmp_path: Path, cells: list[Path]) -> None:
     defined = numbers(tmp_path, cells)["value"]
     body = "".join(f"\\noindent({number})\\rmvalue{{{key}}}.\n\n" for number, key in enumerate(defined))
@@ -161,7 +159,8 @@ def test_latex_prints_every_value(tmp_path: Path, cells: list[Path]) -> None:
     assert list(found.values()) == list(defined.values()) and "Warning: No" not in said
 
 
-@needs_latex
+@needs(LATEX)
+@needs(PDFTOTEXT)
 def test_latex_prints_what_else_is_known_wherever_it_is_asked(tmp_path: Path, cells: list[Path]) -> None:
     """The file is read in the text, twice, and a number stands in a heading."""
     numbers(tmp_path, cells)
@@ -175,7 +174,8 @@ def test_latex_prints_what_else_is_known_wherever_it_is_asked(tmp_path: Path, ce
     assert said.startswith("ABC 1 At 0.500 [0.400, 0.650]; 8; +0.010; [−0.100, 0.100]; p = 1.000;")
 
 
-@needs_latex
+@needs(LATEX)
+@needs(PDFTOTEXT)
 def test_an_unknown_key_is_seen_on_the_page_and_in_the_log(tmp_path: Path, cells: list[Path]) -> None:
     numbers(tmp_path, cells)
     key = "ruler_sweep/smol/ruler/all/1k/topk_fi/4"

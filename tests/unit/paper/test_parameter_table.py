@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from printed import caption_of, has_latex, open_braces, pdflatex, printed_fields, row_widths, without_comments
+from printed import caption_of, open_braces, pdflatex, printed_fields, row_widths, without_comments
 from safetensors.torch import save_file
 from sample_results import TEMPLATES, table_spec
+from tests.needs import LATEX, needs
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
@@ -233,7 +234,7 @@ def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
     assert open_braces(active) == 0 and row_widths(tex) == {7}
 
 
-@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+@needs(LATEX)
 def test_latex_accepts_the_table_whatever_the_names_and_it_fits_the_page(tmp_path: Path) -> None:
     pdflatex(tmp_path, hostile_table(tmp_path))
     titles = {"smol": "SmolLM2-135M-Instruct"}

@@ -7,8 +7,9 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from printed import METHODS, caption_of, has_latex, open_braces, pdflatex, printed_cells, printed_fields, row_widths
+from printed import METHODS, caption_of, open_braces, pdflatex, printed_cells, printed_fields, row_widths
 from sample_results import LABELS, TEMPLATES
+from tests.needs import LATEX, needs
 
 from residual_mass.cli import main
 from residual_mass.paper import published
@@ -162,7 +163,7 @@ def test_a_table_that_the_paper_lacks_is_not_written(tmp_path: Path, capsys: pyt
     assert not out.exists()
 
 
-@pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
+@needs(LATEX)
 def test_latex_accepts_all_twelve_tables_and_they_fit_the_page(tmp_path: Path) -> None:
     tables = "\\clearpage\n".join(render_published(label, template_of(label)) for label in published.labels())
     references = " ".join(f"\\ref{{tab:{label}}}" for label in published.labels())

@@ -5,16 +5,15 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sample_report import sample_study
+from tests.needs import BROWSER, CHROMIUM, needs
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the PATH")
+pytestmark = needs(CHROMIUM)
 WIDE, NARROW = 1280, 390
 MEASURE = """
 addEventListener("load", async () => {

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from printed import METHODS, caption_of, has_latex, open_braces, pdflatex, printed_cells, row_widths
+from printed import METHODS, caption_of, open_braces, pdflatex, printed_cells, row_widths
 from sample_results import (
     BUDGETS,
     LABELS,
@@ -26,6 +26,7 @@ from sample_results import (
     table_spec,
     write_rows,
 )
+from tests.needs import LATEX, needs
 
 from residual_mass.holm import holm
 from residual_mass.paper.cells import LEFT_OUT, Cell
@@ -516,10 +517,7 @@ def test_the_package_needs_no_torch() -> None:
 # ---- LaTeX -----------------------------------------------------------------------------------------------------------
 
 
-needs_latex = pytest.mark.skipif(not has_latex(), reason="needs pdflatex with booktabs and multirow")
-
-
-@needs_latex
+@needs(LATEX)
 def test_latex_accepts_every_table_whatever_the_names(tmp_path: Path) -> None:
     hostile = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
     tables = []
@@ -530,13 +528,13 @@ def test_latex_accepts_every_table_whatever_the_names(tmp_path: Path) -> None:
     assert "Output written" in pdflatex(tmp_path, "\\clearpage\n".join(tables))
 
 
-@needs_latex
+@needs(LATEX)
 def test_the_papers_tables_fit_the_page(tmp_path: Path) -> None:
     tables = [render_published(label, TEMPLATES / f"{label}.tex.j2") for label in LABELS]
     assert "Overfull" not in pdflatex(tmp_path, "\\clearpage\n".join(tables))
 
 
-@needs_latex
+@needs(LATEX)
 def test_the_widest_of_our_tables_fits_the_page(tmp_path: Path) -> None:
     """Two backbones by four budgets, every gain marked, every block with a note on its data."""
     budgets, files = (0.5, 1.0, 2.0, 4.0), []

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers.utils.hub
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.small_hub import Repository, SmallHub, serving
 
@@ -112,6 +113,9 @@ def hub(repositories: dict[str, Repository], tmp_path: Path, monkeypatch: pytest
     """The libraries' hub for one test; blocks are small, so that shards are read in turn."""
     with serving(SmallHub({name: replace(each) for name, each in repositories.items()})) as small:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", small.address)
+        monkeypatch.setattr(
+            transformers.utils.hub, "_hf_api", None, raising=False
+        )  # kept, with the hub of another test
         monkeypatch.setattr(
             huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
             small.address + "/{repo_id}/resolve/{revision}/{filename}",

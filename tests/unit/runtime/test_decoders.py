@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.needs import GPU, needs
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone, load_backbone
@@ -115,7 +116,7 @@ def test_what_a_step_reads_lies_in_rows(tiny_backbone: Backbone, phi: PhiMaps, p
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs(GPU)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_graphs_replay_what_runs_without_them(

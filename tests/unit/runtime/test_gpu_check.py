@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Outcome, Part, aims, floors, plan, run_parts, snapshot, write_snapshot
+from tests.needs import NO_GPU, needs
 
 SCRIPT = Path(gpu_check.__file__)
 
@@ -182,11 +183,8 @@ def test_the_whole_check_on_a_tiny_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs(NO_GPU)
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
     done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert done.stderr == "gpu-check needs an NVIDIA GPU that torch can use, and there is none here\n"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.needs import GPU, needs
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
@@ -290,7 +291,7 @@ def test_running_out_of_memory_all_the_same_leaves_out_that_setting_alone(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs(GPU)
 def test_peak_memory_is_that_of_one_decoder(tiny_assets: Path) -> None:
     """More than what it keeps, and no more than was worked out beforehand and what libraries take."""
     backbone = load_backbone(TINY, tiny_assets, torch.device("cuda"))

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.needs import GPU, needs
 from tests.unit.training.conftest import OURS, SPEC, corpus, parameters
 
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.specs import ObjectiveSpec, ReplaySpec
 from residual_mass.training.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, needs(GPU)]
 
 
 @pytest.mark.parametrize("name", ["ours", "residual", "lolcats"])

@@ -1,0 +1,89 @@
+"""What some tests need and not every machine has, and the line at the end of a run that says what was left out.
+
+No test is skipped for another reason than these.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NoReturn
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Need:
+    """
+    Attributes:
+        lack: what is told where it is not met, after the number of tests.
+        remedy: what makes them run.
+        met: whether it is met on this machine; None where only a try shows it.
+    """
+
+    lack: str
+    remedy: str
+    met: Callable[[], bool] | None = None
+
+    @property
+    def reason(self) -> str:
+        return f"{self.lack} ({self.remedy})"
+
+    def skip(self) -> NoReturn:
+        pytest.skip(self.reason)
+
+
+def needs(need: Need) -> pytest.MarkDecorator:
+    assert need.met is not None
+    return pytest.mark.skipif(not need.met(), reason=need.reason)
+
+
+@cache
+def _has_latex() -> bool:
+    return shutil.which("pdflatex") is not None and all(
+        subprocess.run(["kpsewhich", package], capture_output=True).returncode == 0
+        for package in ("booktabs.sty", "multirow.sty")
+    )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@cache
+def unshare() -> list[str] | None:
+    """What runs a command in a network namespace of its own, where this user may."""
+    for words in (["unshare", "-n"], ["unshare", "-r", "-n"]):
+        if shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+            return words
+    return None
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+LATEX = Need("without LaTeX", "apt-get install texlive-latex-extra", _has_latex)
+PDFTOTEXT = Need("without pdftotext", "apt-get install poppler-utils", lambda: shutil.which("pdftotext") is not None)
+CHROMIUM = Need("without Chromium", "apt-get install chromium", lambda: BROWSER is not None)
+TRITON = Need("without Triton", "make test-all")
+GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
+NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
+GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)
+NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)
+MOUNTS = Need("without the right to mount", "run as root, in a container with CAP_SYS_ADMIN")
+SLURM = Need("without a SLURM of their own", "RESIDUAL_MASS_SLURM=1 make test-all, as root where that may be installed")
+LOCKED = Need("without the locked packages", "pip install -r requirements.lock")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line of all that was skipped."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {parts}")
