@@ -17,6 +17,10 @@ MAIN_MAPS = "64k"
 """Label of the feature maps behind every score table that names none."""
 EXAMPLES = {"ruler": 13 * 500, "babilong": 4996, "longbench": 200}
 """Examples behind one score: of RULER's 13 tasks and of BABILong's QA1 to QA5 together, of each task of LongBench."""
+DRAWN_ANEW = ("ruler",)
+"""Benchmarks whose examples are drawn by a generator, so that a study's are others than the paper's; of the others both
+have every example that there is.
+"""
 IMPLIED = {
     "ruler_sweep": {"benchmark": "ruler"},
     "babilong_sweep": {"benchmark": "babilong"},
