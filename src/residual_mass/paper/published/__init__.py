@@ -9,7 +9,7 @@ from pathlib import Path
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.titles import model_name
-from residual_mass.specs import maps_label
+from residual_mass.specs import length_and_variant, maps_label
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
@@ -53,6 +53,12 @@ def labels() -> list[str]:
 def model_title(backbone: str) -> str:
     """The model's name, of a backbone as the CSVs call it."""
     return model_name(MODELS[backbone])
+
+
+def variants_of(label: str) -> set[str]:
+    """Variants of the feature maps in the paper's score table `label`; empty for maps of its own recipe."""
+    labels = (fact.point.maps for fact in load(label))
+    return {length_and_variant(maps)[1] for maps in labels if maps is not None}
 
 
 def load(label: str) -> list[Fact]:
