@@ -36,6 +36,39 @@ def maps_label(length: str, variant: str = "") -> str:
     return f"{length}-{variant}" if variant else length
 
 
+def decoding_words(
+    chat_template: bool, answer_margin: int | None, stop_when_saturated: bool, budget_length: str, truncate_to: str
+) -> str:
+    """What tells one way to generate a benchmark's texts from another, for its result CSV."""
+    parts = {
+        "chat template": chat_template,
+        f"up to {answer_margin} tokens past the references": answer_margin is not None,
+        "stops when settled": stop_when_saturated,
+        f"budgets of the {budget_length} length": True,
+        f"cut to {truncate_to}": True,
+    }
+    return "; ".join(["greedy", *(text for text, holds in parts.items() if holds)])
+
+
+def decoding_settings(words: str) -> dict[str, bool | int | str | None]:
+    """What `decoding_words` was told of what can change a score; what other words do not say is left out."""
+    patterns = {
+        "answer_margin": r"up to (\d+) tokens past the references",
+        "budget_length": r"budgets of the (\w+) length",
+        "truncate_to": r"cut to (\w+)",
+    }
+    parts = words.split("; ")
+    found = {
+        name: match[1] for name, pattern in patterns.items() for part in parts if (match := re.fullmatch(pattern, part))
+    }
+    margin = found.pop("answer_margin", None)
+    return {
+        "chat_template": "chat template" in parts,
+        "answer_margin": None if margin is None else int(margin),
+        **found,
+    }
+
+
 @dataclass(frozen=True)
 class BackboneSpec:
     """A frozen language model: where it comes from and how it is run."""
@@ -151,7 +184,7 @@ class ScoreSpec:
     arms: tuple[ArmSpec, ...] | None
     """Arms to score; null scores every arm that the generations hold."""
     decoding: str
-    """How the texts were generated, in words that the result CSV repeats."""
+    """How the texts were generated: `decoding_words`, which the result CSV repeats."""
     bootstrap_resamples: int
     seed: int
     recipe: int
@@ -469,9 +502,16 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class ComparisonSpec:
-    """A study's tables beside the paper's values."""
+    """A study's tables beside the paper's values, and the settings that decide whether the two can be compared.
+
+    Keys and values are as `paper.published.protocol.settings_of` gives them.
+    """
 
     study: str
+    settings: dict[str, str]
+    """Those of the study."""
+    variants: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What variants of the feature maps change of them, by label."""
 
 
 @dataclass(frozen=True)

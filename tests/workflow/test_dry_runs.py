@@ -13,7 +13,7 @@ import yaml
 from runs import ROOT, Run, dry_run, made, snakemake
 
 from residual_mass.cli import _parser
-from residual_mass.paper.comparison.comparability import ANSWERS_CUT
+from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
 from residual_mass.paper.tables.table_file import TABLES
 from residual_mass.spec_json import parse_spec, to_json
 from residual_mass.specs import (
@@ -34,6 +34,7 @@ from residual_mass.specs import (
     TableSpec,
     TrainSpec,
     VariantSpec,
+    decoding_settings,
     tokens_of,
 )
 
@@ -334,13 +335,20 @@ def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: di
         assert given["out"] + given["picture"] == [
             f"paper_tables/{study}/comparison{ending}.csv" for ending in ("", "_picture")
         ]
-    cut = {
-        spec.study
-        for run in studies.values()
-        for spec in specs(run, "score", ScoreSpec)
-        if ANSWERS_CUT in spec.decoding
+
+
+def test_the_paper_study_is_told_to_be_under_the_papers_protocol(studies: dict[str, Run]) -> None:
+    as_the_papers = {
+        study: [decoding_settings(spec.decoding) == DECODING[spec.benchmark] for spec in specs(run, "score", ScoreSpec)]
+        for study, run in studies.items()
     }
-    assert cut == {"mini"}, "what keeps values from being compared is told by these words"
+    assert all(as_the_papers["paper"]) and not any(as_the_papers["mini"])
+    (paper,), (mini,) = (specs(studies[name], "comparison", ComparisonSpec) for name in ("paper", "mini"))
+    assert paper.settings == {key: text_of(value) for key, value in PROTOCOL.items()}
+    other = {key for key in mini.settings if mini.settings[key] != paper.settings[key]}
+    assert {"phi.steps", "phi.corpora", "phi.map.d_emb", "phi.schedule", "phi.objective.lambda_kl"} < other
+    assert paper.settings.keys() - mini.settings.keys() == {"backbones.1b.dtype", "backbones.3b.dtype"}
+    assert mini.variants["kl_only"] == {"phi.objective.name": "kl"} and "residual_loss" in mini.variants
 
 
 def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, Run]) -> None:

@@ -20,6 +20,7 @@ from residual_mass.inputs.assets import read_pins
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper import typesetting
+from residual_mass.paper.published.protocol import settings_of
 from residual_mass.paper.tables.accounting_table import LABEL as ACCOUNTING_TABLE
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
@@ -29,7 +30,7 @@ from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TAB
 from residual_mass.prefetch import missing
 from residual_mass.prefetch.needs import hub_needs
 from residual_mass.recipes import RECIPES
-from residual_mass.spec_json import parse_spec, to_json
+from residual_mass.spec_json import parse_spec, parsed, to_json
 from residual_mass.specs import (
     METHODS,
     AuditSpec,
@@ -44,13 +45,17 @@ from residual_mass.specs import (
     GenerateSpec,
     KernelsSpec,
     MapErrorsSpec,
+    MapSpec,
     NumbersSpec,
+    ObjectiveSpec,
     PromptsSpec,
+    ReplaySpec,
     ReportSpec,
     RuntimeSpec,
     ScoreSpec,
     TableSpec,
     TrainSpec,
+    decoding_words,
     length_and_variant,
     maps_label,
     tokens_of,

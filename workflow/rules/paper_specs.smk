@@ -33,7 +33,16 @@ def table_spec(wildcards: Any) -> str:
 
 
 def comparison_spec(wildcards: Any) -> str:
-    return spec(ComparisonSpec, study=wildcards.study)
+    study = STUDIES[wildcards.study]
+    parts = {"map": MapSpec, "objective": ObjectiveSpec, "replay": ReplaySpec}
+    phi = study["phi"] | {key: dataclasses.asdict(parsed(cls, study["phi"][key])) for key, cls in parts.items()}
+    backbones = {name: dataclasses.asdict(BACKBONES[name]) for name in backbones_of(wildcards.study)}
+    return spec(
+        ComparisonSpec,
+        study=wildcards.study,
+        settings=settings_of(study | {"phi": phi, "backbones": backbones}),
+        variants={label: settings_of({"phi": changes}) for label, changes in config["variants"].items()},
+    )
 
 
 def numbers_spec(wildcards: Any) -> str:

@@ -210,17 +210,9 @@ def score_spec(wildcards: Any) -> str:
 
 
 def decoding_of(study: dict[str, Any], benchmark: str) -> str:
-    """What tells one way to generate a benchmark's texts from another, for its result CSV."""
-    settings = study["benchmarks"][benchmark]
-    margin = settings["answer_margin"]
-    parts = {
-        "chat template": settings["chat_template"],
-        f"up to {margin} tokens past the references": margin is not None,
-        "stops when settled": settings["stop_when_saturated"],
-        f"budgets of the {settings['budget_length']} length": True,
-        f"cut to {study['truncate_to']}": True,
-    }
-    return "; ".join(["greedy", *(text for text, holds in parts.items() if holds)])
+    names = ("chat_template", "answer_margin", "stop_when_saturated", "budget_length")
+    settings = {name: study["benchmarks"][benchmark][name] for name in names}
+    return decoding_words(**settings, truncate_to=study["truncate_to"])
 
 
 def capture_spec(wildcards: Any) -> str:

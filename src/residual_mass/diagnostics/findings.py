@@ -15,7 +15,7 @@ import numpy as np
 from residual_mass.diagnostics import CWE
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, estimate_extreme, resampled, whole
-from residual_mass.diagnostics.settings import Setting, read_settings
+from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
 from residual_mass.specs import FindingsSpec
@@ -33,8 +33,8 @@ STATE_DTYPE = (
     f"change_in_log_z change_in_log_z_ci_low change_in_log_z_ci_high clamped_share {MAPS}"
 ).split()
 CLAIM_COLUMNS = (
-    "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict packs "
-    f"heads {MAPS}"
+    "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict "
+    f"clamped_share packs heads {MAPS}"
 ).split()
 ALL = "all"
 DECIMALS = "z.6f"
@@ -51,7 +51,8 @@ def run(
     `accounting` has a row per (setting, budget), `state_dtype` one per (setting, budget, type of the summaries), where
     `change` and `change_in_wins` are what bfloat16 adds to nosub_minus_sub and heads_nosub_wins, and `change_in_log_z`
     to log Z hat in the rows where both are defined; `claims` has a row per
-    (setting, claim), then one per claim about all settings, whose `packs` are the fewest of any.
+    (setting, claim), then one per claim about all settings, whose `packs` are the fewest of any. `clamped_share` is
+    that of the rows whose residual was dropped, at the budgets that a row is about.
 
     Args:
         heads: of each setting, the rows that `capture` wrote; mass: its curves of mass recovery, in the same order.
@@ -128,14 +129,16 @@ def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sam
             setting = one.setting
             if claim.applies(setting):
                 made_at = f"{CWE if claim.about == CWE else spec.corpus} {spec.length}"
-                row = _claim_row(claim, one, of_draws, [setting]) | {"primary": int(setting.name == made_at)}
+                row = _claim_row(claim, one, of_draws, [one]) | {"primary": int(setting.name == made_at)}
                 yield row | ({"k": setting.ks[spec.budget_percent]} if claim.one_budget else {})
     for joint in JOINT_CLAIMS:
-        row = _claim_row(joint, as_is, drawn, [sample.setting for sample in as_is])
+        row = _claim_row(joint, as_is, drawn, as_is)
         yield row | {"corpus": ALL, "length": ALL, "primary": 1}
 
 
-def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, settings: Sequence[Setting]) -> Row:
+def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, samples: Sequence[Sample]) -> Row:
+    """`samples` are what `as_is` is made of: the data of one setting, or of all."""
+    settings = [sample.setting for sample in samples]
     if claim.extreme is None:
         found = estimate(claim.number, as_is, drawn)
     else:
@@ -149,9 +152,16 @@ def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, settings: Sequence[
         "statistic": claim.statistic,
         **dict(zip(("estimate", "ci_low", "ci_high"), numbers, strict=True)),
         "verdict": _verdict(*numbers[1:]),
+        "clamped_share": _text(_clamped_share(claim, samples)),
         "packs": min(len(setting.packs) for setting in settings),
         "heads": len(settings[0].heads),
     }
+
+
+def _clamped_share(claim: Claim[Data], samples: Sequence[Sample]) -> float:
+    budgets = [[sample.budget] if claim.one_budget else list(sample.setting.ks) for sample in samples]
+    shares = [sample.mean("clamped", b)[0] for sample, of in zip(samples, budgets, strict=True) for b in of]
+    return float(np.mean(shares))
 
 
 def _verdict(low: str, high: str) -> str:

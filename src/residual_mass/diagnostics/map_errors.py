@@ -27,10 +27,10 @@ from residual_mass.specs import MapErrorsSpec, tokens_of
 
 log = logging.getLogger(__name__)
 
-MEASURES = ("e_topk", "e_sub", "e_nosub", "log_z_error")
+MEASURES = ("e_topk", "e_sub", "e_nosub", "log_z_error", "clamped")
 COLUMNS = (
     "backbone maps trained_length length corpus budget_percent k e_topk e_sub e_nosub log_z_error "
-    "heads_below_topk packs rows model_id revision phi_sha"
+    "heads_below_topk clamped_share packs rows model_id revision phi_sha"
 ).split()
 
 
@@ -38,7 +38,8 @@ def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> No
     """The `map-errors` stage: one CSV row per (maps, budget). Maps may be shorter-trained than the text is long.
 
     `log_z_error` is the mean of log Z_R hat - log Z_R over the rows where both are defined; `heads_below_topk` the
-    share of (layer, query head) whose mean error the residual lowers.
+    share of (layer, query head) whose mean error the residual lowers, `clamped_share` that of the rows whose residual
+    was dropped.
 
     Args:
         phi: files of the maps, in the order of `spec.maps`.
@@ -77,7 +78,7 @@ def _pack_measures(spec: MapErrorsSpec, backbone: Backbone, maps: Sequence[PhiMa
             except ValueError as error:
                 raise ValueError(f"maps {label}: {error}") from None
             rows["log_z_error"] = rows["log_z_hat"] - rows["log_z_true"]
-            return np.stack([rows[name].cpu().numpy() for name in MEASURES])
+            return np.stack([rows[name].float().cpu().numpy() for name in MEASURES])
 
         by_layer.append(np.stack([measured(m.label, each) for m, each in zip(spec.maps, maps, strict=True)]))
 
@@ -99,6 +100,7 @@ def _line(
     gain = (values["e_topk"] - values["e_sub"]).mean(axis=(0, 3))  # [layers, Hq]
     means = {name: values[name].mean() for name in ("e_topk", "e_sub", "e_nosub")}
     means |= {"log_z_error": gaps[np.isfinite(gaps)].mean(), "heads_below_topk": (gain > 0).mean()}
+    means["clamped_share"] = values["clamped"].mean()
     return {
         "backbone": spec.backbone.name,
         "maps": spec.maps[m].label,

@@ -25,7 +25,7 @@ from residual_mass.training.teacher import LayerTrace, record_traces
 
 PACKS, QUERIES = 3, 4
 """Per corpus, and per pack right after its prefix."""
-MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error")
+MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error", "clamped_share")
 
 
 class HeldOut(NamedTuple):
@@ -56,7 +56,7 @@ def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[He
 @torch.no_grad()
 def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator[dict[str, object]]:
     """Log rows, per budget: `layer` "all", then every layer. Means over packs, heads and queries; `log_z_error` over
-    the rows where it is defined.
+    the rows where it is defined, `clamped_share` that of the rows whose residual was dropped.
     """
     anchors = spec.anchors
     by_layer = [
@@ -91,13 +91,14 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
         "e_nosub": output_errors(completion.whole, completion.unit, trace.targets),
         "kl": divergence.unsqueeze(-1).expand(completion.rest.shape[:-1]),
         "log_z_error": log_mass_error(completion, trace.targets),
+        "clamped_share": ((completion.rest[..., -1] == 0) & trace.targets.log_rest.isfinite()).float(),
     }
 
 
 def _means(by_layer: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, float]:
     """Of measures [Hkv, Q, G] by layer and pack."""
     rows = {name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in by_layer]) for name in
-            ("e_topk", "e_sub", "e_nosub", "kl", "log_z_error")}  # fmt: skip
+            ("e_topk", "e_sub", "e_nosub", "kl", "log_z_error", "clamped_share")}  # fmt: skip
     gain = (rows["e_topk"] - rows["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
     means = {name: values[values.isfinite()].mean().item() for name, values in rows.items()}
     means["heads_below_topk"] = (gain > 0).float().mean().item()

@@ -39,7 +39,7 @@ from residual_mass.training.teacher import LayerTrace
 log = logging.getLogger(__name__)
 
 COLUMNS = (
-    "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error"
+    "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error clamped_share"
 ).split()
 
 

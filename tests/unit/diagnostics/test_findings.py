@@ -123,7 +123,7 @@ def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> N
 def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
     *_, table = run(tmp_path, files)
     assert list(table) == findings.CLAIM_COLUMNS and len(table) == 2 * 15 + 14 + 5
-    draws = []
+    draws, dropped = [], []
     for pair, one, (corpus, length, packs) in zip(files, whole(read(tmp_path, files), 4.0), SETTINGS, strict=True):
         (s,) = slow_draws(pair, one)
         draws.append(s)
@@ -134,9 +134,17 @@ def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_pa
         assert (lines["primary"] == primary.astype(int)).all() and set(lines["packs"]) == {packs}
         of_all_k = {"completion_helps_in_every_quartile", "errors_fall_with_k"}
         assert set(lines.index[lines["k"].isna()]) == of_all_k and set(lines["k"].dropna()) == {7}
+        clamped = {k: s.everywhere(lambda row: row["clamped"], k) for k in BUDGETS.values()}
+        shares = {name: mean(clamped.values()) if name in of_all_k else clamped[7] for name in lines.index}
+        assert lines["clamped_share"].to_dict() == pytest.approx(shares, abs=1e-6)
+        dropped.append(clamped)
     joint = table.query("corpus == 'all'").set_index("claim")
     assert set(joint["length"]) == {"all"} and set(joint["primary"]) == {1} and set(joint["packs"]) == {1}
     assert joint["k"].isna().all()
+    at_one, at_all = mean(each[7] for each in dropped), mean(mean(each.values()) for each in dropped)
+    assert 0 < at_one != pytest.approx(at_all)
+    shares = {name: at_all if name == "exact_sub_is_exact" else at_one for name in joint.index}
+    assert joint["clamped_share"].to_dict() == pytest.approx(shares, abs=1e-6)
     expected = slow_joint_claims(draws)
     assert joint["estimate"].to_dict() == pytest.approx(expected, abs=1e-6)
     exact = joint.loc["exact_sub_is_exact"]

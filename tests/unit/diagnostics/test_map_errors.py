@@ -51,8 +51,27 @@ def test_means_are_those_of_the_captured_rows(
                 assert line[name] == pytest.approx(rows[name].mean(), abs=2e-6)
             gaps = (rows.log_z_hat - rows.log_z_true).replace([np.inf, -np.inf], np.nan)
             assert line.log_z_error == pytest.approx(gaps.mean(), abs=1e-5)
+            assert line.clamped_share == pytest.approx(rows.clamped.mean(), abs=1e-6)
             gains = (rows.e_topk - rows.e_sub).groupby([rows.layer, rows["head"]]).mean()
             assert line.heads_below_topk == pytest.approx((gains > 0).mean(), abs=1e-6)
+
+
+def test_rows_whose_residual_was_dropped_are_counted(
+    spec: MapErrorsSpec, folder: Path, phi: Path, tmp_path: Path
+) -> None:
+    """Of maps so sharp that the retrieved tokens hold all of their mass in some rows."""
+    maps = PhiMaps.load(phi)
+    with torch.no_grad():
+        for parameter in maps.key.parameters():
+            parameter *= 10
+    maps.save(sharp := tmp_path / "sharp.safetensors")
+    map_errors.run(spec, folder, [phi, sharp], tmp_path / "errors.csv")
+    captured(make_spec(), folder, sharp, tmp_path)
+    table = pd.read_csv(tmp_path / "errors.csv").set_index(["maps", "k"])
+    rows = pd.read_parquet(tmp_path / "heads.parquet")
+    for k in (3, 16):
+        share = rows[rows.k == k].clamped.mean()
+        assert 0 < share < 1 and table.clamped_share["64-hedgehog", k] == pytest.approx(share, abs=1e-6)
 
 
 def test_files_must_match_the_spec(spec: MapErrorsSpec, folder: Path, phi: Path, tmp_path: Path) -> None:

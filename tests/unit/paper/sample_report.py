@@ -14,6 +14,7 @@ from residual_mass.files import write_json
 from residual_mass.paper import published
 from residual_mass.paper.comparison import by_cell as comparison
 from residual_mass.paper.figures.style import TEXT_WIDTH, save
+from residual_mass.paper.published.protocol import PROTOCOL, text_of
 from residual_mass.paper.readers import accounting_file, runtime_file
 from residual_mass.paper.report import page as report
 from residual_mass.paper.report.page import ReportFiles
@@ -27,6 +28,8 @@ DEVIATIONS = ROOT / "docs" / "deviations.md"
 MODEL = published.MODELS["1b"]
 FACTS = {"study": "paper", "backbone": "1b", "model_id": MODEL, "revision": "r1", "weights": "pretrained"}
 LENGTHS, BUDGETS = ("4k", "8k"), (0.5, 1.0, 2.0, 4.0)
+UNDER_THE_PAPERS_PROTOCOL = ComparisonSpec("paper", {key: text_of(value) for key, value in PROTOCOL.items()})
+DECODING = "greedy; budgets of the nominal length; cut to 64k"
 
 Row = dict[str, Any]
 
@@ -67,7 +70,7 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
         _table(folder, label, paths, {"backbone_titles": {"1b": title}} | changes)
     cells = [folder / f"{label}.csv" for label in given]
     compared, picture = folder / "comparison.csv", folder / "comparison_picture.csv"
-    comparison.run(ComparisonSpec("paper"), cells, compared, picture)
+    comparison.run(UNDER_THE_PAPERS_PROTOCOL, cells, compared, picture)
     figure = folder / "mass_curves.png"
     save(Figure(figsize=(TEXT_WIDTH, 1)), figure.with_suffix(".pdf"), figure)
     phi, generated = folder / "1b_8k.safetensors", folder / "all.jsonl"
@@ -125,7 +128,7 @@ def _scores(folder: Path, benchmark: str, length: str, facts: Row) -> Path:
     arms += [(method, budget, "64k" if "phi" in method else "") for method in METHODS[1:] for budget in BUDGETS]
     tasks = ("babilong_qa1", "babilong_qa2") if benchmark == "babilong" else ("niah", "vt")
     values: dict[tuple[Any, ...], float] = {("topk_phi", 1.0): 0.53, ("topk_phi", 2.0): 0.47}
-    rows = result_rows(values, arms, tasks, benchmark=benchmark, length=length, n=6500, **facts)
+    rows = result_rows(values, arms, tasks, benchmark=benchmark, length=length, n=6500, decoding=DECODING, **facts)
     return write_rows(folder / f"{benchmark}_1b_{length}.csv", rows)
 
 

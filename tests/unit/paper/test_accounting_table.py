@@ -26,8 +26,8 @@ COLUMNS = (
     "log_z_error_ci_high clamped_share packs heads rows model_id revision weights phi_sha"
 ).split()
 CELL_COLUMNS = (
-    "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high source study model_id "
-    "revision weights phi_sha packs rows"
+    "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high clamped_share source "
+    "study model_id revision weights phi_sha packs rows"
 ).split()
 K = {("1k", 2.0): "1", ("1k", 4.0): "21", ("2k", 2.0): "21", ("2k", 4.0): "62"}
 REMEDY = "delete it and run the findings stage again"
@@ -197,7 +197,7 @@ def test_several_backbones_are_blocks_in_the_order_of_the_spec(tmp_path: Path) -
 
 
 def test_every_printed_value_is_a_line_with_its_origin(tmp_path: Path) -> None:
-    rows = accounting_rows()
+    rows = edit(accounting_rows(), "cwe", "2k", clamped_share="0.012000")
     path = write(tmp_path / "accounting_smol.csv", rows)
     fields = {(row[0], row[1]): row[3:] for row in printed(table(tmp_path, spec(), path))}
     lines = cells(tmp_path)
@@ -212,6 +212,8 @@ def test_every_printed_value_is_a_line_with_its_origin(tmp_path: Path) -> None:
         assert line["value"] == row[name]
         assert line["ci_low"] == (row[f"{name}_ci_low"] if has_interval else "")
         assert line["ci_high"] == (row[f"{name}_ci_high"] if has_interval else "")
+        subtracts = name in ("e_sub", "log_z_error")  # what dropped residuals change
+        assert line["clamped_share"] == (row["clamped_share"] if subtracts else "")
         for origin in ("backbone", "study", "model_id", "revision", "weights", "phi_sha", "packs", "rows"):
             assert line[origin] == row[origin]
         assert (line["table"], line["source"]) == (LABEL, path.name)

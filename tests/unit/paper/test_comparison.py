@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import math
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pytest
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
 from residual_mass.paper import published
 from residual_mass.paper.comparison import comparability
-from residual_mass.paper.comparison.by_cell import COLUMNS, DEVIATIONS, deviations_of, run
+from residual_mass.paper.comparison.by_cell import COLUMNS, DEVIATIONS, bounds_of_agreement, deviations_of, run
 from residual_mass.paper.comparison.picture import tau_b
+from residual_mass.paper.published.protocol import PROTOCOL, VARIANTS, text_of
 from residual_mass.paper.tables import accounting_table, content, runtime_table, training_cost_table
-from residual_mass.paper.tables.table_file import COMPARED
+from residual_mass.paper.tables.table_file import COMPARED, Measured, Place
+from residual_mass.spec_json import to_json
 from residual_mass.specs import ComparisonSpec
 
 CELLS = {
@@ -39,8 +43,15 @@ QUANTITIES = {
     "mean_log_z_error": "log_z_error",
 }  # fmt: skip
 ROOT = Path(__file__).parents[3]
-SPEC = ComparisonSpec(study="paper")
-DECODING = "greedy; budgets of the nominal length; cut to 64k"
+SPEC = ComparisonSpec("paper", {key: text_of(value) for key, value in PROTOCOL.items()},
+                      {label: {key: text_of(value) for key, value in changes.items()}
+                       for label, changes in VARIANTS.items()})  # fmt: skip
+"""A study under the paper's protocol."""
+DECODING = {
+    "ruler": "greedy; budgets of the nominal length; cut to 64k",
+    "babilong": "greedy; budgets of the nominal length; cut to 64k",
+    "longbench": "greedy; budgets of the real length; cut to 64k",
+}
 
 Row = dict[str, str]
 Tables = dict[str, list[Row]]
@@ -56,8 +67,8 @@ def score_row(label: str, point: Any, text: str) -> Row:
         "length": point.length, "method": point.method, "maps": maps,
         "budget_percent": "" if point.budget_percent is None else f"{point.budget_percent:g}",
         "text": text, "bold": "0", **interval(text), "n": str(EXAMPLES[point.benchmark]), "data": "original",
-        "decoding": DECODING, "study": "paper", "model_id": MODELS[point.backbone], "weights": "pretrained",
-        "source": f"{point.benchmark}_{point.backbone}_{point.length}.csv",
+        "decoding": DECODING[point.benchmark], "study": "paper", "model_id": MODELS[point.backbone],
+        "weights": "pretrained", "source": f"{point.benchmark}_{point.backbone}_{point.length}.csv",
     }  # fmt: skip
 
 
@@ -144,10 +155,10 @@ def columns_of(label: str) -> list[str]:
     return runtime_table.CELL_COLUMNS if label.startswith("runtime_") else special.get(label, content.COLUMNS)
 
 
-def compare(folder: Path, tables: Tables, study: str = "paper") -> tuple[list[Row], list[Row]]:
+def compare(folder: Path, tables: Tables, spec: ComparisonSpec = SPEC) -> tuple[list[Row], list[Row]]:
     """Rows of the comparison and of the picture."""
     out, picture = folder / "comparison.csv", folder / "comparison_picture.csv"
-    run(ComparisonSpec(study=study), write(folder, tables), out, picture)
+    run(spec, write(folder, tables), out, picture)
     return read(out), read(picture)
 
 
@@ -204,20 +215,24 @@ OTHER = "org/Other-LM"
     ("changes", "verdict", "reason", "ours"),
     [
         (interval("0.622"), "agrees", "", "0.622"),
-        (interval("0.627") | {"ci_low": "0.617499"}, "agrees", "", "0.627"),
-        (interval("0.628"), "differs by +0.011", "", "0.628"),
-        (interval("0.583"), "differs by -0.034", "", "0.583"),
+        (interval("0.631"), "agrees", "", "0.631"),  # 0.010 times the root of 2
+        (interval("0.632"), "differs by +0.015", "", "0.632"),
+        (interval("0.603"), "agrees", "", "0.603"),
+        (interval("0.602"), "differs by -0.015", "", "0.602"),
+        (interval("0.634") | {"n": "13000"}, "agrees", "", "0.634"),  # the root of 3
+        (interval("0.635") | {"n": "13000"}, "differs by +0.018", "", "0.635"),
         ({"n": "6499"}, "not comparable", "subsampled", "0.617"),
         ({"n": "6501"}, "agrees", "", "0.617"),
         ({"weights": "random"}, "not comparable", "random weights", "0.617"),
         ({"data": "simulated"}, "not comparable", "simulated data", "0.617"),
         ({"data": "original+stand-in"}, "not comparable", "stand-in data", "0.617"),
         (
-            {"decoding": "greedy; up to 16 tokens past the references"},
+            {"decoding": "greedy; up to 16 tokens past the references; budgets of the nominal length; cut to 64k"},
             "not comparable",
-            "answers cut short",
+            "benchmarks.ruler.answer_margin is 16, null in the paper",
             "0.617",
         ),
+        ({"decoding": f"greedy; stops when settled; {DECODING['ruler'][8:]}"}, "agrees", "", "0.617"),
         (
             {"n": "39", "weights": "random", "data": "simulated"},
             "not comparable",
@@ -287,7 +302,8 @@ def test_verdicts_are_those_of_a_slow_recomputation(tmp_path: Path, seed: int) -
         if "n" not in row:
             obstacle = {name: value for name, value in obstacle.items() if name == "weights"}
         row.update(obstacle)
-        verdict = "agrees" if low <= theirs <= high else f"differs by {(ours - theirs) / 1000:+.3f}"
+        low_end, high_end = ends_of_agreement(row, ours, low, high)
+        verdict = "agrees" if low_end <= theirs <= high_end else f"differs by {(ours - theirs) / 1000:+.3f}"
         defaults = {"task": "", "corpus": "", "method": "", "quantity": "score"}
         key = tuple((defaults | row)[name] for name in names) + (row.get("benchmark", ""),)
         expected[key] = "not comparable" if obstacle else verdict
@@ -295,6 +311,125 @@ def test_verdicts_are_those_of_a_slow_recomputation(tmp_path: Path, seed: int) -
     rows = [row for row in rows if row["table"] in tables]
     found = {tuple(row[name] for name in names) + (row["benchmark"],): row["verdict"] for row in rows}
     assert found == expected and len(set(found.values())) > 20
+
+
+OTHER_SETTINGS = {
+    key: "bfloat32" if key.startswith("backbones.") else "7.5" for key in PROTOCOL
+} | {"phi.corpora": '["sotu"]', "phi.curriculum": '{"length": "512", "share": 0.5}'}  # fmt: skip
+
+
+def depends(row: Row, key: str) -> bool:
+    """Whether the paper's value in this row can depend on a setting: spelled out by table and method."""
+    label, method, quantity = row["table"], row["method"], row["quantity"]
+    if key.startswith("backbones."):
+        return key == f"backbones.{row['backbone']}.dtype" and not label.startswith("runtime")
+    if key.startswith("anchors."):
+        return method != "full" and label != "training_cost_64k"
+    if label.startswith("runtime"):
+        return "phi" in method and key in ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
+    if label == "exact_accounting":
+        return quantity in ("e_sub", "e_nosub", "log_z_error")
+    _, _, variant = row["maps"].partition("-")
+    return ("phi" in method or label == "training_cost_64k") and key not in VARIANTS.get(variant, {})
+
+
+@pytest.mark.parametrize("key", PROTOCOL)
+def test_what_another_setting_changes_is_not_comparable(tmp_path: Path, key: str) -> None:
+    other = OTHER_SETTINGS[key]
+    reason = f"{key} is {other}, {SPEC.settings[key]} in the paper"
+    labels = ("stress_1pct", "dphi_ablation", "loss_ablation", "exact_accounting", "runtime_1b", "training_cost_64k")
+    tables = {label: rows for label, rows in papers_tables().items() if label in labels}
+    rows, _ = compare(tmp_path, tables, replace(SPEC, settings=SPEC.settings | {key: other}))
+    counted = Counter()
+    for row in (row for row in rows if row["table"] in labels):
+        told_by_itself = key == "phi.steps" and row["table"] == "training_cost_64k"
+        changed = depends(row, key) and not told_by_itself
+        no_interval = row["quantity"] in ("e_exact_nosub", "end_to_end_ms", "wall_clock_h")
+        unchanged = ("not comparable", "no interval") if no_interval else ("agrees", "")
+        expected = ("not comparable", reason) if changed else unchanged
+        assert (row["verdict"], row["reason"]) == expected, row
+        counted[changed] += 1
+    assert min(counted.values()) > 5
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words", "reason"),
+    [
+        ("ruler", "greedy; chat template; budgets of the nominal length; cut to 64k", "chat_template is true, false"),
+        ("babilong", "greedy; budgets of the real length; cut to 64k", "budget_length is real, nominal"),
+        ("longbench", "greedy; budgets of the nominal length; cut to 64k", "budget_length is nominal, real"),
+        ("longbench", "greedy; budgets of the real length; cut to 16k", "truncate_to is 16k, 64k"),
+        ("ruler", "greedy", "budget_length is not told, nominal"),
+    ],
+)
+def test_texts_that_were_generated_otherwise_are_not_comparable(
+    tmp_path: Path, benchmark: str, words: str, reason: str
+) -> None:
+    tables = papers_tables()
+    label = {"ruler": "ruler_sweep", "babilong": "babilong_sweep", "longbench": "natural_main"}[benchmark]
+    for row in tables[label]:
+        row.update(decoding=words)
+    rows, _ = compare(tmp_path, tables)
+    name = reason.partition(" ")[0]
+    key = name if name == "truncate_to" else f"benchmarks.{benchmark}.{name}"
+    for row in (row for row in rows if row["table"] == label):
+        whole = "budget_length" in reason and row["method"] == "full"  # has no budget
+        expected = f"{key}{reason.removeprefix(name)} in the paper"
+        assert (expected in row["reason"].split("; ")) == (not whole), row
+    assert {row["verdict"] for row in rows if row["table"] == "cross_length_mismatch"} == {"agrees"}
+
+
+def test_a_variant_counts_by_what_it_changes(tmp_path: Path) -> None:
+    """The paper's maps of 32 features agree, those of a variant that calls 48 so do not, and nothing else changes."""
+    spec = replace(SPEC, variants=SPEC.variants | {"dphi_32": {"phi.map.d_phi": "48"}})
+    rows, _ = compare(tmp_path, {"dphi_ablation": papers_tables()["dphi_ablation"]}, spec)
+    found = {(row["maps"], row["verdict"], row["reason"]) for row in rows if row["table"] == "dphi_ablation"}
+    assert found == {
+        ("", "agrees", ""), ("4k", "agrees", ""), ("4k-dphi_128", "agrees", ""),
+        ("4k-dphi_32", "not comparable", "phi.map.d_phi is 48, 32 in the paper"),
+    }  # fmt: skip
+
+
+def test_settings_that_are_not_told_keep_values_from_being_compared(tmp_path: Path) -> None:
+    rows, _ = compare(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]}, ComparisonSpec("paper", {}))
+    row = find(rows, **CELL)
+    assert row["verdict"] == "not comparable" and "phi.steps is not told, 200000 in the paper" in row["reason"]
+
+
+@pytest.mark.parametrize(("ours", "widened"), [(6500, 0.95), (13000, 0.95), (6500 * 4, 0.95)])
+def test_a_perfect_replication_agrees_in_95_of_100_cases(ours: int, widened: float) -> None:
+    """Both values drawn around one true score, with the standard errors of their numbers of examples. The interval
+    alone would hold 2 Phi(1.96 / sqrt(1 + n / n of the paper)) - 1 of them: 83 % at equal n.
+    """
+    generator, normal = np.random.default_rng(0), NormalDist()
+    score, draws = 0.6, 20_000
+    deviation = math.sqrt(score * (1 - score))
+    theirs, own = (generator.normal(score, deviation / math.sqrt(n), draws) for n in (6500, ours))
+    half = 1.96 * deviation / math.sqrt(ours)
+    agreed = held = 0
+    place = Place("1b", "4k", "ruler", "all", method="topk", budget_percent=1)
+    for mean, value in zip(theirs, own, strict=True):
+        low, high = f"{value - half:.6f}", f"{value + half:.6f}"
+        measured = Measured(place, f"{value:.6f}", low, high, ours, MODELS["1b"], "pretrained", "x.csv")
+        bounds = bounds_of_agreement(measured, low, high)
+        agreed += bounds[0] <= Decimal(f"{mean:.6f}") <= bounds[1]
+        held += float(low) <= mean <= float(high)
+    alone = 2 * normal.cdf(1.96 / math.sqrt(1 + ours / 6500)) - 1
+    assert alone == pytest.approx(0.834, abs=5e-4) or ours > 6500
+    assert held / draws == pytest.approx(alone, abs=0.01) and agreed / draws == pytest.approx(widened, abs=0.01)
+
+
+@pytest.mark.parametrize("benchmark", ["babilong", "longbench"])
+def test_on_the_same_examples_as_the_papers_the_interval_is_not_widened(benchmark: str) -> None:
+    place = Place("1b", "64k", benchmark, "all", method="topk", budget_percent=1)
+    measured = Measured(place, "0.500", "0.480", "0.530", 200, MODELS["1b"], "pretrained", "x.csv")
+    assert bounds_of_agreement(measured, "0.480", "0.530") == (Decimal("0.480"), Decimal("0.530"))
+
+
+def ends_of_agreement(row: Row, ours: int, low: int, high: int) -> tuple[int, int]:
+    """The interval, of RULER longer by the root of 2: as many examples as the paper drew."""
+    factor = math.sqrt(2) if row.get("benchmark") == "ruler" else 1
+    return ours - round(factor * (ours - low)), ours + round(factor * (high - ours))
 
 
 def test_a_latency_of_our_own_that_is_outside_the_papers_differs(tmp_path: Path) -> None:
@@ -351,11 +486,11 @@ def test_a_latency_is_compared_with_that_of_the_same_implementation_and_batch_si
     ("facts", "reason"),
     [
         ({}, "no interval"),
-        ({"steps": "100000"}, "other number of steps: 100000"),
+        ({"steps": "100000"}, "phi.steps is 100000, 200000 in the paper"),
         ({"processes": "1"}, "other hardware: 1 x NVIDIA H200"),
         ({"hardware": "CPU, 2 cores"}, "other hardware: 8 x CPU, 2 cores"),
         ({"hardware": "", "processes": ""}, "unknown hardware"),
-        ({"weights": "random", "steps": "3"}, "random weights; other number of steps: 3"),
+        ({"weights": "random", "steps": "3"}, "random weights; phi.steps is 3, 200000 in the paper"),
     ],
 )
 def test_one_training_time_is_never_said_to_agree(tmp_path: Path, facts: Row, reason: str) -> None:
@@ -372,7 +507,7 @@ def test_one_training_time_is_never_said_to_agree(tmp_path: Path, facts: Row, re
 
 def test_what_the_paper_measured_with_is_what_its_tables_and_captions_say() -> None:
     assert {(row["steps"], row["hardware"]) for row in published.rows_of("training_cost_64k")} == {
-        (comparability.STEPS, f"{comparability.GPUS}x{comparability.GPU}")
+        (str(PROTOCOL["phi.steps"]), f"{comparability.GPUS}x{comparability.GPU}")
     }
     assert f"One {comparability.GPU}, bfloat16" in runtime_table.RUNTIME_CONDITIONS
 
@@ -447,12 +582,13 @@ def small_study(seed: int) -> Tables:
     generator = random.Random(seed)
     constant = {
         "backbone": "smol", "study": "mini", "model_id": "org/Small-LM", "weights": "pretrained", "n": "8",
-        "data": "original", "decoding": DECODING, "source": "x.csv", "bold": "0",
+        "data": "original", "source": "x.csv", "bold": "0",
     }  # fmt: skip
 
     def row(label: str, **fields: str) -> Row:
         text = f"{generator.randint(0, 12) / 20:.3f}"  # coarse, so that there are ties
-        return constant | {"table": label, "text": text, **interval(text)} | fields
+        decoding = DECODING[fields["benchmark"]]
+        return constant | {"table": label, "text": text, "decoding": decoding, **interval(text)} | fields
 
     sweep = [("full", "", ""), *itertools.product(("topk", "topk_phi", "topk_phi_nosub"), ("2", "4"), ("",))]
     tables: Tables = {
@@ -482,7 +618,7 @@ def small_study(seed: int) -> Tables:
             for method, budget, name in arms
             for benchmark, length in places
         ]
-    accounting = {name: value for name, value in constant.items() if name not in ("n", "data", "decoding")}
+    accounting = {name: value for name, value in constant.items() if name not in ("n", "data")}
     tables["exact_accounting"] = [
         accounting
         | {"table": "exact_accounting", "corpus": corpus, "length": length, "k": "21", "budget_percent": "4",
@@ -536,7 +672,7 @@ def test_the_picture_of_latencies_is_that_of_a_slow_recomputation(tmp_path: Path
 @pytest.mark.parametrize("seed", range(8))
 def test_the_picture_is_that_of_a_slow_recomputation(tmp_path: Path, seed: int) -> None:
     tables = small_study(seed)
-    comparison, rows = compare(tmp_path, tables, study="mini")
+    comparison, rows = compare(tmp_path, tables, replace(SPEC, study="mini"))
     assert {row["verdict"] for row in comparison} == {"not run"}
     ours = {key: value[1] for key, value in pictured(rows).items() if value[1]}
     assert ours == {**slow_changes(tables), **slow_mismatch(tables), **slow_accounting(tables), **slow_ranks(tables)}
@@ -689,7 +825,7 @@ def test_bytes_are_the_same_whatever_the_order_of_files(tmp_path: Path) -> None:
     written = []
     for folder, files in (("a", paths), ("b", paths[::-1])):
         out, picture = tmp_path / folder / "c.csv", tmp_path / folder / "p.csv"
-        spec = ["--spec", json.dumps({"study": "paper"})]
+        spec = ["--spec", to_json(SPEC)]
         main(["comparison", *spec, "--cells", *map(str, files), "--out", str(out), "--picture", str(picture)])
         written.append((out.read_bytes(), picture.read_bytes()))
     assert written[0] == written[1] and b"\r" not in written[0][0]
@@ -757,7 +893,7 @@ def test_a_file_that_is_cut_lacks_a_column_or_is_another_studys_is_refused(tmp_p
     (path,) = write(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]})
     text = path.read_text()
     with pytest.raises(ValueError, match="is of study 'paper', not of 'mini'; delete it"):
-        run(ComparisonSpec(study="mini"), [path], out, picture)
+        run(replace(SPEC, study="mini"), [path], out, picture)
     with pytest.raises(ValueError, match="a second file for table ruler_sweep; give one"):
         run(SPEC, [path, path], out, picture)
     with pytest.raises(ValueError, match="no such file; run the table stage"):

@@ -21,7 +21,7 @@ from residual_mass.paper.figures.training import (
     recipe_costs_points,
     training_curves_points,
 )
-from residual_mass.paper.readers.training_log import COLUMNS, join
+from residual_mass.paper.readers.training_log import COLUMNS, join, read_log
 from residual_mass.specs import FigureSpec
 
 
@@ -194,6 +194,15 @@ def test_logs_are_joined_and_a_training_counts_once(tmp_path: Path) -> None:
     assert out.read_text() == files[0].read_text() + files[1].read_text().partition("\n")[2]
     with pytest.raises(ValueError, match=rf"{files[0]}: recipe paper \(paper, seed 1\) is in {files[0]} as well"):
         join([*files, files[0]], out)
+
+
+def test_a_log_of_before_clamped_rows_were_counted_still_reads(tmp_path: Path) -> None:
+    earlier = [name for name in COLUMNS if name != "clamped_share"]
+    (old := tmp_path / "recipes_old_1k.csv").write_text(csv_text(earlier, log_rows("study")))
+    new = write_log(tmp_path / "recipes_new_1k.csv", [row | {"clamped_share": "0.25"} for row in log_rows("fast")])
+    join([old, new], out := tmp_path / "recipes_smol_1k.csv")
+    assert {(row["recipe"], row["clamped_share"]) for row in read_log(out)} == {("study", ""), ("fast", "0.25")}
+    assert len(recipe_costs_points(COSTS, [out])) > 0
 
 
 @pytest.mark.parametrize(

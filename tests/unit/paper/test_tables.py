@@ -170,7 +170,7 @@ def test_maps_trained_at_other_lengths_stand_in_rows(tmp_path: Path) -> None:
         TOPK: [Cell("0.500"), Cell("0.500")],
         f"{PHI} (512-trained)": [Cell("0.800"), Cell("0.010")],
         f"{PHI} (1k-trained)": [Cell("0.500"), Cell("0.700")],
-        rf"{PHI} (1k-residual\_loss)": [Cell("0.500"), Cell("0.500")],
+        rf"{PHI} (1k-residual\_loss)$^{{*}}$": [Cell("0.500"), Cell("0.500")],
     }
     assert r"    Method & 512 & 1k \\" in tex and "cells, equal in" not in caption_of(tex)
     assert {row["maps"] for row in traced(tmp_path, spec.label)} == {"", "512", "1k", "1k-residual_loss"}
@@ -185,7 +185,7 @@ def test_maps_trained_at_other_lengths_stand_in_rows(tmp_path: Path) -> None:
             ("", "-hedgehog_map", "-lolcats_loss", "-kl_only", "-aux_only", "-residual_loss", "-my_own"),
             (
                 "Ours", "Hedgehog-style map", "LoLCATs-style loss", "KL only", "Auxiliary only",
-                "Residual objective (not in the paper)", r"1k-my\_own",
+                "Residual objective$^{*}$", r"1k-my\_own$^{*}$",
             ),
         ),
     ],
@@ -201,12 +201,89 @@ def test_variants_of_the_maps_stand_in_rows(
     cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "ablation.csv", rows)))
     assert [title for _, title, column in cells if column == 0] == ["Full", TOPK, *titles]
     expected = [Cell(f"{0.1 * (index + 1):.3f}") for index in range(len(maps))]
-    best = max([*expected, Cell("0.500")], key=lambda cell: cell.text)
-    ruler = [cells["", title, 0] for title in (TOPK, *titles)]
-    assert [Cell(cell.text) for cell in ruler] == [Cell("0.500"), *expected]
-    assert [cell.text for cell in ruler if cell.bold] == [cell.text for cell in ruler if cell.text == best.text]
-    assert all(cells["", title, 1] == Cell("0.500", bold=True) for title in (TOPK, *titles))
+    ruler = {title: cells["", title, 0] for title in (TOPK, *titles)}
+    assert [Cell(cell.text) for cell in ruler.values()] == [Cell("0.500"), *expected]
+    theirs = {title: cell for title, cell in ruler.items() if "*" not in title}
+    best = max(cell.text for cell in theirs.values())
+    assert {title for title, cell in ruler.items() if cell.bold} == {
+        t for t, cell in theirs.items() if cell.text == best
+    }
+    assert all(cells["", title, 1] == Cell("0.500", bold="*" not in title) for title in ruler)
     assert r"    Feature maps & RULER 1k & \shortstack[c]{BABILong 1k\\(simulated)} \\" in tex
+
+
+OWN_ROWS = "Rows with $^{*}$ are ours and not in the paper's table: they stand apart and are never bold."
+
+
+def test_rows_of_ours_stand_apart_and_take_no_bold_from_the_papers(tmp_path: Path) -> None:
+    """Our variant is the best of all and is listed first; the paper's best row is bold, ties with ours included."""
+    maps = ("1k-residual_loss", "1k", "1k-kl_only")
+    values = {("topk_phi", 4.0, "1k-residual_loss"): 0.9, ("topk_phi", 4.0, "1k"): 0.7}
+    spec = table_spec("loss_ablation", budgets=(4.0,), maps=maps)
+    tex = table(tmp_path, spec, write_rows(tmp_path / "a.csv", result_rows(values, maps_arms(*maps))))
+    body = tex.split(r"\midrule", 1)[1].split(r"\bottomrule")[0]
+    theirs, ours = body.split(r"\midrule")
+    assert [line.split(" & ")[0].strip() for line in theirs.splitlines() if "&" in line] == [
+        "Full", TOPK, "Ours", "KL only",
+    ]  # fmt: skip
+    assert ours.strip() == r"Residual objective$^{*}$ & 0.900 & -- \\" and r"Ours & \textbf{0.700} & -- \\" in theirs
+    assert OWN_ROWS in caption_of(tex) and tex.count(r"\textbf") == 1
+    assert {row["maps"] for row in traced(tmp_path, "loss_ablation") if row["bold"] == "1"} == {"1k"}
+
+
+@pytest.mark.parametrize(
+    ("label", "maps"), [("dphi_ablation", ("1k-dphi_32", "1k")), ("cross_length_mismatch", ("512", "1k"))]
+)
+def test_a_table_of_the_papers_rows_alone_has_no_row_of_ours(tmp_path: Path, label: str, maps: tuple[str, ...]) -> None:
+    spec = table_spec(label, budgets=(4.0,), maps=maps)
+    tex = table(tmp_path, spec, write_rows(tmp_path / "a.csv", result_rows(None, maps_arms(*maps))))
+    assert "$^{*}$" not in tex and tex.count(r"\midrule") == 1
+
+
+def test_a_variant_of_another_table_of_the_papers_is_ours_here(tmp_path: Path) -> None:
+    maps = ("1k", "1k-kl_only")
+    spec = table_spec("dphi_ablation", budgets=(4.0,), maps=maps)
+    tex = table(tmp_path, spec, write_rows(tmp_path / "a.csv", result_rows(None, maps_arms(*maps))))
+    assert "KL only$^{*}$" in tex and OWN_ROWS in caption_of(tex)
+
+
+def test_what_is_at_the_floor_is_not_bold(tmp_path: Path) -> None:
+    """One column has nothing but zeros, of another the best is above the floor."""
+    rows = result_rows({("topk", 2.0): 0.0, ("topk_phi", 2.0): 0.0, ("topk_phi_nosub", 2.0): 0.02, ("topk", 4.0): 0.0})
+    for row in rows:
+        row["flags"] = "floor" if float(row["value"]) <= 0.02 else ""
+    cells = printed_cells(tex := table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows)))
+    assert not any(cells["1k", method, 0].bold for method in METHODS)
+    assert [cells["1k", method, 1].bold for method in METHODS] == [False, False, True, True]
+    assert "decide nothing here" not in caption_of(tex)
+
+
+def test_where_full_is_at_the_floor_nothing_wins(tmp_path: Path) -> None:
+    values = {("longbench_musique", "full", None): 0.01, ("longbench_musique", "topk", 2.0): 0.5}
+    rows = result_rows(values, benchmark="longbench", tasks=LONGBENCH, length="2k")
+    edit(rows, {"task": "longbench_musique", "method": "full"}, flags="floor")
+    spec = table_spec("natural_main", benchmarks=("longbench",), lengths=("2k",))
+    cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "a.csv", rows)))
+    assert not any(cells["MuSiQue", method, column].bold for method in METHODS for column in range(3))
+    assert all(cells["QMSum", method, column].bold for method in METHODS[1:] for column in range(3))
+    told = (
+        "Tasks that decide nothing here, for Full itself is at the floor: LongBench 2k: MuSiQue. No method wins there."
+    )
+    assert told in caption_of(tex)
+
+
+def test_tasks_at_whose_floor_full_is_are_named_behind_a_mean_too(tmp_path: Path) -> None:
+    tasks = ("ruler_vt", "ruler_cwe", "ruler_fwe")
+    files = []
+    for backbone, low in (("smol", tasks[:2]), ("big", tasks[1:2])):
+        facts = {"backbone": backbone, "model_id": f"org/{backbone}"}
+        rows = result_rows(tasks=tasks, **facts)
+        for task in low:
+            edit(rows, {"task": task, "method": "full"}, flags="floor")
+        files.append(write_rows(tmp_path / f"{backbone}.csv", rows))
+    cells = printed_cells(tex := table(tmp_path, table_spec(backbones=("smol", "big")), *files))
+    assert "at the floor: RULER 1k: vt, cwe (smol); RULER 1k: cwe (big). No method wins there." in caption_of(tex)
+    assert all(cells["1k", method, column].bold for method in METHODS[1:] for column in range(6))
 
 
 def test_a_benchmark_that_the_study_lacks_is_a_dash_in_an_ablation(tmp_path: Path) -> None:
@@ -311,7 +388,7 @@ def test_floor_ceiling_and_alarms_are_owned_up_to(tmp_path: Path) -> None:
 
 
 def test_every_printed_cell_is_traced_to_its_row(tmp_path: Path) -> None:
-    rows = edit(with_gains(topk_phi=(0.1, 0.001)), {"task": "all"}, flags="floor", cut_share="0.125000", n=12)
+    rows = edit(with_gains(topk_phi=(0.1, 0.001)), {"task": "all"}, flags="ceiling", cut_share="0.125000", n=12)
     edit(rows, {"task": "all", "method": "topk_phi"}, original_value="0.470000", value="0.490000")
     path = write_rows(tmp_path / "ruler_smol_1k.csv", rows)
     table(tmp_path, table_spec(), path)

@@ -35,6 +35,7 @@ def test_rows_are_the_means_of_the_diagnostics_by_layer_and_over_all(make: Make,
                 "heads_below_topk": (gain > 0).double().mean().item(),
                 "kl": kl,
                 "log_z_error": (measured["log_z_hat"] - measured["log_z_true"]).mean().item(),
+                "clamped_share": measured["clamped"].double().mean().item(),
             }
             found = rows[k, layer]
             assert [float(found[name]) for name in MEASURES] == pytest.approx(  # type: ignore[arg-type]
@@ -44,3 +45,24 @@ def test_rows_are_the_means_of_the_diagnostics_by_layer_and_over_all(make: Make,
         for name in MEASURES:
             mean = torch.tensor([of_layer[name] for of_layer in by_layer]).mean().item()
             assert float(rows[k, "all"][name]) == pytest.approx(mean, rel=1e-3, abs=2e-6)  # type: ignore[arg-type]
+
+
+def test_rows_whose_residual_was_dropped_are_counted(make: Make, held_out: list[HeldOut]) -> None:
+    """Of maps so sharp that the retrieved tokens hold all of their mass in some rows, and in others none."""
+    maps = make(steps=3).learners[0].maps
+    with torch.no_grad():
+        for parameter in maps.key.parameters():
+            parameter *= 10
+    rows = {(row["k"], row["layer"]): row for row in held_out_rows(maps, held_out[0], SPEC)}
+    for k in KS:
+        by_layer = []
+        for layer in range(maps.shape.layers):
+            traces = [pack[layer] for pack in held_out[0].packs]
+            clamped = [
+                layer_measures(maps, layer, t.queries, t.keys, t.values, t.scale, [k], SPEC.anchors)["clamped"]
+                for t in traces
+            ]
+            by_layer.append(torch.stack(clamped).double().mean().item())
+            assert float(rows[k, layer]["clamped_share"]) == pytest.approx(by_layer[-1], abs=1e-6)  # type: ignore[arg-type]
+        mean = sum(by_layer) / len(by_layer)
+        assert 0 < mean < 1 and float(rows[k, "all"]["clamped_share"]) == pytest.approx(mean, abs=1e-6)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ table `phi_param_count`, which is arithmetic, is not part of this; only an open 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -13,10 +14,10 @@ from pathlib import Path
 
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.comparison.comparability import OTHER_BACKBONE, obstacles
+from residual_mass.paper.comparison.comparability import OTHER_BACKBONE, obstacles, other_settings
 from residual_mass.paper.comparison.picture import COLUMNS as PICTURE_COLUMNS
 from residual_mass.paper.comparison.picture import picture as picture_of
-from residual_mass.paper.published import EXAMPLES, MAIN_MAPS, MODELS
+from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MAIN_MAPS, MODELS
 from residual_mass.paper.readers.runtime_file import PROTOTYPE
 from residual_mass.paper.tables import accounting_table, parameter_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.accounting_table import PUBLISHED_QUANTITIES
@@ -89,8 +90,8 @@ def run(spec: ComparisonSpec, cells: list[Path], out: Path, picture: Path) -> No
     texts: dict[str, dict[Place, str]] = {}
     for cell in facts:
         texts.setdefault(cell.table, {})[cell.place] = cell.text
-    write_text(picture, csv_text(PICTURE_COLUMNS, picture_of(texts, tables)))
-    write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, tables), spec) for cell in facts)))
+    write_text(picture, csv_text(PICTURE_COLUMNS, picture_of(texts, tables, spec)))
+    write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, tables, spec), spec) for cell in facts)))
 
 
 def deviations_of(label: str) -> set[int]:
@@ -109,12 +110,11 @@ def published_cells() -> list[PublishedCell]:
     return [*scores, *_accounting_cells(), *_training_cells(), *_latency_cells()]
 
 
-def verdict_on(cell: PublishedCell, tables: Tables) -> Verdict:
-    """Whether the study's value in the same place has the published one in its 95 % interval, at the printed precision;
-    or a latency in the range of its repeats.
+def verdict_on(cell: PublishedCell, tables: Tables, spec: ComparisonSpec) -> Verdict:
+    """Whether the study's value in the same place agrees with the published one at the printed precision.
 
-    Only values of the paper's backbones, from as many of the benchmark's own examples, are compared, and of costs those
-    that were measured as the paper's were.
+    Only values of the paper's backbones under its protocol, from as many of the benchmark's own examples, are compared,
+    and of costs those that were measured as the paper's were.
     """
     by_backbone = {
         value.place.backbone: value
@@ -124,13 +124,28 @@ def verdict_on(cell: PublishedCell, tables: Tables) -> Verdict:
     ours = by_backbone.get(cell.place.backbone)
     if ours is None or ours.model_id != MODELS[cell.place.backbone]:
         return _without_the_backbone(cell, tables, ours, by_backbone)
-    if reasons := list(obstacles(ours)):
+    if reasons := [*obstacles(ours), *other_settings(ours, spec).values()]:
         return Verdict(NOT_COMPARABLE, "; ".join(reasons), ours)
     if ours.low is None or ours.high is None:
         return Verdict(NOT_COMPARABLE, "no interval", ours)
-    if Decimal(ours.low) <= Decimal(cell.text) <= Decimal(ours.high):
+    low, high = bounds_of_agreement(ours, ours.low, ours.high)
+    if low <= Decimal(cell.text) <= high:
         return Verdict(AGREES, ours=ours)
     return Verdict(f"{DIFFERS} by {Decimal(ours.text) - Decimal(cell.text):+z.3f}", ours=ours)
+
+
+def bounds_of_agreement(ours: Measured, low: str, high: str) -> tuple[Decimal, Decimal]:
+    """Between which the published value agrees: our 95 % interval, of a latency the range of its repeats.
+
+    Where the paper drew examples of its own, its value has a sampling error as ours has, independent of it. Of two such
+    values the difference has the variance of ours times 1 + n / n of the paper; with the interval alone, 17 % of
+    perfect replications would differ at equal n. So each side of it is longer by the root of that factor.
+    """
+    benchmark = ours.place.benchmark
+    factor = Decimal(math.sqrt(1 + ours.n / EXAMPLES[benchmark]) if benchmark in DRAWN_ANEW else 1)
+    value, ends = Decimal(ours.text), (Decimal(low), Decimal(high))
+    lower, upper = ((value + factor * (end - value)).quantize(end) for end in ends)
+    return lower, upper
 
 
 def _place(fact: published.Fact) -> Place:

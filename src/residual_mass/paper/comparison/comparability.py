@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from residual_mass.paper.published import EXAMPLES, MODELS
+from residual_mass.paper.published.protocol import DECODING, PROTOCOL, VARIANTS, text_of
 from residual_mass.paper.readers.runtime_file import PROTOTYPE
-from residual_mass.paper.tables.table_file import Measured
+from residual_mass.paper.tables import training_cost_table
+from residual_mass.paper.tables.table_file import Measured, Place
+from residual_mass.specs import ComparisonSpec, decoding_settings, length_and_variant
 
 OTHER_BACKBONE = "other backbone"
-GPU, GPUS, STEPS = "H200", "8", "200000"
-"""What the paper measures latencies on, one of them, and trains on, and how many steps it trains."""
-ANSWERS_CUT = "past the references"
-"""What the words on decoding hold where answers are cut shorter than by the harness."""
+GPU, GPUS = "H200", "8"
+"""What the paper measures latencies on, one of them, and trains on."""
+WITHOUT_MAPS = ("e_topk", "e_exact_nosub")
+"""Quantities of a row with feature maps that these do not change."""
+SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
+"""What latencies depend on of the feature maps, whose weights are random there."""
+NOT_TOLD = "not told"
 
 
 def obstacles(value: Measured) -> Iterator[str]:
-    """In words; none where backbone, examples and answers are as in the paper."""
+    """In words; none where backbone, examples and hardware are as in the paper."""
     if value.model_id not in MODELS.values():
         yield OTHER_BACKBONE
     if value.weights == "random":
@@ -24,9 +31,43 @@ def obstacles(value: Measured) -> Iterator[str]:
     if value.n < EXAMPLES.get(value.place.benchmark, 0):
         yield "subsampled"
     yield from (f"{kind} data" for kind in value.data if kind != "original")
-    if ANSWERS_CUT in value.decoding:
-        yield "answers cut short"
     yield from _other_conditions(value.conditions)
+
+
+def other_settings(value: Measured, spec: ComparisonSpec) -> dict[str, str]:
+    """Settings under which a value was made and the paper's was not: both of them in words, by key.
+
+    What a value itself says of its making counts, and what the study is told for all else.
+    """
+    _, variant = length_and_variant(value.place.maps or "")
+    paper = {key: text_of(each) for key, each in _of_texts(DECODING.get(value.place.benchmark, {}), value.place)}
+    paper |= {key: text_of(each) for key, each in (PROTOCOL | VARIANTS.get(variant, {})).items()}
+    recorded = decoding_settings(value.decoding) if value.decoding else {}
+    ours = spec.settings | spec.variants.get(variant, {})
+    ours |= {key: text_of(each) for key, each in _of_texts(recorded, value.place)}
+    if "steps" in value.conditions:
+        ours["phi.steps"] = value.conditions["steps"]
+    told = {key: ours.get(key, NOT_TOLD) for key in paper if _matters(key, value.place)}
+    return {key: f"{key} is {each}, {paper[key]} in the paper" for key, each in told.items() if each != paper[key]}
+
+
+def _of_texts(settings: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Any]]:
+    """How texts are generated, by the keys of the configuration."""
+    for name, each in settings.items():
+        yield (name if name == "truncate_to" else f"benchmarks.{place.benchmark}.{name}"), each
+
+
+def _matters(key: str, place: Place) -> bool:
+    """Whether a value at this place depends on a setting."""
+    if key.startswith("backbones."):
+        return key == f"backbones.{place.backbone}.dtype" and not place.implementation  # latencies say their own
+    if key.startswith("anchors.") or key.endswith(".budget_length"):
+        return place.method != "full" and place.quantity not in training_cost_table.QUANTITIES
+    if key.startswith("phi."):
+        if place.implementation:
+            return key in SHAPE and place.method.startswith("topk_phi")
+        return place.maps is not None and place.quantity not in WITHOUT_MAPS
+    return True
 
 
 def _other_conditions(measured: Mapping[str, str]) -> Iterator[str]:
@@ -37,8 +78,6 @@ def _other_conditions(measured: Mapping[str, str]) -> Iterator[str]:
         yield f"other device: {measured['device']}"
     if measured.get("dtype", "bfloat16") != "bfloat16":
         yield f"other precision: {measured['dtype']}"
-    if measured.get("steps", STEPS) != STEPS:
-        yield f"other number of steps: {measured['steps']}"
     hardware, processes = measured.get("hardware", GPU), measured.get("processes", GPUS)
     if not hardware:
         yield "unknown hardware"

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from residual_mass.paper.comparison.comparability import obstacles
+from residual_mass.paper.comparison.comparability import obstacles, other_settings
 from residual_mass.paper.readers import accounting_file
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.table_file import Measured, Place
 from residual_mass.paper.tables.tally import tally_by_family
 from residual_mass.paper.titles import family_title
-from residual_mass.specs import length_and_variant, tokens_of
+from residual_mass.specs import ComparisonSpec, length_and_variant, tokens_of
 
 COLUMNS = "table family statement published ours same_direction note".split()
 MISMATCH = "cross_length_mismatch"
@@ -44,16 +44,19 @@ Findings = dict[tuple[str, str], Finding]
 """By family of cells and statement."""
 
 
-def picture(published: Mapping[str, Texts], ours: Mapping[str, Sequence[Measured]]) -> Iterator[Row]:
+def picture(
+    published: Mapping[str, Texts], ours: Mapping[str, Sequence[Measured]], spec: ComparisonSpec
+) -> Iterator[Row]:
     """One row per statement: what the paper's cells and those of a study say of it, and whether that has one sign.
 
     Args:
         published, ours: values by label of their table; a study may lack tables.
+        spec: of the study.
     """
     for table, texts in published.items():
         values = ours.get(table, ())
         own_texts = {value.place: value.text for value in values}
-        notes = _notes(values)
+        notes = _notes(values, spec)
         if table in ABLATIONS:
             theirs, own = _ranks(texts, own_texts)
         else:
@@ -201,11 +204,17 @@ def _share(holds: Sequence[bool]) -> Finding:
     return Finding(f"{sum(holds)} of {len(holds)}", _sign(2 * sum(holds) - len(holds)))
 
 
-def _notes(values: Iterable[Measured]) -> dict[str, str]:
+def _notes(values: Iterable[Measured], spec: ComparisonSpec) -> dict[str, str]:
     """What keeps a family's values from being compared with the paper's one by one; empty where nothing does."""
     found: dict[str, dict[str, None]] = {}
+    settings: dict[str, set[str]] = {}
     for value in values:
-        found.setdefault(_family(value.place), {}).update(dict.fromkeys(obstacles(value)))
+        family = _family(value.place)
+        found.setdefault(family, {}).update(dict.fromkeys(obstacles(value)))
+        settings.setdefault(family, set()).update(other_settings(value, spec))
+    for family, keys in settings.items():
+        if keys:
+            found[family][f"{len(keys)} other {'setting' if len(keys) == 1 else 'settings'}"] = None
     return {family: "; ".join([*reasons, "directions only"] if reasons else []) for family, reasons in found.items()}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.titles import model_name
-from residual_mass.specs import maps_label
+from residual_mass.specs import length_and_variant, maps_label
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
@@ -17,6 +17,10 @@ MAIN_MAPS = "64k"
 """Label of the feature maps behind every score table that names none."""
 EXAMPLES = {"ruler": 13 * 500, "babilong": 4996, "longbench": 200}
 """Examples behind one score: of RULER's 13 tasks and of BABILong's QA1 to QA5 together, of each task of LongBench."""
+DRAWN_ANEW = ("ruler",)
+"""Benchmarks whose examples are drawn by a generator, so that a study's are others than the paper's; of the others both
+have every example that there is.
+"""
 IMPLIED = {
     "ruler_sweep": {"benchmark": "ruler"},
     "babilong_sweep": {"benchmark": "babilong"},
@@ -49,6 +53,12 @@ def labels() -> list[str]:
 def model_title(backbone: str) -> str:
     """The model's name, of a backbone as the CSVs call it."""
     return model_name(MODELS[backbone])
+
+
+def variants_of(label: str) -> set[str]:
+    """Variants of the feature maps in the paper's score table `label`; empty for maps of its own recipe."""
+    labels = (fact.point.maps for fact in load(label))
+    return {length_and_variant(maps)[1] for maps in labels if maps is not None}
 
 
 def load(label: str) -> list[Fact]:

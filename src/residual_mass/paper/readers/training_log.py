@@ -13,8 +13,10 @@ from residual_mass.files import csv_text, read_csv, write_text
 from residual_mass.provenance import Record
 
 COLUMNS = (
-    "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error"
+    "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error clamped_share"
 ).split()
+LATER = ("clamped_share",)
+"""Columns that logs of earlier versions lack; empty there."""
 COUNTS = ("seed", "step", "k")
 NUMBERS = ("seconds", "e_topk", "e_sub", "e_nosub", "kl")
 RUN = ["recipe", "variant", "seed"]
@@ -51,10 +53,10 @@ def read_log(path: Path) -> list[Row]:
     Raises:
         ValueError: the file is missing, cut, or without rows or a column; names it.
     """
-    rows = read_csv(path, COLUMNS, _stage(path))
+    rows = read_csv(path, [name for name in COLUMNS if name not in LATER], _stage(path))
     if not rows:
         raise ValueError(f"{path}: has no rows; {_remedy(path)}")
-    return [{name: row[name] for name in COLUMNS} for row in rows]
+    return [{name: row.get(name, "") for name in COLUMNS} for row in rows]
 
 
 def shown_rows(path: Path) -> pd.DataFrame:

@@ -27,6 +27,7 @@ QUANTITIES = {
 """Unit and title of the quantities that share a cell."""
 MEASURED = {
     "bandwidth_gb_s": "bandwidth of copies {} GB/s",
+    "clamped_share": "share of rows whose residual was dropped {}",
     "not_measured": "not measured: {}",
     "peak_memory_mib": "peak memory {} MiB",
     "phi_weights": "{} feature maps",

@@ -30,9 +30,11 @@ from residual_mass.specs import TableSpec, tokens_of
 LABEL = "exact_accounting"
 QUANTITIES = (*METHODS, "e_exact_nosub", LOG_Z)
 """What a row prints, from left to right."""
+OF_THE_REST = ("e_sub", LOG_Z)
+"""Those that rest on what the subtraction leaves, and so on how often it leaves nothing."""
 CELL_COLUMNS = (
-    "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high source study model_id "
-    "revision weights phi_sha packs rows"
+    "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high clamped_share source "
+    "study model_id revision weights phi_sha packs rows"
 ).split()
 CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "cwe": "CWE"}
 PUBLISHED_QUANTITIES = {
@@ -250,9 +252,10 @@ def _power_of_ten(value: float) -> str:
 
 def _cell_lines(file: Accounting) -> Iterator[Row]:
     for row in file.rows.values():
-        origin = {column: row[column] for column in CELL_COLUMNS if column in row}
+        origin = {column: row[column] for column in CELL_COLUMNS if column in row and column != "clamped_share"}
         origin |= {"table": LABEL, "budget_percent": f"{float(row['budget_percent']):g}", "source": file.path.name}
         for name, cell in _measured_line(row).cells.items():
             interval = {side: row[f"{name}_{side}"] for side in ("ci_low", "ci_high")} if name in INTERVALS else {}
             text = {"text": cell.text, "bold": str(int(cell.bold)), "value": row[name]}
-            yield origin | {"quantity": name} | text | interval
+            clamped = {"clamped_share": row["clamped_share"]} if name in OF_THE_REST else {}
+            yield origin | {"quantity": name} | text | interval | clamped

@@ -13,7 +13,7 @@ from residual_mass.paper.published import MODELS, model_title
 from residual_mass.paper.readers.results import Result, Score
 from residual_mass.paper.tables.content import ALPHA, Content
 from residual_mass.paper.tables.tally import Tally, tally_by_family
-from residual_mass.paper.titles import PHI, TOPK, backbone_title, task_title
+from residual_mass.paper.titles import OWN_ROW, PHI, TOPK, backbone_title, benchmark_title, task_title
 from residual_mass.specs import TableSpec
 
 NAMED_ALARMS = 3
@@ -45,9 +45,11 @@ def caption_of_results(spec: TableSpec, results: list[Result], content: Content)
         *_kinds(content),
         f"Examples per value: {'; '.join(_sizes(results, content.scores, len(spec.backbones)))}.",
         *_cuts(content.scores, len(spec.backbones)),
+        *_own_rows(content),
         *_uncertainty(content),
         *_tallies(content),
         *_flagged(content.scores),
+        *_full_at_floor(results, content, len(spec.backbones)),
         *_left_out(content),
     ]
     titles = {name: backbone_title(spec, name, model.model_id) for name, model in models.items()}
@@ -189,6 +191,29 @@ def _flagged(scores: Mapping[Point, Score]) -> Iterator[str]:
             f"Alarm, partial-KV values above Full by more than chance: {len(alarms)} ({named}); suspect the evaluation "
             "before the method."
         )
+
+
+def _full_at_floor(results: Iterable[Result], content: Content, backbones: int) -> Iterator[str]:
+    """Names the tasks that tell nothing of any method, those behind a mean included."""
+    found = []
+    for result in results:
+        shown = {point.task for point in content.scores if place_of(point) == place_of(result)}
+        tasks = [task for task in result.tasks if task in shown or ALL_TASKS in shown]
+        if low := [task for task in tasks if _is_at_floor(result, task)]:
+            titles = ", ".join(task_title(result.benchmark, task) for task in low)
+            found.append((f"{benchmark_title(result.benchmark)} {result.length}: {titles}", result.backbone))
+    if found:
+        listed = "; ".join(_shared(found, backbones))
+        yield f"Tasks that decide nothing here, for Full itself is at the floor: {listed}. No method wins there."
+
+
+def _is_at_floor(result: Result, task: str) -> bool:
+    return any(method == "full" and "floor" in score.flags for (method, *_), score in result.scores[task].items())
+
+
+def _own_rows(content: Content) -> Iterator[str]:
+    if any(row.own for row in content.layout.rows):
+        yield Latex(f"Rows with {OWN_ROW} are ours and not in the paper's table: they stand apart and are never bold.")
 
 
 def _left_out(content: Content) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Content:
 
 def content_of_texts(layout: Layout, texts: Mapping[Point, str]) -> Content:
     """Content of values that are known in print alone."""
-    return Content(layout, _cells(layout, texts, {}), {}, {})
+    return Content(layout, _cells(layout, texts, {}, set()), {}, {})
 
 
 def content_of_scores(layout: Layout, scores: Mapping[Point, Score]) -> Content:
@@ -64,7 +64,7 @@ def content_of_scores(layout: Layout, scores: Mapping[Point, Score]) -> Content:
     adjusted = dict(zip(compared, holm(list(compared.values())), strict=True))
     gains = {point: _gain(scores[point], p) for point, p in adjusted.items()}
     texts = {point: format_score(score.value) for point, score in scores.items()}
-    return Content(layout, _cells(layout, texts, gains), dict(scores), adjusted)
+    return Content(layout, _cells(layout, texts, gains, _undecided(scores)), dict(scores), adjusted)
 
 
 Gain = Literal["", "above", "below"]
@@ -76,8 +76,23 @@ def _gain(score: Score, adjusted_p: float) -> Gain:
     return "above" if score.gain > 0 else "below"
 
 
-def _cells(layout: Layout, texts: Mapping[Point, str], gains: Mapping[Point, Gain]) -> dict[Point, Cell]:
-    best = best_of_columns(texts) if layout.bold else set()
+def _undecided(scores: Mapping[Point, Score]) -> set[Point]:
+    """Points that win nothing: those at the floor, and all where full attention itself is there."""
+    at_floor = {point for point, score in scores.items() if "floor" in score.flags}
+    full = {_task_of(point) for point in at_floor if point.method == "full"}
+    return at_floor | {point for point in scores if _task_of(point) in full}
+
+
+def _task_of(point: Point) -> tuple[str, str, str, str]:
+    return point.backbone, point.benchmark, point.task, point.length
+
+
+def _cells(
+    layout: Layout, texts: Mapping[Point, str], gains: Mapping[Point, Gain], undecided: set[Point]
+) -> dict[Point, Cell]:
+    """Bold are the best of the paper's rows in a column."""
+    out = layout.own_points() | undecided
+    best = best_of_columns({point: text for point, text in texts.items() if point not in out}) if layout.bold else set()
     return {
         point: Cell(texts[point], point in best, gains.get(point, "")) if point in texts else LEFT_OUT
         for point in layout.all_points()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS, too_long
+from residual_mass.paper import published
 from residual_mass.paper.cells import Point
 from residual_mass.paper.latex import Latex
 from residual_mass.paper.titles import (
     METHOD_TITLES,
     OURS,
+    OWN_ROW,
     benchmark_title,
     trained_at_title,
     variant_title,
     width_title,
 )
-from residual_mass.specs import METHODS, TableSpec, tokens_of
+from residual_mass.specs import METHODS, TableSpec, length_and_variant, tokens_of
 
 PUBLISHED = "published"
 """Study of the tables that hold the paper's own values."""
@@ -27,10 +30,15 @@ PUBLISHED_D_PHI = 64
 
 @dataclass(frozen=True)
 class Slice:
-    """A block, a row or a column: its title, and what it fixes of the points in it."""
+    """A block, a row or a column: its title, and what it fixes of the points in it.
+
+    Attributes:
+        own: of a row, whether the paper's table lacks it; such rows come last, and never win.
+    """
 
     title: str
     fixed: dict[str, Any]
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,15 @@ class Layout:
 
     def all_points(self) -> Iterator[Point]:
         """Every point of the table, block by block."""
-        for block in self.blocks:
-            for row in self.rows:
-                for backbone in self.backbones:
-                    yield from self.points(block, row, backbone)
+        yield from self._points_of(self.rows)
+
+    def own_points(self) -> set[Point]:
+        """Points of rows that the paper's table lacks."""
+        return set(self._points_of(row for row in self.rows if row.own))
+
+    def _points_of(self, rows: Iterable[Slice]) -> Iterator[Point]:
+        for block, row, backbone in itertools.product(self.blocks, rows, self.backbones):
+            yield from self.points(block, row, backbone)
 
 
 @dataclass(frozen=True)
@@ -153,11 +166,16 @@ def _method_rows() -> tuple[Slice, ...]:
 
 
 def _maps_rows(spec: TableSpec, title_of: Callable[[str], Latex]) -> tuple[Slice, ...]:
-    """The two baselines, then one row per feature maps."""
+    """The two baselines, then one row per feature maps: those of the paper's table, then any others."""
     if not spec.maps:
         raise ValueError(f"table {spec.label}: maps is empty; list the labels of the feature maps to compare")
     baselines = tuple(Slice(METHOD_TITLES[method], _fixed_by(method)) for method in ("full", "topk"))
-    return baselines + tuple(Slice(title_of(maps), {"method": "topk_phi", "maps": maps}) for maps in spec.maps)
+    theirs = published.variants_of(spec.label) if spec.label in published.labels() else None
+    rows = [(maps, theirs is not None and length_and_variant(maps)[1] not in theirs) for maps in spec.maps]
+    return baselines + tuple(
+        Slice(Latex(title_of(maps) + OWN_ROW * own), {"method": "topk_phi", "maps": maps}, own)
+        for maps, own in sorted(rows, key=lambda row: row[1])
+    )
 
 
 def _fixed_by(method: str) -> dict[str, Any]:

@@ -23,11 +23,12 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Line:
-    """One printed row: its cells, one tuple per backbone, each cell `span` columns wide."""
+    """One printed row: its cells, one tuple per backbone, each cell `span` columns wide; `rule`: a line above it."""
 
     title: str
     groups: tuple[tuple[Cell, ...], ...]
     span: int
+    rule: bool
 
 
 def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: Path) -> None:
@@ -144,8 +145,9 @@ def _title(part: Slice, content: Content, align: Literal["l", "c"]) -> Latex:
 
 def _lines(block: Slice, content: Content) -> list[Line]:
     layout, lines = content.layout, []
+    first_own = next((row for row in layout.rows if row.own), None)
     for row in layout.rows:
         points = [layout.points(block, row, backbone) for backbone in layout.backbones]
         groups = tuple(tuple(content.cells[point] for point in group) for group in points)
-        lines.append(Line(row.title, groups, span=len(layout.columns) // len(points[0])))
+        lines.append(Line(row.title, groups, span=len(layout.columns) // len(points[0]), rule=row is first_own))
     return lines
