@@ -58,7 +58,7 @@ def test_no_expression_reaches_a_shell() -> None:
 
 def test_every_command_is_there() -> None:
     lines = [line.strip() for step in steps() for line in step.get("run", "").splitlines()]
-    assert {"make lint", ".ci/run", "make test-all"} <= set(lines)
+    assert {"make lint", ".ci/run", "make test-numeric", "make test-all"} <= set(lines)
     for program, *words in map(shlex.split, lines):
         if program == "make":
             plan = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -78,6 +78,15 @@ def test_every_version_is_one_that_the_package_supports() -> None:
     assert "4.57.6" in asked["transformers"] and "4.57.6" in supported["transformers"]
     for name, wanted in (("datasets", "4.8.5"), ("huggingface_hub", "0.36.2")):
         assert wanted in asked[name] and wanted in supported[name]
+
+
+def test_numeric_tests_run_in_the_orders_of_several_cpus() -> None:
+    job = dict(jobs())["cpus"]
+    assert job["env"]["ATEN_CPU_CAPABILITY"] == "${{ matrix.aten }}"
+    assert [each["aten"] for each in job["strategy"]["matrix"]["include"]] == ["default", "avx2", "avx512"]
+    plan = subprocess.run(["make", "-n", "test-numeric"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = re.findall(r"tests/unit/\w+", plan)
+    assert "tests/unit/core" in folders and all((ROOT / folder).is_dir() for folder in folders)
 
 
 def test_slow_tests_run_once_a_week_and_on_request() -> None:

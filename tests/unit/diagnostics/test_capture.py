@@ -164,7 +164,8 @@ def test_a_budget_within_the_anchors_and_one_of_everything(folder: Path, phi: Pa
     table = captured(make_spec(packs=1, budgets=(10.0, 100.0)), folder, phi, tmp_path)
     nothing, everything = table[table.k == 0], table[table.k == LENGTH - 20]
     assert len(nothing) == len(everything) == len(table) // 2
-    assert (nothing.c_mid == 0).all() and nothing.e_sub.equals(nothing.e_nosub)
+    assert (nothing.c_mid == 0).all()
+    assert nothing.e_sub.to_list() == pytest.approx(nothing.e_nosub.to_list(), abs=1e-5)  # of sums in another order
     assert (everything.e_topk < 1e-6).all() and (everything.e_sub < 1e-6).all()
     assert (everything.log_z_true == -math.inf).all() and not everything.clamped.any()
 
