@@ -125,3 +125,13 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module.partition(".")[0]
+
+
+def test_the_deviations_name_the_locked_versions() -> None:
+    document = (ROOT / "docs" / "deviations.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| (PyTorch|Transformers|lm-evaluation-harness) \|.*\| (\S+) \|$", document, re.MULTILINE)
+    )
+    locked = locked_versions(ROOT)
+    names = {"PyTorch": "torch", "Transformers": "transformers", "lm-evaluation-harness": "lm-eval"}
+    assert rows == {title: locked[name] for title, name in names.items()}

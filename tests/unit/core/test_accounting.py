@@ -11,6 +11,7 @@ from reference import attention, split, top, topk_phi
 from torch import Tensor
 
 from residual_mass import core
+from residual_mass.core.measures import in_bfloat16
 
 SINK, TAIL, D, M = 2, 3, 5, 4
 
@@ -358,6 +359,15 @@ def test_row_measures_against_the_token_by_token_reference(k: int) -> None:
         for name, value in expected.items():
             assert ours[name][row].item() == pytest.approx(value, rel=1e-10), name
     assert ours["e_exact_sub"].max() < 1e-14 and not bool(ours["clamped"].any())
+
+
+def test_rounded_summaries_differ_by_less_than_a_256th_of_themselves() -> None:
+    """The bound of docs/diagnostics.md, over every float32 from 1 to 2: beyond, only the exponent is another."""
+    every = torch.arange(0x3F800000, 0x40000000, dtype=torch.int32).view(torch.float32)
+    rounded = in_bfloat16(core.SummaryState(every[:, None], every, torch.zeros(())))
+    for values in (rounded.numerator[:, 0], rounded.mass):
+        error = (values.double() - every.double()).abs() / every.double()
+        assert error.max().item() == pytest.approx(1 / 257, rel=1e-12) and (error > 2**-9).double().mean() > 0.2
 
 
 @pytest.mark.parametrize("k", [0, 5, 30])

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_study, write
+from sample_results import maps_arms, result_rows, table_spec, write_rows
 
 from residual_mass.cli import main
 from residual_mass.paper.report import page as report
+from residual_mass.paper.report.findings import gains_of
 from residual_mass.paper.report.notes import notes_on
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.page import load_deviations
 from residual_mass.paper.report.tables import load_page_table, place_of
+from residual_mass.paper.tables.render import run as run_table
 from residual_mass.spec_json import to_json
 
 HOSTILE = '<script>alert("x")</script> $(rm) </title> \' & \\input{z} {{ 7 * 7 }}'
@@ -264,6 +267,86 @@ def test_captions_are_those_of_the_latex_tables(study: Study, page: Element) -> 
         words = re.findall(r"\b[a-z]{4,}\b", caption.text)
         tex = path.read_text(encoding="utf-8").split(r"\caption{")[1].split(r"\label")[0]
         assert words == re.findall(r"\b[a-z]{4,}\b", re.sub(r"\\[a-z]+", " ", tex)) and len(words) > 20
+
+
+def test_rows_of_ours_stand_in_a_part_of_their_own(tmp_path: Path) -> None:
+    maps = ("1k", "1k-kl_only", "1k-residual_loss")
+    results = write_rows(tmp_path / "ablation_loss_smol.csv", result_rows(None, maps_arms(*maps)))
+    tex, template = tmp_path / "loss_ablation.tex", TEMPLATE.with_name("loss_ablation.tex.j2")
+    run_table(table_spec(tex.stem, budgets=(4.0,), maps=maps), [results], template, tex, tex.with_suffix(".csv"))
+    (grid,) = load_page_table(tex, tex.with_suffix(".csv"), "mini", {}).grids
+    heads = [[row[0].html.striptags() for row in block] for block in grid.blocks]
+    assert heads == [["Full", "Top-K", "Ours", "KL only"], ["Residual objective*"]]
+
+
+# ---- what was found --------------------------------------------------------------------------------------------------
+
+
+def section(page: Element, name: str) -> Element:
+    (found,) = [each for each in page.all("section") if each.attributes["aria-labelledby"] == name]
+    return found
+
+
+def test_the_page_opens_with_what_the_study_found(study: Study, page: Element) -> None:
+    assert [each.text for each in page.all("h2")][:3] == ["What this study found", "Beside the paper", "What was run"]
+    gains, errors = section(page, "findings").all("table")
+    lines = read(study.cells("ruler_sweep"))[1] + read(study.cells("babilong_sweep"))[1]
+    expected: dict[tuple[str, str], list[str]] = {}
+    for line in (line for line in lines if line["method"] == "topk_phi"):
+        numbers = (f"{float(line[name]):+.3f}" for name in ("gain", "gain_ci_low", "gain_ci_high"))
+        place = {"ruler": "RULER", "babilong": "BABILong"}[line["benchmark"]], line["length"]
+        expected.setdefault(place, []).append("{} [{}, {}]".format(*numbers).replace("-", "−"))
+    shown = [[cell.text.strip() for cell in [*row.all("th"), *row.all("td")]] for row in gains.all("tr")[1:]]
+    assert {(row[0], row[1]): row[2:] for row in shown} == expected and len(shown) == 4
+    accounting = read(study.cells("exact_accounting"))[1]
+    for row in errors.all("tr")[1:]:
+        text, length, k, *methods, change = (cell.text.strip() for cell in [*row.all("th"), *row.all("td")])
+        of_text = {
+            line["quantity"]: line for line in accounting if line["corpus"] == {"CWE": "cwe"}.get(text, "wikitext")
+        }
+        topk, nosub, sub = (of_text[name] for name in ("e_topk", "e_nosub", "e_sub"))
+        assert (length, k) == (
+            topk["length"],
+            topk["k"],
+        ) and change == f"{100 * float(sub['value']) / float(topk['value']) - 100:+.0f}%"
+        for cell, line in zip(methods, (topk, nosub, sub), strict=True):
+            assert cell == f"{line['text']} [{float(line['ci_low']):.3f}, {float(line['ci_high']):.3f}]"
+
+
+def test_gains_beyond_chance_are_marked_and_cells_of_two_tables_count_once(own: Study) -> None:
+    """Gains by hand: at 1 % above, at 2 % below, both after correction; another is small before it alone."""
+    cells = own.cells("ruler_sweep")
+    for budget, gain, corrected in (("1", "0.2", "0.001"), ("2", "-0.2", "0.049"), ("4", "0.2", "0.051")):
+        where = {"method": "topk_phi", "length": "4k", "budget_percent": budget}
+        edit_cells(cells, where, gain=gain, gain_p="0.0001", gain_p_holm=corrected)
+    lines = read(cells)[1]
+    repeated = [line | {"table": "stress_1pct", "gain": "0.9"} for line in lines]
+    found = gains_of([*repeated, *lines])
+    assert found == gains_of(lines) and found.tested == 8
+    (row,) = [row for row in found.rows if row.length == "4k"]
+    assert [gain.mark if gain else None for gain in row.gains] == ["", "above", "below", ""]
+    assert (found.marked("above"), found.marked("below")) == (1, 1)
+    text = " ".join(section(Page(own.page()).root, "findings").text.split())
+    assert "Of 16 paired comparisons" in text and "1 is above and 1 below by more than chance" in text
+    assert "+0.200†" in text and "−0.200‡" in text
+
+
+def test_a_task_at_whose_floor_full_is_names_no_winner(own: Study) -> None:
+    edit_cells(own.cells("ruler_sweep"), {"method": "full", "length": "8k"}, flags="floor")
+    found = section(Page(own.page()).root, "findings")
+    told = [row.all("th")[0].text for row in found.all("table")[0].all("tr")[1:]]
+    assert told == ["RULER", "RULER §", "BABILong", "BABILong"]
+    assert "§ Full is at the floor: this task decides nothing here." in found.text
+
+
+def test_beside_another_backbone_the_paper_takes_a_sentence(tmp_path: Path) -> None:
+    page = Page(sample_study(tmp_path, model_id="org/Other-LM").page()).root
+    assert [each.text for each in page.all("h2")][:2] == ["What this study found", "Beside the paper"]
+    beside = section(page, "verdict")
+    text = " ".join(beside.text.split())
+    assert "None of the 469 values that the paper prints can be compared with one of this study: " in text
+    assert "other backbone: 1b (org/Other-LM) (78)" in text and not beside.all("ul") and not beside.all("details")
+    assert "of 13 statements on what the tables say as a whole" in text
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------

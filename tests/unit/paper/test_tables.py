@@ -212,7 +212,7 @@ def test_variants_of_the_maps_stand_in_rows(
     assert r"    Feature maps & RULER 1k & \shortstack[c]{BABILong 1k\\(simulated)} \\" in tex
 
 
-OWN_ROWS = "Rows with $^{*}$ are ours and not in the paper's table: they stand apart and are never bold."
+OWN_ROWS = "Rows with $^{*}$ are our additions to the paper's table: they stand apart and are never bold."
 
 
 def test_rows_of_ours_stand_apart_and_take_no_bold_from_the_papers(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from residual_mass.files import read_text, write_text
 from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.comparison.by_cell import deviations_of
 from residual_mass.paper.document import figure_caption
+from residual_mass.paper.readers.accounting_file import METHODS
+from residual_mass.paper.report.findings import errors_of, gains_of
 from residual_mass.paper.report.latex_html import to_html
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.tables import PageTable, load_page_table, place_of
@@ -118,6 +120,9 @@ def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None
         version=__version__,
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         kinds=KIND_NOTES,
+        gains=gains_of(lines),
+        errors=errors_of(lines),
+        error_methods=list(METHODS.values()),
         examples=list(_examples(lines)),
         standing=standing(compared),
         verdicts=COUNTED,

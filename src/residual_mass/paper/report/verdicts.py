@@ -1,4 +1,4 @@
-"""What a study's page says first: how its values stand beside the paper's, and which way completion moves them."""
+"""How the values of a study's page stand beside the paper's, and which way completion moves them in both."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def changes_figure(rows: Sequence[Row], lines: Sequence[Row], where: Path) -> Ch
     for number, row in enumerate(rows, start=2):
         if row["table"] in SWEEPS:
             finite_field(row, "published", f"{where}:{number}", REMEDY)
-    published = _changes(_texts(rows, "published"))
-    ours = _changes(_texts(lines, "text"))
+    published = _changes(sweep_texts(rows, "published"))
+    ours = _changes(sweep_texts(lines, "text"))
     sizes = [abs(each) for found in (published, ours) for family in found.values() for each in family]
     if not sizes:
         return None
@@ -130,7 +130,7 @@ def changes_figure(rows: Sequence[Row], lines: Sequence[Row], where: Path) -> Ch
     return ChangesFigure(f"{limit:.3f}", tuple(families))
 
 
-def _texts(rows: Iterable[Row], column: str) -> dict[Point, str]:
+def sweep_texts(rows: Iterable[Mapping[str, str]], column: str) -> dict[Point, str]:
     """Printed values of the sweeps. Their maps need no name, and a cell that two tables show counts once."""
     return {
         Point(

@@ -213,7 +213,7 @@ def _is_at_floor(result: Result, task: str) -> bool:
 
 def _own_rows(content: Content) -> Iterator[str]:
     if any(row.own for row in content.layout.rows):
-        yield Latex(f"Rows with {OWN_ROW} are ours and not in the paper's table: they stand apart and are never bold.")
+        yield Latex(f"Rows with {OWN_ROW} are our additions to the paper's table: they stand apart and are never bold.")
 
 
 def _left_out(content: Content) -> Iterator[str]:
