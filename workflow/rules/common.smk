@@ -64,17 +64,19 @@ from residual_mass.specs import (
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
+SCHEMAS = {
+    path.name: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in (ROOT / "workflow/schemas").glob("*.schema.yaml")
+}
+REGISTRY = referencing.Registry().with_contents(SCHEMAS.items())
+
+
 def checked(data: Any, schema: str, where: str) -> Any:
     """`data` if it fits the schema, else the end of the run in one line."""
     for text in texts_in(data):
         if re.search(r"[\x00-\x1f\x7f]", text):  # a pattern of a schema lets a line break at the end pass
             sys.exit(f"{where}: {text!r} has a line break or another control character; write it without")
-    schemas = {
-        path.name: yaml.safe_load(path.read_text(encoding="utf-8"))
-        for path in (ROOT / "workflow/schemas").glob("*.schema.yaml")
-    }
-    registry = referencing.Registry().with_contents(schemas.items())
-    validator = jsonschema.Draft202012Validator(schemas[f"{schema}.schema.yaml"], registry=registry)
+    validator = jsonschema.Draft202012Validator(SCHEMAS[f"{schema}.schema.yaml"], registry=REGISTRY)
     error = jsonschema.exceptions.best_match(validator.iter_errors(data))
     if error is not None:
         key = ".".join(map(str, error.absolute_path))
