@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pandas as pd
@@ -162,6 +163,17 @@ def test_a_partition_that_is_not_there_is_told_before_the_first_job(study: Path,
     assert code != 0 and not submitted(output) and "workflow/profiles/slurm/config.yaml" in line
 
 
+@pytest.fixture
+def torch_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pip would say of a torch with CUDA: with one for CPUs alone, no job that needs a GPU is submitted."""
+    version = metadata.version("torch").partition("+")[0]
+    record = tmp_path / f"torch-{version}.dist-info" / "METADATA"
+    record.parent.mkdir()
+    record.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_a_job_on_two_gpus_fails_and_the_others_go_on(study: Path, finished: dict[str, bytes]) -> None:
     """The node's GPUs are no GPUs, so the training that asks for two must fail: the failure is the test."""
     config, protocol = study / "config" / "config.yaml", study / "config" / "studies" / "mini.yaml"
