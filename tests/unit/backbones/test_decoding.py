@@ -347,6 +347,30 @@ def test_finished_examples_and_arms_leave_the_batch(
     assert engine.work.decode_rows == sum(len(generation.tokens) for row in rows for generation in row)
 
 
+def test_an_arm_that_is_finished_on_all_examples_leaves_the_batch(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arms beside it go on with keys and values of their own."""
+    free = run(tiny_backbone, ARMS, phi, prompts[:3])
+    sizes = []
+    forward = tiny_backbone.model.forward
+
+    def counted(ids: Tensor, *args: object, **kwargs: object) -> object:
+        sizes.append(len(ids))
+        return forward(ids, *args, **kwargs)
+
+    def saturated(example: int, tokens: list[int]) -> bool:
+        return tokens == free[example][4][:4]
+
+    monkeypatch.setattr(tiny_backbone.model, "forward", counted)
+    rows = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:3], STEPS, saturated)
+    for e, row in enumerate(rows):
+        for a, generation in enumerate(row):
+            same = free[e][a][:4] == free[e][4][:4]
+            assert generation.tokens == (free[e][a][:4] if same else free[e][a]), (e, a)
+    assert sizes[3:6] == [3 * len(ARMS)] * 3 and sizes[-1] in range(3, 3 * len(ARMS), 3)
+
+
 def test_one_token_needs_no_decode_step(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
     engine = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None)
     assert [[g.tokens for g in row] for row in engine.generate(prompts[:1], 1)] == [
