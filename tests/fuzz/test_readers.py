@@ -162,7 +162,7 @@ def tables(folder: Path) -> dict[str, Case]:
     results, accounting, runtime = study.files.sources[0], study.files.sources[-4], study.files.sources[-3]
     (log := folder / "training_tiny_1k.csv").write_text(
         ",".join(training_log.COLUMNS) + "\n" + "".join(
-            f"study,ours,0,{step},{step}.5,wiki,{k},{layer},0.5,0.4,0.45,0.9,0.01,-0.02\n"
+            f"study,ours,0,{step},{step}.5,wiki,{k},{layer},0.5,0.4,0.45,0.9,0.01,-0.02,0.1\n"
             for step in (0, 3) for k in (1, 21) for layer in ("all", 0, 1)
         )
     )  # fmt: skip

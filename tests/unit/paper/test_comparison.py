@@ -22,11 +22,19 @@ from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
 from residual_mass.paper import published
 from residual_mass.paper.comparison import comparability
-from residual_mass.paper.comparison.by_cell import COLUMNS, DEVIATIONS, bounds_of_agreement, deviations_of, run
+from residual_mass.paper.comparison.by_cell import (
+    COLUMNS,
+    DEVIATIONS,
+    bounds_of_agreement,
+    deviations_of,
+    published_cells,
+    run,
+    verdict_on,
+)
 from residual_mass.paper.comparison.picture import tau_b
 from residual_mass.paper.published.protocol import PROTOCOL, VARIANTS, text_of
 from residual_mass.paper.tables import accounting_table, content, runtime_table, training_cost_table
-from residual_mass.paper.tables.table_file import COMPARED, Measured, Place
+from residual_mass.paper.tables.table_file import COMPARED, Measured, Place, load_table
 from residual_mass.spec_json import to_json
 from residual_mass.specs import ComparisonSpec
 
@@ -318,36 +326,43 @@ OTHER_SETTINGS = {
 } | {"phi.corpora": '["sotu"]', "phi.curriculum": '{"length": "512", "share": 0.5}'}  # fmt: skip
 
 
-def depends(row: Row, key: str) -> bool:
-    """Whether the paper's value in this row can depend on a setting: spelled out by table and method."""
-    label, method, quantity = row["table"], row["method"], row["quantity"]
+def depends(label: str, place: Place, key: str) -> bool:
+    """Whether the paper's value in this place can depend on a setting: spelled out by table and method."""
     if key.startswith("backbones."):
-        return key == f"backbones.{row['backbone']}.dtype" and not label.startswith("runtime")
+        return key == f"backbones.{place.backbone}.dtype" and not label.startswith("runtime")
     if key.startswith("anchors."):
-        return method != "full" and label != "training_cost_64k"
+        return place.method != "full" and label != "training_cost_64k"
     if label.startswith("runtime"):
-        return "phi" in method and key in ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
+        return "phi" in place.method and key in ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
     if label == "exact_accounting":
-        return quantity in ("e_sub", "e_nosub", "log_z_error")
-    _, _, variant = row["maps"].partition("-")
-    return ("phi" in method or label == "training_cost_64k") and key not in VARIANTS.get(variant, {})
+        return place.quantity in ("e_sub", "e_nosub", "log_z_error")
+    _, _, variant = (place.maps or "").partition("-")
+    return ("phi" in place.method or label == "training_cost_64k") and key not in VARIANTS.get(variant, {})
+
+
+OF_SETTINGS = ("stress_1pct", "dphi_ablation", "loss_ablation", "exact_accounting", "runtime_1b", "training_cost_64k")
+"""Tables that between them have every kind of value."""
+
+
+@pytest.fixture(scope="module")
+def papers_values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
+    tables = {label: rows for label, rows in papers_tables().items() if label in OF_SETTINGS}
+    return dict(load_table(path, "paper") for path in write(tmp_path_factory.mktemp("papers"), tables))
 
 
 @pytest.mark.parametrize("key", PROTOCOL)
-def test_what_another_setting_changes_is_not_comparable(tmp_path: Path, key: str) -> None:
+def test_what_another_setting_changes_is_not_comparable(papers_values: dict[str, list[Measured]], key: str) -> None:
     other = OTHER_SETTINGS[key]
     reason = f"{key} is {other}, {SPEC.settings[key]} in the paper"
-    labels = ("stress_1pct", "dphi_ablation", "loss_ablation", "exact_accounting", "runtime_1b", "training_cost_64k")
-    tables = {label: rows for label, rows in papers_tables().items() if label in labels}
-    rows, _ = compare(tmp_path, tables, replace(SPEC, settings=SPEC.settings | {key: other}))
+    spec = replace(SPEC, settings=SPEC.settings | {key: other})
     counted = Counter()
-    for row in (row for row in rows if row["table"] in labels):
-        told_by_itself = key == "phi.steps" and row["table"] == "training_cost_64k"
-        changed = depends(row, key) and not told_by_itself
-        no_interval = row["quantity"] in ("e_exact_nosub", "end_to_end_ms", "wall_clock_h")
+    for cell in (cell for cell in published_cells() if cell.table in OF_SETTINGS):
+        found = verdict_on(cell, papers_values, spec)
+        told_by_itself = key == "phi.steps" and cell.table == "training_cost_64k"
+        changed = depends(cell.table, cell.place, key) and not told_by_itself
+        no_interval = cell.place.quantity in ("e_exact_nosub", "end_to_end_ms", "wall_clock_h")
         unchanged = ("not comparable", "no interval") if no_interval else ("agrees", "")
-        expected = ("not comparable", reason) if changed else unchanged
-        assert (row["verdict"], row["reason"]) == expected, row
+        assert (found.words, found.reason) == (("not comparable", reason) if changed else unchanged), cell
         counted[changed] += 1
     assert min(counted.values()) > 5
 
@@ -402,7 +417,7 @@ def test_a_perfect_replication_agrees_in_95_of_100_cases(ours: int, widened: flo
     alone would hold 2 Phi(1.96 / sqrt(1 + n / n of the paper)) - 1 of them: 83 % at equal n.
     """
     generator, normal = np.random.default_rng(0), NormalDist()
-    score, draws = 0.6, 20_000
+    score, draws = 0.6, 6_000
     deviation = math.sqrt(score * (1 - score))
     theirs, own = (generator.normal(score, deviation / math.sqrt(n), draws) for n in (6500, ours))
     half = 1.96 * deviation / math.sqrt(ours)
@@ -416,7 +431,7 @@ def test_a_perfect_replication_agrees_in_95_of_100_cases(ours: int, widened: flo
         held += float(low) <= mean <= float(high)
     alone = 2 * normal.cdf(1.96 / math.sqrt(1 + ours / 6500)) - 1
     assert alone == pytest.approx(0.834, abs=5e-4) or ours > 6500
-    assert held / draws == pytest.approx(alone, abs=0.01) and agreed / draws == pytest.approx(widened, abs=0.01)
+    assert held / draws == pytest.approx(alone, abs=0.015) and agreed / draws == pytest.approx(widened, abs=0.01)
 
 
 @pytest.mark.parametrize("benchmark", ["babilong", "longbench"])
