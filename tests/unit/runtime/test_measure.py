@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.conftest import TINY
+from tests.conftest import TINY, byte_tokenizer, tiny_llama
 from tests.needs import GPU, needs
+from transformers import PreTrainedModel
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
@@ -31,10 +34,33 @@ SPEC = RuntimeSpec(
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_copies() -> Iterator[None]:
+    """Every measurement begins with the bandwidth, of which one round is enough here."""
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(measure, "copy_bandwidth", partial(copy_bandwidth, rounds=1))
+        yield
+
+
 @pytest.fixture(scope="module")
-def rows(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An assets folder with a backbone that takes as little time as can be."""
+    assets = tmp_path_factory.mktemp("assets")
+    folder = assets / "models" / "tiny-llama"
+    tiny_llama(layers=1).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return assets
+
+
+@pytest.fixture(scope="module")
+def model(one_layer: Path) -> PreTrainedModel:
+    return load_backbone(TINY, one_layer, torch.device("cpu")).model
+
+
+@pytest.fixture(scope="module")
+def rows(one_layer: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     out = tmp_path_factory.mktemp("runtime") / "runtime_tiny.csv"
-    measure.run(SPEC, tiny_assets, out)
+    measure.run(SPEC, one_layer, out)
     meta = json.loads(out.with_name(f"{out.name}.meta.json").read_text())
     assert meta["device"] == "cpu" and meta["hardware"].endswith(" threads")
     with open(out, encoding="utf-8") as stream:
@@ -179,10 +205,10 @@ class Recorder:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_what_is_timed_and_what_is_not(graphs: bool, monkeypatch: pytest.MonkeyPatch, tiny_backbone: Backbone) -> None:
+def test_what_is_timed_and_what_is_not(graphs: bool, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     """Second builds, three repeats of 31 steps, three readings of each of two prompts; no first time, no recording."""
     Recorder(monkeypatch, graphs)
-    rows = list(measure.measure(replace(SPEC, contexts=("128",), batches=(2,), repeats=3), tiny_backbone.model))
+    rows = list(measure.measure(replace(SPEC, contexts=("128",), batches=(2,), repeats=3), model))
     assert len(rows) == 8
     for row in rows:
         assert [row[f"per_step_{name}ms"] for name in ("low_", "", "high_")] == ["1000.000", "2000.000", "3000.000"]
@@ -192,10 +218,10 @@ def test_what_is_timed_and_what_is_not(graphs: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_the_clock_is_read_when_the_device_is_done_and_sides_follow_each_other(
-    monkeypatch: pytest.MonkeyPatch, tiny_backbone: Backbone
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
     recorder = Recorder(monkeypatch)
-    list(measure.measure(replace(SPEC, contexts=("128",), batches=(1, 2), repeats=2), tiny_backbone.model))
+    list(measure.measure(replace(SPEC, contexts=("128",), batches=(1, 2), repeats=2), model))
     log = recorder.log
     assert all(log[i - 1] == "wait" for i, what in enumerate(log) if what == "look")
     clock = ["wait", "look"]
@@ -252,11 +278,11 @@ def test_eight_long_prompts_of_llama_3b_need_what_was_worked_out() -> None:
     assert shortfall(needed, None) == "", "where nobody knows, it is tried"
 
 
-def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(tiny_assets: Path, tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(one_layer: Path, tmp_path: Path) -> None:
     free = free_bytes(torch.device("cpu"))
     assert free is not None and free > 2**20
     out = tmp_path / "runtime_tiny.csv"
-    measure.run(replace(SPEC, contexts=("128",), batches=(1, 10**8), repeats=1), tiny_assets, out)
+    measure.run(replace(SPEC, contexts=("128",), batches=(1, 10**8), repeats=1), one_layer, out)
     with open(out, encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 2 * 2 * len(METHODS)
@@ -271,7 +297,7 @@ def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(tiny_
 
 
 def test_running_out_of_memory_all_the_same_leaves_out_that_setting_alone(
-    monkeypatch: pytest.MonkeyPatch, tiny_backbone: Backbone
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
     class Bursting(PrototypeDecoder):
         def run(self, first: torch.Tensor) -> torch.Tensor:
@@ -280,7 +306,7 @@ def test_running_out_of_memory_all_the_same_leaves_out_that_setting_alone(
             return super().run(first)
 
     monkeypatch.setattr(measure, "PrototypeDecoder", Bursting)
-    rows = list(measure.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), tiny_backbone.model))
+    rows = list(measure.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), model))
     lacking = [row for row in rows if row.get("not_measured")]
     assert [(row["implementation"], row["method"]) for row in lacking] == [("prototype", "topk_phi")]
     assert "decoding needs more than the" in str(lacking[0]["not_measured"])
