@@ -38,12 +38,12 @@ def ends(folder: Path, sample: str, *arguments: str) -> list[str]:
     (folder / "conftest.py").write_text("from tests.needs import pytest_terminal_summary\n")
     (folder / "test_sample.py").write_text(sample)
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder, *arguments, folder]
-    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return run.stdout.splitlines()[-2:]
 
 
-@pytest.mark.parametrize("arguments", [[], ["-n", "2"]])
+@pytest.mark.parametrize("arguments", [[], ["-p", "xdist", "-n", "2"]])
 def test_the_line_counts_what_was_skipped_and_says_how_to_run_it(arguments: list[str], tmp_path: Path) -> None:
     line, last = ends(tmp_path, SAMPLE, *arguments)
     locked = "1 without the locked packages (pip install -r requirements.lock)"

@@ -149,8 +149,8 @@ def page(folder: Path, head: str, body: str) -> tuple[str, str]:
     return text.replace("\f", ""), done.stdout
 
 
-@needs(LATEX)
 @needs(PDFTOTEXT)
+@needs(LATEX)
 def test_latex_prints_every_value(tmp_path: Path, cells: list[Path]) -> None:
     defined = numbers(tmp_path, cells)["value"]
     body = "".join(f"\\noindent({number})\\rmvalue{{{key}}}.\n\n" for number, key in enumerate(defined))
@@ -159,8 +159,8 @@ def test_latex_prints_every_value(tmp_path: Path, cells: list[Path]) -> None:
     assert list(found.values()) == list(defined.values()) and "Warning: No" not in said
 
 
-@needs(LATEX)
 @needs(PDFTOTEXT)
+@needs(LATEX)
 def test_latex_prints_what_else_is_known_wherever_it_is_asked(tmp_path: Path, cells: list[Path]) -> None:
     """The file is read in the text, twice, and a number stands in a heading."""
     numbers(tmp_path, cells)
@@ -174,8 +174,8 @@ def test_latex_prints_what_else_is_known_wherever_it_is_asked(tmp_path: Path, ce
     assert said.startswith("ABC 1 At 0.500 [0.400, 0.650]; 8; +0.010; [−0.100, 0.100]; p = 1.000;")
 
 
-@needs(LATEX)
 @needs(PDFTOTEXT)
+@needs(LATEX)
 def test_an_unknown_key_is_seen_on_the_page_and_in_the_log(tmp_path: Path, cells: list[Path]) -> None:
     numbers(tmp_path, cells)
     key = "ruler_sweep/smol/ruler/all/1k/topk_fi/4"
