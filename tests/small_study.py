@@ -56,7 +56,7 @@ def write_small_study(folder: Path) -> None:
             "head": {"layer": 1, "head": 3},
         },
         recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
-        runtime={"contexts": ["512", "1k"], "batches": [1, 2]},
+        runtime={"contexts": ["512", "1k"], "batches": [1, 2], "repeats": 1},
         tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
         figures={
             "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
