@@ -18,7 +18,8 @@ import pytest
 
 @dataclass(frozen=True)
 class Need:
-    """
+    """What tests may need of a machine.
+
     Attributes:
         lack: what is told where it is not met, after the number of tests.
         remedy: what makes them run.
