@@ -73,8 +73,8 @@ def test_partial_kv_takes_them_without_maps(tiny_backbone: Backbone, prompts: li
                 return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
         logits[method] = made.logits[-1]
-    torch.testing.assert_close(logits["topk_all"], logits["full"])
-    torch.testing.assert_close(logits["topk_nothing"], logits["topk"])
+    torch.testing.assert_close(logits["topk_all"], logits["full"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits["topk_nothing"], logits["topk"], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits["topk"], logits["full"])
 
 

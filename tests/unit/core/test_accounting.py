@@ -103,7 +103,7 @@ def test_one_gather_flags_give_topk_nosub_and_sub_in_one_call() -> None:
     torch.testing.assert_close(ours, torch.stack((core.merge(exact)[0], nosub[1], sub[2])), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("k", [0, 1, 21])
 def test_exact_sub_is_full_attention(dtype: torch.dtype, tolerance: float, k: int) -> None:
     p = Problem(seed=11, length=300, dtype=dtype, spread=1.5)
