@@ -430,6 +430,12 @@ def test_the_sequences_of_a_step_have_query_positions_of_their_own(make: Make, r
         assert len({tuple(positions) for positions in seen.values()}) == 3
 
 
+def test_no_sequence_repeats_the_query_positions_of_another_one_steps_before(make: Make) -> None:
+    passes = make(sequences_per_step=3, replay=ReplaySpec(1, 1)).passes
+    drawn = [tuple(sorted(passes[slot]._positions(step, 0, 10).tolist())) for step in range(4) for slot in range(3)]
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_query_positions_come_from_the_final_share(make: Make) -> None:
     passes = make(query_window=0.25).passes[0]
     positions = passes._positions(3, 0, 10)
