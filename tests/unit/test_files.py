@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from residual_mass.files import claimed, read_parquet, replacing, write_text
+from residual_mass.files import claimed, read_csv, read_parquet, replacing, write_text
 
 AGAIN = "delete it and run the capture stage again"
 
@@ -104,3 +104,12 @@ def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:
 def test_the_module_does_not_load_pandas() -> None:
     code = "import sys, residual_mass.files; print({'pandas', 'pyarrow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_csv_cut_in_its_last_field_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "result.csv"
+    path.write_text("task,value\nall,0.625\n")
+    assert read_csv(path, ["task", "value"], "score") == [{"task": "all", "value": "0.625"}]
+    path.write_text("task,value\nall,0.6")
+    with pytest.raises(ValueError, match=r"result\.csv: empty or cut short, .* run the score stage again"):
+        read_csv(path, ["task", "value"], "score")
