@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residual_mass import __version__
-from residual_mass.files import sha256_of, write_json
+from residual_mass.files import REMAKE, read_json, sha256_of, write_json
 from residual_mass.spec_json import to_json
 
 if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".meta.json"
+MANIFEST = "manifest.json"
+"""Lists the files of a folder with their sha256."""
 PACKAGES = (
     "residual-mass torch triton transformers tokenizers safetensors huggingface_hub lm_eval datasets nltk numpy pandas "
     "pyarrow matplotlib snakemake"
@@ -38,19 +40,23 @@ class Record:
     are hashed as the stage finds them.
     """
 
-    def __init__(self, stage: str, spec: Any, inputs: Iterable[Path | None]) -> None:
+    def __init__(self, stage: str, spec: Any, inputs: Iterable[Path | None], sources: Iterable[Path] = ()) -> None:
         """
         Args:
             stage: its name, that in `recipes.RECIPES` where it has one.
-            spec: a spec dataclass or a mapping; empty for a stage that is told nothing but files.
-            inputs: files that the stage reads, None where it was given none. One that is missing is left out: the
-                stage itself says so if it needs it.
+            spec: a spec dataclass or a mapping; empty for a stage that has no spec.
+            inputs: outputs of other stages, checked by `recorded`; None where the stage was given none.
+            sources: files of the repository that the stage reads, templates for one.
+
+        Raises:
+            ValueError: an input is missing, has no record or is not what was recorded.
         """
         self._started = time.monotonic()
+        checked = {named(path): recorded(path) for path in inputs if path is not None}
         self._content = {
             "stage": stage,
             "spec": dict(spec) if isinstance(spec, Mapping) else json.loads(to_json(spec)),
-            "inputs": _hashes(path for path in inputs if path is not None and path.is_file()),
+            "inputs": checked | _hashes(path for path in sources if path.is_file()),
             "code": code_version(),
             "packages": _packages(),
             "machine": {
@@ -88,6 +94,26 @@ class Record:
         }
         outputs = {"outputs": _hashes([output, *members])}
         write_json(beside(output), {**self._content, **outputs, **ran_on, **used, **facts})
+
+
+def recorded(path: Path) -> str:
+    """The sha256 of a stage's output, checked against its record. The manifest of the assets is a record itself.
+
+    Raises:
+        ValueError: the file is missing, has no record, or is not what was recorded; names it and the remedy.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; {REMAKE}")
+    found = sha256_of(path)
+    sidecar = beside(path)
+    if not sidecar.is_file():
+        if path.name == MANIFEST:
+            return found
+        raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; bring that too, or {REMAKE}")
+    outputs = read_json(sidecar).get("outputs", {})
+    if found not in [sha for name, sha in outputs.items() if Path(name).name == path.name]:
+        raise ValueError(f"{path}: is not what {sidecar.name} recorded: cut, damaged or edited; delete it and {REMAKE}")
+    return found
 
 
 def beside(output: Path) -> Path:

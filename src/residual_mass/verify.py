@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, sha256_of
-from residual_mass.inputs.assets import MANIFEST
-from residual_mass.provenance import SUFFIX, beside
+from residual_mass.provenance import MANIFEST, SUFFIX, beside
 from residual_mass.recipes import RECIPES
 
 WORDS = OK, CHANGED, STALE, NO_RECORD = "ok", "changed", "stale", "no record"

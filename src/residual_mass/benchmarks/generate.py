@@ -30,8 +30,7 @@ from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationStore, Row, row_key
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
-from residual_mass.inputs.assets import MANIFEST
-from residual_mass.provenance import Record
+from residual_mass.provenance import MANIFEST, Record
 from residual_mass.specs import ArmSpec, GenerateSpec, MapsSpec, tokens_of
 
 if TYPE_CHECKING:

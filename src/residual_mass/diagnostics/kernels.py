@@ -22,8 +22,7 @@ from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
-from residual_mass.inputs.assets import MANIFEST
-from residual_mass.provenance import Record
+from residual_mass.provenance import MANIFEST, Record
 from residual_mass.specs import KernelsSpec, tokens_of
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
 from residual_mass.core.support import retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers
 from residual_mass.files import csv_text, write_text
-from residual_mass.inputs.assets import MANIFEST
-from residual_mass.provenance import Record
+from residual_mass.provenance import MANIFEST, Record
 from residual_mass.specs import MapErrorsSpec, tokens_of
 
 log = logging.getLogger(__name__)

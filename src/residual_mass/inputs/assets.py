@@ -19,12 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from residual_mass.files import claimed, naming, read_json, require_writable, sha256_of, write_json
-from residual_mass.provenance import Record
+from residual_mass.provenance import MANIFEST, Record
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-"""The file of an assets folder that vouches for the others."""
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LARGEST = 2 * 1024**3
 """Bytes that the files of one source may have."""

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from residual_mass.inputs.assets import MANIFEST, model_folder
+from residual_mass.inputs.assets import model_folder
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine.gpus import device_files
+from residual_mass.provenance import MANIFEST
 from residual_mass.specs import BackboneSpec
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from residual_mass.inputs.assets import MANIFEST, vouched_for
+from residual_mass.inputs.assets import vouched_for
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, key_of
 from residual_mass.prefetch.needs import same_order
+from residual_mass.provenance import MANIFEST
 from residual_mass.specs import PrefetchSpec, StreamNeed
 
 

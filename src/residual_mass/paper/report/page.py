@@ -65,9 +65,10 @@ class ReportFiles:
     sources: Sequence[Path]
     deviations: Path
 
-    def all(self) -> Iterator[Path]:
+    def shown(self) -> Iterator[Path]:
+        """What the page shows of paper_tables/."""
         compared = filter(None, (self.comparison, self.picture))
-        yield from itertools.chain(self.tables, self.cells, self.figures, compared, self.claims, self.sources)
+        yield from itertools.chain(self.tables, self.cells, self.figures, compared)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None
     """
     if not files.tables and not files.figures:
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
-    record = Record("report", spec, [*files.all(), files.deviations, template])
+    record = Record(
+        "report", spec, [*files.claims, *files.sources], sources=[*files.shown(), files.deviations, template]
+    )
     compared = load_comparison(files.comparison, spec.study) if files.comparison else []
     tables = list(_tables(spec, files, compared))
     claims = [row for path in files.claims for row in load_claims(path, spec.study)]
@@ -134,7 +137,7 @@ def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None
         tables=tables,
         figures=list(_figures(spec, files.figures)),
         deviations=load_deviations(files.deviations, spec.study, _open_points(tables)),
-        provenance=provenance(files.all()),
+        provenance=provenance([*files.shown(), *files.claims, *files.sources]),
     )
     write_text(out, page)
     record.write(out)
