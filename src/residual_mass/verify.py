@@ -18,15 +18,17 @@ from typing import Any
 from residual_mass.files import read_json, sha256_of
 from residual_mass.provenance import MANIFEST, SUFFIX, beside
 from residual_mass.recipes import RECIPES
+from residual_mass.study.config import Slip, parsed
+from residual_mass.study.jobs import Job
 
 WORDS = OK, CHANGED, STALE, NO_RECORD = "ok", "changed", "stale", "no record"
 RESULTS = "results"
 """The folder in which every file has a record; what else a stage reads is the project's own or brought along."""
 
-Expected = Mapping[str, Mapping[str, Any]]
-"""By the name of a result, what the workflow would tell the job that makes it: `spec`, and its `inputs` by name; or
-`refused`, why it would not make it.
-"""
+Expected = Mapping[str, Job]
+"""By the name of a result, the job that would make it now."""
+UNREAD = "results/diagnostics/audit_"
+"""Inputs that jobs wait for and do not read: rows that fail their audit become no table, figure or claim."""
 
 
 def run(results: Sequence[Path], expected: Path | None) -> bool:
@@ -122,17 +124,18 @@ class Verifier:
         now = self._expected_by_path.get(path)
         if now is None:
             yield "no rule makes it"
-        elif "refused" in now:
-            yield f"no job makes it: {now['refused']}"
+        elif now.refused:
+            yield f"no job makes it: {now.refused}"
         else:
-            yield from _differences(record.spec, now["spec"], "spec")
-            wanted = {Path(os.path.abspath(name)) for name in now["inputs"]}
+            yield from _differences(record.spec, now.spec, "spec")
+            read_now = (name for name in now.inputs if not name.startswith(UNREAD))
+            wanted = {Path(os.path.abspath(name)) for name in read_now}
             read = {record.path(name): name for name in record.inputs}
             yield from (f"no longer made from {read[source]}" for source in sorted(set(read) - wanted))
             yield from (f"now made from {os.path.relpath(source)} as well" for source in sorted(wanted - set(read)))
 
     @cached_property
-    def _expected_by_path(self) -> dict[Path, Mapping[str, Any]]:
+    def _expected_by_path(self) -> dict[Path, Job]:
         return {Path(os.path.abspath(name)): now for name, now in (self.expected or {}).items()}
 
     def _sha256(self, path: Path) -> str | None:
@@ -246,7 +249,7 @@ def _differences(recorded: Any, now: Any, where: str) -> Iterator[str]:
 
 
 def _read_expected(path: Path) -> Expected:
-    expected = read_json(path)
-    if not isinstance(expected, dict) or not all(isinstance(now, dict) for now in expected.values()):
-        raise ValueError(f"{path}: does not say what is expected; let `snakemake --cores 1 verify` write it")
-    return expected
+    try:
+        return parsed(dict[str, Job], read_json(path))
+    except Slip as slip:
+        raise ValueError(f"{path}: {slip}; let `snakemake --cores 1 verify` write it") from None

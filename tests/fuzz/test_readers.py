@@ -25,6 +25,7 @@ from tests.unit.diagnostics.test_claims import SETTINGS, SPEC, make_rows, write_
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks.scoring import collect
 from residual_mass.benchmarks.store import GenerationStore
+from residual_mass.core.settings import MapSpec
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_parquet
 from residual_mass.frozen_prompts import load_manifest, load_prompts, table_sha256
@@ -36,7 +37,6 @@ from residual_mass.paper.readers.runtime_file import load_runtime
 from residual_mass.paper.report.verdicts import load_claims, load_comparison, load_picture
 from residual_mass.paper.tables.parameter_table import load_counts
 from residual_mass.paper.tables.table_file import load_table
-from residual_mass.specs import MapSpec
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 
 QUICK, THOROUGH = 8, 200

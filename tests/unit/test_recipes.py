@@ -20,7 +20,7 @@ from residual_mass.recipes import RECIPES
 
 SOURCE = Path(__file__).parents[2] / "src"
 RECORD = Path(__file__).with_name("recipe_digests.json")
-NO_NUMBERS = [f"{PACKAGE}.{name}" for name in ("files", "machine", "provenance", "spec_json")]
+NO_NUMBERS = [f"{PACKAGE}.{name}" for name in ("files", "machine", "provenance")]
 """Modules that read and write files, ask for GPUs and keep records: no number of a result depends on them."""
 
 

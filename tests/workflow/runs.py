@@ -16,6 +16,8 @@ from typing import Any
 import yaml
 from snakemake.utils import update_config
 
+from residual_mass.study.config import load
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -111,12 +113,11 @@ def changed(path: Path, text: str) -> Iterator[None]:
 
 
 def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) -> str:
-    """What reading the configuration of a checkout ends with, without the seconds that Snakemake takes to start."""
+    """What is wrong with the configuration of a checkout; empty where nothing is."""
     config = yaml.safe_load((checkout / "config" / "config.yaml").read_text())
     update_config(config, settings or {})
-    names = {"ROOT": checkout, "Path": Path, "sys": sys, "config": config}
     try:
-        exec((checkout / "workflow" / "rules" / "common.smk").read_text(), names)
-    except SystemExit as end:
-        return str(end.code)
+        load(checkout, config)
+    except ValueError as error:
+        return str(error)
     return ""

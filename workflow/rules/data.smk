@@ -8,9 +8,9 @@ Makes: results/assets/manifest.json, results/prompts/{benchmark}_{tokenizer}_{le
 rule assets:
     # ancient: a checkout is younger than a folder brought along, which must not be downloaded again for that.
     input:
-        requirements=ancient(here("config/assets.txt")),
+        requirements=ancient(plan.here("config/assets.txt")),
     output:
-        str(ASSETS),
+        plan.assets_manifest,
     log:
         "logs/assets.log",
     benchmark:
@@ -32,9 +32,9 @@ rule assets:
 
 rule prompts:
     input:
-        assets=assets_for_prompts,
+        assets=plan.assets_for_prompts,
     output:
-        PROMPTS,
+        paths.PROMPTS,
     log:
         "logs/prompts/{benchmark}_{tokenizer}_{length}.log",
     benchmark:
@@ -46,7 +46,7 @@ rule prompts:
         mem_mb=4000,
         runtime=240,
     params:
-        spec=prompts_spec,
+        spec=plan.prompts_spec,
     message:
         "Freezing the examples of {wildcards.benchmark} at {wildcards.length} ({wildcards.tokenizer})"
     shell:

@@ -8,26 +8,26 @@ accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.c
 
 rule capture:
     input:
-        assets=assets_for(HEADS, MASS, ROWS),
-        phi=phi_of,
-        prompts=prompts_of_packs,
+        assets=plan.assets,
+        phi=plan.main_phi,
+        prompts=plan.prompts_of_packs,
     output:
-        heads=HEADS,
-        mass=MASS,
-        rows=ROWS,
+        heads=paths.HEADS,
+        mass=paths.MASS,
+        rows=paths.ROWS,
     log:
         "logs/capture/{backbone}_{corpus}_{length}.log",
     benchmark:
         "logs/capture/{backbone}_{corpus}_{length}.tsv"
     conda:
         "../../environment.yml"
-    threads: half_of_the_cores
+    threads: machine.half_of_the_cores
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(64000, 6000),
-        runtime=with_gpu(240, 60),
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(240, 60),
     params:
-        spec=capture_spec,
+        spec=plan.capture_spec,
     message:
         "Measuring every head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
     shell:
@@ -38,11 +38,11 @@ rule capture:
 
 rule audit:
     input:
-        rows=ROWS,
-        heads=HEADS,
-        phi=phi_of,
+        rows=paths.ROWS,
+        heads=paths.HEADS,
+        phi=plan.main_phi,
     output:
-        AUDIT,
+        paths.AUDIT,
     log:
         "logs/audit/{backbone}_{corpus}_{length}.log",
     benchmark:
@@ -51,10 +51,10 @@ rule audit:
         "../../environment.yml"
     threads: 1
     resources:
-        mem_mb=with_gpu(12000, 4000),  # the GPU's models have wider maps and longer rows; no GPU is used
+        mem_mb=machine.with_gpu(12000, 4000),  # the GPU's models have wider maps and longer rows; no GPU is used
         runtime=60,
     params:
-        spec=audit_spec,
+        spec=plan.audit_spec,
     message:
         "Measuring a sample of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length} again in float64"
     shell:
@@ -64,24 +64,24 @@ rule audit:
 
 rule kernels:
     input:
-        assets=assets_for(KERNELS),
-        phi=phi_of_kernels,
-        prompts=prompts_of_packs,
+        assets=plan.assets,
+        phi=plan.kernels_phi,
+        prompts=plan.prompts_of_packs,
     output:
-        KERNELS,
+        paths.KERNELS,
     log:
         "logs/kernels/{backbone}_{corpus}_{length}.log",
     benchmark:
         "logs/kernels/{backbone}_{corpus}_{length}.tsv"
     conda:
         "../../environment.yml"
-    threads: half_of_the_cores
+    threads: machine.half_of_the_cores
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(64000, 6000),
-        runtime=with_gpu(60, 30),
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(60, 30),
     params:
-        spec=kernels_spec,
+        spec=plan.kernels_spec,
     message:
         "Kernels of one head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
     shell:
@@ -91,14 +91,14 @@ rule kernels:
 
 rule findings:
     input:
-        heads=captured_by(HEADS),
-        mass=captured_by(MASS),
-        audits=captured_by(AUDIT),  # not read: rows that fail theirs become no table and no claim
+        heads=plan.captured_by(paths.HEADS),
+        mass=plan.captured_by(paths.MASS),
+        audits=plan.captured_by(paths.AUDIT),  # not read: rows that fail theirs become no table and no claim
     output:
-        accounting=ACCOUNTING,
-        state_dtype=STATE_DTYPE,
+        accounting=paths.ACCOUNTING,
+        state_dtype=paths.STATE_DTYPE,
         claims=report(
-            CLAIMS,
+            paths.CLAIMS,
             caption="../report/claims.rst",
             category="Claims",
             labels={"backbone": "{backbone}"},
@@ -114,7 +114,7 @@ rule findings:
         mem_mb=4000,
         runtime=30,
     params:
-        spec=findings_spec,
+        spec=plan.findings_spec,
     message:
         "Means and claims out of the rows of {wildcards.backbone}"
     shell:
@@ -124,23 +124,23 @@ rule findings:
 
 rule map_errors:
     input:
-        assets=assets_for(MAP_ERRORS),
-        phi=phi_at_length,
+        assets=plan.assets,
+        phi=plan.phi_at,
     output:
-        MAP_ERRORS,
+        paths.MAP_ERRORS,
     log:
         "logs/map_errors/{backbone}_{length}.log",
     benchmark:
         "logs/map_errors/{backbone}_{length}.tsv"
     conda:
         "../../environment.yml"
-    threads: half_of_the_cores
+    threads: machine.half_of_the_cores
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(64000, 6000),
-        runtime=with_gpu(240, 60),
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(240, 60),
     params:
-        spec=map_errors_spec,
+        spec=plan.map_errors_spec,
     message:
         "Comparing the feature maps of {wildcards.backbone} at {wildcards.length}"
     shell:

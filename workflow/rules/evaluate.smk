@@ -8,26 +8,26 @@ results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backb
 
 rule generate:
     input:
-        assets=assets_for(GENERATIONS),
-        prompts=prompts_of,
-        phi=phi_of_group,
+        assets=plan.assets,
+        prompts=plan.prompts_of,
+        phi=plan.group_phi,
     output:
-        GENERATIONS,
+        paths.GENERATIONS,
     log:
         "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.log",
     benchmark:
         "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.tsv"
     conda:
         "../../environment.yml"
-    threads: half_of_the_cores
+    threads: machine.half_of_the_cores
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(64000, 6000),
-        runtime=with_gpu(1440, 240),
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(1440, 240),
     params:
-        spec=generate_spec,
+        spec=plan.generate_spec,
         # Declared nowhere, so that finished rows outlive an interrupted job.
-        store="results/generations/_store/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl",
+        store=paths.STORE,
     message:
         "Generating {wildcards.benchmark} ({wildcards.tasks}, {wildcards.group}) at {wildcards.length} with {wildcards.backbone}"
     shell:
@@ -37,10 +37,10 @@ rule generate:
 
 rule score:
     input:
-        prompts=prompts_of,
-        generations=generations_of,
+        prompts=plan.prompts_of,
+        generations=plan.generations_of,
     output:
-        RESULTS,
+        paths.RESULTS,
     log:
         "logs/score/{benchmark}_{backbone}_{length}.log",
     benchmark:
@@ -53,7 +53,7 @@ rule score:
         mem_mb=4000,
         runtime=60,
     params:
-        spec=score_spec,
+        spec=plan.score_spec,
     message:
         "Scoring {wildcards.benchmark} at {wildcards.length} with {wildcards.backbone}"
     shell:
@@ -63,7 +63,7 @@ rule score:
 
 use rule score as score_comparison with:
     output:
-        COMPARED,
+        paths.COMPARED,
     log:
         "logs/score/{comparison}_{benchmark}_{backbone}_{length}.log",
     benchmark:
@@ -74,9 +74,9 @@ use rule score as score_comparison with:
 
 rule mismatch:
     input:
-        results=mismatch_of,
+        results=plan.mismatch_results,
     output:
-        MISMATCH,
+        paths.MISMATCH,
     log:
         "logs/join/cross_length_mismatch_{backbone}.log",
     benchmark:
@@ -96,9 +96,9 @@ rule mismatch:
 
 use rule mismatch as ablation with:
     input:
-        results=ablation_of,
+        results=plan.ablation_results,
     output:
-        ABLATION,
+        paths.ABLATION,
     log:
         "logs/join/ablation_{ablation}_{backbone}.log",
     benchmark:

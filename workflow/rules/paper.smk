@@ -9,19 +9,19 @@ paper_tables/{study}/numbers.tex, paper_tables/{study}/main.tex and, where LaTeX
 
 rule table:
     input:
-        results=results_of,
-        template=template_of,
-        frame=here("paper_tables/templates/frame.tex.j2"),
+        results=plan.table_results,
+        template=plan.template,
+        frame=plan.here("paper_tables/templates/frame.tex.j2"),
     output:
         tex=report(
-            TABLE,
+            paths.TABLE,
             caption="../report/table.rst",
             category="Tables",
             subcategory="{study}",
             labels={"table": "{label}", "file": "LaTeX"},
         ),
         cells=report(
-            CELLS,
+            paths.CELLS,
             caption="../report/table.rst",
             category="Tables",
             subcategory="{study}",
@@ -39,7 +39,7 @@ rule table:
         mem_mb=1000,
         runtime=10,
     params:
-        spec=table_spec,
+        spec=plan.table_spec,
     message:
         "Table {wildcards.label} of study {wildcards.study}"
     shell:
@@ -49,11 +49,11 @@ rule table:
 
 rule published_table:
     input:
-        facts=facts_of,  # not named to the stage, which has them built in
-        template=template_of,
-        frame=here("paper_tables/templates/frame.tex.j2"),
+        facts=plan.published_values,  # not named to the stage, which has them built in
+        template=plan.template,
+        frame=plan.here("paper_tables/templates/frame.tex.j2"),
     output:
-        PUBLISHED_TABLE,
+        paths.PUBLISHED_TABLE,
     log:
         "logs/published_table/{label}.log",
     benchmark:
@@ -74,17 +74,17 @@ rule published_table:
 
 rule comparison:
     input:
-        cells=cells_of,
+        cells=plan.compared_cells,
     output:
         cells=report(
-            COMPARISON,
+            paths.COMPARISON,
             caption="../report/comparison.rst",
             category="Beside the paper",
             subcategory="{study}",
             labels={"compares": "every cell"},
         ),
         picture=report(
-            PICTURE,
+            paths.PICTURE,
             caption="../report/comparison.rst",
             category="Beside the paper",
             subcategory="{study}",
@@ -102,7 +102,7 @@ rule comparison:
         mem_mb=1000,
         runtime=10,
     params:
-        spec=comparison_spec,
+        spec=plan.comparison_spec,
     message:
         "Study {wildcards.study} beside the paper's values"
     shell:
@@ -112,10 +112,10 @@ rule comparison:
 
 rule numbers:
     input:
-        cells=numbers_cells,
-        template=here("paper_tables/templates/numbers.tex.j2"),
+        cells=plan.all_cells,
+        template=plan.here("paper_tables/templates/numbers.tex.j2"),
     output:
-        NUMBERS,
+        paths.NUMBERS,
     log:
         "logs/numbers/{study}.log",
     benchmark:
@@ -128,7 +128,7 @@ rule numbers:
         mem_mb=1000,
         runtime=10,
     params:
-        spec=numbers_spec,
+        spec=plan.numbers_spec,
     message:
         "Numbers of study {wildcards.study} for prose"
     shell:
@@ -138,12 +138,12 @@ rule numbers:
 
 rule figure:
     input:
-        data=figure_data,
-        audits=figure_audits,  # not read: rows that fail theirs become no figure
+        data=plan.figure_data,
+        audits=plan.figure_audits,  # not read: rows that fail theirs become no figure
     output:
-        pdf=f"{FIGURE}.pdf",
+        pdf=paths.FIGURE_PDF,
         png=report(
-            f"{FIGURE}.png",
+            paths.FIGURE_PNG,
             caption="../report/figure.rst",
             category="Figures",
             subcategory="{study}",
@@ -161,7 +161,7 @@ rule figure:
         mem_mb=2000,
         runtime=10,
     params:
-        spec=figure_spec,
+        spec=plan.figure_spec,
     message:
         "Figure {wildcards.label} of study {wildcards.study}"
     shell:
@@ -171,12 +171,12 @@ rule figure:
 
 rule document:
     input:
-        tables=tables_of,
-        figures=figures_shown,
-        numbers=numbers_shown,
-        template=here("paper_tables/templates/main.tex.j2"),
+        tables=plan.document_tables,
+        figures=plan.document_figures,
+        numbers=plan.document_numbers,
+        template=plan.here("paper_tables/templates/main.tex.j2"),
     output:
-        DOCUMENT,
+        paths.DOCUMENT,
     log:
         "logs/document/{study}.log",
     benchmark:
@@ -189,7 +189,7 @@ rule document:
         mem_mb=1000,
         runtime=10,
     params:
-        spec=document_spec,
+        spec=plan.document_spec,
     message:
         "All tables and figures of study {wildcards.study}"
     shell:
@@ -199,13 +199,13 @@ rule document:
 
 rule document_pdf:
     input:
-        document=DOCUMENT,
-        tables=tables_of,  # the document reads them, the figures and the numbers itself
-        figures=figures_shown,
-        numbers=numbers_shown,
+        document=paths.DOCUMENT,
+        tables=plan.document_tables,  # the document reads them, the figures and the numbers itself
+        figures=plan.document_figures,
+        numbers=plan.document_numbers,
     output:
         report(
-            DOCUMENT_PDF,
+            paths.DOCUMENT_PDF,
             caption="../report/document.rst",
             category="Document",
             labels={"study": "{study}"},

@@ -8,17 +8,17 @@ Makes: results/report.html
 
 rule report:
     input:
-        tables=reported(TABLE),
-        cells=reported(CELLS),
-        figures=figures_reported,
-        comparison=reported(COMPARISON, compared=True),
-        picture=reported(PICTURE, compared=True),
-        claims=claims_reported,
-        sources=sources_reported,
-        deviations=here("docs/deviations.md"),
-        template=here("paper_tables/templates/report.html.j2"),
+        tables=lambda _: plan.of_page(paths.TABLE),
+        cells=lambda _: plan.of_page(paths.CELLS),
+        figures=lambda _: plan.page_figures(),
+        comparison=lambda _: plan.of_page(paths.COMPARISON, compared=True),
+        picture=lambda _: plan.of_page(paths.PICTURE, compared=True),
+        claims=lambda _: plan.page_claims(),
+        sources=lambda _: page_sources(plan, workflow.rules),
+        deviations=plan.here("docs/deviations.md"),
+        template=plan.here("paper_tables/templates/report.html.j2"),
     output:
-        REPORT,
+        paths.REPORT,
     log:
         "logs/report.log",
     benchmark:
@@ -31,7 +31,7 @@ rule report:
         mem_mb=1000,
         runtime=10,
     params:
-        spec=report_spec,
+        spec=plan.report_spec,
     message:
         "Page of the study"
     shell:

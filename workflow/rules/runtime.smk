@@ -7,9 +7,9 @@ Makes: results/runtime_{backbone}.csv
 
 rule runtime:
     input:
-        assets=assets_for(RUNTIME),
+        assets=plan.assets,
     output:
-        RUNTIME,
+        paths.RUNTIME,
     log:
         "logs/runtime/{backbone}.log",
     benchmark:
@@ -17,13 +17,13 @@ rule runtime:
     priority: 20  # first, while there are few other jobs: it takes the machine for itself
     conda:
         "../../environment.yml"
-    threads: all_of_the_cores
+    threads: machine.all_of_the_cores
     resources:
-        gpu=gpus,
-        mem_mb=with_gpu(64000, 6000),
-        runtime=with_gpu(240, 60),
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(240, 60),
     params:
-        spec=runtime_spec,
+        spec=plan.runtime_spec,
     message:
         "Measuring latencies of {wildcards.backbone}"
     shell:

@@ -9,11 +9,11 @@ and of named recipes: results/recipes/{recipe}_{backbone}_{maps}_{seed}.safetens
 
 rule train:
     input:
-        assets=assets_for(PHI),
+        assets=plan.assets,
     output:
-        phi=PHI,
+        phi=paths.PHI,
         csv=report(
-            TRAINING_LOG,
+            paths.TRAINING_LOG,
             caption="../report/training.rst",
             category="Training",
             labels={"backbone": "{backbone}", "maps": "{maps}"},
@@ -24,16 +24,16 @@ rule train:
         "logs/train/{backbone}_{maps}.tsv"
     conda:
         "../../environment.yml"
-    threads: half_of_the_cores
+    threads: machine.half_of_the_cores
     resources:
-        gpu=training_gpus,
-        mem_mb=training_memory(64000, 6000),
-        runtime=with_gpu(10080, 120),
+        gpu=machine.training_gpus,
+        mem_mb=machine.training_memory(64000, 6000),
+        runtime=machine.with_gpu(10080, 120),
     params:
-        spec=train_spec,
+        spec=plan.train_spec,
         launcher=launcher,
         # Declared nowhere, for Snakemake deletes the declared outputs of a job that did not finish.
-        checkpoint="results/phi/_checkpoints/{backbone}_{maps}.safetensors",
+        checkpoint=paths.CHECKPOINT,
     message:
         "Training the feature maps of {wildcards.backbone} at {wildcards.maps}"
     shell:
@@ -43,11 +43,11 @@ rule train:
 
 rule train_variants:
     input:
-        assets=assets_for(*VARIANTS),
+        assets=plan.assets,
     output:
-        phi=VARIANTS,
+        phi=plan.variants_phi,
         csv=report(
-            "results/training_{backbone}_{maps}-variants.csv",
+            paths.VARIANTS_LOG,
             caption="../report/training.rst",
             category="Training",
             labels={"backbone": "{backbone}", "maps": "{maps}, variants"},
@@ -59,15 +59,15 @@ rule train_variants:
     priority: 10  # the longest job of a small study, with many others after it
     conda:
         "../../environment.yml"
-    threads: half_of_the_cores
+    threads: machine.half_of_the_cores
     resources:
-        gpu=training_gpus,
-        mem_mb=training_memory(96000, 8000),
-        runtime=with_gpu(10080, 240),
+        gpu=machine.training_gpus,
+        mem_mb=machine.training_memory(96000, 8000),
+        runtime=machine.with_gpu(10080, 240),
     params:
-        spec=train_variants_spec,
+        spec=plan.train_variants_spec,
         launcher=launcher,
-        checkpoint="results/phi/_checkpoints/{backbone}_{maps}-variants.safetensors",
+        checkpoint=paths.VARIANTS_CHECKPOINT,
     message:
         "Training the variants of {wildcards.backbone} at {wildcards.maps}, each teacher pass shared by all"
     shell:
@@ -77,11 +77,11 @@ rule train_variants:
 
 use rule train as train_recipe with:
     input:
-        assets=assets_for(RECIPE_PHI),
+        assets=plan.assets,
     output:
-        phi=RECIPE_PHI,
+        phi=paths.RECIPE_PHI,
         csv=report(
-            RECIPE_LOG,
+            paths.RECIPE_LOG,
             caption="../report/training.rst",
             category="Training",
             labels={"backbone": "{backbone}", "maps": "{maps}", "recipe": "{recipe}", "seed": "{seed}"},
@@ -91,18 +91,18 @@ use rule train as train_recipe with:
     benchmark:
         "logs/train/{recipe}_{backbone}_{maps}_{seed}.tsv"
     params:
-        spec=train_recipe_spec,
+        spec=plan.train_recipe_spec,
         launcher=launcher,
-        checkpoint="results/recipes/_checkpoints/{recipe}_{backbone}_{maps}_{seed}.safetensors",
+        checkpoint=paths.RECIPE_CHECKPOINT,
     message:
         "Training {wildcards.backbone} at {wildcards.maps} by the recipe {wildcards.recipe}, seed {wildcards.seed}"
 
 
 rule recipe_logs:
     input:
-        logs=recipe_logs_of,
+        logs=plan.recipe_logs,
     output:
-        RECIPES_LOG,
+        paths.RECIPES_LOG,
     log:
         "logs/join/recipes_{backbone}_{maps}.log",
     benchmark:

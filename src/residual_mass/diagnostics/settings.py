@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from residual_mass.files import read_parquet
-from residual_mass.specs import FindingsSpec
+from residual_mass.study.specs import FindingsSpec
 
 PROVENANCE = ("study", "backbone", "maps", "model_id", "revision", "weights", "phi_sha")
 HEADS_ORDER = ["budget_percent", "layer", "head", "pack", "query"]

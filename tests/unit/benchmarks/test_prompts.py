@@ -16,7 +16,7 @@ from residual_mass import frozen_prompts
 from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, seeded
-from residual_mass.specs import PromptsSpec
+from residual_mass.study.specs import PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("ruler", 2048)

@@ -11,7 +11,7 @@ from tests.conftest import TINY, save_tiny, tiny_llama
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.specs import MapSpec
+from residual_mass.core.settings import MapSpec
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, make_
 
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import map_errors
-from residual_mass.specs import AnchorSpec, MapErrorsSpec, MapSpec, MapsSpec
+from residual_mass.study.specs import MapErrorsSpec
 
 
 @pytest.fixture

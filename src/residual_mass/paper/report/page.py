@@ -37,7 +37,7 @@ from residual_mass.paper.tables.captions import KIND_NOTES, model_warnings
 from residual_mass.paper.templating import RESTORE, fill
 from residual_mass.paper.titles import METHOD_TITLES, task_title
 from residual_mass.provenance import Record
-from residual_mass.specs import ReportSpec
+from residual_mass.study.specs import ReportSpec
 
 LARGEST = 8_000_000
 """Bytes of all figures together; they grow by a third in the page."""
@@ -101,7 +101,13 @@ class Deviations:
     of_study: tuple[tuple[Markup, ...], ...]
 
 
-def run(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None:
+def run(spec: ReportSpec, *paths: Any) -> None:
+    """The stage: `write` with its files in the order of the flags."""
+    *shown, template, out = paths
+    write(spec, ReportFiles(*shown), template, out)
+
+
+def write(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None:
     """Writes the page.
 
     Raises:

@@ -1,0 +1,123 @@
+"""Settings of the method itself: what is exact, what stands for the rest, and the shape of feature maps.
+
+Plain frozen dataclasses, so that the library needs nothing to read them; the pipeline parses them with pydantic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from residual_mass.core.estimators import estimator_named
+
+MAPS_HEADER = "residual_mass_phi"
+"""The one key of the metadata in the header of a file of feature maps."""
+
+
+class Settings:
+    """Base of everything that is parsed from YAML or JSON: unknown keys and other types are refused."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+    }
+
+
+def to_json(settings: Any) -> str:
+    """One JSON object with sorted keys."""
+    return json.dumps(dataclasses.asdict(settings), sort_keys=True)
+
+
+def tokens_of(label: str) -> int:
+    """`"4k"` is 4096 tokens; `"512"` is itself."""
+    match = re.fullmatch(r"([1-9][0-9]{0,11})(k?)", label)
+    if match is None:
+        raise ValueError(f"length {label!r} is not a length label: write 512, 1k, 64k, ...")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def length_and_variant(maps: str) -> tuple[str, str]:
+    """The length that feature maps were trained at, and the variant that they are, from their label
+    `<length>[-<variant>]`; the variant is empty for a study's own recipe.
+    """
+    length, _, variant = maps.partition("-")
+    return length, variant
+
+
+def maps_label(length: str, variant: str = "") -> str:
+    """The inverse of `length_and_variant`."""
+    return f"{length}-{variant}" if variant else length
+
+
+@dataclass(frozen=True)
+class AnchorSpec(Settings):
+    """Positions that are always read exactly."""
+
+    sink: int = 4
+    """First positions of the prefix."""
+    tail: int = 16
+    """Last positions of the prefix."""
+
+    def __post_init__(self) -> None:
+        if min(self.sink, self.tail) < 0:
+            raise ValueError(f"sink and tail are counts of tokens, not {self.sink} and {self.tail}")
+
+
+@dataclass(frozen=True)
+class ArmSpec(Settings):
+    """One evaluated method at one exact-support budget."""
+
+    method: str
+    """Name of an estimator."""
+    budget_percent: float | None = None
+    """Percent of the prefix, anchors included."""
+    maps: str | None = None
+    """Label of the feature maps, where there are several."""
+
+    def __post_init__(self) -> None:
+        estimator_named(self.method)
+        if self.maps is not None and not self.uses_phi:
+            raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
+        if (self.method == "full") != (self.budget_percent is None):
+            raise ValueError(f"arm {self.method!r}: full takes no budget_percent, every other method needs one")
+        if self.budget_percent is not None and not 0 < self.budget_percent <= 100:
+            raise ValueError(f"budget_percent {self.budget_percent:g} is outside (0, 100]")
+
+    @property
+    def is_full(self) -> bool:
+        return estimator_named(self.method).whole_prefix
+
+    @property
+    def uses_phi(self) -> bool:
+        return estimator_named(self.method).adds_residual
+
+
+@dataclass(frozen=True)
+class MapSpec(Settings):
+    """Shape of the feature maps."""
+
+    kind: Literal["rezero", "hedgehog"] = "rezero"
+    """Architecture."""
+    d_emb: int = 512
+    """Width of the hidden layer."""
+    d_phi: int = 64
+    """Number of features."""
+    init: Literal["default", "positive_random_features"] = "default"
+    """Initial weights."""
+
+    def __post_init__(self) -> None:
+        if min(self.d_emb, self.d_phi) < 1:
+            raise ValueError(f"d_emb and d_phi are 1 or more, not {self.d_emb} and {self.d_phi}")
+
+
+@dataclass(frozen=True)
+class MapsSpec(Settings):
+    """Feature maps that an evaluation uses."""
+
+    label: str
+    length: int
+    """Longest context that they were trained on, in tokens."""

@@ -1,0 +1,59 @@
+"""The jobs behind a study's files, as Snakemake's own rules make them, whether or not they have been run.
+
+What only looks at a study (`estimate`, `doctor`, `prefetch`, `verify`, the page's list of sources) asks here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from snakemake.iocontainers import Wildcards
+
+from residual_mass.study import paths
+from residual_mass.study.jobs import Job
+from residual_mass.study.plan import Plan
+
+
+def jobs_behind(rules: Iterable[Any], targets: Iterable[str]) -> Iterator[Job]:
+    """Every job that the targets need, each once and after the jobs that need it.
+
+    Args:
+        rules: `workflow.rules` of Snakemake.
+    """
+    rules = list(rules)
+    left, seen = list(targets), set()
+    while left:
+        path = left.pop(0)
+        if path in seen or (job := job_of(rules, path)) is None:
+            continue
+        seen.update((path, *job.outputs))
+        left += job.inputs
+        yield job
+
+
+def job_of(rules: Iterable[Any], path: str) -> Job | None:
+    """The job that makes a file; None where no rule does."""
+    rule = next((rule for rule in rules if rule.is_producer(path)), None)
+    if rule is None:
+        return None
+    wildcards = Wildcards(fromdict=rule.get_wildcards(path))
+    try:
+        inputs = rule.expand_input(wildcards)[0]
+        told = rule.params.spec(wildcards) if "spec" in rule.params.keys() else "{}"
+    except SystemExit as refusal:
+        return Job(rule.name, outputs=(path,), refused=str(refusal.code))
+    outputs = rule.expand_output(wildcards)[0]
+    return Job(rule.name, tuple(map(str, inputs)), tuple(map(str, outputs)), json.loads(told))
+
+
+def page_sources(plan: Plan, rules: Iterable[Any]) -> list[str]:
+    """What the page's tables and figures are made of, whose hashes it names: prompts, feature maps, training logs,
+    generated texts, results and captured files; not captured rows, which only the audits read.
+    """
+    study = plan.configuration.main.study
+    jobs = jobs_behind(rules, [*plan.results(study), *plan.rendered(study)])
+    unread = paths.ROWS.partition("{")[0]
+    made = (path for job in jobs if job.rule != "assets" for path in job.outputs)
+    return [path for path in made if path.startswith("results/") and not path.startswith(unread)]

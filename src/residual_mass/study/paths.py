@@ -1,0 +1,56 @@
+"""Every file name of the workflow, with its wildcards; nothing parses a name back."""
+
+from __future__ import annotations
+
+from residual_mass.study.config import PUBLISHED
+
+PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json"
+
+PHI = "results/phi/{backbone}_{maps}.safetensors"
+TRAINING_LOG = "results/training_{backbone}_{maps}.csv"
+CHECKPOINT = "results/phi/_checkpoints/{backbone}_{maps}.safetensors"
+VARIANT_PHI = "results/phi/{backbone}_{maps}-{variant}.safetensors"
+VARIANTS_LOG = "results/training_{backbone}_{maps}-variants.csv"
+VARIANTS_CHECKPOINT = "results/phi/_checkpoints/{backbone}_{maps}-variants.safetensors"
+RECIPE_PHI = "results/recipes/{recipe}_{backbone}_{maps}_{seed}.safetensors"
+RECIPE_LOG = "results/recipes/{recipe}_{backbone}_{maps}_{seed}.csv"
+RECIPE_CHECKPOINT = "results/recipes/_checkpoints/{recipe}_{backbone}_{maps}_{seed}.safetensors"
+RECIPES_LOG = "results/recipes_{backbone}_{maps}.csv"
+
+GENERATIONS = "results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl"
+STORE = "results/generations/_store/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl"
+RESULTS = "results/{benchmark}_{backbone}_{length}.csv"
+COMPARED = "results/compared/{comparison}/{benchmark}_{backbone}_{length}.csv"
+MISMATCH = "results/cross_length_mismatch_{backbone}.csv"
+ABLATION = "results/ablation_{ablation}_{backbone}.csv"
+
+HEADS = "results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet"
+MASS = "results/diagnostics/mass_{backbone}_{corpus}_{length}.parquet"
+ROWS = "results/diagnostics/rows_{backbone}_{corpus}_{length}.safetensors"
+AUDIT = "results/diagnostics/audit_{backbone}_{corpus}_{length}.csv"
+KERNELS = "results/diagnostics/kernels_{backbone}_{corpus}_{length}.parquet"
+MAP_ERRORS = "results/diagnostics/map_errors_{backbone}_{length}.csv"
+ACCOUNTING = "results/diagnostics/accounting_{backbone}.csv"
+STATE_DTYPE = "results/diagnostics/state_dtype_{backbone}.csv"
+CLAIMS = "results/diagnostics/claims_{backbone}.csv"
+
+RUNTIME = "results/runtime_{backbone}.csv"
+
+TABLE = "paper_tables/{study}/{label}.tex"
+CELLS = "paper_tables/{study}/{label}.csv"
+PUBLISHED_TABLE = f"paper_tables/{PUBLISHED}/{{label}}.tex"
+COMPARISON = "paper_tables/{study}/comparison.csv"
+PICTURE = "paper_tables/{study}/comparison_picture.csv"
+NUMBERS = "paper_tables/{study}/numbers.tex"
+FIGURE_PDF = "paper_tables/{study}/figures/{label}.pdf"
+FIGURE_PNG = "paper_tables/{study}/figures/{label}.png"
+DOCUMENT = "paper_tables/{study}/main.tex"
+DOCUMENT_PDF = "paper_tables/{study}/main.pdf"
+REPORT = "results/report.html"
+"""Of the study that the configuration names."""
+
+TEMPLATE = "paper_tables/templates/{name}.tex.j2"
+PUBLISHED_VALUES = "src/residual_mass/paper/published/{label}.csv"
+
+JOBS = "logs/{target}.json"
+"""What the target `estimate`, `doctor`, `prefetch` or `verify` looks at, written when it starts."""

@@ -1,0 +1,61 @@
+"""How much of a machine a job takes, from its wildcards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from residual_mass.study.plan import Plan, Wildcards
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """Resources of the jobs of a plan.
+
+    Attributes:
+        workflow: Snakemake's.
+    """
+
+    plan: Plan
+    workflow: Any
+
+    def gpus(self, wildcards: Wildcards) -> int:
+        return int(self.plan.backbone_of(wildcards).requires_gpu)
+
+    def with_gpu(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
+        """One number for jobs that ask for a GPU and one for jobs that do not."""
+        return lambda wildcards: on_a_gpu if self.gpus(wildcards) else otherwise
+
+    def half_of_the_cores(self, wildcards: Wildcards) -> int:
+        """A small model gains little from a second core, so without a GPU two jobs share the machine."""
+        cores = self._cores
+        return 8 if self.gpus(wildcards) or cores is None else max(1, min(8, cores // 2))
+
+    def all_of_the_cores(self, _: Wildcards) -> int:
+        return self._cores or 8
+
+    @property
+    def _cores(self) -> int | None:
+        """None on a cluster, which has no number of cores; what a job sees there has been given to it alone."""
+        return None if self.workflow.remote_exec else self.workflow.resource_settings.cores
+
+    def training_gpus(self, wildcards: Wildcards) -> int:
+        """GPUs of one training job; none for a backbone that requires none, whatever the study says."""
+        return self.gpus(wildcards) * self.plan.phi_of(wildcards).gpus
+
+    def training_memory(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
+        """Every GPU has a process of its own, with the backbone's weights."""
+        return lambda wildcards: on_a_gpu * self.training_gpus(wildcards) or otherwise
+
+
+def launcher(wildcards: Wildcards, resources: Any) -> str:
+    """What starts the processes of a training.
+
+    A function of the resources, so that another number of GPUs, which leaves the spec as it is, trains nothing again.
+    Without exec, the shell in between would die of the SIGTERM that asks for a checkpoint, and Snakemake with it.
+    """
+    if resources.gpu < 2:
+        return "exec python"
+    start = f"python -m torch.distributed.run --standalone --nproc-per-node {resources.gpu}"
+    return f"exec python -m residual_mass.machine.gpus {resources.gpu} {start}"

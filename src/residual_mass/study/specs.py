@@ -1,0 +1,316 @@
+"""What a stage is told: frozen dataclasses, one per stage, handed over as one JSON object with sorted keys, so that a
+changed value, and only that, reruns a job.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, Settings
+from residual_mass.inputs.hub_data import HubPart
+from residual_mass.study.config import Backbone, Decoding, Latencies, ObjectiveSpec, Resampling, Slip, Training, parsed
+
+Spec = TypeVar("Spec")
+
+
+def parse_spec(spec: type[Spec], text: str) -> Spec:
+    """The JSON object `text` as a spec; the inverse of `core.settings.to_json`.
+
+    Raises:
+        ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--spec is not JSON: {error}") from None
+    try:
+        return parsed(spec, data)
+    except Slip as slip:
+        raise ValueError(f"spec{'.' * bool(slip.key)}{slip}") from None
+
+
+@dataclass(frozen=True)
+class BackboneSpec(Backbone):
+    """A backbone as a stage is told of it."""
+
+    name: str = field(kw_only=True)
+
+    @property
+    def weights(self) -> str:
+        return "random" if self.source == "random" else "pretrained"
+
+
+@dataclass(frozen=True)
+class PromptsSpec(Settings):
+    """The examples of a benchmark, frozen to disk."""
+
+    benchmark: str
+    length: str
+    tokenizer: str
+    model_id: str
+    revision: str
+    tokenizer_source: Literal["assets", "hub"]
+    data_source: Literal["assets", "hub"]
+    examples: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSpec(Decoding):
+    """Answers of every arm to some tasks of a benchmark."""
+
+    study: str
+    backbone: BackboneSpec
+    benchmark: str
+    length: str
+    tasks: tuple[str, ...]
+    examples: int
+    arms: tuple[ArmSpec, ...]
+    anchors: AnchorSpec
+    truncate_to: str
+    maps: tuple[MapsSpec, ...]
+    allow_extrapolation: bool
+    """Permit prompts longer than the maps were trained on (the paper's collapse)."""
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreSpec(Resampling):
+    """Scores of generated answers."""
+
+    study: str
+    backbone: BackboneSpec
+    benchmark: str
+    length: str
+    data_source: Literal["assets", "hub"]
+    arms: tuple[ArmSpec, ...] | None
+    """Arms to score; null scores every arm that the generations hold."""
+    decoding: str
+    """How the texts were generated: `benchmarks.decoding.decoding_words`, which the result CSV repeats."""
+    recipe: int
+
+
+@dataclass(frozen=True)
+class VariantSpec(Settings):
+    """Feature maps that are trained: the label of their file, their shape and their objective."""
+
+    label: str
+    map: MapSpec
+    objective: ObjectiveSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec(Training):
+    """One training job. Its variants see the same sequences and query positions, from one teacher pass each."""
+
+    name: str
+    """Of the recipe, as the log repeats it."""
+    backbone: BackboneSpec
+    length: str
+    variants: tuple[VariantSpec, ...]
+    anchors: AnchorSpec
+    recipe: int
+
+
+@dataclass(frozen=True)
+class CaptureSpec(Settings):
+    """Quantities of every head on packed held-out text."""
+
+    study: str
+    backbone: BackboneSpec
+    corpus: str
+    length: str
+    budgets: tuple[float, ...]
+    anchors: AnchorSpec
+    maps: MapsSpec
+    packs: int
+    queries: int
+    """Teacher-forced decode queries right after the prefill, per pack."""
+    audited: int
+    """Attention rows whose query, keys and values are stored, to be measured again in float64."""
+    seed: int
+    recipe: int
+    allow_extrapolation: bool = False
+
+
+@dataclass(frozen=True)
+class AuditSpec(Settings):
+    """Recomputation of stored attention rows in float64, and the largest differences that it lets pass."""
+
+    anchors: AnchorSpec
+    error_tolerance: float
+    """Of relative errors, shares and entropies: absolute, and relative to those above 1."""
+    log_mass_tolerance: float
+    """Of log Z, in nats."""
+    recipe: int
+
+
+@dataclass(frozen=True)
+class KernelsSpec(Settings):
+    """Exact kernels and scores of feature maps, key by key, of one query head."""
+
+    study: str
+    backbone: BackboneSpec
+    corpus: str
+    length: str
+    budget_percent: float
+    """Which keys count as retrieved."""
+    anchors: AnchorSpec
+    maps: tuple[MapsSpec, ...]
+    layer: int
+    head: int
+    queries: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingsSpec(Resampling):
+    """What is read out of captured rows: means, the summaries' precision, and the paper's statements as checks."""
+
+    study: str
+    budget_percent: float
+    """The budget at which the statements are checked."""
+    corpus: str
+    length: str
+    """With `corpus`, where the paper's figures make their statements."""
+    recipe: int
+
+
+@dataclass(frozen=True)
+class MapErrorsSpec(Settings):
+    """Attention-output errors of several feature maps on one and the same held-out text."""
+
+    backbone: BackboneSpec
+    corpus: str
+    length: str
+    budgets: tuple[float, ...]
+    anchors: AnchorSpec
+    maps: tuple[MapsSpec, ...]
+    packs: int
+    queries: int
+    seed: int
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSpec(Latencies):
+    """Latencies of every method, in the paper's kind of implementation and in ours."""
+
+    study: str
+    backbone: BackboneSpec
+    anchors: AnchorSpec
+    map: MapSpec
+    """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
+    recipe: int
+
+
+@dataclass(frozen=True)
+class ModelNeed(Settings):
+    """A model on the hub."""
+
+    model_id: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class StreamNeed(Settings):
+    """How far trainings read into a corpus on the hub."""
+
+    corpus: str
+    tokenizer: str
+    """Label of what counts the tokens: the tokenizer of the model below; its fields are those of BackboneSpec."""
+    model_id: str
+    revision: str
+    source: Literal["assets", "hub", "random"]
+    seed: int
+    slots: int
+    """Parallel streams; `tokens` are those of each."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PrefetchSpec(Settings):
+    """What the jobs of a study read of the hub."""
+
+    study: str
+    models: tuple[ModelNeed, ...]
+    parts: tuple[HubPart, ...]
+    """Parts of data sets that are read whole."""
+    streams: tuple[StreamNeed, ...]
+
+
+@dataclass(frozen=True)
+class FigureSpec(Settings):
+    label: str
+    """Name of the figure; where there are several of a kind, the kind's name, an underscore and what tells them
+    apart."""
+    title: str
+    budget_percent: float | None = None
+    """What a figure of one K shows."""
+    maps: tuple[str, ...] = ()
+    """Labels of the feature maps that a figure compares, the study's own first."""
+    backbone_titles: dict[str, str] = field(default_factory=dict)
+    """What a figure of several backbones calls them."""
+
+
+@dataclass(frozen=True)
+class TableSpec(Settings):
+    study: str
+    label: str
+    backbones: tuple[str, ...]
+    lengths: tuple[str, ...]
+    budgets: tuple[float, ...]
+    benchmarks: tuple[str, ...]
+    """Benchmarks whose result files exist in this study; cells of the others print `--`."""
+    lengths_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Lengths at which a benchmark is evaluated, where not at all of the table's; other cells print `--`."""
+    maps: tuple[str, ...] = ()
+    """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
+    backbone_titles: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ComparisonSpec(Settings):
+    """A study's tables beside the paper's values, and the settings that decide whether the two can be compared.
+
+    Keys and values are as `paper.published.protocol.settings_of` gives them.
+    """
+
+    study: str
+    settings: dict[str, str]
+    """Those of the study."""
+    variants: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What variants of the feature maps change of them, by label."""
+
+
+@dataclass(frozen=True)
+class NumbersSpec(Settings):
+    """The numbers of a study's tables, for prose."""
+
+    study: str
+
+
+@dataclass(frozen=True)
+class DocumentSpec(Settings):
+    """All tables and figures of a study."""
+
+    study: str
+    backbones: tuple[BackboneSpec, ...]
+    figure_titles: dict[str, str] = field(default_factory=dict)
+    """What a figure is of, by its label; ends its caption."""
+
+
+@dataclass(frozen=True)
+class ReportSpec(Settings):
+    """The page of a study: what it was run on, and what its figures are of."""
+
+    study: str
+    backbones: tuple[BackboneSpec, ...]
+    lengths: tuple[str, ...]
+    budgets: tuple[float, ...]
+    figure_titles: dict[str, str] = field(default_factory=dict)
+    """What a figure is of, by its label; ends its caption."""

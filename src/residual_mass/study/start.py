@@ -1,0 +1,83 @@
+"""What is looked at when a run starts, before its first job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from residual_mass.core.settings import to_json
+from residual_mass.files import write_text
+from residual_mass.inputs.assets import read_pins
+from residual_mass.machine import preflight, slurm
+from residual_mass.paper import typesetting
+from residual_mass.prefetch import missing
+from residual_mass.prefetch.needs import hub_needs
+from residual_mass.provenance import SUFFIX
+from residual_mass.study import paths
+from residual_mass.study.dag import job_of, jobs_behind
+from residual_mass.study.jobs import Job, StudyJobs
+from residual_mass.study.plan import Plan
+
+
+def problems(plan: Plan, workflow: Any) -> list[str]:
+    """What this machine lacks for the jobs that are to be run, one line each."""
+    jobs = list(workflow.dag.needrun_jobs())
+    specs = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
+    offline, assets = plan.configuration.main.offline, plan.assets_folder
+    unmade = [job for job in jobs if not all(Path(path).exists() for path in job.output)]  # none with `--touch`
+    running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
+    submits = workflow.executor_plugin.name != "local"
+    backbones = [plan.backbone_spec(name) for name in plan.configuration.main.backbones if name in running]
+    found = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
+    if offline and any(plan.assets_manifest in (*job.input, *job.output) for job in jobs):
+        found += missing.problems(hub_needs(plan.configuration.main.study, specs), assets)
+    if any(job.rule.name == "document_pdf" for job in jobs):
+        found += typesetting.problems()
+    if workflow.executor_plugin.name == "slurm":
+        found += slurm.problems(workflow.executor_settings.status_command, _sites(jobs))
+        slurm.see_cancelled_jobs()
+    if any(job.output for job in jobs):
+        found += slurm.unfinished(Path.cwd())
+    kept = {path for job in jobs for path in job.input} - {path for job in jobs for path in job.output}
+    found += preflight.from_the_future(map(Path, kept))
+    found += preflight.unwritable(Path(path) for job in jobs for path in job.output)
+    return found
+
+
+def _sites(jobs: list[Any]) -> set[tuple[str, str]]:
+    """Partition and account of every job that is to be submitted; each "" where none is given."""
+    keys = ("slurm_partition", "slurm_account")
+    return {tuple(str(job.resources.get(key) or "") for key in keys) for job in jobs if not job.is_local}
+
+
+def write_jobs(plan: Plan, workflow: Any) -> None:
+    """Writes what the targets that only look at a study are about to read."""
+    running = {job.rule.name for job in workflow.dag.needrun_jobs()}
+    studies = {"estimate": [plan.configuration.main.study], "prefetch": [plan.configuration.main.study]}
+    studies["doctor"] = [name for name in plan.studies if plan.backbones_of(name)]
+    for target in sorted(running & set(studies)):
+        recipes = target == "prefetch"
+        found = [study_jobs(plan, workflow.rules, name, recipes) for name in studies[target]]
+        write_text(Path(paths.JOBS.format(target=target)), json.dumps([json.loads(to_json(each)) for each in found]))
+    if "verify" in running:
+        recorded = recorded_jobs(plan, workflow.rules)
+        text = json.dumps({path: json.loads(to_json(job)) for path, job in recorded.items()}, indent=1, sort_keys=True)
+        write_text(Path(paths.JOBS.format(target="verify")), text + "\n")
+
+
+def study_jobs(plan: Plan, rules: Any, study: str, recipes: bool = False) -> StudyJobs:
+    """All jobs of a study, with `recipes` those of the target `recipes` as well."""
+    targets = [*plan.targets(study), *(plan.recipe_targets(study) if recipes else [])]
+    return StudyJobs(study, plan.backbone_specs(study), tuple(jobs_behind(rules, targets)))
+
+
+def recorded_jobs(plan: Plan, rules: Any) -> dict[str, Job]:
+    """By result with a record, of all studies, the job that would make it."""
+    rules = list(rules)
+    folders = (Path("results"), plan.assets_folder)
+    records = [str(path) for folder in folders for path in folder.rglob(f"*{SUFFIX}")]
+    made = {path.removesuffix(SUFFIX): job_of(rules, path.removesuffix(SUFFIX)) for path in records}
+    pins = {"pins": read_pins(plan.root / "config/assets.txt")}
+    made[plan.assets_manifest] = Job("assets", outputs=(plan.assets_manifest,), spec=pins)
+    return {path: job for path, job in made.items() if job}
