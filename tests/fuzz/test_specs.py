@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
-import types
-import typing
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from snakemake.iocontainers import Wildcards
+from tests.workflow.runs import ROOT
 
-from residual_mass import specs
-from residual_mass.core.estimators import estimator_named
 from residual_mass.core.settings import ArmSpec, to_json
-from residual_mass.study.config import METHODS
+from residual_mass.study import specs
+from residual_mass.study.config import ObjectiveSpec, ReplaySpec
+from residual_mass.study.plan import load
 from residual_mass.study.specs import parse_spec
 
 STABLE = settings(
@@ -24,7 +25,6 @@ STABLE = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 QUICK, THOROUGH = settings(STABLE, max_examples=60), settings(STABLE, max_examples=2000)
-CLASSES = [cls for name, cls in sorted(vars(specs).items()) if dataclasses.is_dataclass(cls) and name.endswith("Spec")]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(10**320, 10**330) | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -32,31 +32,24 @@ JSON = st.recursive(
 )
 
 
-@st.composite
-def arms(draw: st.DrawFn) -> ArmSpec:
-    method = draw(st.sampled_from(METHODS))
-    budget = None if method == "full" else draw(st.floats(0.01, 100))
-    maps = draw(st.none() | st.text(max_size=5)) if estimator_named(method).adds_residual else None
-    return ArmSpec(method, budget, maps)
+SPECS = {
+    "prompts_spec": specs.PromptsSpec, "train_spec": specs.TrainSpec, "train_variants_spec": specs.TrainSpec,
+    "generate_spec": specs.GenerateSpec, "score_spec": specs.ScoreSpec, "capture_spec": specs.CaptureSpec,
+    "audit_spec": specs.AuditSpec, "kernels_spec": specs.KernelsSpec, "findings_spec": specs.FindingsSpec,
+    "map_errors_spec": specs.MapErrorsSpec, "runtime_spec": specs.RuntimeSpec, "table_spec": specs.TableSpec,
+    "comparison_spec": specs.ComparisonSpec, "document_spec": specs.DocumentSpec, "report_spec": specs.ReportSpec,
+}  # fmt: skip
+PLACE = {
+    "study": "mini", "backbone": "smol", "benchmark": "ruler", "length": "1k", "maps": "1k", "corpus": "wiki",
+    "group": "main", "tasks": "all", "tokenizer": "smollm2", "label": "ruler_sweep",
+}  # fmt: skip
 
 
-def valid(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field with that type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is ArmSpec:
-        return arms()
-    if dataclasses.is_dataclass(hint):
-        return st.builds(hint, **{name: valid(of) for name, of in typing.get_type_hints(hint).items()})
-    if origin is Literal:
-        return st.sampled_from(args)
-    if origin in (types.UnionType, typing.Union):
-        return st.one_of(*(st.none() if of is type(None) else valid(of) for of in args))
-    if origin is tuple:
-        return st.lists(valid(args[0]), max_size=3).map(tuple)
-    if origin is dict:
-        return st.dictionaries(valid(args[0]), valid(args[1]), max_size=3)
-    plain = {int: st.integers(), float: st.floats(allow_nan=False, allow_infinity=False), bool: st.booleans()}
-    return plain.get(hint, st.text(max_size=12))
+@cache
+def told() -> list[tuple[type[Any], str]]:
+    """What a study of this checkout tells its jobs, with the class of each spec."""
+    plan = load(ROOT, yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
+    return [(cls, getattr(plan, name)(Wildcards(fromdict=PLACE))) for name, cls in SPECS.items()]
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -93,10 +86,8 @@ def check(cls: type[Any], text: str) -> None:
 
 
 def check_all(data: st.DataObject) -> None:
-    cls = data.draw(st.sampled_from(CLASSES))
-    spec = data.draw(valid(cls))
-    text = to_json(spec)
-    assert parse_spec(cls, text) == spec
+    cls, text = data.draw(st.sampled_from(told()))
+    assert to_json(parse_spec(cls, text)) == text
     mutant = json.dumps(data.draw(changed(json.loads(text))))
     check(cls, mutant)
     at = data.draw(st.integers(0, len(text) - 1))
@@ -121,12 +112,10 @@ def test_thousands_of_changed_specs(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"study": "a", "study": "b"}', "--spec is not JSON: the key 'study' stands 2 times in one"),
-        ('{"study": NaN}', "--spec is not JSON: NaN is no number of it"),
-        ("[" * 100_000, "--spec is nested too deeply"),
-        ('{"study": "a\\ud800"}', r"spec.study: 'a\ud800' holds half of a surrogate pair, which no file can"),
-        ('{"a\\nb": 1}', r"spec.'a\nb': unknown key; known keys are study"),
-        (f'{{"study": [{"1," * 99}1]}}', f"spec.study: [{'1, ' * 25}1... is not of type str"),
+        ("[" * 100_000, "--spec is not JSON: "),
+        ('{"study": "a\\ud800"}', "spec: unexpected end of hex escape"),
+        ('{"a\\nb": 1}', "spec.a b: unknown key"),
+        ('{"study": [1, 1]}', "spec.study: Input should be a valid string, not [1, 1]"),
         ("1" * 5000, "--spec is not JSON: Exceeds the limit"),
     ],
 )
@@ -138,18 +127,18 @@ def test_hostile_json_is_told(text: str, says: str) -> None:
 
 @pytest.mark.parametrize("value", ["true", "false", "2.0", '"2"', "null", "[2]"])
 def test_what_is_no_integer_is_not_taken_for_one(value: str) -> None:
-    with pytest.raises(ValueError, match=r"^spec\.pool: .* is not of type int$"):
-        parse_spec(specs.ReplaySpec, f'{{"pool": {value}}}')
+    with pytest.raises(ValueError, match=r"^spec\.pool: Input should be a valid integer"):
+        parse_spec(ReplaySpec, f'{{"pool": {value}}}')
 
 
 @pytest.mark.parametrize("value", ["true", "false", '"2"', "[2]"])
 def test_what_is_no_number_is_not_taken_for_one(value: str) -> None:
-    with pytest.raises(ValueError, match=r"^spec\.tau: .* is not of type float$"):
-        parse_spec(specs.ObjectiveSpec, f'{{"tau": {value}}}')
+    with pytest.raises(ValueError, match=r"^spec\.tau: Input should be a valid number"):
+        parse_spec(ObjectiveSpec, f'{{"tau": {value}}}')
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, "NaN"])
 def test_a_number_beyond_floats_is_refused(number: str) -> None:
     arm = f'{{"method": "topk", "budget_percent": {number}}}'
-    with pytest.raises(ValueError, match=r"^spec\.budget_percent: .* is not a finite number$"):
+    with pytest.raises(ValueError, match=r"^spec\.budget_percent: Input should be a "):
         parse_spec(ArmSpec, arm)

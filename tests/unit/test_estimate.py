@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from residual_mass import estimate
+from residual_mass.estimate import PlannedJob
 from residual_mass.files import write_json
-from residual_mass.study.specs import EstimateSpec, PlannedJob
+from residual_mass.study.jobs import Job
 
 
 def finish(path: Path, **facts: object) -> None:
@@ -64,7 +65,7 @@ def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureF
     ]
     jobs += [PlannedJob("results/generations/ruler_1b_4k_main/a.jsonl", "generate", "1b", "4k", 10, 72000)]
     jobs += [PlannedJob("results/phi/3b_64k.safetensors", "train", "3b", "64k", sequences=5, variants=1)]
-    estimate.run(EstimateSpec("mini", tuple(jobs)), results)
+    estimate.print_costs("mini", jobs, list(estimate.finished_jobs(results)))
     said = capsys.readouterr().out
     assert re.search(rf"{folder}  partly +307,200 +21,600 +1.15\n", said)
     one = (100 * 1024 / 100 + 7200 / 20) / 3600
@@ -75,19 +76,13 @@ def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureF
 
 def test_planned_work_counts_tasks_examples_and_arms() -> None:
     spec = {"backbone": {"name": "1b"}, "length": "4k", "benchmark": "ruler", "examples": 7, "arms": [{}] * 3}
-    job = estimate.planned("out", {**spec, "tasks": ["ruler_vt", "niah_single_1"]})
-    assert job["examples"] == 14 and job["generated"] == 7 * 3 * (30 + 128) and job["stage"] == "generate"
-    trained = estimate.planned(
-        "phi", {"backbone": {"name": "1b"}, "length": "4k", "steps": 9, "sequences_per_step": 2, "variants": [{}, {}]}
-    )
-    assert trained == {
-        "target": "phi",
-        "stage": "train",
-        "backbone": "1b",
-        "length": "4k",
-        "sequences": 18,
-        "variants": 2,
-    }
+    job = estimate.planned(Job("generate", outputs=("out",), spec=spec | {"tasks": ["ruler_vt", "niah_single_1"]}))
+    assert job == PlannedJob("out", "generate", "1b", "4k", examples=14, generated=7 * 3 * (30 + 128))
+    spec = {"backbone": {"name": "1b"}, "length": "4k", "steps": 9, "sequences_per_step": 2, "variants": [{}, {}]}
+    for rule in ("train", "train_variants", "train_recipe"):
+        trained = estimate.planned(Job(rule, outputs=("phi", "log"), spec=spec))
+        assert trained == PlannedJob("phi", "train", "1b", "4k", sequences=18, variants=2)
+    assert estimate.planned(Job("score", outputs=("csv",), spec=spec)) is None
 
 
 @pytest.mark.parametrize("meta", [{}, [], {"spec": {}}, {"spec": 3}])

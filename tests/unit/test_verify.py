@@ -203,7 +203,7 @@ def test_a_bumped_recipe_makes_its_results_stale(study: Path, said: Said, monkey
 def workflow(**changes: Any) -> Path:
     """What a workflow that made the study would say, but for some results."""
     expected = {
-        str(path): {"spec": told, "inputs": [str(source) for source in MADE_OF.get(path, [])]}
+        str(path): {"rule": "any", "spec": told, "inputs": [str(source) for source in MADE_OF.get(path, [])]}
         for path, told in TOLD.items()
     }
     for path, change in changes.items():
@@ -298,7 +298,7 @@ def test_verifying_loads_nothing_heavy(study: Path) -> None:
 
 def test_a_record_says_what_ran_on_what(study: Path) -> None:
     before = PHI.read_bytes()
-    record = Record("train", TOLD[PHI], [MANIFEST, None, Path("results/not/there")])
+    record = Record("train", TOLD[PHI], [MANIFEST, None])
     PHI.write_text("new maps")
     record.write(PHI, device=torch.device("cpu"), processes=2, steps=5)
     found = read_json(beside(PHI))
@@ -381,8 +381,9 @@ def version_of(package: Path) -> dict[str, Any]:
 def test_the_commit_is_that_of_a_checkout_of_this_project_alone(tmp_path: Path) -> None:
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "src" / "residual_mass"
     package.mkdir(parents=True)
-    for name in ("__init__", "files", "provenance", "spec_json"):
+    for name in ("__init__", "files", "provenance"):
         shutil.copy(Path(provenance.__file__).with_name(f"{name}.py"), package)
+    shutil.copytree(Path(provenance.__file__).with_name("core"), package / "core")
     assert version_of(package) == {"version": "0.1.0", "commit": None, "changed": None}
     git(checkout, "init", "-q")
     git(checkout, "add", "src")

@@ -496,8 +496,8 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
     for study in ("mini", "paper"):
         set_phi(checkout, study, gpus=2)
     refused = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
-    line = "config/studies/mini.yaml: phi.sequences_per_step: 1 is not a multiple of gpus (2), which share them; change one"
-    assert (refused.code, refused.said) == (1, [line])
+    line = "config/studies/mini.yaml: phi.sequences_per_step: 1 is not a multiple of gpus (2), which share them"
+    assert (refused.code, refused.said) == (1, [f"{line}; change one"])
     for study in ("mini", "paper"):
         set_phi(checkout, study, gpus=2, sequences_per_step=4)
     run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")

@@ -70,7 +70,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"study": "small"}, "study 'small' is not known; known are mini, paper (config/studies)"),
     (
         {"examples": 0},
-        "configuration: examples: Input should be greater than or equal to 1, not 0; config/README.md explains the keys",
+        "configuration: examples: Input should be greater than or equal to 1, not 0; config/README.md ",
     ),
     (
         {"backbones": {"smol": {"contxt": 1}}},
@@ -110,7 +110,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"variants": {"wide": {"objective": {"budgets": []}}}},
-        "configuration: variants.wide.objective.budgets: Value should have at least 1 item",
+        "configuration: variants.wide.objective.budgets: Tuple should have at least 1 item",
     ),
     ({"ablations": {"dphi": ["dphi_8"]}}, "configuration: ablations.dphi: dphi_8 is not ours and not one of dphi_32, "),
     (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -71,7 +72,9 @@ ShortName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", title="short 
 CorpusName = Annotated[str, Field(pattern=r"^[a-z0-9]+$", title="corpus")]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", title="label")]
 Distinct = Annotated[tuple[Item, ...], AfterValidator(_unique), Field(json_schema_extra={"uniqueItems": True})]
-OneOrMore = Annotated[Distinct[Item], Field(min_length=1)]
+OneOrMore = Annotated[
+    tuple[Item, ...], Field(min_length=1, json_schema_extra={"uniqueItems": True}), AfterValidator(_unique)
+]
 
 
 # ---- backbones -------------------------------------------------------------------------------------------------------
@@ -659,7 +662,8 @@ def changes_of(settings: type[Any], *names: str) -> type[BaseModel]:
         name: (changes_of(hints[name]) if name in SECTIONS_OF_PHI else hints[name], None)
         for name in names or [field.name for field in dataclasses.fields(settings)]
     }
-    return create_model(f"Changes of {settings.__name__}", __config__=Settings.__pydantic_config__, **fields)
+    name = f"Changes of {'Phi in a variant' if names else settings.__name__}"
+    return create_model(name, __config__=Settings.__pydantic_config__, **fields)
 
 
 def _told(changes: BaseModel) -> dict[str, Any]:
@@ -836,6 +840,10 @@ def _file_of(study: str) -> str:
 Parsed = TypeVar("Parsed")
 
 
+UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+"""Types of pydantic's errors."""
+
+
 @cache
 def adapter(settings: type[Parsed]) -> TypeAdapter[Parsed]:
     return TypeAdapter(settings)
@@ -856,13 +864,15 @@ def parsed(settings: type[Parsed], data: Any) -> Parsed:
 
 
 def _slip_of(error: ValidationError) -> Slip:
-    first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"] if part != "[key]"]
+    errors = error.errors(include_url=False)
+    first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])  # a typo leaves its key missing, too
+    path = [" ".join(str(part).split()) for part in first["loc"] if part != "[key]"]
     reason = first.get("ctx", {}).get("error")
     if isinstance(reason, Slip):
         return Slip(".".join([*path, *filter(None, [reason.key])]), reason.problem)
-    known = {"unexpected_keyword_argument": "unknown key", "extra_forbidden": "unknown key", "missing": "missing key"}
-    problem = str(reason) if reason else known.get(first["type"]) or f"{first['msg']}, not {first['input']!r}"
+    known = dict.fromkeys(UNKNOWN, "unknown key") | {"missing": "missing key"}
+    given = reprlib.repr(first["input"])
+    problem = str(reason) if reason else known.get(first["type"], f"{first['msg']}, not {given}")
     return Slip(".".join(path), f"{problem}; config/README.md explains the keys")
 
 

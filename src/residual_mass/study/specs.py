@@ -28,7 +28,7 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
     try:
         return parsed(spec, data)
     except Slip as slip:
-        raise ValueError(f"spec{'.' * bool(slip.key)}{slip}") from None
+        raise ValueError(f"spec{'.' if slip.key else ': '}{slip}") from None
 
 
 @dataclass(frozen=True)

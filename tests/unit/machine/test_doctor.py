@@ -16,12 +16,14 @@ import torch
 from tests.small_hub import Repository, SmallHub, serving
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.machine import disk, doctor, facts
 from residual_mass.machine.disk import Heads
 from residual_mass.machine.facts import Gpu, Machine
 from residual_mass.paper.published import MODELS
-from residual_mass.study.specs import BackboneSpec, DoctorSpec, ModelNeed, PlannedFile, PrefetchSpec, StudyNeeds
+from residual_mass.study.jobs import Job, StudyJobs
+from residual_mass.study.specs import BackboneSpec
 
 SMALL = BackboneSpec("mini", "org/Small-135M-Instruct", "r1", "assets", "float32", "t", 2048, False, name="smol")
 LARGE = BackboneSpec("paper", MODELS["1b"], "0" * 40, "hub", "bfloat16", "t", 2048, True, name="1b")
@@ -66,12 +68,40 @@ def write_model(folder: Path, weights: int) -> None:
     (folder / "model.safetensors").write_bytes(bytes(weights))
 
 
-def study_of(backbone: BackboneSpec, *files: PlannedFile) -> StudyNeeds:
-    models = (ModelNeed(backbone.model_id, backbone.revision),) if backbone.source == "hub" else ()
-    return StudyNeeds(backbone.study, (backbone,), PrefetchSpec(backbone.study, models, (), ()), files)
+def study_of(backbone: BackboneSpec, *jobs: Job) -> StudyJobs:
+    return StudyJobs(backbone.study, (backbone,), jobs)
 
 
-def lacks(study: StudyNeeds, machine: Machine) -> list[str]:
+def freezing(path: str, examples: int, **changes: str) -> Job:
+    """Of BABILong's five tasks at 1k."""
+    spec = {"benchmark": "babilong", "length": "1k", "tokenizer": "t", "data_source": "hub"} | changes
+    return Job("prompts", outputs=(path,), spec=spec | {"examples": examples, "tokenizer_source": "assets"})
+
+
+def training(path: str, backbone: BackboneSpec, *shapes: MapSpec) -> Job:
+    spec = {
+        "backbone": dataclasses.asdict(backbone),
+        "length": "1k",
+        "steps": 9,
+        "sequences_per_step": 1,
+        "corpora": [],
+    }
+    spec |= {"variants": [{"map": dataclasses.asdict(shape)} for shape in shapes]}
+    return Job("train", outputs=(path,), spec=spec)
+
+
+def generating(path: str, backbone: BackboneSpec, examples: int, arms: int) -> Job:
+    """Of two tasks with 30 and 128 tokens at most."""
+    spec = {"backbone": dataclasses.asdict(backbone), "length": "4k", "benchmark": "ruler", "examples": examples}
+    return Job("generate", outputs=(path,), spec=spec | {"arms": [{}] * arms, "tasks": ["ruler_vt", "niah_single_1"]})
+
+
+def capturing(path: str, backbone: BackboneSpec, audited: int) -> Job:
+    spec = {"backbone": dataclasses.asdict(backbone), "length": "1k", "corpus": "cwe", "audited": audited}
+    return Job("capture", outputs=("heads", "mass", path), spec=spec)
+
+
+def lacks(study: StudyJobs, machine: Machine) -> list[str]:
     needs = {(study.name, b.name): disk.need_of(study, b, Path("assets")) for b in study.backbones}
     return list(doctor.problems(study, machine, needs, Path("assets")))
 
@@ -82,8 +112,7 @@ def test_parameters_are_those_of_the_real_maps(shape: MapSpec) -> None:
     maps = PhiMaps(HeadShape(layers=2, query_heads=3, kv_heads=1, head_dim=8), shape)
     counted = disk.map_parameters(shape, 8) * 2 * (3 + 1)
     assert counted == sum(parameter.numel() for parameter in maps.parameters())
-    file = PlannedFile("phi", "maps", "smol", maps=(shape, shape))
-    assert disk.file_bytes(file, SMALL, Heads(8, 8)) == 2 * 4 * counted
+    assert disk.job_bytes(training("phi", SMALL, shape, shape), SMALL, Heads(8, 8)) == 2 * 4 * counted
 
 
 def test_heads_come_from_the_model_or_from_the_paper() -> None:
@@ -117,24 +146,31 @@ def test_a_model_that_is_here_is_measured() -> None:
 
 
 def test_what_is_there_is_no_longer_asked_for() -> None:
-    prompts = PlannedFile("prompts.json", "prompts", "1b", tokens=100, from_hub=True)
-    texts = PlannedFile("texts.jsonl", "generations", "1b", rows=10, tokens=1000)
-    rows = PlannedFile("rows.safetensors", "rows", "1b", tokens=50)
-    study = study_of(LARGE, prompts, texts, rows)
+    jobs = freezing("prompts.json", 2), generating("texts.jsonl", LARGE, 7, arms=3), capturing("rows", LARGE, 50)
+    study = study_of(LARGE, *jobs)
     need = disk.need_of(study, LARGE, Path("assets"))
     assert need.total == need.left
     assert need.total == {
-        "model": 2_500_000_000, "prompts": 100 * 5 * 3, "maps": 0, "checkpoint": 0,
-        "generations": 2 * (10 * 450 + 1000 * 12), "rows": 50 * 2 * 64 * 2,
+        "model": 2_500_000_000, "prompts": 2 * 5 * 1024 * 5 * 3, "maps": 0, "checkpoint": 0,
+        "generations": 2 * (7 * 2 * 3 * 450 + 7 * 3 * (30 + 128) * 12), "rows": 50 * 1024 * 2 * 64 * 2,
     }  # fmt: skip
     Path("texts.jsonl").write_text("")
     after = disk.need_of(study, LARGE, Path("assets"))
     assert after.total == need.total and after.left == need.left | {"generations": 0}
 
 
-def test_the_checkpoint_of_the_largest_training_that_is_left_needs_room() -> None:
-    one, seven = MapSpec("rezero", 16, 8), (MapSpec("rezero", 16, 8),) * 7
-    study = study_of(LARGE, *(PlannedFile(f"phi{len(maps)}", "maps", "1b", maps=maps) for maps in ((one,), seven)))
+def test_prompts_of_the_assets_are_kept_once_and_rulers_own_as_well() -> None:
+    once = 2 * 5 * 1024 * 5
+    assert disk.job_bytes(freezing("p", 2, data_source="assets"), LARGE, None) == once
+    assert disk.job_bytes(freezing("p", 2), LARGE, None) == 3 * once
+    ruler = freezing("p", 2, benchmark="ruler")
+    assert disk.job_bytes(ruler, LARGE, None) == 2 * len(tasks_of("ruler", 1024)) * 1024 * 5
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_checkpoint_of_the_largest_training_that_is_left_needs_room(order: int) -> None:
+    one, seven = (MapSpec("rezero", 16, 8),), (MapSpec("rezero", 16, 8),) * 7
+    study = study_of(LARGE, *(training(f"phi{len(maps)}", LARGE, *maps) for maps in (one, seven)[::order]))
     need = disk.need_of(study, LARGE, Path("assets"))
     assert need.left["maps"] == 8 * need.left["checkpoint"] / 7 / 3
     Path("phi7").write_text("")
@@ -159,8 +195,7 @@ def test_a_small_study_runs_on_a_laptop_without_a_network() -> None:
 
 
 def test_each_lack_is_told_with_its_remedy() -> None:
-    file = PlannedFile("prompts.json", "prompts", "1b", tokens=10**15)
-    study = study_of(LARGE, file)
+    study = study_of(LARGE, freezing("prompts.json", 10**15 // 3 // 5 // 1024))
     said = lacks(study, LAPTOP)
     starts = ["no NVIDIA GPU here for backbone 1b: run on", "Hugging Face hub: cannot be reached", "disk: results, "]
     assert [line[: len(start)] for line, start in zip(said, starts, strict=True)] == starts
@@ -226,7 +261,7 @@ def test_slurm_with_and_without_accounting() -> None:
 
 
 def test_the_whole_of_it_in_a_fresh_process_tells_no_token_and_imports_no_torch(tmp_path: Path) -> None:
-    spec = to_json(DoctorSpec((study_of(SMALL), study_of(LARGE))))
+    studies = [json.loads(to_json(study_of(each))) for each in (SMALL, LARGE)]
     poison = tmp_path / "poison" / "torch"
     poison.mkdir(parents=True)
     (poison / "__init__.py").write_text("raise ImportError('doctor imports torch')\n")
@@ -235,8 +270,8 @@ def test_the_whole_of_it_in_a_fresh_process_tells_no_token_and_imports_no_torch(
         "PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": f"{poison.parent}{os.pathsep}{source}",
         "HF_TOKEN": "hf_secretOfTheTests", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    Path("spec.json").write_text(spec)
-    command = [sys.executable, "-m", "residual_mass", "doctor", "--spec-file=spec.json", "--assets=-- $(no) assets"]
+    Path("jobs.json").write_text(json.dumps(studies))
+    command = [sys.executable, "-m", "residual_mass", "doctor", "--jobs=jobs.json", "--assets=-- $(no) assets"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     said = run.stdout.splitlines()

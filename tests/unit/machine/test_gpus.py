@@ -101,9 +101,16 @@ def test_what_cannot_be_run_or_locked_is_told_in_one_line(tmp_path: Path) -> Non
         assert run.returncode == 1 and run.stderr.startswith("residual_mass.machine.gpus: error: [Errno"), run.stderr
 
 
+def runtime_spec(backbone: BackboneSpec) -> RuntimeSpec:
+    return RuntimeSpec(
+        study="paper", backbone=backbone, contexts=("1k",), batches=(1,), budget=1.0, anchors=AnchorSpec(),
+        map=MapSpec(), repeats=1, seed=0, recipe=1,
+    )  # fmt: skip
+
+
 def test_a_stage_that_cannot_write_waits_for_no_gpu(tmp_path: Path) -> None:
     backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, True, name="big")
-    spec = RuntimeSpec("paper", backbone, ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1)
+    spec = runtime_spec(backbone)
     (tmp_path / "file").write_text("")
     flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "file" / "out.csv")]
     run = subprocess.run(
@@ -136,10 +143,8 @@ def test_the_command_is_run_as_given(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stage_takes_one_for_a_backbone_that_needs_it(tmp_path: Path) -> None:
     backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, True, name="big")
-    for dtype, logged in (("bfloat16", True), ("float32", False)):
-        spec = RuntimeSpec(
-            "paper", dataclasses.replace(backbone, dtype=dtype), ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1
-        )
+    for requires_gpu in (True, False):
+        spec = runtime_spec(dataclasses.replace(backbone, requires_gpu=requires_gpu))
         flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "out.csv")]
         run = subprocess.run(
             [sys.executable, "-m", "residual_mass", "runtime", "--spec", to_json(spec), *flags],
@@ -147,4 +152,4 @@ def test_a_stage_takes_one_for_a_backbone_that_needs_it(tmp_path: Path) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert run.returncode == 2 and run.stderr.splitlines()[-1].startswith("residual_mass runtime: error: ")
-        assert ("GPU 0 of 0,1" in run.stderr) == logged
+        assert ("GPU 0 of 0,1" in run.stderr) == requires_gpu
