@@ -28,7 +28,7 @@ def write_small_study(folder: Path) -> None:
     vouch(folder / "results" / "assets", read_pins(folder / "config" / "assets.txt"))
     tiny = {
         "title": "Tiny & random_Llama", "study": "mini", "model_id": MODEL_ID, "revision": REVISION, "source": "assets",
-        "dtype": "float32", "tokenizer": "tiny", "context": 4096,
+        "dtype": "float32", "tokenizer": "tiny", "context": 4096, "requires_gpu": False,
     }  # fmt: skip
     config = yaml.safe_load((folder / "config" / "config.yaml").read_text())
     config["backbones"] = {"tiny": tiny}

@@ -18,8 +18,8 @@ from typing import Any
 from residual_mass.files import read_json, sha256_of
 from residual_mass.provenance import MANIFEST, SUFFIX, beside
 from residual_mass.recipes import RECIPES
-from residual_mass.study.config import Slip, parsed
 from residual_mass.study.jobs import Job
+from residual_mass.study.parsing import Slip, parsed
 
 WORDS = OK, CHANGED, STALE, NO_RECORD = "ok", "changed", "stale", "no record"
 RESULTS = "results"

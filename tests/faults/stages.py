@@ -15,7 +15,7 @@ from tests.small_assets import HAYSTACK, MODEL_ID, REVISION
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, to_json
 from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import table_sha256
-from residual_mass.study.config import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, TrainSpec, VariantSpec
 
 BACKBONE = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")

@@ -22,7 +22,7 @@ from torch import nn
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import replacing, sha256_of
-from residual_mass.study.specs import parsed
+from residual_mass.study.parsing import parsed
 
 HEADER = MAPS_HEADER
 """There is no second key: the library writes several in random order, and files must be reproducible."""

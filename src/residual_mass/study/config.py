@@ -1,511 +1,60 @@
-"""The configuration, one class per section of its files.
-
-A key's type, bounds and meaning are declared here and nowhere else: the editor's schemas and the tables of
-config/README.md are written from these classes (`study.reference`), and the specs of the stages inherit from them.
-"""
+"""A study and `config.yaml`, each checked in itself and against the other."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, Field, create_model
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core import estimators
-from residual_mass.core.settings import AnchorSpec, MapSpec, Settings, tokens_of
+from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
 from residual_mass.diagnostics import CWE
+from residual_mass.study.parsing import Slip, parsed
+from residual_mass.study.sections import (
+    COSTS,
+    FIDELITY,
+    SECTIONS_OF_PHI,
+    Ablations,
+    Benchmark,
+    Count,
+    Diagnostics,
+    Distinct,
+    Label,
+    Latencies,
+    Length,
+    Maps,
+    Mismatch,
+    Name,
+    OneOrMore,
+    Percent,
+    Phi,
+    RecipeRuns,
+    RegisteredBackbone,
+    Resampling,
+    ShortName,
+    Text,
+    figures_of,
+)  # fmt: skip
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 """Those of the paper, in the order of its tables; `core.estimators` knows all."""
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
 """The ablation that each of these tables shows."""
 ACCOUNTING_TABLE = "exact_accounting"
-LATENCIES = "runtime_"
+RUNTIME_TABLES = "runtime_"
 """What the tables of latencies begin with; the backbone follows."""
-COSTS = "recipe_costs"
-"""The figure that the target `recipes` makes, and `all` does not."""
-FIDELITY = "ablation_kernel_fidelity"
-"""The figure that shows the maps of the ablations, at their length."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, in place of a study's name."""
-MOST_PANELS = 6
-"""Panels that fit into a figure with one for every corpus and length."""
 
-
-class Slip(ValueError):
-    """What is wrong with the value of a key, seen from the section that found it."""
-
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"{key}: {problem}" if key else problem)
-        self.key, self.problem = key, problem
-
-
-# ---- types of values -------------------------------------------------------------------------------------------------
-
-
-def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if repeated := next((value for value in values if values.count(value) > 1), None):
-        raise ValueError(f"has {repeated} twice; remove one")
-    return values
-
-
-Item = TypeVar("Item")
-Count = Annotated[int, Field(ge=1, title="count")]
-Natural = Annotated[int, Field(ge=0, title="integer")]
-Positive = Annotated[float, Field(gt=0, title="number")]
-NotNegative = Annotated[float, Field(ge=0, title="number")]
-Share = Annotated[float, Field(gt=0, le=1, title="share")]
-Percent = Annotated[float, Field(gt=0, le=100, title="percent")]
-Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", title="text")]
-Length = Annotated[str, Field(pattern=r"^[1-9][0-9]*k?$", title="length")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", title="name")]
-ShortName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", title="short name")]
-CorpusName = Annotated[str, Field(pattern=r"^[a-z0-9]+$", title="corpus")]
-Label = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", title="label")]
-Distinct = Annotated[tuple[Item, ...], AfterValidator(_unique), Field(json_schema_extra={"uniqueItems": True})]
-OneOrMore = Annotated[
-    tuple[Item, ...], Field(min_length=1, json_schema_extra={"uniqueItems": True}), AfterValidator(_unique)
-]
-
-
-# ---- backbones -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Backbone(Settings):
-    """A frozen language model: where it comes from and how it is run."""
-
-    study: Text
-    """The one study whose protocol applies to this backbone."""
-    model_id: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$", title="hub repository")
-    ]
-    """Repository on the Hugging Face hub; with `source: assets` its last part, in lower case, names the folder under
-    `models/`."""
-    revision: Name
-    """Commit on the hub, 40 digits and letters a to f, or a label for the weights of the assets."""
-    source: Literal["assets", "hub", "random"]
-    """Where the weights come from; `random` takes the shape from the assets and draws the weights."""
-    dtype: Literal["float32", "bfloat16"]
-    """Precision of weights and activations."""
-    tokenizer: ShortName
-    """Label of the tokenizer; backbones of a study that share it share the frozen prompts."""
-    context: Count
-    """Longest sequence that the backbone was made for, in tokens."""
-    requires_gpu: bool
-    """Whether jobs of this backbone ask for a GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegisteredBackbone(Backbone):
-    """A backbone as `config.yaml` registers it."""
-
-    title: Text
-    """Name in tables and figures."""
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ObjectiveSpec(Settings):
-    """Training objective and its weights (the paper's equations in its appendix on training; `residual` is ours)."""
-
-    name: Literal["ours", "kl", "aux", "lolcats", "residual"] = "ours"
-    """Which objective: the paper's, its two halves alone, that of its ablation, and one of our own: the output error of
-    subtractive completion itself, at the budgets of `budgets`."""
-    tau: Positive = 10.0
-    """Temperature of the divergence term."""
-    lambda_kl: Annotated[float, Field(ge=0, le=1, title="share")] = 0.99
-    """Weight of the divergence term; the auxiliary terms get the rest."""
-    lambda_top: NotNegative = 1.0
-    """Weight of the top-band term."""
-    lambda_fp: NotNegative = 2.0
-    """Weight of the far-region term."""
-    lambda_z: NotNegative = 4.0
-    """Weight of the normaliser term."""
-    band: Positive = 12.0
-    """Keys within this many nats of the row maximum form the top band."""
-    huber_delta: Positive = 1.0
-    """Where the Huber losses turn linear."""
-    weight_z: NotNegative = 0.05
-    """In the objective `residual`, the weight of the log-mass error beside the output error."""
-    relative: bool = True
-    """Whether the objective `residual` divides the errors of a support by the mean error of TopK with it."""
-    budgets: OneOrMore[Percent] | None = None
-    """Budgets whose supports the objective `residual` trains on; `null` takes `eval_budgets`."""
-
-
-@dataclass(frozen=True)
-class ReplaySpec(Settings):
-    """How often one teacher pass is used; the paper uses each once."""
-
-    pool: Count = 1
-    """Teacher passes that are kept."""
-    reuse: Count = 1
-    """Steps until a new teacher pass is made."""
-
-
-@dataclass(frozen=True)
-class CurriculumSpec(Settings):
-    """Shorter sequences at the start of training."""
-
-    length: Length
-    """First tokens of each sequence that are used."""
-    share: Share
-    """Share of the steps, from the first on, that are cut so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training(Settings):
-    """How feature maps are trained."""
-
-    corpora: Annotated[tuple[CorpusName, ...], Field(min_length=1)]
-    """Training texts, taken in turn: `sotu`, `wiki`, `pydoc` (assets), `fineweb`, `arxiv`, `bigpatent` (hub)."""
-    steps: Count
-    """Optimisation steps."""
-    learning_rate: Positive
-    """Peak learning rate of AdamW."""
-    weight_decay: NotNegative
-    """Decoupled weight decay of AdamW."""
-    schedule: Literal["constant", "cosine"]
-    """Course of the learning rate after the warm-up."""
-    warmup_steps: Natural
-    """Steps over which the learning rate rises linearly."""
-    sequences_per_step: Count
-    """Sequences that the gradients of a step are averaged over; a multiple of `gpus`."""
-    queries_per_step: Count
-    """Query positions sampled from a sequence per step."""
-    query_window: Share
-    """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
-    replay: ReplaySpec
-    curriculum: CurriculumSpec | None
-    """Shorter sequences at the start; `null` trains on whole ones throughout."""
-    held_out: OneOrMore[CorpusName]
-    """Texts that progress is measured on: `sotu`, `wiki`, `pydoc`, `books` (assets), `wikitext` (hub); figures show the
-    first."""
-    eval_budgets: OneOrMore[Percent]
-    """Budgets at which progress is measured."""
-    eval_every: Count
-    """Steps between two measurements."""
-    checkpoint_every: Count
-    """Steps between two checkpoints."""
-    seed: Natural
-    """Seed of weights, sequences and positions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phi(Training):
-    """How feature maps are trained, their shape and their objective."""
-
-    map: MapSpec
-    objective: ObjectiveSpec
-    gpus: Count
-    """GPUs of one training job, a process on each, where the backbone requires one. A change trains nothing again."""
-
-    def __post_init__(self) -> None:
-        if self.sequences_per_step % self.gpus:
-            raise Slip(
-                "sequences_per_step",
-                f"{self.sequences_per_step} is not a multiple of gpus ({self.gpus}), which share them; change one",
-            )
-
-    def changed(self, changes: Mapping[str, Any]) -> Phi:
-        """These settings with the changes of a variant or a recipe, key by key, also within sections.
-
-        Raises:
-            Slip: the result is contradictory.
-        """
-        own = dataclasses.asdict(self)
-        return parsed(Phi, own | changes | {key: own[key] | changes.get(key, {}) for key in SECTIONS_OF_PHI})
-
-
-SECTIONS_OF_PHI = ("map", "objective", "replay")
-
-
-# ---- parts of a study ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Maps(Settings):
-    """Feature maps, named by the length that they are trained at."""
-
-    main: Length
-    """The maps that results use."""
-    trained: OneOrMore[Length]
-    """Lengths at which maps can be trained (`results/phi/1b_4k.safetensors`)."""
-
-    def __post_init__(self) -> None:
-        if self.main not in self.trained:
-            raise Slip("main", f"{self.main} is not among maps.trained")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding(Settings):
-    """How the answers to a benchmark's prompts are generated."""
-
-    chat_template: bool
-    """Whether prompts are put to the model as a user's message in its chat template, or as they are."""
-    answer_margin: Natural | None
-    """Tokens past the length of the reference answers after which generation stops; `null` keeps the task's own limit
-    of 16 to 512 tokens, which holds in any case."""
-    stop_when_saturated: bool
-    """Whether an arm stops generating as soon as nothing that follows can change its score."""
-    budget_length: Literal["nominal", "real"]
-    """Whether budgets are shares of the length's label or of the prompt's own length."""
-    batch_tokens: Count
-    """Prompt tokens that are decoded together, each example under all methods and budgets; a longer prompt is decoded
-    alone, and where a GPU's memory runs out, half as many from there on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark(Decoding):
-    """Examples of a benchmark, and how they are answered."""
-
-    lengths: OneOrMore[Length] | None
-    """Context lengths at which this benchmark is evaluated; `null` takes the study's."""
-    data_source: Literal["assets", "hub"]
-    """Where examples come from: the pinned wheels (BABILong then is simulated, and three tasks of LongBench have
-    stand-ins), or the benchmark's own data on the hub."""
-    examples: Count
-    """Examples per task, or all there are where a data set holds fewer."""
-    tasks_per_job: Literal["all", 1]
-    """Whether one job generates for all tasks or each task is a job of its own."""
-    seed: Natural
-    """Seed of the examples."""
-
-
-@dataclass(frozen=True)
-class Mismatch(Settings):
-    """RULER at every length under maps of every training length, longer ones than trained for included."""
-
-    backbones: Distinct[Name]
-    """Backbones for which `all` makes the table; none leaves it out."""
-    maps: OneOrMore[Length]
-    """Lengths that the maps were trained at."""
-    lengths: OneOrMore[Length]
-    """Evaluated lengths."""
-    budget: Percent
-    """The one budget."""
-
-
-@dataclass(frozen=True)
-class Ablations(Settings):
-    """Where the variants of `config.yaml` are trained and evaluated."""
-
-    backbones: Distinct[Name]
-    """Backbones for which `all` makes the tables; none leaves them out."""
-    benchmarks: Distinct[Name]
-    """Evaluated benchmarks."""
-    length: Length
-    """Training and evaluation length."""
-    budget: Percent
-    """The one budget."""
-
-
-@dataclass(frozen=True)
-class RecipeRuns(Settings):
-    """What the target `recipes` trains."""
-
-    backbones: Distinct[Name]
-    """Backbones; none leaves the target empty."""
-    lengths: OneOrMore[Length]
-    """Training lengths."""
-    names: OneOrMore[Name]
-    """Recipes of `config.yaml`, a line of the figure each."""
-    seeds: OneOrMore[Natural]
-    """Seeds under which each recipe is trained."""
-
-
-@dataclass(frozen=True)
-class Head(Settings):
-    """The head whose kernels are shown, counted from 0."""
-
-    layer: Natural
-    """Its layer."""
-    head: Natural
-    """The query head in the layer."""
-
-
-@dataclass(frozen=True)
-class Diagnostics(Settings):
-    """Per-head quantities on packed held-out text."""
-
-    backbones: Distinct[Name]
-    """Backbones that are captured on every text at every length, for the table and the claims."""
-    corpora: OneOrMore[CorpusName]
-    """Texts that can be captured on; the first is a text, on which all maps are compared, and `cwe` is made of RULER's
-    common-words prompts."""
-    lengths: OneOrMore[Length]
-    """Lengths that can be captured at."""
-    budget: Percent
-    """One of the budgets: what the table, the claims and the figures of a single K show."""
-    head: Head
-    packs: Count
-    """Sequences; for `cwe` as many as there are prompts, if those are fewer."""
-    queries: Count
-    """Teacher-forced decode queries per sequence."""
-    audited: Count
-    """Attention rows of each text and length that are measured a second time, in float64, spread over the layers."""
-    seed: Natural
-    """Seed of the sequences."""
-
-    def __post_init__(self) -> None:
-        if self.corpora[0] == CWE:
-            raise Slip("corpora", f"{CWE} comes first, where the text belongs that all maps are compared on")
-
-
-@dataclass(frozen=True)
-class Latencies(Settings):
-    """Where `results/runtime_<backbone>.csv` measures latency."""
-
-    contexts: OneOrMore[Length]
-    """Lengths of the prompts; what does not fit into memory is left out, and the table says so."""
-    batches: OneOrMore[Count]
-    """Prompts that are decoded at once (the paper: 1)."""
-    budget: Percent
-    """Exact-support budget that K comes from."""
-    repeats: Count
-    """Measured runs, after one that is not."""
-    seed: Natural
-    """Seed of the prompts and of the feature maps' random weights."""
-
-
-@dataclass(frozen=True)
-class Resampling(Settings):
-    """Statistics of the result tables and of the diagnostics."""
-
-    bootstrap_resamples: Count
-    """Resamples behind the confidence intervals."""
-    seed: Natural
-    """Seed of the resampling."""
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OfBackbones(Settings):
-    """A row of panels for each backbone."""
-
-    backbones: OneOrMore[Name]
-    """Backbones of the study."""
-    corpus: Name
-    """One of the diagnostics corpora."""
-    length: Length
-    """One of the diagnostics lengths."""
-
-
-@dataclass(frozen=True)
-class OfOneCapture(Settings):
-    """One backbone on one text at one length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    corpus: Name
-    """One of the diagnostics corpora."""
-    length: Length
-    """One of the diagnostics lengths."""
-
-
-@dataclass(frozen=True)
-class OfCaptures(Settings):
-    """A panel for every corpus and length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    corpora: OneOrMore[Name]
-    """Diagnostics corpora."""
-    lengths: OneOrMore[Length]
-    """Diagnostics lengths."""
-
-    def __post_init__(self) -> None:
-        if (panels := len(self.corpora) * len(self.lengths)) > MOST_PANELS:
-            problem = f"corpora and lengths make {panels} panels, but the figure has room for {MOST_PANELS}; show fewer"
-            raise ValueError(problem)
-
-
-@dataclass(frozen=True)
-class OfVariants(Settings):
-    """A panel for every variant."""
-
-    backbone: Name
-    """One of the backbones of `ablations`."""
-    corpus: Name
-    """One of the diagnostics corpora."""
-    variants: Annotated[OneOrMore[Name], Field(max_length=4)]
-    """Variants of `config.yaml`."""
-
-
-@dataclass(frozen=True)
-class OfTrainings(Settings):
-    """A line for every training length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    maps: OneOrMore[Length]
-    """Lengths that the maps are trained at."""
-
-
-@dataclass(frozen=True)
-class OfRecipes(Settings):
-    """A line for every recipe."""
-
-    backbone: Name
-    """One of the backbones of `recipes`."""
-
-
-Figure = OfBackbones | OfOneCapture | OfCaptures | OfVariants | OfTrainings | OfRecipes
-FIGURES: dict[str, tuple[type[Any], str]] = {
-    "entropy_gain": (OfBackbones, "Gain of completion per head against entropy."),
-    "kernel_sanity": (
-        OfOneCapture,
-        "Exact kernel of one head against the scores of the maps, and its error with and without the residual.",
-    ),
-    "logz_calibration": (OfCaptures, "Histograms of the error of the residual's log mass."),
-    "fullsub_nosub_delta": (OfCaptures, "Histograms of what subtraction does to each head's error."),
-    FIDELITY: (OfVariants, "Kernel of one head under the ablations' maps, at `ablations.length`."),
-    "entropy_heatmap": (OfOneCapture, "Entropy of every head, and against the share that the residual estimate takes."),
-    "mass_curves": (OfOneCapture, "Mass that the top K recover, for heads of low and of high entropy."),
-    "quartile_error": (OfOneCapture, "Errors over K by quartile of entropy."),
-    "training_curves": (OfTrainings, "Held-out errors over the steps of training."),
-    COSTS: (OfRecipes, "Held-out errors over the seconds of training; made by the target `recipes`, not by `all`."),
-    "fixedk_breakdown": (
-        OfOneCapture,
-        "Errors and gain against entropy at one K; any number of them, told apart by what follows the name.",
-    ),
-}
-"""What each kind of figure is given, and what it shows."""
-SEVERAL = ("fixedk_breakdown",)
-"""Kinds of which a study may have several: `<kind>_<anything>`."""
-
-
-def kind_of(label: str) -> str:
-    """The kind of a figure. Raises ValueError for a label of none."""
-    found = next((kind for kind in SEVERAL if re.fullmatch(rf"{kind}(_[a-z0-9]+)*", label)), label)
-    if found not in FIGURES:
-        raise ValueError(f"{label} is not one of {', '.join(FIGURES)}")
-    return found
-
-
-def _figures(shown: dict[str, Any]) -> dict[str, Figure]:
-    """Each figure parsed as the class of its kind."""
-    figures = {}
-    for label, content in shown.items():
-        try:
-            figures[label] = parsed(FIGURES[kind_of(label)][0], content)
-        except Slip as slip:
-            raise Slip(f"{label}.{slip.key}" if slip.key else label, slip.problem) from None
-    return figures
+Parsed = TypeVar("Parsed")
 
 
 # ---- a study ---------------------------------------------------------------------------------------------------------
@@ -539,7 +88,7 @@ class Study(Settings):
     tables: Distinct[Annotated[str, Field(pattern=r"^(runtime_[a-z0-9.-]+|[a-z0-9_]+)$", title="table")]]
     """Tables that `all` makes; each has a template in `paper_tables/templates`, and the latencies `runtime_<backbone>`
     share one."""
-    figures: Annotated[dict[str, Any], AfterValidator(_figures)]
+    figures: Annotated[dict[str, Any], AfterValidator(figures_of)]
     """Figures that `all` makes, each with what it shows; one that is not named is not made."""
 
     def __post_init__(self) -> None:
@@ -810,8 +359,8 @@ def tables_for(backbones: Iterable[str]) -> list[str]:
     from residual_mass.paper import published  # only here, for tables are told what they show by specs
     from residual_mass.paper.tables.layouts import LAYOUTS
 
-    of_paper = [label for label in published.labels() if not label.startswith(LATENCIES)]
-    return list(dict.fromkeys([*of_paper, *LAYOUTS, *(f"{LATENCIES}{backbone}" for backbone in backbones)]))
+    of_paper = [label for label in published.labels() if not label.startswith(RUNTIME_TABLES)]
+    return list(dict.fromkeys([*of_paper, *LAYOUTS, *(f"{RUNTIME_TABLES}{backbone}" for backbone in backbones)]))
 
 
 def _listed(values: Any) -> tuple[Any, ...]:
@@ -836,44 +385,6 @@ def _file_of(study: str) -> str:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-Parsed = TypeVar("Parsed")
-
-
-UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
-"""Types of pydantic's errors."""
-
-
-@cache
-def adapter(settings: type[Parsed]) -> TypeAdapter[Parsed]:
-    return TypeAdapter(settings)
-
-
-def parsed(settings: type[Parsed], data: Any) -> Parsed:
-    """`data`, as YAML or JSON has it, as an instance of a class of settings.
-
-    Raises:
-        Slip: a key is unknown, missing or wrong; names it.
-    """
-    try:
-        return adapter(settings).validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise _slip_of(error) from None
-    except (TypeError, ValueError) as error:  # a date in YAML, for one
-        raise Slip("", f"not a value of JSON ({error})") from None
-
-
-def _slip_of(error: ValidationError) -> Slip:
-    errors = error.errors(include_url=False)
-    first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])  # a typo leaves its key missing, too
-    path = [" ".join(str(part).split()) for part in first["loc"] if part != "[key]"]
-    reason = first.get("ctx", {}).get("error")
-    if isinstance(reason, Slip):
-        return Slip(".".join([*path, *filter(None, [reason.key])]), reason.problem)
-    known = dict.fromkeys(UNKNOWN, "unknown key") | {"missing": "missing key"}
-    given = reprlib.repr(first["input"])
-    problem = str(reason) if reason else known.get(first["type"], f"{first['msg']}, not {given}")
-    return Slip(".".join(path), f"{problem}; config/README.md explains the keys")
 
 
 def load(root: Path, main: Mapping[str, Any]) -> Configuration:

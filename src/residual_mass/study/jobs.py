@@ -8,7 +8,7 @@ from typing import Any
 
 from residual_mass.core.settings import Settings
 from residual_mass.files import read_json
-from residual_mass.study.config import parsed
+from residual_mass.study.parsing import parsed
 from residual_mass.study.specs import BackboneSpec
 
 TRAIN = ("train", "train_variants", "train_recipe")

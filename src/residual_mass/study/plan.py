@@ -35,24 +35,20 @@ from residual_mass.paper.tables.table_file import COMPARED as COMPARED_TABLES
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
-from residual_mass.study.config import (
-    ABLATION_TABLES,
-    ACCOUNTING_TABLE,
+from residual_mass.study.config import ABLATION_TABLES, ACCOUNTING_TABLE, RUNTIME_TABLES, Configuration, Study
+from residual_mass.study.config import load as read_configuration
+from residual_mass.study.sections import (
     COSTS,
     FIDELITY,
-    LATENCIES,
     Backbone,
     Benchmark,
-    Configuration,
     Decoding,
     Figure,
     Latencies,
     Phi,
     Resampling,
-    Study,
     Training,
 )
-from residual_mass.study.config import load as read_configuration
 from residual_mass.study.specs import (
     AuditSpec,
     BackboneSpec,
@@ -509,7 +505,7 @@ class Plan:
 
     def template(self, wildcards: Wildcards) -> str:
         """Latencies of all backbones share one."""
-        name = "runtime" if wildcards.label.startswith(LATENCIES) else wildcards.label
+        name = "runtime" if wildcards.label.startswith(RUNTIME_TABLES) else wildcards.label
         return self.here(paths.TEMPLATE.format(name=name))
 
     def published_values(self, wildcards: Wildcards) -> str:
@@ -529,8 +525,8 @@ class Plan:
             return [path for backbone in backbones for path in self._sized_phi(study, backbone)]
         if label == TRAINING_TABLE:
             return expand([paths.PHI, paths.TRAINING_LOG], backbone=backbones, maps=study.maps.main)
-        if label.startswith(LATENCIES):
-            return [paths.RUNTIME.format(backbone=label.removeprefix(LATENCIES))]
+        if label.startswith(RUNTIME_TABLES):
+            return [paths.RUNTIME.format(backbone=label.removeprefix(RUNTIME_TABLES))]
         if comparison := ABLATION_TABLES.get(label):
             return expand(paths.ABLATION, ablation=comparison, backbone=study.ablations.backbones)
         shown = [name for name in LAYOUTS[label].benchmarks if name in study.benchmarks]
@@ -568,8 +564,8 @@ class Plan:
             shown |= {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
         if label in (PARAMETER_TABLE, TRAINING_TABLE):
             shown |= {"budgets": [], "benchmarks": []}
-        if label.startswith(LATENCIES):
-            names = [label.removeprefix(LATENCIES)]
+        if label.startswith(RUNTIME_TABLES):
+            names = [label.removeprefix(RUNTIME_TABLES)]
             shown |= {"backbones": names, "lengths": study.runtime.contexts, "budgets": [], "benchmarks": []}
         return to_json(TableSpec(study=wildcards.study, label=label, backbone_titles=self.titles(names), **shown))
 

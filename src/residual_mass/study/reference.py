@@ -1,5 +1,5 @@
-"""What the configuration's classes say, for people and for editors: `python -m residual_mass.study.reference` writes the
-tables of config/README.md and the JSON schemas in config/schemas.
+"""The configuration's classes as documentation: `python -m residual_mass.study.reference` writes the tables of
+config/README.md and the JSON schemas in config/schemas, which editors read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pydantic import TypeAdapter
 
 from residual_mass.core import settings
 from residual_mass.files import write_text
-from residual_mass.study import config
-from residual_mass.study.config import FIGURES, SEVERAL, Configuration, Main, Study, adapter, load
+from residual_mass.study import config, sections
+from residual_mass.study.config import Configuration, Main, Study, load
+from residual_mass.study.parsing import adapter
+from residual_mass.study.sections import FIGURES, SEVERAL
 
 SCHEMAS = {"config": Main, "study": Study}
 COLUMNS = "| key | type | mini | paper | meaning |\n|---|---|---|---|---|\n"
@@ -57,7 +59,7 @@ def schema_of(cls: type[Any]) -> dict[str, Any]:
 
 def _class_named(name: str) -> type[Any]:
     """A class of settings by its name in a schema; that of maps and recipes is a part of Phi."""
-    return getattr(config, name, None) or getattr(settings, name, config.Phi)
+    return next((vars(module)[name] for module in (sections, config, settings) if name in vars(module)), sections.Phi)
 
 
 def _figures_schema() -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
-from residual_mass.study.config import Backbone, Decoding, Latencies, ObjectiveSpec, Resampling, Slip, Training, parsed
+from residual_mass.study.parsing import Slip, parsed
+from residual_mass.study.sections import Backbone, Decoding, Latencies, ObjectiveSpec, Resampling, Training
 
 Spec = TypeVar("Spec")
 

@@ -27,7 +27,7 @@ from residual_mass.paper.readers.runtime_file import load_runtime
 from residual_mass.paper.tables import runtime_table, training_cost_table
 from residual_mass.paper.tables.render import run
 from residual_mass.paper.tables.table_file import load_table
-from residual_mass.study.config import CurriculumSpec, ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import BackboneSpec, TableSpec, TrainSpec, VariantSpec
 from residual_mass.training.learner import Learner
 
