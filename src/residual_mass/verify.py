@@ -27,8 +27,6 @@ RESULTS = "results"
 
 Expected = Mapping[str, Job]
 """By the name of a result, the job that would make it now."""
-UNREAD = "results/diagnostics/audit_"
-"""Inputs that jobs wait for and do not read: rows that fail their audit become no table, figure or claim."""
 
 
 def run(results: Sequence[Path], expected: Path | None) -> bool:
@@ -128,8 +126,7 @@ class Verifier:
             yield f"no job makes it: {now.refused}"
         else:
             yield from _differences(record.spec, now.spec, "spec")
-            read_now = (name for name in now.inputs if not name.startswith(UNREAD))
-            wanted = {Path(os.path.abspath(name)) for name in read_now}
+            wanted = {Path(os.path.abspath(name)) for name in now.inputs}
             read = {record.path(name): name for name in record.inputs}
             yield from (f"no longer made from {read[source]}" for source in sorted(set(read) - wanted))
             yield from (f"now made from {os.path.relpath(source)} as well" for source in sorted(wanted - set(read)))

@@ -29,7 +29,7 @@ def jobs_behind(rules: Iterable[Any], targets: Iterable[str]) -> Iterator[Job]:
         if path in seen or (job := job_of(rules, path)) is None:
             continue
         seen.update((path, *job.outputs))
-        left += job.inputs
+        left += job.inputs + job.waits_for
         yield job
 
 
@@ -44,8 +44,14 @@ def job_of(rules: Iterable[Any], path: str) -> Job | None:
         told = rule.params.spec(wildcards) if "spec" in rule.params.keys() else "{}"
     except SystemExit as refusal:
         return Job(rule.name, outputs=(path,), refused=str(refusal.code))
-    outputs = rule.expand_output(wildcards)[0]
-    return Job(rule.name, tuple(map(str, inputs)), tuple(map(str, outputs)), json.loads(told))
+    unread = tuple(map(str, inputs.get("audits", ())))
+    return Job(
+        rule.name,
+        inputs=tuple(path for path in map(str, inputs) if path not in unread),
+        waits_for=unread,
+        outputs=tuple(map(str, rule.expand_output(wildcards)[0])),
+        spec=json.loads(told),
+    )
 
 
 def page_sources(plan: Plan, rules: Iterable[Any]) -> list[str]:
