@@ -1,7 +1,7 @@
-"""Numbers that decide the paper's statements about its diagnostics, each positive where its statement is true.
+"""Numbers that decide the paper's statements about its diagnostics; a statement holds where its number is positive.
 
-Those of one setting read a `Sample`, those of all settings the samples of all. Either gives [B], or [B, any] where the
-statement is about the least or the largest of several numbers; NaN where a number is not defined. Gains, losses and
+Statements about one setting take a `Sample`, those about all settings take all samples. Each function returns [B], or
+[B, any] where the least or the largest of several numbers counts; NaN where a number is not defined. Gains, losses and
 differences of a head are means over its queries and packs.
 
 Shape letters: B = resamples, H = heads, that is (layer, query head).
@@ -56,7 +56,7 @@ def completion_error_rises_with_entropy(sample: Sample) -> np.ndarray:
 
 
 def errors_fall_with_k(sample: Sample) -> np.ndarray:
-    """From one K to the next larger one; budgets that lead to the same K count once."""
+    """From each K to the next larger one; budgets with the same K count once."""
     budgets = dict(sorted((k, budget) for budget, k in sample.setting.ks.items())).values()
     errors = [np.stack([sample.mean(name, budget) for budget in budgets]) for name in ("e_topk", "e_sub")]
     return -np.diff(errors, axis=1).reshape(-1, errors[0].shape[1]).T

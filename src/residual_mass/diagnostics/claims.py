@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal
 
 import numpy as np
 
 from residual_mass.diagnostics import CWE, claim_statistics
 from residual_mass.diagnostics.claim_statistics import EXACT
-from residual_mass.diagnostics.resampling import Sample
-from residual_mass.diagnostics.settings import Setting
-
-Data = TypeVar("Data")
+from residual_mass.diagnostics.resampling import Sample, Samples
+from residual_mass.diagnostics.settings import CapturedSetting
 
 
 @dataclass(frozen=True)
-class Claim(Generic[Data]):
-    """A statement about one setting (`Data` is a `Sample`) or about all together (the samples of all).
+class Claim(Generic[Samples]):
+    """A statement about one setting (`number` takes a `Sample`) or about all of them (it takes all samples).
 
     Attributes:
         shown_in: label of the figure or table that shows it.
-        statistic: what the number is, in a few words; the statement says that it is positive.
-        number: [B], or [B, any] of which `extreme` counts.
-        extreme: whether the statement is about the least or the largest of several numbers.
-        one_budget: whether the statement is about a single budget.
-        about: packs of text, those of RULER's common words, or any.
-        needs_several_k: whether one K leaves nothing to compare.
+        statistic: what the number is, in a few words; the statement holds where it is positive.
+        number: [B], or [B, any], of which `extreme` counts.
+        extreme: which one counts of several numbers.
+        one_budget: whether it is about a single budget.
+        about: the kind of packs that it is about.
+        needs_several_k: whether it compares different K.
         decimals: format of the number.
     """
 
@@ -35,15 +33,15 @@ class Claim(Generic[Data]):
     statement: str
     shown_in: str
     statistic: str
-    number: Callable[[Data], np.ndarray]
+    number: Callable[[Samples], np.ndarray]
     extreme: Literal["least", "largest"] | None = None
     one_budget: bool = True
     about: Literal["text", "cwe", "any"] = "any"
     needs_several_k: bool = False
     decimals: str = "z.6f"
 
-    def applies(self, setting: Setting) -> bool:
-        """Whether it is a statement about this setting."""
+    def applies(self, setting: CapturedSetting) -> bool:
+        """Whether the statement is about this setting."""
         if self.needs_several_k and len(set(setting.ks.values())) < 2:
             return False
         return self.about == "any" or (self.about == CWE) == (setting.facts["corpus"] == CWE)

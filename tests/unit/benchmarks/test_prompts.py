@@ -16,6 +16,7 @@ from residual_mass import frozen_prompts
 from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, seeded
+from residual_mass.provenance import recorded
 from residual_mass.specs import PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -167,7 +168,7 @@ def test_left_out_task_is_seen_in_manifest_log_and_use(
     assert "ruler_qa_squad at 1k is left out" in caplog.text
     with pytest.raises(ValueError) as error:
         frozen_prompts.load_prompts(out, "ruler_qa_squad", 1)
-    assert "task ruler_qa_squad is left out" in error_line(error)
+    assert "holds no prompts of ruler_qa_squad (fewer than 11 of its" in error_line(error)
 
 
 def test_missing_sentence_tables_are_told(tmp_path: Path) -> None:
@@ -208,14 +209,14 @@ def test_damaged_manifest_is_named(own_manifest: Path, damage: Callable[[Path], 
     assert str(own_manifest) in error_line(error)
 
 
-def test_edited_task_table_is_refused(own_manifest: Path) -> None:
+def test_an_edited_manifest_is_refused(own_manifest: Path) -> None:
     own_manifest.write_text(own_manifest.read_text().replace('"examples": 2', '"examples": 3'))
-    with pytest.raises(ValueError, match="does not match its sha256"):
-        frozen_prompts.load_manifest(own_manifest)
+    with pytest.raises(ValueError, match=r"manifest\.json: is not what manifest\.json\.meta\.json recorded"):
+        recorded(own_manifest)
 
 
 def test_more_examples_than_there_are_is_refused(manifest: Path) -> None:
-    with pytest.raises(ValueError, match="has 2 examples a task, not 3"):
+    with pytest.raises(ValueError, match="has 2 examples per task, not 3"):
         frozen_prompts.load_prompts(manifest, "ruler_vt", 3)
-    with pytest.raises(ValueError, match="no task ruler_xy; it holds niah_single_1"):
+    with pytest.raises(ValueError, match=r"holds no prompts of ruler_xy \(no such task\); name one of niah_single_1"):
         frozen_prompts.load_prompts(manifest, "ruler_xy", 1)
