@@ -1,4 +1,4 @@
-"""Benchmark examples, built once and frozen: one JSONL file per task and a manifest that vouches for them."""
+"""Benchmark examples, built once and frozen: one JSONL file per task and a manifest with their sha256."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, Source
+from residual_mass.benchmarks.examples import Doc, DoesNotFitError, ExampleSource, Request
 from residual_mass.files import jsonl, sha256_of, write_text
 from residual_mass.frozen_prompts import table_sha256
 from residual_mass.inputs.assets import require_whole
@@ -23,20 +23,20 @@ from residual_mass.specs import PromptsSpec, tokens_of
 logger = logging.getLogger(__name__)
 
 ASSET_PLACES = ("haystack", "qa", "nltk_data", "corpora/books")
-"""What the builders read of the assets."""
+"""Files and folders of the assets that the builders read."""
 LONG_FIELDS = {
-    "ruler": ("input", "input_example"),  # the prompt itself, and cwe's example that the harness never sends
+    "ruler": ("input", "input_example"),  # the latter is an example of cwe that the harness never sends
     "babilong": ("input",),
     "longbench": ("context",),
 }
-"""What a frozen example leaves out: the prompt holds it already."""
+"""Fields left out of a frozen example, as its prompt contains them."""
 
 
 class Builder(Protocol):
-    """A benchmark's module: its examples, and what the harness makes of them."""
+    """A benchmark's module."""
 
     def build_examples(
-        self, task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source
+        self, task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource
     ) -> list[Doc]:
         """At most `count` examples (a data set may hold fewer), of `length` tokens.
 
@@ -45,14 +45,14 @@ class Builder(Protocol):
         """
 
     def build_requests(self, task: str, docs: list[Doc]) -> list[Request]:
-        """What the harness sends for each example."""
+        """The harness's request for each example."""
 
 
 BUILDERS: dict[str, Builder] = {"ruler": ruler, "babilong": babilong, "longbench": longbench}
 
 
 def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
-    """Builds every task of the benchmark that fits the length; writes the task files, then the manifest `out`."""
+    """The `prompts` stage: builds every task that fits the length; writes the task files, then the manifest `out`."""
     from residual_mass.backbones.loading import load_tokenizer
 
     record = Record("prompts", spec, [assets / MANIFEST])

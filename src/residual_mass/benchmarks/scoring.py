@@ -1,4 +1,4 @@
-"""Scores of stored generations, and how the arms differ on the same examples, as one tidy CSV."""
+"""Scores of stored generations and paired differences of the arms, as one tidy CSV."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _example_scores(
 
 
 def _baseline(arm: ArmSpec) -> ArmSpec | None:
-    """What the gain of an arm that estimates the residual is measured against."""
+    """The arm that the gain of an arm with a residual estimate is measured against."""
     return ArmSpec("topk", arm.budget_percent) if arm.method not in ("full", "topk") else None
 
 
@@ -220,7 +220,7 @@ def _flags(score: ArmScore, above_full: bool) -> str:
 
 
 def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> dict[str, str]:
-    """What all lines of a task, or of `all`, have in common."""
+    """The columns that all lines of a task, or of `all`, have in common."""
     covered = [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
     metrics = {entry.metric or "string_match" for entry in covered}
     kinds = {entry.data(spec.data_source) for entry in covered}
@@ -269,4 +269,4 @@ def _mean_fields(prefix: str, mean: MeanScore) -> dict[str, float | None]:
 
 
 def _number(number: float | None) -> str:
-    return "" if number is None else f"{round(number, 6) + 0.0:.6f}"  # adding zero takes the sign of -0.0
+    return "" if number is None else f"{round(number, 6) + 0.0:.6f}"  # adding zero removes the sign of -0.0
