@@ -66,50 +66,6 @@ class StoredRow:
     keys: np.ndarray
     values: np.ndarray
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {number}" for name, number in self.index._asdict().items())
-
-
-@dataclass(frozen=True)
-class AuditedValue:
-    """One quantity of one row at one K, as captured and as measured again.
-
-    Attributes:
-        tolerance: None where the quantity is not judged.
-    """
-
-    row: StoredRow
-    k: int
-    quantity: str
-    captured: float
-    reference: float
-    tolerance: float | None
-    near_tie: bool
-
-    @property
-    def difference(self) -> float:
-        """Infinite where only one of the two is finite, 0 for equal infinities or two NaN."""
-        if self.captured == self.reference or (math.isnan(self.captured) and math.isnan(self.reference)):
-            return 0.0
-        difference = abs(self.captured - self.reference)
-        return math.inf if math.isnan(difference) else difference
-
-    @property
-    def excess(self) -> float:
-        """The difference in units of the tolerance; 0 where it is not judged."""
-        return 0.0 if self.tolerance is None else self.difference / self.tolerance
-
-    def fields(self) -> dict[str, Any]:
-        return self.row.index._asdict() | {
-            "k": self.k,
-            "quantity": self.quantity,
-            "captured": f"{self.captured:.9g}",
-            "reference": f"{self.reference:.9g}",
-            "difference": f"{self.difference:.3e}",
-            "tolerance": "" if self.tolerance is None else f"{self.tolerance:g}",
-            "near_tie": int(self.near_tie),
-        }
-
 
 def run(spec: AuditSpec, rows: Path, heads: Path, phi: Path, out: Path) -> None:
     """The `audit` stage: measures every stored row again at every captured K, and writes one CSV line per (row, k,
@@ -131,11 +87,14 @@ def run(spec: AuditSpec, rows: Path, heads: Path, phi: Path, out: Path) -> None:
     facts = json.loads(header[ROWS_HEADER])
     stored = [_stored_row(number, row, tensors) for number, row in enumerate(facts["rows"])]
     captured = _captured(frame, stored)
-    audited = [value for row in stored for value in _audited(row, captured[row.index], maps, facts["scale"], spec)]
+    audited = pd.DataFrame(
+        [value for row in stored for value in _audited(row, captured[row.index], maps, facts["scale"], spec)]
+    )
+    audited["difference"] = _differences(audited["captured"], audited["reference"])
     _log_largest(audited)
     _judge(audited, heads)
     place = {name: frame[name].iloc[0] for name in PLACE}
-    write_text(out, csv_text(COLUMNS, (place | value.fields() for value in audited)))
+    write_text(out, csv_text(COLUMNS, (place | _printed(value) for value in audited.to_dict("records"))))
     record.write(out)
 
 
@@ -156,52 +115,75 @@ def _captured(frame: pd.DataFrame, stored: Sequence[StoredRow]) -> dict[RowIndex
 
 def _audited(
     row: StoredRow, captured: dict[int, dict[str, float]], maps: PhiMaps, scale: float, spec: AuditSpec
-) -> Iterator[AuditedValue]:
-    """captured: quantities by K."""
+) -> Iterator[dict[str, Any]]:
+    """A dict per quantity and K, whose tolerance is NaN where it is not judged; captured: quantities by K."""
     layer, kind = row.index.layer, maps.map.kind
     log_query = log_features(maps.query[layer], kind, row.index.head, row.query[None])[0]
     log_keys = log_features(maps.key[layer], kind, row.kv_head, row.keys)
     recomputed = RecomputedRow(row, scale, spec.anchors, log_query, log_keys)
     for k in captured:
-        values, near_tie, share = recomputed.at(k), recomputed.near_tie(k), recomputed.share_left(k)
+        references, near_tie, share = recomputed.at(k), recomputed.near_tie(k), recomputed.share_left(k)
         for quantity in QUANTITIES:
-            tolerance = None if near_tie else _tolerance(quantity, share, values[quantity], spec)
-            yield AuditedValue(row, k, quantity, captured[k][quantity], values[quantity], tolerance, near_tie)
+            reference = references[quantity]
+            yield row.index._asdict() | {
+                "k": k,
+                "quantity": quantity,
+                "captured": captured[k][quantity],
+                "reference": reference,
+                "tolerance": math.nan if near_tie else _tolerance(quantity, share, reference, spec),
+                "near_tie": near_tie,
+            }
 
 
-def _tolerance(quantity: str, share: float, value: float, spec: AuditSpec) -> float | None:
-    """share: of the mid-region's estimated mass, what the subtraction leaves. None where nothing is judged."""
+def _tolerance(quantity: str, share: float, value: float, spec: AuditSpec) -> float:
+    """share: of the mid-region's estimated mass, what the subtraction leaves."""
     if quantity not in JUDGED:
-        return None
+        return math.nan
     tolerance = spec.error_tolerance * max(1.0, value)
     if quantity in LOG_MASSES:
         tolerance = spec.log_mass_tolerance
     if quantity not in ESTIMATED or share <= UNSURE[0]:
         return tolerance
-    return None if share < UNSURE[1] else tolerance * max(1, HELD / share)
+    return math.nan if share < UNSURE[1] else tolerance * max(1, HELD / share)
 
 
-def _log_largest(audited: Sequence[AuditedValue]) -> None:
-    rows = {(value.row.index, value.k): value.near_tie for value in audited}
-    log.info("%d rows at one K, %d of them with a near tie and not judged", len(rows), sum(rows.values()))
-    for quantity in QUANTITIES:
-        values = [value for value in audited if value.quantity == quantity]
-        judged = [value for value in values if value.tolerance is not None]
-        shown = judged or [value for value in values if not value.near_tie]
-        largest = f"{max(value.difference for value in shown):.2e}" if shown else "unknown"
-        log.info("%s: largest difference %s, %d judged", quantity, largest, len(judged))
+def _differences(captured: pd.Series, reference: pd.Series) -> pd.Series:
+    """Infinite where only one of the two is finite, 0 for equal infinities or two NaN."""
+    equal = (captured == reference) | (captured.isna() & reference.isna())
+    return (captured - reference).abs().fillna(math.inf).mask(equal, 0.0)
 
 
-def _judge(audited: Sequence[AuditedValue], heads: Path) -> None:
-    worst = max(audited, key=lambda value: value.excess)
-    if worst.excess > 1:
-        beyond = sum(value.excess > 1 for value in audited)
+def _log_largest(audited: pd.DataFrame) -> None:
+    rows = audited.drop_duplicates([*RowIndex._fields, "k"])
+    log.info("%d rows at one K, %d of them with a near tie and not judged", len(rows), rows["near_tie"].sum())
+    for quantity, values in audited.groupby("quantity", sort=False):
+        judged = values[values["tolerance"].notna()]
+        shown = values[~values["near_tie"]] if judged.empty else judged
+        log.info("%s: largest difference %.2e, %d judged", quantity, shown["difference"].max(), len(judged))
+
+
+def _judge(audited: pd.DataFrame, heads: Path) -> None:
+    excess = (audited["difference"] / audited["tolerance"]).fillna(0.0)
+    worst = audited.loc[excess.idxmax()]
+    if excess.max() > 1:
+        place = ", ".join(f"{name} {worst[name]}" for name in RowIndex._fields)
         raise ValueError(
-            f"the capture disagrees with its float64 recomputation in {beyond} of {len(audited)} values, most in "
-            f"{worst.quantity} of {worst.row} at K = {worst.k}: {worst.captured:.9g} in {heads}, {worst.reference:.9g} "
-            f"recomputed, tolerance {worst.tolerance:g}; delete the captured files and run the capture stage again; if "
-            "that changes nothing, use none of its numbers"
+            f"the capture disagrees with its float64 recomputation in {(excess > 1).sum()} of {len(audited)} values, "
+            f"most in {worst['quantity']} of {place} at K = {worst['k']}: {worst['captured']:.9g} in {heads}, "
+            f"{worst['reference']:.9g} recomputed, tolerance {worst['tolerance']:g}; delete the captured files and run "
+            "the capture stage again; if that changes nothing, use none of its numbers"
         )
+
+
+def _printed(value: dict[str, Any]) -> dict[str, Any]:
+    """A row of `audited` as it is written."""
+    return value | {
+        "captured": f"{value['captured']:.9g}",
+        "reference": f"{value['reference']:.9g}",
+        "difference": f"{value['difference']:.3e}",
+        "tolerance": "" if math.isnan(value["tolerance"]) else f"{value['tolerance']:g}",
+        "near_tie": int(value["near_tie"]),
+    }
 
 
 # ---- float64 ---------------------------------------------------------------------------------------------------------
