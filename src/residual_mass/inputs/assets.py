@@ -116,7 +116,7 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
     pins = read_pins(requirements)
     if missing := sorted({s.package for s in sources} - set(pins)):
         raise ValueError(f"{requirements}: no pin of {missing[0]}; restore the file from the repository")
-    if out.exists() and damaged_files(out, pins) == []:
+    if out.exists() and is_complete(out, pins):
         logger.info("%s: all files match their sha256; nothing to do", out)
         return
     require_writable(out)
@@ -152,12 +152,10 @@ def read_pins(requirements: Path) -> dict[str, str]:
     return pins
 
 
-def damaged_files(manifest: Path, pins: dict[str, str]) -> list[str]:
-    """Files of the assets folder that are missing or changed; the manifest itself if it has other pins."""
+def is_complete(manifest: Path, pins: dict[str, str]) -> bool:
+    """Whether the folder was made of these pins, and no file is missing or changed."""
     content = read_json(manifest)
-    if not isinstance(content, dict) or content.get("pins") != pins:
-        return [manifest.name]
-    return [path for path, sha256 in listed_in(manifest).items() if not _is(manifest.parent / path, sha256)]
+    return isinstance(content, dict) and content.get("pins") == pins and not any(changed_files(manifest.parent))
 
 
 def require_whole(assets: Path, *places: str) -> None:
@@ -169,21 +167,28 @@ def require_whole(assets: Path, *places: str) -> None:
     Raises:
         ValueError: a listed file at or below one of these places is missing or changed; names it.
     """
-    for path, sha256 in listed_in(assets / MANIFEST).items():
-        if any(path == place or path.startswith(f"{place}/") for place in places) and not _is(assets / path, sha256):
-            raise ValueError(_changed(assets, path))
+    for path in changed_files(assets, *places):
+        raise ValueError(_changed(assets, path))
+
+
+def changed_files(assets: Path, *places: str) -> Iterator[Path]:
+    """Listed files, at or below these places if any are given, that are missing or have another sha256."""
+    for name, sha256 in listed_in(assets / MANIFEST).items():
+        path = assets / name
+        within = not places or any(name == place or name.startswith(f"{place}/") for place in places)
+        if within and not (path.is_file() and sha256_of(path) == sha256):
+            yield path
 
 
 def require_listed(assets: Path, file: Path, sha256: str) -> None:
     """`require_whole` for one file of known hash."""
-    path = file.relative_to(assets).as_posix()
-    if listed_in(assets / MANIFEST).get(path, sha256) != sha256:
-        raise ValueError(_changed(assets, path))
+    if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), sha256) != sha256:
+        raise ValueError(_changed(assets, file))
 
 
-def _changed(assets: Path, path: str) -> str:
+def _changed(assets: Path, file: Path) -> str:
     manifest = assets / MANIFEST
-    what = f"{assets / path}: missing, or not the file that {manifest} lists (sha256)"
+    what = f"{file}: missing, or not the file that {manifest} lists (sha256)"
     return f"{what}; delete {manifest} and run the assets stage again"
 
 
@@ -195,18 +200,6 @@ def listed_in(manifest: Path) -> dict[str, str]:
         return {str(entry["path"]): str(entry["sha256"]) for entry in read_json(manifest)["files"]}
     except (KeyError, TypeError):
         raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again") from None
-
-
-def altered(assets: Path) -> Iterator[Path]:
-    """Listed files whose sha256 differs, without missing ones."""
-    for name, sha256 in listed_in(assets / MANIFEST).items():
-        path = assets / name
-        if path.is_file() and sha256_of(path) != sha256:
-            yield path
-
-
-def _is(path: Path, sha256: str) -> bool:
-    return path.is_file() and sha256_of(path) == sha256
 
 
 def download(requirements: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residual_mass.files import claimed, sha256_of, write_json
-from residual_mass.inputs.assets import altered
+from residual_mass.inputs.assets import changed_files
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, RepoKind, key_of
 from residual_mass.prefetch.download import asking, bytes_begun, download, has_size, matches_hub, part_of, part_suffix
@@ -55,7 +55,7 @@ def run(spec: PrefetchSpec, assets: Path) -> None:
 
     hub = HubFolder(assets)
     if HF_HUB_OFFLINE:
-        wrong = [*altered(assets), *hub.damaged()]
+        wrong = [*filter(Path.is_file, changed_files(assets)), *hub.damaged()]
         changed = [f"{file}: not the file that its manifest lists (sha256); {REMEDY}" for file in wrong]
         if lacking := [*problems(spec, assets), *changed]:
             raise ValueError("; ".join(lacking))
