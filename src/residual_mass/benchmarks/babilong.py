@@ -17,7 +17,6 @@ from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
     ExampleSource,
-    Request,
     harness_config,
     harness_requests,
     hub_rows,
@@ -66,11 +65,6 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
         hidden = hide(story.facts, read_on(paragraphs, split, rng, room), rng, size, room)
         docs.append({"input": hidden, "question": story.question, "target": story.answer, "facts": list(story.facts)})
     return docs
-
-
-def build_requests(task: str, docs: list[Doc]) -> list[Request]:
-    """The harness's request for each example."""
-    return harness_requests("babilong", task, docs)
 
 
 def _published_examples(task: str, length: int, count: int, hub: HubFolder) -> list[Doc]:

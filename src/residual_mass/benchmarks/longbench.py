@@ -35,9 +35,7 @@ from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
     ExampleSource,
-    Request,
     harness_config,
-    harness_requests,
     hub_rows,
     seeded,
 )
@@ -107,11 +105,6 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     if not docs:
         raise DoesNotFitError(f"none of its examples fits {length} tokens with this tokenizer")
     return docs
-
-
-def build_requests(task: str, docs: list[Doc]) -> list[Request]:
-    """The harness's request for each example."""
-    return harness_requests("longbench", task, docs)
 
 
 def _hub_examples(config: dict[str, Any], count: int, hub: HubFolder) -> list[Doc]:

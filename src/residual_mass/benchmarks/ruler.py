@@ -19,9 +19,7 @@ from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
     ExampleSource,
-    Request,
     harness_config,
-    harness_requests,
     hub_rows,
     seeded,
 )
@@ -69,11 +67,6 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
             return docs[:count]
         samples *= 2
     raise DoesNotFitError(f"fewer than {count} of its examples fit {length} tokens with this tokenizer")
-
-
-def build_requests(task: str, docs: list[Doc]) -> list[Request]:
-    """The harness's request for each example."""
-    return harness_requests("ruler", task, docs)
 
 
 def harness_data(hub: HubFolder) -> Replacements:

@@ -15,7 +15,7 @@ import pytest
 from residual_mass import frozen_prompts
 from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, seeded
+from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, harness_requests, seeded
 from residual_mass.provenance import recorded
 from residual_mass.specs import PromptsSpec
 
@@ -57,7 +57,7 @@ def test_prompts_are_the_strings_the_harness_sends(
         monkeypatch.setitem(scope, "generate_samples", _with_samples(scope["generate_samples"], 10))
     if "RNG" in scope:
         monkeypatch.setitem(scope, "RNG", copy.copy(scope["RNG"]))
-    ours = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 2048, 3, 5, benchmark_assets))
+    ours = harness_requests("ruler", task, ruler.build_examples(task, tokenizer, 2048, 3, 5, benchmark_assets))
     assert ours == _harness_requests(
         task, str(benchmark_assets / "models" / "tiny-llama"), 2048, 3, seeded(5, task, 2048)
     )
@@ -103,7 +103,7 @@ def test_more_examples_append(task: str, benchmark_assets: Path, tokenizer: Any)
 
 def test_one_task_alone_equals_the_task_among_all(manifest: Path, benchmark_assets: Path, tokenizer: Any) -> None:
     for task in ("ruler_qa_squad", "ruler_cwe", "niah_multivalue"):
-        alone = ruler.build_requests(task, ruler.build_examples(task, tokenizer, 1024, 2, 3, benchmark_assets))
+        alone = harness_requests("ruler", task, ruler.build_examples(task, tokenizer, 1024, 2, 3, benchmark_assets))
         frozen = frozen_prompts.load_prompts(manifest, task, 2)
         assert [prompt.prompt for prompt in frozen] == [text for text, _ in alone]
 
