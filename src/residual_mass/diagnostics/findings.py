@@ -28,12 +28,12 @@ from residual_mass.provenance import Record
 from residual_mass.specs import FindingsSpec
 
 MAPS = "model_id revision weights phi_sha"
-ACCOUNTING = (
+ACCOUNTING_COLUMNS = (
     "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "
     "e_nosub_ci_high e_sub e_sub_ci_low e_sub_ci_high e_exact_sub e_exact_nosub log_z_error log_z_error_ci_low "
     f"log_z_error_ci_high clamped_share packs heads rows {MAPS}"
 ).split()
-STATE_DTYPE = (
+STATE_DTYPE_COLUMNS = (
     "study backbone corpus length maps budget_percent k state_dtype e_sub e_nosub nosub_minus_sub "
     "nosub_minus_sub_ci_low nosub_minus_sub_ci_high heads_nosub_wins heads_nosub_wins_ci_low heads_nosub_wins_ci_high "
     "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
@@ -70,8 +70,8 @@ def run(
     drawn = resampled(settings, spec.budget_percent, spec.bootstrap_resamples, spec.seed)
     pairs = list(zip(as_is, drawn, strict=True))
     texts = {
-        accounting: csv_text(ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
-        state_dtype: csv_text(STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
+        accounting: csv_text(ACCOUNTING_COLUMNS, [row for pair in pairs for row in _accounting_rows(*pair)]),
+        state_dtype: csv_text(STATE_DTYPE_COLUMNS, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
         claims: csv_text(CLAIM_COLUMNS, list(_claim_rows(spec, as_is, drawn))),
     }
     for path, text in texts.items():

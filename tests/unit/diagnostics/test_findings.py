@@ -54,7 +54,7 @@ def interval(values: list[float]) -> list[float]:
 
 def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp_path: Path) -> None:
     table, _, _ = run(tmp_path, files)
-    assert list(table) == findings.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
+    assert list(table) == findings.ACCOUNTING_COLUMNS and len(table) == len(SETTINGS) * len(BUDGETS)
     assert [*zip(table.corpus, table.length, strict=True)][:: len(BUDGETS)] == [each[:2] for each in SETTINGS]
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
@@ -83,7 +83,7 @@ def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp
 
 def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> None:
     _, table, _ = run(tmp_path, files)
-    assert list(table) == findings.STATE_DTYPE and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
+    assert list(table) == findings.STATE_DTYPE_COLUMNS and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
     lines = table.itertuples()
