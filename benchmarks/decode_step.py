@@ -27,12 +27,13 @@ from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.fused import DecodeCache, with_summary
 from residual_mass.core.fused.torch_path import decode_attention
 from residual_mass.core.selection import largest
+from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.provenance import device_name
 from residual_mass.runtime.measure import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
-from residual_mass.specs import METHODS, AnchorSpec, MapSpec
+from residual_mass.study.config import METHODS
 
 ANCHORS = AnchorSpec()
 

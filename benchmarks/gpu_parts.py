@@ -25,13 +25,15 @@ from residual_mass.backbones.prefix import map_heads
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
 from residual_mass.core.selection import largest
+from residual_mass.core.settings import AnchorSpec, MapSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import code_version, device_name
 from residual_mass.runtime.measure import COLUMNS, measure
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, seconds_of
-from residual_mass.specs import METHODS, AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec, tokens_of
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import BackboneSpec, RuntimeSpec
 
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
 SHAPES = {
@@ -250,7 +252,9 @@ def steps(options: argparse.Namespace) -> Iterator[str]:
     """Latencies; rows as of the runtime stage go to the CSV as they come."""
     name = options.shape
     dtype = "bfloat16" if options.device.type == "cuda" else "float32"
-    backbone = BackboneSpec(name, "gpu-check", name, "random", "random", dtype, "none", 131072)
+    backbone = BackboneSpec(
+        "gpu-check", name, "random", "random", dtype, "none", 131072, dtype == "bfloat16", name=name
+    )
     spec = RuntimeSpec(
         "gpu-check", backbone, tuple(options.contexts), tuple(options.batches), BUDGET, ANCHORS, MAP,
         repeats=1 if options.prototype else 3, seed=0, recipe=1,

@@ -23,7 +23,7 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.examples import Doc, harness_task
 from residual_mass.benchmarks.scorers import harness_score
-from residual_mass.specs import AnchorSpec
+from residual_mass.core.settings import AnchorSpec
 
 Answers = list[list[tuple[str, float]]]
 """Text and score by arm, then by task and example."""

@@ -12,7 +12,8 @@ from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.specs import AnchorSpec, ArmSpec, BackboneSpec
+from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.study.specs import BackboneSpec
 
 SMOL = BackboneSpec(
     name="smol",
@@ -23,6 +24,7 @@ SMOL = BackboneSpec(
     dtype="float32",
     tokenizer="smollm2",
     context=8192,
+    requires_gpu=False,
 )
 ARMS = [ArmSpec("full")] + [ArmSpec(m, b) for m in ("topk", "topk_phi", "topk_phi_nosub") for b in (2.0, 4.0, 8.0)]
 

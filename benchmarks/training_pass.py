@@ -30,7 +30,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from residual_mass.backbones.corpora import training_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.specs import BackboneSpec, MapSpec, ObjectiveSpec
+from residual_mass.core.settings import MapSpec
+from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.study.specs import BackboneSpec
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
 OBJECTIVE = ObjectiveSpec()
@@ -277,10 +279,7 @@ def fresh_maps(shape: HeadShape, d_emb: int) -> PhiMaps:
 def random_llama(shape: str, device: torch.device) -> Backbone:
     """A model of the true shape with random weights; time and memory do not depend on their values."""
     config = LLAMA[shape]
-    spec = BackboneSpec(
-        name=shape, study="benchmark", model_id=shape, revision="random", source="random", dtype="bfloat16",
-        tokenizer="none", context=config.max_position_embeddings,
-    )  # fmt: skip
+    spec = BackboneSpec(name=shape, study="benchmark", model_id=shape, revision="random", source="random", dtype="bfloat16", tokenizer="none", context=config.max_position_embeddings, requires_gpu=True)  # fmt: skip
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # token ids are drawn

@@ -13,16 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # a busy machine fails no test
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings, much more on a busy machine
 
-TINY = BackboneSpec(
-    name="tiny", study="test", model_id="test/Tiny-Llama", revision="r0", source="assets",
-    dtype="float32", tokenizer="bytes", context=2048,
-)  # fmt: skip
+TINY = BackboneSpec(name="tiny", study="test", model_id="test/Tiny-Llama", revision="r0", source="assets", dtype="float32", tokenizer="bytes", context=2048, requires_gpu=False)  # fmt: skip
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -17,8 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from residual_mass.files import require_writable
-from residual_mass.spec_json import parse_spec
-from residual_mass.specs import (
+from residual_mass.study.specs import (
     AuditSpec,
     BackboneSpec,
     CaptureSpec,
@@ -39,6 +38,7 @@ from residual_mass.specs import (
     ScoreSpec,
     TableSpec,
     TrainSpec,
+    parse_spec,
 )
 
 Stage = Callable[[argparse.Namespace], None]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json
-from residual_mass.specs import EstimateSpec, PlannedJob, tokens_of
+from residual_mass.study.specs import EstimateSpec, PlannedJob
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residual_mass import __version__
+from residual_mass.core.settings import to_json
 from residual_mass.files import REMAKE, read_json, sha256_of, write_json
-from residual_mass.spec_json import to_json
 
 if TYPE_CHECKING:
     import torch

@@ -12,24 +12,13 @@ from pathlib import Path
 
 from tests.small_assets import HAYSTACK, MODEL_ID, REVISION
 
+from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, to_json
 from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import table_sha256
-from residual_mass.spec_json import to_json
-from residual_mass.specs import (
-    AnchorSpec,
-    ArmSpec,
-    BackboneSpec,
-    CaptureSpec,
-    GenerateSpec,
-    MapSpec,
-    MapsSpec,
-    ObjectiveSpec,
-    ReplaySpec,
-    TrainSpec,
-    VariantSpec,
-)
+from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, TrainSpec, VariantSpec
 
-BACKBONE = BackboneSpec("tiny", "test", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096)
+BACKBONE = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")
 MAP = MapSpec(d_emb=16, d_phi=8, init="positive_random_features")
 TRAIN = TrainSpec(
     name="study", backbone=BACKBONE, length="256", variants=(VariantSpec("ours", MAP, ObjectiveSpec()),),

@@ -22,22 +22,12 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.backbones.prefill import prefill
 from residual_mass.benchmarks import generate, prompts
+from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import capture, kernels, map_errors
 from residual_mass.files import read_jsonl
-from residual_mass.specs import (
-    AnchorSpec,
-    ArmSpec,
-    BackboneSpec,
-    CaptureSpec,
-    GenerateSpec,
-    KernelsSpec,
-    MapErrorsSpec,
-    MapSpec,
-    MapsSpec,
-    PromptsSpec,
-)
+from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, KernelsSpec, MapErrorsSpec, PromptsSpec
 
-SMALL = BackboneSpec("tiny", "test", MODEL_ID, REVISION, "assets", "float32", "tiny", 2048)
+SMALL = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 2048, False, name="tiny")
 ARMS = (ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k"))
 SPEC = GenerateSpec(
     study="test", backbone=SMALL, benchmark="babilong", length="1k", tasks=("babilong_qa1", "babilong_qa2"), examples=3,

@@ -21,6 +21,7 @@ from sample_report import sample_study
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks.store import GenerationStore
+from residual_mass.core.settings import MapSpec
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_text
 from residual_mass.paper import numbers
 from residual_mass.paper.readers import training_log
@@ -30,7 +31,6 @@ from residual_mass.paper.readers.runtime_file import load_runtime
 from residual_mass.paper.report.verdicts import load_claims, load_comparison, load_picture
 from residual_mass.paper.tables.parameter_table import load_counts
 from residual_mass.paper.tables.table_file import load_table
-from residual_mass.specs import MapSpec
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 
 QUICK, THOROUGH = 8, 200

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from residual_mass import specs
 from residual_mass.core.estimators import estimator_named
-from residual_mass.spec_json import parse_spec, to_json
-from residual_mass.specs import METHODS, ArmSpec
+from residual_mass.core.settings import ArmSpec, to_json
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import parse_spec
 
 STABLE = settings(
     derandomize=True, database=None, deadline=None,

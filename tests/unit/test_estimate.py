@@ -10,7 +10,7 @@ import pytest
 
 from residual_mass import estimate
 from residual_mass.files import write_json
-from residual_mass.specs import EstimateSpec, PlannedJob
+from residual_mass.study.specs import EstimateSpec, PlannedJob
 
 
 def finish(path: Path, **facts: object) -> None:

@@ -20,7 +20,7 @@ from tests.unit.inputs.test_assets import make_wheel
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps, open_safetensors
 from residual_mass.inputs import assets
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([ROOT / "Snakefile", *(ROOT / "workflow").rglob("*.smk"), *(ROOT / "src").rglob("*.py")])

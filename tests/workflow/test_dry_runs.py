@@ -12,11 +12,12 @@ import pytest
 import yaml
 from runs import ROOT, Run, dry_run, made, snakemake
 
+from residual_mass.benchmarks.decoding import decoding_settings
 from residual_mass.cli import _parser
+from residual_mass.core.settings import MapsSpec, to_json, tokens_of
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
 from residual_mass.paper.tables.table_file import TABLES
-from residual_mass.spec_json import parse_spec, to_json
-from residual_mass.specs import (
+from residual_mass.study.specs import (
     AuditSpec,
     CaptureSpec,
     ComparisonSpec,
@@ -26,7 +27,6 @@ from residual_mass.specs import (
     GenerateSpec,
     KernelsSpec,
     MapErrorsSpec,
-    MapsSpec,
     NumbersSpec,
     PromptsSpec,
     ReportSpec,
@@ -34,8 +34,7 @@ from residual_mass.specs import (
     TableSpec,
     TrainSpec,
     VariantSpec,
-    decoding_settings,
-    tokens_of,
+    parse_spec,
 )
 
 SPECS: dict[str, type[Any]] = {

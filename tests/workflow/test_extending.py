@@ -20,11 +20,12 @@ from tests.unit.paper.printed import printed_cells
 from tests.unit.paper.sample_results import result_rows, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.spec_json import to_json
-from residual_mass.specs import METHODS, BackboneSpec, PromptsSpec
+from residual_mass.core.settings import to_json
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import BackboneSpec, PromptsSpec
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-TINY = BackboneSpec("tiny", "mini", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096)
+TINY = BackboneSpec("mini", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +120,9 @@ from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.cli import main
 from residual_mass.provenance import Record
-from residual_mass.spec_json import parse_spec
-from residual_mass.specs import BackboneSpec, MapSpec
+from residual_mass.study.specs import parse_spec
+from residual_mass.core.settings import MapSpec
+from residual_mass.study.specs import BackboneSpec
 
 assets, backbone, prompts, generate, score, *methods = sys.argv[1:]
 loaded = load_backbone(parse_spec(BackboneSpec, backbone), Path(assets))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from residual_mass.machine import preflight
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
-LOCAL = BackboneSpec("smol", "mini", "org/Small-LM", "r1", "assets", "float32", "t", 2048)
-HUB = BackboneSpec("big", "paper", "org/Big-LM", "0" * 40, "hub", "float32", "t", 2048)
+LOCAL = BackboneSpec("mini", "org/Small-LM", "r1", "assets", "float32", "t", 2048, False, name="smol")
+HUB = BackboneSpec("paper", "org/Big-LM", "0" * 40, "hub", "float32", "t", 2048, False, name="big")
 ON_GPU = dataclasses.replace(LOCAL, name="fast", dtype="bfloat16")
 
 

@@ -30,36 +30,11 @@ from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TAB
 from residual_mass.prefetch import missing
 from residual_mass.prefetch.needs import hub_needs
 from residual_mass.recipes import RECIPES
-from residual_mass.spec_json import parse_spec, parsed, to_json
-from residual_mass.specs import (
-    METHODS,
-    AuditSpec,
-    BackboneSpec,
-    CaptureSpec,
-    ComparisonSpec,
-    DoctorSpec,
-    DocumentSpec,
-    EstimateSpec,
-    FigureSpec,
-    FindingsSpec,
-    GenerateSpec,
-    KernelsSpec,
-    MapErrorsSpec,
-    MapSpec,
-    NumbersSpec,
-    ObjectiveSpec,
-    PromptsSpec,
-    ReplaySpec,
-    ReportSpec,
-    RuntimeSpec,
-    ScoreSpec,
-    TableSpec,
-    TrainSpec,
-    decoding_words,
-    length_and_variant,
-    maps_label,
-    tokens_of,
-)
+from residual_mass.study.specs import parse_spec, parsed, to_json
+from residual_mass.benchmarks.decoding import decoding_words
+from residual_mass.core.settings import MapSpec, length_and_variant, maps_label, tokens_of
+from residual_mass.study.config import METHODS, ObjectiveSpec, ReplaySpec
+from residual_mass.study.specs import AuditSpec, BackboneSpec, CaptureSpec, ComparisonSpec, DoctorSpec, DocumentSpec, EstimateSpec, FigureSpec, FindingsSpec, GenerateSpec, KernelsSpec, MapErrorsSpec, NumbersSpec, PromptsSpec, ReportSpec, RuntimeSpec, ScoreSpec, TableSpec, TrainSpec
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from residual_mass.backbones.prefix import (
     prefix_terms,
 )
 from residual_mass.core.accounting import Terms, merge
-from residual_mass.specs import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec, ArmSpec
 
 
 class ArmDecoder:

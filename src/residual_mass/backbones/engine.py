@@ -23,7 +23,7 @@ from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.backbones.prefill import Prefill, greedy, model_at_fault, prefill
 from residual_mass.backbones.prefix import PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
-from residual_mass.specs import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec, ArmSpec
 
 Finish = Literal["length", "eos", "saturated"]
 Saturated = Callable[[int, list[int]], bool]

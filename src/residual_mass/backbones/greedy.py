@@ -12,7 +12,7 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import prefill
 from residual_mass.backbones.prefix import retrieved_by
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.specs import AnchorSpec
+from residual_mass.core.settings import AnchorSpec
 
 
 @torch.no_grad()

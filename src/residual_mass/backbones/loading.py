@@ -15,7 +15,7 @@ from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
 from residual_mass.inputs.assets import model_folder, require_listed, require_whole
 from residual_mass.inputs.hub_folder import HubFolder
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
 TEMPLATE_DATE = "26 Jul 2024"
 """For chat templates that tell the date (Llama 3's do): prompts must not change from day to day."""

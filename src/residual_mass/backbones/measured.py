@@ -15,8 +15,8 @@ from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores, key_features, summarise
 from residual_mass.core.measures import row_measures
+from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import Partition, full_prefix, partition
-from residual_mass.specs import AnchorSpec
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from residual_mass.backbones.prefix import (
 )
 from residual_mass.core.accounting import merge
 from residual_mass.core.estimators import estimator_named
-from residual_mass.specs import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec, ArmSpec
 
 
 @contextmanager

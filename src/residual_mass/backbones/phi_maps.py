@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
+from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import replacing, sha256_of
-from residual_mass.spec_json import parsed
-from residual_mass.specs import MAPS_HEADER, MapSpec, MapsSpec
+from residual_mass.study.parsing import parsed
 
 HEADER = MAPS_HEADER
 """The only key: the library writes several in random order, and files must be reproducible."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
 
 @dataclass

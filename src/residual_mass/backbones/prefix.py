@@ -28,8 +28,8 @@ from residual_mass.core.accounting import (
 from residual_mass.core.estimators import Residual, Unread, estimator_named
 from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.selection import Selected, exhaustive_topk, members
+from residual_mass.core.settings import AnchorSpec, ArmSpec
 from residual_mass.core.support import Partition, partition, retrieved_count
-from residual_mass.specs import AnchorSpec, ArmSpec
 
 Map = FoldedMap | nn.Module
 KEY_CHUNK = 8192

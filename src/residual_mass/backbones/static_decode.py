@@ -22,7 +22,7 @@ from residual_mass.backbones.prefill import Prefill
 from residual_mass.backbones.prefix import Map, map_heads
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
-from residual_mass.specs import AnchorSpec
+from residual_mass.core.settings import AnchorSpec
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:

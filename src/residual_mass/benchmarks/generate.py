@@ -27,10 +27,11 @@ from residual_mass.backbones.loading import (
 from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GenerationRow, GenerationStore, row_key
+from residual_mass.core.settings import ArmSpec, MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.provenance import MANIFEST, Record
-from residual_mass.specs import ArmSpec, GenerateSpec, MapsSpec, tokens_of
+from residual_mass.study.specs import GenerateSpec
 
 if TYPE_CHECKING:
     from residual_mass.backbones.engine import Generation, Saturated, SharedPrefillEngine

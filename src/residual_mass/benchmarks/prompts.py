@@ -12,13 +12,14 @@ from typing import Any, Protocol
 from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, ExampleSource, Request, harness_requests
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, write_text
 from residual_mass.frozen_prompts import table_sha256
 from residual_mass.inputs.assets import require_whole
 from residual_mass.inputs.hub_commits import commits_of
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import MANIFEST, Record
-from residual_mass.specs import PromptsSpec, tokens_of
+from residual_mass.study.specs import PromptsSpec
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,11 @@ import torch
 from torch import nn
 
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
+from residual_mass.core.settings import AnchorSpec
 from residual_mass.diagnostics.capture import ROWS_HEADER, RowIndex
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
-from residual_mass.specs import AnchorSpec, AuditSpec
+from residual_mass.study.specs import AuditSpec
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from residual_mass.diagnostics.resampling import (
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
-from residual_mass.specs import FindingsSpec
+from residual_mass.study.specs import FindingsSpec
 
 MAPS = "model_id revision weights phi_sha"
 ACCOUNTING_COLUMNS = (

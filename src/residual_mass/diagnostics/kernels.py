@@ -19,11 +19,12 @@ from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps, 
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.provenance import MANIFEST, Record
-from residual_mass.specs import KernelsSpec, tokens_of
+from residual_mass.study.specs import KernelsSpec
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from tqdm import tqdm
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
+from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import MANIFEST, Record
-from residual_mass.specs import MapErrorsSpec, tokens_of
+from residual_mass.study.specs import MapErrorsSpec
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
 from residual_mass.backbones.prefill import model_at_fault
+from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics import CWE
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
-from residual_mass.specs import BackboneSpec, tokens_of
+from residual_mass.study.specs import BackboneSpec
 
 log = logging.getLogger(__name__)
 

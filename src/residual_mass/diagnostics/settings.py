@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from residual_mass.specs import FindingsSpec
+from residual_mass.study.specs import FindingsSpec
 
 PROVENANCE = ("study", "backbone", "maps", "model_id", "revision", "weights", "phi_sha")
 PLACE = ("backbone", "corpus", "length")

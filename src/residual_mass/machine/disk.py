@@ -16,12 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from residual_mass.core.settings import MapSpec
 from residual_mass.inputs.assets import model_folder
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine import preflight
 from residual_mass.paper import published
 from residual_mass.provenance import MANIFEST
-from residual_mass.specs import BackboneSpec, MapSpec, PlannedFile, StudyNeeds
+from residual_mass.study.specs import BackboneSpec, PlannedFile, StudyNeeds
 
 ASSETS_BYTES = 750_000_000
 """Model and texts of the pinned wheels, and the wheels while they are unpacked."""

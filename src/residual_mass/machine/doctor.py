@@ -27,7 +27,7 @@ from residual_mass.machine.disk import (
 from residual_mass.machine.facts import Machine, look, version_of
 from residual_mass.paper import typesetting
 from residual_mass.prefetch import missing
-from residual_mass.specs import BackboneSpec, DoctorSpec, StudyNeeds
+from residual_mass.study.specs import BackboneSpec, DoctorSpec, StudyNeeds
 
 
 def run(spec: DoctorSpec, assets: Path) -> None:

@@ -13,7 +13,7 @@ from residual_mass.inputs.assets import model_folder
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine.gpus import device_files
 from residual_mass.provenance import MANIFEST
-from residual_mass.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 CLOCKS_APART = 60

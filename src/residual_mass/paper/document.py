@@ -12,7 +12,7 @@ from residual_mass.files import read_text, write_text
 from residual_mass.paper.figures.render import kind_of
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.tables.captions import model_warnings
-from residual_mass.specs import DocumentSpec
+from residual_mass.study.specs import DocumentSpec
 
 CAPTIONS = {
     "entropy_gain": Latex(

@@ -11,7 +11,7 @@ from residual_mass.paper.cells import LEFT_OUT
 from residual_mass.paper.latex import Latex, escape, render
 from residual_mass.paper.tables import runtime_table
 from residual_mass.paper.tables.table_file import REMEDY, TABLES, load_table
-from residual_mass.specs import NumbersSpec
+from residual_mass.study.specs import NumbersSpec
 
 COUNTS = ("n", "packs")
 """Columns of cells files that say how many examples or packs are behind a value."""

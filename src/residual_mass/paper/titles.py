@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from residual_mass.benchmarks.catalogue import task_named
+from residual_mass.core.settings import length_and_variant
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.latex import Latex, escape
-from residual_mass.specs import TableSpec, length_and_variant
+from residual_mass.study.specs import TableSpec
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 FULL, TOPK, PHI = Latex("Full"), Latex("Top-$K$"), Latex(r"Top-$K{+}\phi$")

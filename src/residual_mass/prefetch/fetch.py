@@ -22,7 +22,7 @@ from residual_mass.prefetch.download import asking, bytes_begun, download, has_s
 from residual_mass.prefetch.missing import covers, problems
 from residual_mass.prefetch.needs import same_order
 from residual_mass.prefetch.shards import shards_read, tokens_in
-from residual_mass.specs import ModelNeed, PrefetchSpec, StreamNeed
+from residual_mass.study.specs import ModelNeed, PrefetchSpec, StreamNeed
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile

@@ -12,7 +12,7 @@ from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, key_of
 from residual_mass.prefetch.needs import same_order
 from residual_mass.provenance import MANIFEST
-from residual_mass.specs import PrefetchSpec, StreamNeed
+from residual_mass.study.specs import PrefetchSpec, StreamNeed
 
 
 def problems(needs: PrefetchSpec, assets: Path) -> list[str]:

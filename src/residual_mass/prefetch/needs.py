@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from residual_mass.benchmarks.catalogue import parts_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.inputs.hub_data import HUB, STREAMED, HubPart
-from residual_mass.specs import ModelNeed, PrefetchSpec, StreamNeed, tokens_of
+from residual_mass.study.specs import ModelNeed, PrefetchSpec, StreamNeed
 
 
 def hub_needs(study: str, specs: Iterable[dict[str, Any]]) -> PrefetchSpec:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from residual_mass.specs import StreamNeed
+from residual_mass.study.specs import StreamNeed
 
 MARGIN = 1.1
 """Factor of extra text, as token counts are estimates."""

@@ -31,13 +31,15 @@ from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.estimators import estimator_named
+from residual_mass.core.settings import MapSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import MANIFEST, Record, device_name
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import FLOAT32, Implementation, copy_bandwidth, state_bytes, step_traffic, wait_for
-from residual_mass.specs import METHODS, MapSpec, RuntimeSpec, tokens_of
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import RuntimeSpec
 
 log = logging.getLogger(__name__)
 

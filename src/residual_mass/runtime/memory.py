@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.estimators import estimator_named
+from residual_mass.core.settings import MapSpec
 from residual_mass.runtime.traffic import FLOAT32, Implementation
-from residual_mass.specs import MapSpec
 
 INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
 """Activations of a map's inner width that are there at once, as it is written and multiplied out."""

@@ -35,8 +35,8 @@ from residual_mass.core.accounting import (
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected
+from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import full_prefix, partition
-from residual_mass.specs import AnchorSpec
 
 
 class PrototypeDecoder:

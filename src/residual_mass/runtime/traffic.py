@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.estimators import estimator_named
 from residual_mass.core.feature_maps import ReZeroMap
-from residual_mass.specs import AnchorSpec
+from residual_mass.core.settings import AnchorSpec
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4

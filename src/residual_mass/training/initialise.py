@@ -15,7 +15,7 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.feature_maps import ReZeroMap, log_kernel, orthogonal_directions
 from residual_mass.core.selection import exhaustive_topk
-from residual_mass.specs import AnchorSpec
+from residual_mass.core.settings import AnchorSpec
 from residual_mass.training.losses import retrieved
 from residual_mass.training.side_by_side import side_by_side
 from residual_mass.training.teacher import LayerTrace

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.spec_json import to_json
-from residual_mass.specs import TrainSpec, VariantSpec, tokens_of
+from residual_mass.core.settings import to_json, tokens_of
+from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training.initialise import positive_random_features
 from residual_mass.training.losses import row_losses
 from residual_mass.training.passes import Traces, training_budgets

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from residual_mass.backbones.corpora import Corpus
 from residual_mass.backbones.loading import Backbone
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_text
-from residual_mass.specs import ReplaySpec, TrainSpec, tokens_of
+from residual_mass.study.sections import ReplaySpec
+from residual_mass.study.specs import TrainSpec
 from residual_mass.training.losses import ON_OUTPUTS, with_targets
 from residual_mass.training.side_by_side import side_by_side
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces

@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from residual_mass.backbones.corpora import Corpus, check_corpora, training_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
 from residual_mass.inputs.hub_commits import commits_of
 from residual_mass.inputs.hub_data import HUB
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import MANIFEST, Record
-from residual_mass.spec_json import to_json
-from residual_mass.specs import TrainSpec, tokens_of
+from residual_mass.study.specs import TrainSpec
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows

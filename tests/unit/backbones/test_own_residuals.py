@@ -11,7 +11,8 @@ from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.core import estimators
 from residual_mass.core.estimators import ESTIMATORS, Estimator, Unread, estimator_named
-from residual_mass.specs import METHODS, AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.study.config import METHODS
 
 STEPS = 10
 

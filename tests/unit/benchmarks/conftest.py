@@ -10,7 +10,7 @@ import pytest
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
 from residual_mass.benchmarks import prompts
-from residual_mass.specs import PromptsSpec
+from residual_mass.study.specs import PromptsSpec
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,10 @@ from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks import generate, scorers
+from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts, table_sha256
-from residual_mass.specs import AnchorSpec, ArmSpec, BackboneSpec, GenerateSpec, MapSpec, MapsSpec, PromptsSpec
+from residual_mass.study.specs import BackboneSpec, GenerateSpec, PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = ("ruler_cwe", "ruler_vt")
@@ -24,7 +25,9 @@ TASKS = ("ruler_cwe", "ruler_vt")
 
 @pytest.fixture(scope="session")
 def backbone_spec(prompts_spec: PromptsSpec) -> BackboneSpec:
-    return BackboneSpec("tiny", "test", prompts_spec.model_id, prompts_spec.revision, "assets", "float32", "tiny", 2048)
+    return BackboneSpec(
+        "test", prompts_spec.model_id, prompts_spec.revision, "assets", "float32", "tiny", 2048, False, name="tiny"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, harness_requests, seeded
 from residual_mass.provenance import recorded
-from residual_mass.specs import PromptsSpec
+from residual_mass.study.specs import PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("ruler", 2048)

@@ -20,16 +20,18 @@ from residual_mass.benchmarks.catalogue import BENCHMARKS, tasks_of
 from residual_mass.benchmarks.examples import harness_config
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import compare_over_tasks
+from residual_mass.core.settings import ArmSpec
 from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
-from residual_mass.specs import METHODS, ArmSpec, BackboneSpec, ScoreSpec
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import BackboneSpec, ScoreSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 Row = dict[str, Any]
 Table = list[dict[str, str]]
 
-BACKBONE = BackboneSpec("tiny", "test", "tests/Tiny-Llama", "r1", "random", "float32", "tiny", 4096)
+BACKBONE = BackboneSpec("test", "tests/Tiny-Llama", "r1", "random", "float32", "tiny", 4096, False, name="tiny")
 SPEC = ScoreSpec(
     study="test",
     backbone=BACKBONE,

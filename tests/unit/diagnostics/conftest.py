@@ -12,7 +12,7 @@ from tests.records import give_manifest, record
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.specs import MapSpec
+from residual_mass.core.settings import MapSpec
 
 
 @pytest.fixture

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, read_safetensors, write_safetensors
+from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import audit, capture
 from residual_mass.diagnostics.audit import JUDGED, ROUNDED
-from residual_mass.specs import AnchorSpec, AuditSpec, CaptureSpec, MapSpec, MapsSpec
+from residual_mass.study.specs import AuditSpec, CaptureSpec
 
 SHAPE = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=16)
 REZERO, HEDGEHOG = MapSpec(d_emb=20, d_phi=8), MapSpec("hedgehog", d_phi=8)

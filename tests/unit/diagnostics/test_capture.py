@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import read_safetensors
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import capture
-from residual_mass.specs import AnchorSpec, CaptureSpec, MapsSpec
+from residual_mass.study.specs import CaptureSpec
 
 LENGTH, QUERIES = 90, 3
 

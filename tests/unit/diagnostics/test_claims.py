@@ -17,7 +17,7 @@ from tests.records import record
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import Sample, estimate, estimate_extreme, resampled, whole
 from residual_mass.diagnostics.settings import CapturedSetting, read_settings
-from residual_mass.specs import FindingsSpec
+from residual_mass.study.specs import FindingsSpec
 
 LAYERS, HEADS, PACKS, QUERIES = 2, 3, 3, 2
 BUDGETS = {2.0: 1, 4.0: 7, 8.0: 30}

@@ -27,12 +27,12 @@ from tests.unit.diagnostics.test_claims import (
     write_files,
 )
 
+from residual_mass.core.settings import to_json
 from residual_mass.diagnostics import findings
 from residual_mass.diagnostics.resampling import resampled, whole
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import read_json
-from residual_mass.spec_json import to_json
-from residual_mass.specs import FindingsSpec
+from residual_mass.study.specs import FindingsSpec
 
 OUT = ("accounting.csv", "state_dtype.csv", "claims.csv")
 
@@ -282,7 +282,7 @@ def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path
         record(shuffled / path.name)
     code = (
         "import json, sys; from pathlib import Path; from residual_mass.diagnostics import findings; "
-        "from residual_mass.spec_json import parse_spec; "
+        "from residual_mass.study.specs import parse_spec; "
         "from residual_mass.specs import FindingsSpec; p = lambda names: [Path(name) for name in names]; "
         "spec, heads, mass, out = json.loads(sys.argv[1]); "
         "findings.run(parse_spec(FindingsSpec, spec), p(heads), p(mass), *p(out)); assert 'torch' not in sys.modules"

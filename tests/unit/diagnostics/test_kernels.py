@@ -15,8 +15,9 @@ from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, eager
 
 from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import capture, kernels
-from residual_mass.specs import AnchorSpec, KernelsSpec, MapsSpec
+from residual_mass.study.specs import KernelsSpec
 from residual_mass.training.teacher import record_traces
 
 LAYER, HEAD = 1, 3

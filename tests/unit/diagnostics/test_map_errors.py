@@ -13,8 +13,9 @@ from tests.records import record
 from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, make_spec
 
 from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import map_errors
-from residual_mass.specs import AnchorSpec, MapErrorsSpec, MapsSpec
+from residual_mass.study.specs import MapErrorsSpec
 
 
 @pytest.fixture

@@ -16,15 +16,15 @@ import torch
 from tests.small_hub import Repository, SmallHub, serving
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.machine import disk, doctor, facts
 from residual_mass.machine.disk import Heads
 from residual_mass.machine.facts import Gpu, Machine
 from residual_mass.paper.published import MODELS
-from residual_mass.spec_json import to_json
-from residual_mass.specs import BackboneSpec, DoctorSpec, MapSpec, ModelNeed, PlannedFile, PrefetchSpec, StudyNeeds
+from residual_mass.study.specs import BackboneSpec, DoctorSpec, ModelNeed, PlannedFile, PrefetchSpec, StudyNeeds
 
-SMALL = BackboneSpec("smol", "mini", "org/Small-135M-Instruct", "r1", "assets", "float32", "t", 2048)
-LARGE = BackboneSpec("1b", "paper", MODELS["1b"], "0" * 40, "hub", "bfloat16", "t", 2048)
+SMALL = BackboneSpec("mini", "org/Small-135M-Instruct", "r1", "assets", "float32", "t", 2048, False, name="smol")
+LARGE = BackboneSpec("paper", MODELS["1b"], "0" * 40, "hub", "bfloat16", "t", 2048, True, name="1b")
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "hidden_size": 64}
 GIB = 2**30
 NO_HUB = "http://127.0.0.1:9"

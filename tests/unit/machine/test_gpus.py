@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from residual_mass.core.settings import AnchorSpec, MapSpec, to_json
 from residual_mass.machine import gpus
-from residual_mass.spec_json import to_json
-from residual_mass.specs import AnchorSpec, BackboneSpec, MapSpec, RuntimeSpec
+from residual_mass.study.specs import BackboneSpec, RuntimeSpec
 
 HOLD = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); sys.stdin.read()"
 SOURCE = str(Path(gpus.__file__).parents[2])
@@ -102,7 +102,7 @@ def test_what_cannot_be_run_or_locked_is_told_in_one_line(tmp_path: Path) -> Non
 
 
 def test_a_stage_that_cannot_write_waits_for_no_gpu(tmp_path: Path) -> None:
-    backbone = BackboneSpec("big", "paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096)
+    backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, True, name="big")
     spec = RuntimeSpec("paper", backbone, ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1)
     (tmp_path / "file").write_text("")
     flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "file" / "out.csv")]
@@ -135,7 +135,7 @@ def test_the_command_is_run_as_given(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stage_takes_one_for_a_backbone_that_needs_it(tmp_path: Path) -> None:
-    backbone = BackboneSpec("big", "paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096)
+    backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, True, name="big")
     for dtype, logged in (("bfloat16", True), ("float32", False)):
         spec = RuntimeSpec(
             "paper", dataclasses.replace(backbone, dtype=dtype), ("1k",), (1,), 1.0, AnchorSpec(), MapSpec(), 1, 0, 1

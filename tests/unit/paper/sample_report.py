@@ -20,7 +20,8 @@ from residual_mass.paper.report import page as report
 from residual_mass.paper.report.page import ReportFiles
 from residual_mass.paper.report.verdicts import CLAIM_COLUMNS
 from residual_mass.paper.tables import render as tables
-from residual_mass.specs import METHODS, BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
 
 ROOT = TEMPLATES.parents[1]
 TEMPLATE = TEMPLATES / "report.html.j2"
@@ -77,7 +78,7 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
     for path in (phi, generated):
         path.write_text(path.name)
     _sidecars(results[0], phi, generated, runtime)
-    backbone = BackboneSpec("1b", "paper", model_id, "r1", "hub", "bfloat16", "llama32", 131072)
+    backbone = BackboneSpec("paper", model_id, "r1", "hub", "bfloat16", "llama32", 131072, True, name="1b")
     spec = ReportSpec("paper", (backbone,), LENGTHS, BUDGETS, {"mass_curves": f"{title}, wiki"})
     files = ReportFiles(
         tables=[path.with_suffix(".tex") for path in cells],

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.specs import METHODS, TableSpec
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import TableSpec
 
 TEMPLATES = Path(__file__).parents[3] / "paper_tables" / "templates"
 LABELS = (

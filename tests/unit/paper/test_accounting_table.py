@@ -16,7 +16,7 @@ from tests.needs import LATEX, needs
 from residual_mass.paper import published
 from residual_mass.paper.tables.accounting_table import QUANTITIES
 from residual_mass.paper.tables.render import render_published, run
-from residual_mass.specs import TableSpec
+from residual_mass.study.specs import TableSpec
 
 LABEL = "exact_accounting"
 TEMPLATE = TEMPLATES / f"{LABEL}.tex.j2"

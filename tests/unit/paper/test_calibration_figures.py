@@ -22,7 +22,7 @@ from residual_mass.paper.figures.calibration import (
 )
 from residual_mass.paper.figures.style import BLUE, VERMILLION, paper_style, save
 from residual_mass.paper.figures.summaries import bulk
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")
 

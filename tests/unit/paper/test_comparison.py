@@ -20,6 +20,7 @@ import pytest
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
+from residual_mass.core.settings import to_json
 from residual_mass.paper import published
 from residual_mass.paper.comparison import comparability
 from residual_mass.paper.comparison.by_cell import (
@@ -35,8 +36,7 @@ from residual_mass.paper.comparison.picture import tau_b
 from residual_mass.paper.published.protocol import PROTOCOL, VARIANTS, text_of
 from residual_mass.paper.tables import accounting_table, content, runtime_table, training_cost_table
 from residual_mass.paper.tables.table_file import COMPARED, Measured, Place, load_table
-from residual_mass.spec_json import to_json
-from residual_mass.specs import ComparisonSpec
+from residual_mass.study.specs import ComparisonSpec
 
 CELLS = {
     "natural_main": 104, "stress_1pct": 48, "ruler_sweep": 104, "babilong_sweep": 104, "cross_length_mismatch": 15,

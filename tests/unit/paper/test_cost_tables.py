@@ -19,6 +19,7 @@ from tests.needs import LATEX, needs
 
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.cli import main
+from residual_mass.core.settings import AnchorSpec, MapSpec, to_json
 from residual_mass.files import csv_text, sha256_of, write_json
 from residual_mass.paper import published
 from residual_mass.paper.readers import training_log
@@ -26,18 +27,8 @@ from residual_mass.paper.readers.runtime_file import load_runtime
 from residual_mass.paper.tables import runtime_table, training_cost_table
 from residual_mass.paper.tables.render import run
 from residual_mass.paper.tables.table_file import load_table
-from residual_mass.spec_json import to_json
-from residual_mass.specs import (
-    AnchorSpec,
-    BackboneSpec,
-    CurriculumSpec,
-    MapSpec,
-    ObjectiveSpec,
-    ReplaySpec,
-    TableSpec,
-    TrainSpec,
-    VariantSpec,
-)
+from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
+from residual_mass.study.specs import BackboneSpec, TableSpec, TrainSpec, VariantSpec
 from residual_mass.training.learner import Learner
 
 RUNTIME_TEMPLATE = TEMPLATES / "runtime.tex.j2"
@@ -423,7 +414,7 @@ def test_latencies_of_other_studies_and_backbones_are_refused(tmp_path: Path) ->
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-SMALL = BackboneSpec("smol", "mini", "org/Small-LM", "r1", "assets", "float32", "bytes", 8192)
+SMALL = BackboneSpec("mini", "org/Small-LM", "r1", "assets", "float32", "bytes", 8192, False, name="smol")
 OWN = VariantSpec("ours", MapSpec(d_emb=5, d_phi=4), ObjectiveSpec())
 TRAINED = TrainSpec(
     name="study", backbone=SMALL, length="2k", variants=(OWN,), corpora=("wiki",), steps=300, learning_rate=1e-3,

@@ -14,7 +14,7 @@ from residual_mass.diagnostics.settings import Setting, read_settings
 from residual_mass.paper.figures.heads import quartile_error_points
 from residual_mass.paper.figures.summaries import bulk, equal_parts, head_means
 from residual_mass.paper.readers.diagnostics_file import read_diagnostics
-from residual_mass.specs import FigureSpec, FindingsSpec
+from residual_mass.study.specs import FigureSpec, FindingsSpec
 
 
 def test_logarithms_of_masses_may_be_of_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from residual_mass.paper.document import CAPTIONS, run
 from residual_mass.paper.figures.render import FIGURES
 from residual_mass.paper.figures.style import TEXT_WIDTH, save
 from residual_mass.paper.tables.render import run_published
-from residual_mass.specs import BackboneSpec, DocumentSpec
+from residual_mass.study.specs import BackboneSpec, DocumentSpec
 
 TEMPLATE = TEMPLATES / "main.tex.j2"
 HOSTILE = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
@@ -26,7 +26,7 @@ TABLES = ("phi_param_count", "exact_accounting", "ruler_sweep")
 
 
 def backbone(model_id: str = "org/Small-LM", revision: str = "r1") -> BackboneSpec:
-    return BackboneSpec("small", "mini", model_id, revision, "assets", "float32", "t", 2048)
+    return BackboneSpec("mini", model_id, revision, "assets", "float32", "t", 2048, False, name="small")
 
 
 def spec(study: str = "mini", **titles: str) -> DocumentSpec:

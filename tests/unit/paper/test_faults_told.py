@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sample_results import TEMPLATES, Rows, edit, result_rows, table_spec, write_rows
 
-from residual_mass.spec_json import to_json
+from residual_mass.core.settings import to_json
 
 HOSTILE = '<script>alert("1")</script> \\input{/etc/passwd} & $(id) 50% #1 ~^_{'
 

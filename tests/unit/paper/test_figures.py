@@ -22,7 +22,7 @@ from residual_mass.paper.figures.training import (
     training_curves_points,
 )
 from residual_mass.paper.readers.training_log import COLUMNS, join, read_log
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 
 def spec(label: str, title: str = "a title") -> FigureSpec:

@@ -30,7 +30,7 @@ from residual_mass.paper.figures.heads import (
 from residual_mass.paper.figures.render import FIGURES, run
 from residual_mass.paper.figures.style import paper_style
 from residual_mass.paper.figures.summaries import binned_medians
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 KINDS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error")
 Head = tuple[int, int]
@@ -314,7 +314,7 @@ def tick_boxes(axis: Axes) -> list[Bbox]:
 DRAW_ALL = f"""
 import sys, pathlib
 from residual_mass.paper.figures.render import run
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 data, out = map(pathlib.Path, sys.argv[1:])
 for kind in {KINDS}:
     spec = FigureSpec(label=kind, title="Costs $5 & more_", budget_percent=4.0)

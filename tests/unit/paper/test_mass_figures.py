@@ -13,7 +13,7 @@ from sample_results import change, diagnostics
 
 from residual_mass.paper.figures.masses import draw_mass_curves, mass_curves_points
 from residual_mass.paper.figures.style import paper_style, save
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -19,7 +19,7 @@ from tests.needs import LATEX, PDFTOTEXT, needs
 from residual_mass.files import csv_text
 from residual_mass.paper.numbers import run
 from residual_mass.paper.tables import render as tables
-from residual_mass.specs import NumbersSpec
+from residual_mass.study.specs import NumbersSpec
 
 TEMPLATE = TEMPLATES / "numbers.tex.j2"
 

@@ -18,10 +18,11 @@ from tests.needs import LATEX, needs
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
+from residual_mass.core.settings import MapSpec
 from residual_mass.paper import published
 from residual_mass.paper.tables.parameter_table import CELL_COLUMNS, QUANTITIES, load_counts
 from residual_mass.paper.tables.render import render_published, run
-from residual_mass.specs import MapSpec, TableSpec
+from residual_mass.study.specs import TableSpec
 
 LABEL = "phi_param_count"
 TEMPLATE = TEMPLATES / f"{LABEL}.tex.j2"

@@ -16,6 +16,7 @@ from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_
 from sample_results import maps_arms, result_rows, table_spec, write_rows
 
 from residual_mass.cli import main
+from residual_mass.core.settings import to_json
 from residual_mass.paper.report import page as report
 from residual_mass.paper.report.findings import gains_of
 from residual_mass.paper.report.notes import notes_on
@@ -23,7 +24,6 @@ from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.page import load_deviations
 from residual_mass.paper.report.tables import load_page_table, place_of
 from residual_mass.paper.tables.render import run as run_table
-from residual_mass.spec_json import to_json
 
 HOSTILE = '<script>alert("x")</script> $(rm) </title> \' & \\input{z} {{ 7 * 7 }}'
 VOID = {"meta", "link", "br", "img", "circle", "line"}

@@ -33,7 +33,7 @@ from residual_mass.paper.cells import LEFT_OUT, Cell
 from residual_mass.paper.tables.content import COLUMNS
 from residual_mass.paper.tables.layouts import layout_of
 from residual_mass.paper.tables.render import render_published, run
-from residual_mass.specs import TableSpec
+from residual_mass.study.specs import TableSpec
 
 _, TOPK, PHI, NOSUB = METHODS
 

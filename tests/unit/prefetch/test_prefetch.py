@@ -39,12 +39,12 @@ from residual_mass.prefetch.download import asking
 from residual_mass.prefetch.missing import covers, problems
 from residual_mass.prefetch.needs import hub_needs, same_order
 from residual_mass.prefetch.shards import shards_read
-from residual_mass.specs import BackboneSpec, ModelNeed, PrefetchSpec, StreamNeed
+from residual_mass.study.specs import BackboneSpec, ModelNeed, PrefetchSpec, StreamNeed
 
 TOKEN = "hf_never_to_be_seen"
 COMMIT = "c0ffee" + "0" * 34
 MODEL = "org/Small-Llama"
-SPEC = BackboneSpec("small", "paper", MODEL, COMMIT, "hub", "float32", "bytes", 2048)
+SPEC = BackboneSpec("paper", MODEL, COMMIT, "hub", "float32", "bytes", 2048, False, name="small")
 STREAM = StreamNeed("fineweb", "bytes", MODEL, COMMIT, "hub", seed=0, slots=1, tokens=0)
 SHARDS, DOCUMENTS = 12, 20
 

@@ -21,11 +21,13 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.runtime import measure
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, state_bytes, step_traffic
-from residual_mass.specs import METHODS, AnchorSpec, MapSpec, RuntimeSpec
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import RuntimeSpec
 
 ANCHORS, MAP = AnchorSpec(4, 16), MapSpec(d_emb=24, d_phi=8)
 SPEC = RuntimeSpec(

@@ -27,18 +27,12 @@ from torch import Tensor
 from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
 from residual_mass.paper.readers import training_log
-from residual_mass.spec_json import to_json
-from residual_mass.specs import (
-    CurriculumSpec,
-    MapSpec,
-    ObjectiveSpec,
-    ReplaySpec,
-    TrainSpec,
-    VariantSpec,
-)
+from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
+from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut

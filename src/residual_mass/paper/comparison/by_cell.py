@@ -24,7 +24,7 @@ from residual_mass.paper.tables.accounting_table import PUBLISHED_QUANTITIES
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.paper.tables.table_file import COMPARED, Measured, Place, load_table
 from residual_mass.paper.tables.training_cost_table import WALL_CLOCK
-from residual_mass.specs import ComparisonSpec
+from residual_mass.study.specs import ComparisonSpec
 
 COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "

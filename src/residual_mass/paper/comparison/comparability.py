@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from residual_mass.benchmarks.decoding import decoding_settings
+from residual_mass.core.settings import length_and_variant
 from residual_mass.paper.published import EXAMPLES, MODELS
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, VARIANTS, text_of
 from residual_mass.paper.readers.runtime_file import PROTOTYPE
 from residual_mass.paper.tables import training_cost_table
 from residual_mass.paper.tables.table_file import Measured, Place
-from residual_mass.specs import ComparisonSpec, decoding_settings, length_and_variant
+from residual_mass.study.specs import ComparisonSpec
 
 OTHER_BACKBONE = "other backbone"
 GPU, GPUS = "H200", "8"

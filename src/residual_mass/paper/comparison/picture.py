@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.paper.comparison.comparability import obstacles, other_settings
 from residual_mass.paper.readers import accounting_file
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.table_file import Measured, Place
 from residual_mass.paper.tables.tally import tally_by_family
 from residual_mass.paper.titles import family_title
-from residual_mass.specs import ComparisonSpec, length_and_variant, tokens_of
+from residual_mass.study.specs import ComparisonSpec
 
 COLUMNS = "table family statement published ours same_direction note".split()
 MISMATCH = "cross_length_mismatch"

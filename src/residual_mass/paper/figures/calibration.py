@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, with_minus_sign
 from residual_mass.paper.figures.summaries import bulk, head_means
 from residual_mass.paper.readers.diagnostics_file import HEAD, rows_at_budget, the_one
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 BINS = 40
 """In a histogram at least, and not many more."""

@@ -25,7 +25,7 @@ from residual_mass.paper.readers.diagnostics_file import (
     rows_at_budget,
     the_one,
 )
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 BUDGET = ["k", "budget_percent"]
 ERRORS = ["e_topk", "e_sub"]

@@ -38,7 +38,7 @@ from residual_mass.paper.readers.diagnostics_file import (
     two_files,
 )
 from residual_mass.paper.titles import OURS, variant_title
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 KEYS = [*TEXT, "maps", *HEAD, "query", "position", "retrieved", "log_kernel", "log_phi", "budget_percent", "k"]
 SHOWN = 4000

@@ -17,7 +17,7 @@ from residual_mass.paper.readers.diagnostics_file import (
     read_diagnostics,
     two_files,
 )
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 LOW, HIGH = (0.02, 0.10, 0.25), (0.75, 0.90, 0.98)
 """Quantiles of the heads by entropy whose curves are shown."""

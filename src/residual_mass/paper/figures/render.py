@@ -38,7 +38,7 @@ from residual_mass.paper.figures.training import (
     recipe_costs_points,
     training_curves_points,
 )
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 Points = Callable[[FigureSpec, Sequence[Path]], pd.DataFrame]
 Draw = Callable[[FigureSpec, pd.DataFrame], Figure]

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, tick_logarithmic
 from residual_mass.paper.readers.training_log import check_one_training, shown_rows
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 
 class Look(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.core.settings import length_and_variant, maps_label
 from residual_mass.paper.cells import ALL_TASKS, Point
 from residual_mass.paper.titles import model_name
-from residual_mass.specs import length_and_variant, maps_label
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""

@@ -9,7 +9,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from residual_mass.files import read_parquet
-from residual_mass.specs import FigureSpec
+from residual_mass.study.specs import FigureSpec
 
 TEXT = ["backbone", "corpus", "length"]
 HEAD = ["layer", "head"]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import safetensors
 
-from residual_mass.specs import MAPS_HEADER
+from residual_mass.core.settings import MAPS_HEADER
 
 OWN_RECIPE = "ours"
 """What a file calls maps of the study's own recipe, which have no variant in their label."""

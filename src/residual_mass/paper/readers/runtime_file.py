@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import finite_field, is_count, only_value, read_csv
-from residual_mass.specs import METHODS, tokens_of
+from residual_mass.study.config import METHODS
 
 PROTOTYPE, FUSED = "prototype", "fused"
 IMPLEMENTATIONS = (PROTOTYPE, FUSED)

@@ -37,7 +37,7 @@ from residual_mass.paper.tables.captions import KIND_NOTES, model_warnings
 from residual_mass.paper.templating import RESTORE, fill
 from residual_mass.paper.titles import METHOD_TITLES, task_title
 from residual_mass.provenance import Record
-from residual_mass.specs import ReportSpec
+from residual_mass.study.specs import ReportSpec
 
 LARGEST = 8_000_000
 """Bytes of all figures together; they grow by a third in the page."""

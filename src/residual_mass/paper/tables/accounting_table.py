@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
 from residual_mass.paper.cells import LEFT_OUT, Cell, format_score
@@ -25,7 +26,7 @@ from residual_mass.paper.readers.accounting_file import (
 )
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, model_warnings
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
-from residual_mass.specs import TableSpec, tokens_of
+from residual_mass.study.specs import TableSpec
 
 LABEL = "exact_accounting"
 QUANTITIES = (*METHODS, "e_exact_nosub", LOG_Z)

@@ -14,7 +14,7 @@ from residual_mass.paper.readers.results import Result, Score
 from residual_mass.paper.tables.content import ALPHA, Content
 from residual_mass.paper.tables.tally import Tally, tally_by_family
 from residual_mass.paper.titles import OWN_ROW, PHI, TOPK, backbone_title, benchmark_title, task_title
-from residual_mass.specs import TableSpec
+from residual_mass.study.specs import TableSpec
 
 NAMED_ALARMS = 3
 """A caption names so many cells that beat full attention, and counts the others."""

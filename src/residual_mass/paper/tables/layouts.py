@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS, too_long
+from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.paper import published
 from residual_mass.paper.cells import Point
 from residual_mass.paper.latex import Latex
@@ -20,7 +21,8 @@ from residual_mass.paper.titles import (
     variant_title,
     width_title,
 )
-from residual_mass.specs import METHODS, TableSpec, length_and_variant, tokens_of
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import TableSpec
 
 PUBLISHED = "published"
 """Study of the tables that hold the paper's own values."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from residual_mass.core.settings import MapSpec, maps_label
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
 from residual_mass.paper.latex import Latex, escape, render
@@ -19,8 +20,7 @@ from residual_mass.paper.published import MODELS
 from residual_mass.paper.readers.maps_file import OWN_RECIPE, REMEDY, Shapes, load_maps_file
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study
 from residual_mass.paper.titles import VARIANT_TITLES, backbone_title
-from residual_mass.spec_json import parse_spec
-from residual_mass.specs import MapSpec, TableSpec, maps_label
+from residual_mass.study.specs import TableSpec, parse_spec
 
 LABEL = "phi_param_count"
 QUANTITIES = ("params_per_head", "q_heads", "kv_heads", "phi_q_total_m", "phi_k_total_m", "total_m")

@@ -16,7 +16,7 @@ from residual_mass.paper.tables import accounting_table, parameter_table, runtim
 from residual_mass.paper.tables.captions import Caption, caption_of_published, caption_of_results, place_of
 from residual_mass.paper.tables.content import Content, cells_csv, content_of_scores, content_of_texts
 from residual_mass.paper.tables.layouts import LAYOUTS, PUBLISHED, Slice, evaluated, layout_of
-from residual_mass.specs import TableSpec
+from residual_mass.study.specs import TableSpec
 
 Place = tuple[str, str, str]
 

@@ -27,7 +27,8 @@ from residual_mass.paper.readers.runtime_file import (
 )
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
-from residual_mass.specs import METHODS, TableSpec
+from residual_mass.study.config import METHODS
+from residual_mass.study.specs import TableSpec
 
 PREFIX = "runtime_"
 """What labels begin with; the backbone's name follows."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import finite_field, is_count, only_value, read_csv
 from residual_mass.paper import published
 from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, Point, format_score
 from residual_mass.paper.readers import runtime_file
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.layouts import LAYOUTS
-from residual_mass.specs import METHODS, length_and_variant, tokens_of
+from residual_mass.study.config import METHODS
 
 TABLES = (*LAYOUTS, accounting_table.LABEL, training_cost_table.LABEL, *runtime_table.PUBLISHED)
 """Labels of the tables whose CSVs can be read here; so can those of other latencies."""

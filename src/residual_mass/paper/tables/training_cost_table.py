@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import csv_text, finite_field, is_count, only_value, read_json, sha256_of, write_text
 from residual_mass.paper import published
 from residual_mass.paper.cells import LEFT_OUT
@@ -24,8 +25,7 @@ from residual_mass.paper.readers.training_log import read_log
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
 from residual_mass.paper.titles import backbone_title, model_name
 from residual_mass.provenance import beside
-from residual_mass.spec_json import parse_spec
-from residual_mass.specs import TableSpec, TrainSpec, tokens_of
+from residual_mass.study.specs import TableSpec, TrainSpec, parse_spec
 
 LABEL = "training_cost_64k"
 WALL_CLOCK = "wall_clock_h"
