@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tests.needs import pytest_terminal_summary  # noqa: F401  # a hook
+from tests.records import give_manifest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -63,6 +64,7 @@ def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An assets folder that holds the tiny backbone alone."""
     assets = tmp_path_factory.mktemp("assets")
     save_tiny(tiny_llama(), assets)
+    give_manifest(assets)
     return assets
 
 

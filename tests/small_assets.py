@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tests.records import give_manifest
+
 MODEL_ID = "tests/Tiny-Llama"
 REVISION = "r1"
 
@@ -74,13 +76,14 @@ QUESTIONS = [
 
 
 def write_assets(assets: Path) -> None:
-    """Everything a study with data_source assets reads, manifest excepted."""
+    """Everything a study with data_source assets reads; the manifest lists nothing."""
     _write(assets / "haystack" / "PaulGrahamEssays.json", {"text": HAYSTACK})
     _write(assets / "qa" / "squad.json", _squad())
     _write(assets / "qa" / "hotpotqa.json", _hotpotqa())
     _books(assets / "corpora" / "books")
     _sentence_tables(assets / "nltk_data" / "tokenizers" / "punkt_tab" / "english")
     _model(assets / "models" / "tiny-llama")
+    give_manifest(assets)
 
 
 def _write(path: Path, content: Any) -> None:

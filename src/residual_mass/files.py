@@ -1,8 +1,9 @@
-"""Files that are never half-written: atomic replacement, hashes, JSON lines, CSV, Parquet."""
+"""Atomic replacement of files, locks, hashes; JSON lines, CSV and Parquet."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import glob
 import hashlib
@@ -16,7 +17,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
     import pandas
@@ -25,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 REMAKE = "rerun the rule that makes it"
 RANDOM_PART = "?" * 8
-"""What `mkstemp` puts between prefix and suffix, as a pattern."""
+"""Pattern of what `mkstemp` puts between prefix and suffix."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary name in `path`'s folder; on success it replaces `path` in one step, on an exception it is
-    removed. What killed processes left of earlier ones goes first.
+    """Yields a temporary file in `path`'s folder, which replaces `path` atomically on success and is removed on an
+    exception. Temporary files of killed processes are removed first.
 
     Raises:
-        OSError: the file cannot be written (a full disk, say); names it. One of another file passes as it is.
+        OSError: the file cannot be written (a full disk, for example); names it. Errors of other files are unchanged.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,78 +59,60 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes the temporary files that killed processes left of `path`; those of living ones are locked and stay."""
+    """Removes temporary files of `path` that killed processes left behind; those of living processes are locked."""
     before, after = glob.escape(f".{path.name}."), glob.escape(path.suffix)
     for leftover in path.parent.glob(f"{before}{RANDOM_PART}{after}"):
         with suppress(OSError), open(leftover, "r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
-            logger.info("%s: removed, a killed process left it", leftover)
+            logger.info("%s: removed, left behind by a killed process", leftover)
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Keeps `path`, which need not exist, to this process until it is done or dead.
-
-    Yields:
-        Whether others are kept out: not on file systems that have no locks.
+def claimed(path: Path) -> Iterator[None]:
+    """Keeps other processes from claiming `path`, which need not exist, until this one is done or dead.
 
     Raises:
-        ValueError: another living process has claimed it.
+        ValueError: another process has claimed it.
         OSError: its folder cannot be written to; names it.
     """
-    claim = path.with_name(f".{path.name}.lock")
-    while True:
-        with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stream = open(claim, "wb")
-        with stream:
-            locked = hold(stream, path)
-            if not _is_named(stream.fileno(), claim):
-                continue  # its last holder removed it in between
-            try:
-                yield locked
-            finally:
-                claim.unlink(missing_ok=True)
-            return
-
-
-def hold(stream: IO[bytes], path: Path) -> bool:
-    """Locks an open file until it is closed or this process dies; False, with a warning, on file systems that have no
-    locks.
-
-    Raises:
-        ValueError: another living process holds it; names `path`.
-    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(f"{path}: another job is writing to it; wait for that one or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            logger.warning("%s: this file system has no locks; run no second job that writes to it", path)
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path}: another job is writing to it; wait for that one or stop it") from None
-    except OSError as error:
-        logger.warning("%s: cannot be locked (%s); let no second job write to it", path, error.strerror)
-        return False
-    return True
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # still locked, so no other process can hold it
+        lock.release()
 
 
 def require_writable(*paths: Path) -> None:
-    """Before long work: raises OSError naming the first of the files that could not be written."""
+    """Raises OSError naming the first of the files that cannot be written; to be called before long work."""
     for path in paths:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent, buffering=0) as stream:
-                stream.write(b"0")  # on a full disk, making an empty file still works
+                stream.write(b"0")  # creating an empty file works on a full disk
 
 
 @contextmanager
 def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Has an OSError within name `path` and the remedy; where it is written under a temporary name, only one that is of
-    this name, or of none as those of writing are.
+    """Turns an OSError into one that names `path` and the remedy. With `temporary`, the name under which `path` is
+    written, errors of other files are unchanged.
     """
     try:
         yield
     except OSError as error:
-        of = {str(name) for name in (error.filename, error.filename2) if name is not None}
-        if temporary is not None and of and str(temporary) not in of:
+        files = {str(name) for name in (error.filename, error.filename2) if name is not None}
+        if temporary is not None and files and str(temporary) not in files:  # writing names no file
             raise
         reason = error.strerror or str(error)
         remedy = "make room on its disk, or make its folder writable, and run this again"
@@ -147,10 +132,10 @@ def read_text(path: Path, make: str) -> str:
     """The text of a file.
 
     Args:
-        make: how the file is made, as a command to the user.
+        make: how to make the file, as an instruction to the user.
 
     Raises:
-        ValueError: it is missing, no file, or not UTF-8; names it.
+        ValueError: it is missing, not a file, or not UTF-8; names it.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -185,28 +170,16 @@ def jsonl(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All rows of `path`.
-
-    Raises:
-        ValueError: the file is missing or a line is not a JSON object; names file and line.
-    """
-    rows = []
-    lines = read_text(path, REMAKE).split("\n")  # not splitlines: prompts hold U+2028 and the like
-    if lines[-1] == "":
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object; delete the file and {REMAKE}")
-        rows.append(row)
-    return rows
+    """All rows of a file of JSON lines; raises ValueError naming it when it is missing or damaged."""
+    try:
+        # Not splitlines, as prompts contain U+2028 and the like.
+        return [json.loads(line) for line in read_text(path, REMAKE).split("\n") if line]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON lines ({error}); delete it and {REMAKE}") from None
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A CSV file's text; what a row lacks is empty."""
+    """The text of a CSV file; missing fields are empty."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
     writer.writeheader()
@@ -294,10 +267,10 @@ def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataF
 
 
 def _temporary_of(path: Path) -> tuple[Path, int]:
-    """A new file beside `path` and its open descriptor, locked so that no other process takes it for a leftover."""
+    """A new temporary file and its descriptor, locked so that no other process takes it for a leftover."""
     while True:
         held, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-        with suppress(OSError):  # without locks on this file system, none is ever taken for a leftover
+        with suppress(OSError):  # on file systems without locks nothing is taken for a leftover
             fcntl.flock(held, fcntl.LOCK_EX)
         if _is_named(held, Path(name)):
             return Path(name), held

@@ -21,6 +21,7 @@ from sample_report import sample_study
 
 from residual_mass import cli
 from residual_mass.benchmarks import babilong
+from residual_mass.provenance import beside
 
 KINDS = (
     "train", "join-training", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "score", "join",
@@ -69,10 +70,9 @@ def outcome(job: Job) -> tuple[int, list[str], list[Path]]:
     return status, lines, [path for path in Path("made").rglob("*") if path.is_file() and not is_working_file(path)]
 
 
-def is_vouched_for(path: Path) -> bool:
-    """Whether a hash or checksum of it is known, so that not even one changed bit goes unnoticed."""
-    frozen = path.suffix == ".jsonl" and "prompts" in path.parts
-    return frozen or path.suffix == ".parquet" or "assets" in path.parts
+def is_hashed(path: Path) -> bool:
+    """Whether its sha256 is recorded, so that not even one changed bit goes unnoticed."""
+    return beside(path).is_file() or "prompts" in path.parts or "assets" in path.parts
 
 
 def holds_the_same(path: Path, whole: bytes) -> bool:
@@ -98,7 +98,7 @@ def complaint(job: Job, path: Path, damage: Damage) -> str:
         wanted = [Path("made") / output for output in job.outputs if not is_working_file(output)]
         lacking = [str(output) for output in wanted if output not in made]
         noticeable = damage.kind != FLIPPED if path.suffix not in OF_THE_REPOSITORY else damage.kind in CERTAIN[:3]
-        if not harmless and (noticeable or is_vouched_for(path)):
+        if not harmless and (noticeable or is_hashed(path)):
             return "went unnoticed"
         return f"succeeded without {lacking}" if lacking else ""
     if status != 2 or len(lines) != 1:

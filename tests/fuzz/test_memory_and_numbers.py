@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.records import give_manifest, record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 from torch import nn
 
@@ -47,6 +48,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = HeadShape.of(load_backbone(SMALL, folder / "assets").model.config)
     training = {"model_id": MODEL_ID, "revision": REVISION, "length": 1024}
     PhiMaps(shape, MapSpec(d_emb=8, d_phi=8), training).save(folder / "phi.safetensors")
+    record(folder / "phi.safetensors")
     return folder
 
 
@@ -290,6 +292,7 @@ def folder(tiny_assets: Path, small: Path, tmp_path: Path) -> Path:
     """Assets of the byte-level model, with text."""
     (assets := tmp_path / "assets").mkdir()
     (assets / "models").symlink_to(tiny_assets / "models")
+    give_manifest(assets)
     items = ",".join(f'{{"context": [["Title {i}", ["Paragraph {i} of {i * i}. ", "It ends."]]]}}' for i in range(500))
     (assets / "qa").mkdir()
     (assets / "qa" / "hotpotqa.json").write_text(f"[{items}]")
@@ -301,6 +304,7 @@ def test_diagnostics_name_the_layer_that_is_not_finite(
     stage: str, backbone: Backbone, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps_of(backbone).save(phi := tmp_path / "phi.safetensors")
+    record(phi)
     DIAGNOSTICS[stage](folder, phi, tmp_path / "whole")
     assert any((tmp_path / "whole").iterdir())
     backbone.model.model.layers[1].self_attn.q_proj.weight.data[2, 2] = float("nan")
@@ -320,6 +324,7 @@ def test_diagnostics_name_the_layer_whose_maps_overflow(
     for layer_map in (maps.key[1], maps.query[1]):
         layer_map.out.data[:] = 3e38
     maps.save(phi := tmp_path / "phi.safetensors")
+    record(phi)
     with pytest.raises(ValueError, match=r"layer 1.* not finite; the feature maps are damaged, or diverged"):
         DIAGNOSTICS[stage](folder, phi, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Files that stages hand on, changed at random: read as valid rows, or refused in one line that names the file.
+"""Files without a record, changed at random: read as valid rows, or refused in one line that names the file.
 
 Every round is a seed, so that a failure repeats.
 """
@@ -14,21 +14,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 from damage import CUT, FLIPPED, Damage
 from sample_report import sample_study
-from tests.unit.diagnostics.test_claims import SETTINGS, SPEC, make_rows, write_files
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.benchmarks.scoring import collect
 from residual_mass.benchmarks.store import GenerationStore
 from residual_mass.core.settings import MapSpec
-from residual_mass.diagnostics.settings import read_settings
-from residual_mass.files import jsonl, read_json, read_jsonl, sha256_of, sha256_text, write_parquet
-from residual_mass.frozen_prompts import load_manifest, load_prompts, table_sha256
+from residual_mass.files import jsonl, read_json, read_jsonl, sha256_text
 from residual_mass.paper import numbers
 from residual_mass.paper.readers import training_log
 from residual_mass.paper.readers.accounting_file import load_accounting
@@ -115,45 +109,13 @@ def changed_jsonl(content: bytes, rng: Random) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def changed_json(content: bytes, rng: Random) -> bytes:
-    return changed_jsonl(json.dumps(json.loads(content)).encode(), rng)
-
-
-def changed_parquet(content: bytes, rng: Random) -> bytes:
-    if rng.random() < 0.3:
-        return changed_bytes(content, rng)
-    frame = pd.read_parquet(io.BytesIO(content))
-    column = rng.choice(list(frame))
-    match rng.randrange(6):
-        case 0:
-            frame = frame.drop(columns=column)
-        case 1:
-            frame = frame.drop(index=rng.randrange(len(frame)))
-        case 2:
-            frame = pd.concat([frame, frame.iloc[[rng.randrange(len(frame))]]])
-        case 3:
-            other = ["text", None, 1.5, np.nan, np.inf, -np.inf, 10**18, pd.Timestamp("2020-01-01"), True, b"bytes"]
-            frame[column] = pd.Series([rng.choice(other)] * len(frame))
-        case 4:
-            values = frame[column].astype(object)
-            values.iloc[rng.randrange(len(frame))] = rng.choice([None, "x", "1"])
-            frame[column] = values.astype(str)
-        case _:
-            if pd.api.types.is_numeric_dtype(frame[column]):
-                values = frame[column].astype(float)
-                values.iloc[rng.randrange(len(frame))] = rng.choice([np.nan, np.inf, -np.inf, -1.0, 1e300, 0.5])
-                frame[column] = values
-    frame.to_parquet(stream := io.BytesIO(), index=False)
-    return stream.getvalue()
-
-
 # ---- files and their readers -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     folder = tmp_path_factory.mktemp("files")
-    return dict(tables(folder / "tables") | prompts_and_rows(folder / "prompts") | binaries(folder / "binaries"))
+    return dict(tables(folder / "tables") | store(folder / "store") | binaries(folder / "binaries"))
 
 
 def tables(folder: Path) -> dict[str, Case]:
@@ -181,60 +143,30 @@ def tables(folder: Path) -> dict[str, Case]:
     return {name: Case(path, read, changed_csv) for name, (path, read) in readers.items()}
 
 
-def prompts_and_rows(folder: Path) -> dict[str, Case]:
+def store(folder: Path) -> dict[str, Case]:
     folder.mkdir()
-    task = "ruler_vt"
-    frozen = [
-        {"task": task, "index": i, "prompt": f"prompt {i}", "max_generation_tokens": 5, "stop": ["\n"],
-         "doc": {"outputs": ["a"]}}
-        for i in range(3)
-    ]  # fmt: skip
-    (file := folder / f"{task}.jsonl").write_text(jsonl(frozen))
-    tasks = {task: {"file": file.name, "sha256": sha256_of(file), "examples": 3, "data": "original"}}
-    content = {"benchmark": "ruler", "length": "1k", "tokenizer": "tiny", "harness": {}, "examples": 3, "tasks": tasks}
-    content |= {"left_out": {}, "sha256": table_sha256(tasks)}
-    (manifest := folder / "manifest.json").write_text(json.dumps(content))
     rows = [
-        {"key": f"{method}{i}", "task": task, "index": i, "method": method, "budget_percent": budget, "maps": maps,
-         "k": 3, "prompt_tokens": 9, "cut_tokens": 0, "text": "a", "tokens": [1, 2], "finish": "length",
+        {"key": f"{method}{i}", "task": "ruler_vt", "index": i, "method": method, "budget_percent": budget,
+         "maps": maps, "k": 3, "prompt_tokens": 9, "cut_tokens": 0, "text": "a", "tokens": [1, 2], "finish": "length",
          "phi_sha": maps and "f00", "prompt_sha": sha256_text(f"prompt {i}")}
         for i in range(3) for method, budget, maps in (("full", None, None), ("topk", 3.0, None), ("topk_phi", 3, "1k"))
     ]  # fmt: skip
-    (generations := folder / "all.jsonl").write_text(jsonl(rows))
-    (store := folder / "store.jsonl").write_text(jsonl(rows))
-    examples = {task: load_prompts(manifest, task, 3)}
-
-    def read_manifest(path: Path) -> None:
-        for name in load_manifest(path)["tasks"]:
-            load_prompts(path, name, 3)
-
-    def read_prompts(path: Path) -> None:
-        """As if the manifest vouched for whatever they hold."""
-        entry = tasks[task] | {"sha256": sha256_of(path)}
-        forged = content | {"tasks": {task: entry}, "sha256": table_sha256({task: entry})}
-        (other := path.with_name("forged.json")).write_text(json.dumps(forged))
-        load_prompts(other, task, 3)
+    (path := folder / "store.jsonl").write_text(jsonl(rows))
+    (document := folder / "document.json").write_text(json.dumps(rows))
 
     def read_store(path: Path) -> None:
         with GenerationStore(path) as rows:
             assert all(isinstance(key, str) for key in rows.rows)
 
     return {
-        "manifest": Case(manifest, read_manifest, changed_json),
-        "prompts": Case(file, read_prompts, changed_jsonl),
-        "generations": Case(generations, lambda path: collect([path], examples), changed_jsonl),
-        "store": Case(store, read_store, changed_jsonl),
-        "any JSON": Case(manifest, read_json, changed_bytes),
-        "any JSON lines": Case(generations, read_jsonl, changed_bytes),
+        "store": Case(path, read_store, changed_jsonl),
+        "any JSON": Case(document, read_json, changed_bytes),
+        "any JSON lines": Case(path, read_jsonl, changed_bytes),
     }
 
 
 def binaries(folder: Path) -> dict[str, Case]:
     folder.mkdir()
-    rng = np.random.default_rng(0)
-    heads, mass = write_files(folder, [make_rows(rng, *place[:2], packs=place[2]) for place in SETTINGS])
-    for path in (*heads, *mass):
-        write_parquet(path, pd.read_parquet(path))
     torch.manual_seed(0)
     shape = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
     phi = folder / "tiny_1k.safetensors"
@@ -246,8 +178,6 @@ def binaries(folder: Path) -> dict[str, Case]:
         checkpoint, {"step": 5, "log": [{"step": 0}], "spec": "f00"}, {"a": torch.rand(4, 3), "b": torch.ones(2)}
     )
     return {
-        "heads": Case(heads[0], lambda path: read_settings(SPEC, [path, *heads[1:]], mass), changed_parquet),
-        "mass": Case(mass[0], lambda path: read_settings(SPEC, heads, [path, *mass[1:]]), changed_parquet),
         "maps": Case(phi, PhiMaps.load, changed_bytes),
         "maps' header": Case(phi, load_counts, changed_bytes),
         "checkpoint": Case(checkpoint, read_checkpoint, changed_bytes),
@@ -257,8 +187,7 @@ def binaries(folder: Path) -> dict[str, Case]:
 NAMES = (
     "results", "accounting", "runtime", "training log", "comparison", "picture", "claims", "cells ruler_sweep",
     "cells exact_accounting", "cells runtime_1b", "numbers ruler_sweep", "numbers exact_accounting",
-    "numbers runtime_1b", "manifest", "prompts", "generations", "store", "any JSON", "any JSON lines", "heads", "mass",
-    "maps", "maps' header", "checkpoint",
+    "numbers runtime_1b", "store", "any JSON", "any JSON lines", "maps", "maps' header", "checkpoint",
 )  # fmt: skip
 
 

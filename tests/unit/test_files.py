@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from filelock import FileLock
 
 from residual_mass.files import claimed, read_csv, read_parquet, replacing, write_text
 
@@ -99,6 +101,17 @@ def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError) as error, claimed(path := tmp_path / "file" / "checkpoint"):
         pass
     assert str(error.value).startswith(f"{path}: cannot be written (")
+
+
+def test_where_there_are_no_locks_a_claim_warns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(lock: FileLock) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", no_locks)
+    with claimed(path := tmp_path / "checkpoint"):
+        assert f"{path}: this file system has no locks; run no second job" in caplog.text
 
 
 def test_the_module_does_not_load_pandas() -> None:

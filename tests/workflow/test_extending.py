@@ -119,6 +119,7 @@ from residual_mass import PhiMaps, partial_kv
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.cli import main
+from residual_mass.provenance import Record
 from residual_mass.study.specs import parse_spec
 from residual_mass.core.settings import MapSpec
 from residual_mass.study.specs import BackboneSpec
@@ -127,6 +128,7 @@ assets, backbone, prompts, generate, score, *methods = sys.argv[1:]
 loaded = load_backbone(parse_spec(BackboneSpec, backbone), Path(assets))
 training = {"model_id": loaded.spec.model_id, "revision": loaded.spec.revision, "length": 1024}
 PhiMaps(HeadShape.of(loaded.model.config), MapSpec(d_emb=8, d_phi=8), training).save(Path("phi.safetensors"))
+Record("train", {}, []).write(Path("phi.safetensors"))
 main(["prompts", "--spec", prompts, "--assets", assets, "--out", "manifest.json"])
 files = ["--prompts", "manifest.json", "--phi", "phi.safetensors", "--store", "store.jsonl", "--out", "all.jsonl"]
 main(["generate", "--spec", generate, "--assets", assets, *files])

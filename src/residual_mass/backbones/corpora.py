@@ -1,8 +1,7 @@
-"""Long texts as token sequences of one exact length, addressable by index so that an interrupted run finds its place.
+"""Texts as token sequences of one exact length, addressable by index so that an interrupted run can be resumed.
 
-A corpus is a list of documents (the assets) or a stream of them (the hub). Documents are packed until the length is
-reached. Several slots may draw on one corpus at the same time; no two of them share a draw from documents at hand or a
-stretch of a stream.
+A corpus is a list of documents (assets) or a stream of them (hub), which are packed until the length is reached.
+Several slots may read one corpus in parallel, each with its own draws of documents or its own part of the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from residual_mass.inputs.hub_folder import HubFolder
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
 HELD_OUT_ONLY = ("books", "wikitext")
-"""Texts that no recipe trains on, so that progress can be measured on a source it never saw."""
+"""Corpora that no recipe trains on, to measure progress on unseen sources."""
 
 
 class Corpus(Protocol):
@@ -32,18 +31,19 @@ class Corpus(Protocol):
         """Token ids of the index-th sequence."""
 
     def begins_again(self) -> bool:
-        """Whether the last sequence made holds text of an earlier one, all of it having been read."""
+        """Whether the text has ended, so that the last sequence repeats text of earlier ones."""
 
     def position(self) -> Any:
-        """A JSON value: where the sequence after the last one made begins."""
+        """A JSON value: where the next sequence begins."""
 
     def seek(self, position: Any) -> None:
-        """Goes where `position` was taken, so that the next sequence costs what it would have cost there."""
+        """Continues from a `position`, so that the next sequence costs no more than it would have."""
 
 
 class PackedDocuments:
-    """Sequences drawn from documents at hand: a random start document, a random offset when it is longer than
-    needed. Every sequence is made from its number alone, so there is no place to keep.
+    """Sequences from a random start document on, at a random offset where it is longer than needed.
+
+    Each depends on its index only, so there is no position.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PackedDocuments:
         raise ValueError(too_small(self.name, len(ids), wanted))
 
     def begins_again(self) -> bool:
-        return False  # sequences are drawn at random, and never come to an end
+        return False  # random draws never end
 
     def position(self) -> None:
         return None
@@ -118,10 +118,10 @@ def training_corpus(
     slot: int = 0,
     slots: int = 1,
 ) -> Cycle:
-    """The named corpora in turn, as one of `slots` parallel streams gets them: no two share a draw or a stretch.
+    """The named corpora in turn, as read by one of `slots` parallel readers.
 
     Raises:
-        ValueError: a name is unknown or held out, or its files are not there.
+        ValueError: a corpus is unknown or held out, or its files are missing.
     """
     for name in names:
         _check_trained(name)
@@ -136,7 +136,7 @@ def training_corpus(
 
 
 def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path) -> Corpus:
-    """Text that training never sees: an asset corpus's held-out documents, or all of a text that is held out whole."""
+    """Text that is never trained on: the held-out documents of a corpus, or all of one in HELD_OUT_ONLY."""
     _check_held_out(name)
     if name in HUB:
         return HubStream(name, tokenizer, length, seed, hub=HubFolder(assets))
@@ -145,14 +145,14 @@ def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, 
 
 
 def check_corpora(names: Sequence[str], assets: Path, held_out: Sequence[str] = ()) -> None:
-    """What can be said without a tokenizer, so before a model is loaded.
+    """Checks corpora before a model is loaded.
 
     Args:
         names: corpora to train on.
         held_out: corpora to measure on.
 
     Raises:
-        ValueError: a corpus is unknown or not for this use, or its files are not there.
+        ValueError: a corpus is unknown or not for this use, or its files are missing.
     """
     for name in names:
         _check_trained(name)
@@ -164,14 +164,14 @@ def check_corpora(names: Sequence[str], assets: Path, held_out: Sequence[str] = 
 
 
 def is_held_out(document: str) -> bool:
-    """Decided by the text itself, so that it does not depend on order or on what else the corpus holds."""
+    """Depends on the text only, not on order or on the other documents."""
     return hashlib.sha256(document.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
 def _check_trained(name: str) -> None:
     known = [*ASSET_CORPORA, *(each for each in HUB if each not in HELD_OUT_ONLY)]
     if name in HELD_OUT_ONLY:
-        raise ValueError(f"corpus {name!r} is held out to measure on; training on it would spoil that; take {known[0]}")
+        raise ValueError(f"corpus {name!r} is held out for measurements; train on {known[0]} instead")
     if name not in known:
         raise ValueError(f"corpus {name!r} is unknown; known are {', '.join(known)}")
 
@@ -179,6 +179,6 @@ def _check_trained(name: str) -> None:
 def _check_held_out(name: str) -> None:
     known = [*ASSET_CORPORA, *HELD_OUT_ONLY]
     if name in HUB and name not in HELD_OUT_ONLY:
-        raise ValueError(f"corpus {name!r} is trained on whole, so none of it is held out; choose {one_of(known)}")
+        raise ValueError(f"all of corpus {name!r} is trained on, none is held out; choose {one_of(known)}")
     if name not in known:
         raise ValueError(f"corpus {name!r} is unknown; known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""A text corpus streamed from the hub: shuffled reproducibly, so that an interrupted run finds its place."""
+"""A text corpus streamed from the hub in a reproducible random order, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK = 1024
-"""Documents of a stream that are shuffled together: as many are read before the first sequence, and after a resume."""
+"""Documents that are shuffled together. So many are read before the first sequence, and after a resume."""
 LANES = 8
-"""Shards that are read side by side, as neighbours within a shard may be of one kind (one class of patents)."""
+"""Shards that are read in parallel, as the documents of one may be alike (one class of patents)."""
 WAITS = (5.0, 20.0, 60.0)
-"""Seconds before each new try after a network failure in mid-stream; the library has tried many times by then."""
+"""Seconds before each retry after a network failure, in addition to the library's own retries."""
 
 
 @dataclass
 class _Place:
-    """A place in a stream, told by what leads there; its tokens are found again.
+    """A position in a stream, from which its tokens can be read again.
 
     Attributes:
         index: of the sequence that begins here.
         block: number of the block within the epoch.
-        lanes: [place in the lane, the library's state of that shard] of every lane where the block begins; None where
-            the epoch does.
-        document: within the block as shuffled.
-        token: within the document.
-        shards: of the data set when it was read; 0 where nothing of the epoch has been read.
+        lanes: for every lane, [place in the lane, the library's state of that shard] at the start of the block; None at
+            the start of the epoch.
+        document: index within the shuffled block.
+        token: index within the document.
+        shards: number of shards of the data set; 0 before anything of the epoch is read.
     """
 
     index: int = 0
@@ -57,7 +57,7 @@ class _Place:
 
 
 class _Lane:
-    """Some shards of a streamed data set, one after the other, from a position on."""
+    """Some shards of a streamed data set, read one after the other."""
 
     def __init__(
         self, open_shard: Callable[[int], IterableDataset], shards: Sequence[int], place: int = 0, state: Any = None
@@ -90,15 +90,13 @@ class _Lane:
 
 
 class HubStream:
-    """Sequences packed from a streamed data set, in another order each epoch; an earlier index restarts the stream.
+    """Sequences packed from a streamed data set, in another order in each epoch; an earlier index restarts the stream.
 
-    Shuffling is ours: the library's shuffle buffer is lost with the process. The shards of a train split are put into
-    a random order, LANES of them are read side by side, and the BLOCK documents read next are shuffled among
-    themselves; the library's own state says where in its shards a block begins. A test split is read in order, as its
-    rows may be the lines of a running text.
+    The library's shuffle buffer cannot be saved, so shuffling is done here: the shards of a train split are put into a
+    random order, LANES of them are read in parallel, and each BLOCK of documents is shuffled. The library's own state
+    says where in its shards a block begins. A test split is read in order, as its rows may be lines of one text.
 
-    Shards that were prefetched are read from their folder, the others from the hub, where it may be asked; the
-    sequences are the same.
+    Prefetched shards are read from their folder, others from the hub; the sequences are the same.
     """
 
     def __init__(
@@ -121,8 +119,8 @@ class HubStream:
         """Token ids of the index-th sequence; those between the last one and it are made and dropped.
 
         Raises:
-            ValueError: the data set cannot be read, lacks the column, or is shorter than one sequence, or it goes on
-                in a shard that is not here. The stream stays where it was.
+            ValueError: the data set cannot be read, lacks the column or is shorter than one sequence, or a shard was
+                not prefetched. The position is unchanged.
         """
         if index < self.at.index:
             self.seek(asdict(_Place()))
@@ -143,7 +141,7 @@ class HubStream:
         return asdict(self.at)
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Nothing is read until the next sequence is asked for."""
+        """Reads nothing until the next sequence is requested."""
         self.at = _Place(**position)
         self.lanes: list[_Lane] | None = None
         self.texts: list[str] | None = None
@@ -153,7 +151,7 @@ class HubStream:
         front = special_prefix(self.tokenizer)
         wanted = self.length - len(front)
         ids: list[int] = []
-        whole_epoch = self.at.index == 0  # the first sequence begins with an epoch, others in one or with one
+        whole_epoch = self.at.index == 0  # only the first sequence is sure to begin with an epoch
         while len(ids) < wanted:
             if self.texts is None:
                 self.texts = self._read_block()
@@ -170,7 +168,7 @@ class HubStream:
         return front + ids
 
     def _take(self, count: int) -> list[int]:
-        """At most `count` tokens of the document at hand; the last of them leads to the next document."""
+        """The next tokens of the current document, at most `count`; after the last one, moves to the next document."""
         if self.tokens is None:
             text = self.texts[self.at.document]
             self.tokens = self.tokenizer(text + SEPARATOR, add_special_tokens=False).input_ids if text.strip() else []
@@ -186,14 +184,14 @@ class HubStream:
         self.texts = None
 
     def _read_block(self) -> list[str]:
-        """The documents of the block at hand as shuffled; none where the epoch is over."""
+        """The shuffled documents of the current block; none at the end of the epoch."""
         texts = [self._text(row) for row in self._read_rows()]
         if self._shuffles():
             self._rng(f"{self.at.epoch}/{self.at.block}").shuffle(texts)
         return texts
 
     def _read_rows(self) -> list[dict[str, Any]]:
-        """The block's rows, read again from its start after a failure that may pass."""
+        """The rows of the block, read again from its start after a temporary failure."""
         if self.at.shards not in (0, self._shards):
             raise ValueError(
                 f"corpus {self.name!r}: data set {self.source.path} has {self._shards} shards, but had "
@@ -203,7 +201,7 @@ class HubStream:
         shards = self._shards_of_lanes()
         positions = self.at.lanes or [[0, None]] * len(shards)
         for wait in (*WAITS, None):
-            try:  # calls of the library alone: it raises a dozen unrelated classes, its network clients' among them
+            try:  # only calls of the library, which raises a dozen unrelated classes
                 if self.lanes is None:
                     lanes = zip(shards, positions, strict=True)
                     self.lanes = [_Lane(self._open_shard, of_lane, *position) for of_lane, position in lanes]
@@ -217,7 +215,7 @@ class HubStream:
                     raise ValueError(_unreadable(self.name, error)) from error
                 log.warning("corpus %r: %s; trying again in %g s", self.name, _in_one_line(error), wait)
                 time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def _text(self, row: dict[str, Any]) -> str:
         if self.source.column not in row:
@@ -237,14 +235,14 @@ class HubStream:
 
     @cached_property
     def _rows(self) -> IterableDataset:
-        """The data set on the hub, opened when it is first needed, at the commit that the record names."""
+        """The data set on the hub, at the commit that the record names."""
         import datasets
 
         path, configuration, split, _ = self.source
         commit = commit_of(path, self.hub)
         try:
             return datasets.load_dataset(path, configuration, split=split, streaming=True, revision=commit)
-        except Exception as error:  # see _read_rows; not tried again: a run that cannot begin says so at once
+        except Exception as error:  # see _read_rows; no retry, so that a run that cannot begin fails at once
             raise ValueError(_unreadable(self.name, error)) from error
 
     def _open_shard(self, number: int) -> IterableDataset:
@@ -259,23 +257,23 @@ class HubStream:
 
         if self._stored is not None and HF_HUB_OFFLINE:
             raise NotPrefetchedError(
-                f"corpus {self.name!r}: the run goes on in shard {number} of {self.source.path}, which was not "
-                "prefetched; run the target `prefetch` with more phi.steps on a machine with network, and bring the "
+                f"corpus {self.name!r}: the run continues in shard {number} of {self.source.path}, which was not "
+                "prefetched; run the target `prefetch` with more phi.steps on a machine with network, then copy the "
                 "folder here"
             )
         if self._rows.num_shards != self._shards:
             raise NotPrefetchedError(
                 f"corpus {self.name!r}: the hub has {self._rows.num_shards} shards of {self.source.path}, but the "
-                f"prefetched folder says {self._shards}; run the target `prefetch` with more phi.steps"
+                f"prefetched folder lists {self._shards}; run the target `prefetch` with more phi.steps"
             )
         return self._rows.shard(num_shards=self._shards, index=number)
 
     def _has_own_shards(self) -> bool:
-        """Whether slots share out the shards, so that none reads what it does not use; else the rows of each shard."""
+        """Whether each slot has shards of its own; otherwise slots share the rows of every shard."""
         return self._shards >= self.slots
 
     def _shards_of_lanes(self) -> list[list[int]]:
-        """The numbers of this slot's shards in the order of the epoch."""
+        """The shards of each lane of this slot, in the order of the epoch."""
         if not self._shuffles():
             return [list(range(self._shards))]
         return lanes_of(self.name, self._shards, self.seed, self.slot, self.slots, self.at.epoch)
@@ -297,8 +295,8 @@ class HubStream:
 def lanes_of(name: str, shards: int, seed: int, slot: int, slots: int, epoch: int) -> list[list[int]]:
     """The shards that each lane of a slot reads in an epoch, in order.
 
-    A slot has the same shards in every epoch, or it would come to what another one had. Where there are fewer shards
-    than slots, each slot has all of them, and some of their rows.
+    A slot keeps its shards over the epochs, so that slots never share text. With fewer shards than slots, every slot
+    reads some rows of all shards.
     """
     own = list(range(slot, shards, slots) if shards >= slots else range(shards))
     _rng(seed, name, slot, f"{epoch}/shards").shuffle(own)
@@ -307,7 +305,7 @@ def lanes_of(name: str, shards: int, seed: int, slot: int, slots: int, epoch: in
 
 
 def open_file(file: Path) -> IterableDataset:
-    """The rows of one data file on this machine."""
+    """The rows of a local data file."""
     import datasets
 
     files = [glob.escape(str(file))]  # the library takes names for patterns
@@ -337,13 +335,13 @@ def _unreadable(name: str, error: Exception) -> str:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Class and message of an error; those of the hub run over several lines, of which the first says what it is."""
+    """Class and first line of an error; the hub's messages have several."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {first}"
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a new try may succeed: after a failure of network or server, but not if refused or the data are wrong."""
+    """Whether a retry may succeed: after a failure of network or server, not of access or data."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
-from residual_mass.inputs.assets import model_folder, require_vouched, require_whole
+from residual_mass.inputs.assets import model_folder, require_listed, require_whole
 from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.study.specs import BackboneSpec
 
@@ -161,7 +161,7 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
         file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
         with open_safetensors(file):  # refuses a damaged file in one line; transformers needs a page
             weights = sha256_of(file)
-        require_vouched(assets, file, weights)
+        require_listed(assets, file, weights)
     return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
 
 

@@ -1,7 +1,7 @@
 """The feature maps of a whole backbone, and their file.
 
-One safetensors file: tensors `query.{layer}.{name}` and `key.{layer}.{name}` stacked over heads, and in the header the
-JSON of what they are and how they were trained.
+A safetensors file with tensors `query.{layer}.{name}` and `key.{layer}.{name}`, stacked over heads, and a JSON header
+with their shapes and their training.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from residual_mass.files import replacing, sha256_of
 from residual_mass.study.parsing import parsed
 
 HEADER = MAPS_HEADER
-"""There is no second key: the library writes several in random order, and files must be reproducible."""
+"""The only key: the library writes several in random order, and files must be reproducible."""
 
-MAPS_AT_FAULT = "the feature maps are damaged, or diverged while they trained: delete their file and train again"
+MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,8 @@ class PhiMaps(nn.Module):
     Attributes:
         query, key: one stacked map per layer, H = query heads and H = KV heads.
         shape, map: head shape and map shape.
-        training_facts: what trained them (backbone model_id and revision, length in tokens, recipe); empty before
-        training.
-        sha256: hash of the file they were loaded from, None otherwise.
+        training_facts: backbone model_id and revision, length in tokens, recipe; empty before training.
+        sha256: hash of the file they were loaded from, or None.
     """
 
     def __init__(self, shape: HeadShape, map_spec: MapSpec, training: dict[str, Any] | None = None) -> None:
@@ -67,7 +66,7 @@ class PhiMaps(nn.Module):
         self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
 
     def on(self, device: torch.device) -> PhiMaps:
-        """These maps on `device`: themselves if they are there, else a copy (`to` would move the caller's)."""
+        """These maps if they are on `device`, otherwise a copy there (`to` would move the caller's)."""
         return self if next(self.parameters()).device == device else copy.deepcopy(self).to(device)
 
     @torch.no_grad()
@@ -97,7 +96,7 @@ class PhiMaps(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> PhiMaps:
-        """Raises ValueError in one line when the file is missing, damaged or something else."""
+        """Raises ValueError where the file is missing, damaged or something else."""
         path = Path(path)
         header, tensors = read_safetensors(path)
         if HEADER not in header:
@@ -107,7 +106,7 @@ class PhiMaps(nn.Module):
             facts = json.loads(header[HEADER])
             shape, map_spec = parsed(HeadShape, facts["shape"]), parsed(MapSpec, facts["map"])
             training = dict(facts["training"])
-            if shape.layers > len(tensors):  # so that no damaged number makes millions of them
+            if shape.layers > len(tensors):  # before a damaged number makes millions of them
                 raise ValueError(f"{shape.layers} layers, but {len(tensors)} tensors")
             with torch.device("meta"):
                 expected = {name: (t.shape, t.dtype) for name, t in cls(shape, map_spec).state_dict().items()}
@@ -124,7 +123,7 @@ class PhiMaps(nn.Module):
 
 
 def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None:
-    """Raises ValueError unless a stage was given as many files as its spec names maps."""
+    """Raises ValueError unless there is one file for each of the spec's maps."""
     if len(phi) != len(maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
 
@@ -142,7 +141,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Writes the file whole or leaves what was there; raises OSError naming it when that fails (a full disk)."""
+    """Writes the file atomically; raises OSError naming it where that fails (a full disk)."""
     with replacing(path) as temporary:
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)

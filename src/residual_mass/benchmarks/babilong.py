@@ -1,7 +1,7 @@
-"""BABILong examples: the benchmark's own data set, or its construction anew from simulated stories and books.
+"""BABILong examples: the benchmark's own data set, or examples built anew from simulated stories and books.
 
-An example is a story whose facts lie, in order, between the sentences of a book, and a question about the story. Here
-its length is that of the harness's whole prompt, few-shot examples included, with the longest answer.
+An example is a story whose facts are placed, in order, between the sentences of a book, and a question about the story.
+Its length is that of the harness's whole prompt, including few-shot examples, with the longest answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
-    Request,
-    Source,
+    ExampleSource,
     harness_config,
     harness_requests,
     hub_rows,
@@ -28,11 +27,11 @@ from residual_mass.inputs.hub_data import BABILONG, HubPart
 from residual_mass.inputs.hub_folder import HubFolder
 
 SLACK = 2
-"""Tokens by which a prompt may stay below its length where no run of words fills it exactly."""
+"""Tokens by which a prompt may miss its length where no run of words fills it exactly."""
 RUNS = 32
-"""Runs of book sentences that are tried for one that fills the prompt exactly."""
+"""Runs of book sentences that are tried to fill the prompt exactly."""
 GAP = "\ue000"
-"""Stands where the input goes while a prompt is laid out; no book has it."""
+"""Placeholder of the input in a prompt; occurs in no book."""
 BOILERPLATE = re.compile(
     r"^(?:The Project Gutenberg eBook of|End of (?:the )?Project Gutenberg|\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG)"
     r".*?(?:^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG[^\n]*$|\Z)",
@@ -40,22 +39,24 @@ BOILERPLATE = re.compile(
 )
 """From the end of one book of Project Gutenberg, or the header of the first, to the start of the next."""
 PROSE = re.compile(r"[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
-"""A paragraph that begins and ends as a sentence does; headings, contents and indices do not."""
+"""A paragraph that begins and ends like a sentence, unlike headings, contents and indices."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source) -> list[Doc]:
-    """The first `count` examples of a task: `{"input", "question", "target"}`, and of assets the story's `"facts"`.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
+    """The first `count` examples of a task: `{"input", "question", "target"}`, with assets also the story's `"facts"`.
 
-    From the hub come those of the benchmark's data set at this nominal length, as many as there are.
+    The data set on the hub may hold fewer at this nominal length.
 
     Raises:
-        DoesNotFitError: the facts and the harness's template alone take more than `length` tokens.
+        DoesNotFitError: the facts and the harness's template take more than `length` tokens.
     """
     if isinstance(source, HubFolder):
         return _published_examples(task, length, count, source)
     kind, base = task.removeprefix("babilong_"), seeded(seed, task, length)
     paragraphs, split = read_paragraphs(source / "corpora" / "books"), sentence_splitter(source / "nltk_data")
-    rngs = [Random(f"{base} {index}") for index in range(count)]  # one each: more examples change no earlier one
+    rngs = [
+        Random(f"{base} {index}") for index in range(count)
+    ]  # one each, so that examples do not depend on their number
     stories = [tell(kind, rng) for rng in rngs]
     room = length - harness_config("babilong", task)["generation_kwargs"]["max_gen_toks"]
     docs = []
@@ -64,11 +65,6 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
         hidden = hide(story.facts, read_on(paragraphs, split, rng, room), rng, size, room)
         docs.append({"input": hidden, "question": story.question, "target": story.answer, "facts": list(story.facts)})
     return docs
-
-
-def build_requests(task: str, docs: list[Doc]) -> list[Request]:
-    """What the harness would send for each example."""
-    return harness_requests("babilong", task, docs)
 
 
 def _published_examples(task: str, length: int, count: int, hub: HubFolder) -> list[Doc]:
@@ -81,7 +77,7 @@ def _published_examples(task: str, length: int, count: int, hub: HubFolder) -> l
 
 
 def _layouts(task: str, stories: Sequence[Story]) -> Iterator[tuple[str, str]]:
-    """What the harness puts before and after the input of each story."""
+    """The harness's prompt before and after the input of each story."""
     docs = [{"input": GAP, "question": story.question, "target": story.answer} for story in stories]
     for prompt, _ in harness_requests("babilong", task, docs):
         before, after = prompt.split(GAP)
@@ -94,16 +90,16 @@ def _size(tokenizer: Any, before: str, after: str, text: str) -> int:
 
 
 def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Callable[[str], int], room: int) -> str:
-    """The facts at random places between the sentences, of which as many are used as fill `room` tokens.
+    """The facts at random places between as many sentences as fill `room` tokens.
 
-    Only the last sentence used may be cut short. Where its words do not fill the room exactly, the run of sentences
-    begins one later.
+    Only the last sentence may be cut. Where its words do not fill the room exactly, the run of sentences begins one
+    later.
 
     Args:
         size: length in tokens of the whole prompt with a text as its input.
 
     Raises:
-        DoesNotFitError: the facts alone take more than `room`, or no run comes within SLACK of it.
+        DoesNotFitError: the facts take more than `room`, or no run comes within SLACK of it.
     """
     places = sorted(rng.random() for _ in facts)
     if (needed := size(_between(facts, [], places))) > room:
@@ -158,7 +154,7 @@ def _first_words(sentences: Sequence[Sequence[str]], count: int) -> list[str]:
 def _most(size: Callable[[int], int], room: int, high: int) -> int:
     """The largest count whose size is at most `room`, among 0 to `high`.
 
-    Sizes grow almost evenly with the count, so each step interpolates: a step tokenises a whole prompt.
+    Each step tokenises a whole prompt, so it interpolates, as sizes grow almost evenly with the count.
     """
     low, smallest, largest = 0, size(0), size(high)
     assert smallest <= room < largest
@@ -196,7 +192,7 @@ def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
     """NLTK's sentence splitter for English with the tables of the assets.
 
     Raises:
-        ValueError: the tables are not there.
+        ValueError: the tables are missing.
     """
     folder = tables / "tokenizers" / "punkt_tab" / "english"
     if not folder.is_dir():
@@ -206,7 +202,7 @@ def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
     def table(name: str) -> list[list[str]]:
         return [line.split("\t") for line in (folder / name).read_text(encoding="utf-8").splitlines() if line]
 
-    known = PunktParameters()  # filled here, as NLTK opens files only below its own process-wide folders
+    known = PunktParameters()  # filled here, as NLTK reads only from process-wide folders
     known.abbrev_types = {word for (word,) in table("abbrev_types.txt")}
     known.sent_starters = {word for (word,) in table("sent_starters.txt")}
     known.collocations = {(first, second) for first, second in table("collocations.tab")}
@@ -215,8 +211,8 @@ def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
 
 
 def read_on(paragraphs: Sequence[str], split: Callable[[str], list[str]], rng: Random, words: int) -> list[str]:
-    """Sentences from a random paragraph on, with more than `words` words after the first RUNS; the first book follows
-    the last.
+    """Sentences from a random paragraph on, with more than `words` words after the first RUNS. After the last book, the
+    first one follows.
     """
     at, found, read = rng.randrange(len(paragraphs)), [], 0
     while read <= words:

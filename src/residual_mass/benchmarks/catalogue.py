@@ -1,5 +1,5 @@
-"""Which tasks a benchmark has, from which length on, and how they are scored and judged; imports nothing heavy, for the
-workflow lists tasks with it.
+"""Tasks of the benchmarks, their minimal lengths and how they are scored. Imports nothing heavy, as the workflow lists
+tasks with it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Literal
 from residual_mass.inputs.hub_data import BABILONG, ESSAYS, LONGBENCH, HubPart
 
 Data = Literal["original", "simulated", "stand-in"]
-"""Where a task's examples come from: the benchmark itself (its own data, or its own generator), a simulator of ours
-that follows the benchmark's definition, or other real text in the task's format.
+"""Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's
+definition, or other real text in the task's format.
 """
 FLOOR, CEILING = 0.02, 0.98
-"""Up to the one and from the other on, a score says little of the difference between arms."""
+"""Scores beyond these bounds say little of the difference between arms."""
 LEVEL, POWER = 0.95, 0.80
-"""Of intervals, and of the test that a minimal detectable gain is for."""
+"""Of intervals, and of the test behind the minimal detectable gain."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Task:
     """One task of a benchmark, by its name in lm-eval.
 
     Attributes:
-        shortest: nominal length in tokens from which on an example, the template and the answer have room.
-        process_results: the harness's scoring function, in its module of the benchmark.
-        metric: the key under which that function files its score; None where it is the nominal length (RULER).
+        shortest: minimal nominal length in tokens for an example, the template and the answer.
+        process_results: name of the harness's scoring function.
+        metric: key of that function's score; None where it is the nominal length (RULER).
         title: name in tables.
         max_new_tokens: the harness's limit on generated tokens.
-        without_hub: what the assets offer in place of the benchmark's data on the hub.
+        without_hub: the examples of the assets, in place of the data on the hub.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Task:
     without_hub: Data = "original"
 
     def data(self, data_source: str) -> Data:
-        """What `data_source` (`assets` or `hub`) gives of this task."""
+        """The origin of examples from `data_source` (`assets` or `hub`)."""
         return "original" if data_source == "hub" else self.without_hub
 
 
@@ -89,10 +89,10 @@ def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
 
 
 def parts_of(benchmark: str, length_tokens: int) -> list[HubPart]:
-    """What is read of the hub for a benchmark at a length.
+    """The parts of data sets on the hub that a benchmark reads at a length.
 
     Raises:
-        ValueError: as `tasks_of`, or it is not known what the benchmark reads.
+        ValueError: as `tasks_of`, or the benchmark has no entry here.
     """
     names = [name.removeprefix(f"{benchmark}_") for name in tasks_of(benchmark, length_tokens)]
     if benchmark == "ruler":
@@ -101,7 +101,7 @@ def parts_of(benchmark: str, length_tokens: int) -> list[HubPart]:
         return [HubPart(BABILONG, f"{length_tokens // 1024}k", name) for name in names]
     if benchmark == "longbench":
         return [HubPart(LONGBENCH, name, "test") for name in names]
-    raise ValueError(f"benchmark {benchmark!r}: what it reads of the hub is not known; add it to catalogue.parts_of")
+    raise ValueError(f"benchmark {benchmark!r}: its data sets on the hub are unknown; add them to catalogue.parts_of")
 
 
 def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the builders of all benchmarks share: the harness's task definitions, and the requests it makes of examples."""
+"""Shared by the builders of all benchmarks: the harness's task definitions, and the requests it makes of examples."""
 
 from __future__ import annotations
 
@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 
 Doc = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
-"""The prompt text and the generation settings that the harness sends for an example."""
+"""Prompt text and generation settings that the harness sends for an example."""
 
 FILES = {"babilong": "babilong_{}"}
-"""What the harness's folder of a benchmark calls a task's YAML, where that is not the task's name without the
-benchmark's.
-"""
-
-
-Source = Path | HubFolder
-"""Where examples come from: the pinned files of an assets folder, or the benchmark's own data on the hub, of which such
-a folder may hold copies.
-"""
+"""Names of the harness's YAML files, where these are not the task's name without that of the benchmark."""
+ExampleSource = Path | HubFolder
+"""The pinned files of an assets folder, or the benchmark's own data on the hub, possibly prefetched."""
 
 
 class DoesNotFitError(Exception):
@@ -47,11 +41,11 @@ def harness_config(benchmark: str, task: str) -> dict[str, Any]:
 
 
 def harness_task(benchmark: str, task: str, docs: list[Doc]) -> Any:
-    """The harness's own task object (ConfigurableTask) over the given examples instead of its data set."""
+    """The harness's task object (ConfigurableTask) with the given examples as its data set."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # advice about its own command line
+    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # advice about the harness's command line
     config = harness_config(benchmark, task)
     dataset = {config["test_split"]: Dataset.from_list(docs)}
     return ConfigurableTask(config={**config, "custom_dataset": lambda **_: dataset})
@@ -65,7 +59,7 @@ def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[Request
 
 
 def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
-    """All rows of a part of a data set: of its prefetched copy, else from the hub.
+    """All rows of a part of a data set, from its prefetched copy or the hub.
 
     Raises:
         ValueError: it cannot be read; in one line.
@@ -81,7 +75,7 @@ def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
         return datasets.load_dataset(part.data_set, name=part.configuration, split=part.split, revision=commit)
     except NotPrefetchedError:
         raise
-    except (OSError, ValueError) as error:  # not reached, or only other parts of it are stored here
+    except (OSError, ValueError) as error:  # unreachable, or only other parts are prefetched
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(
             f"data set {part.data_set} ({part.configuration}) cannot be read ({reason}); check the network, or log in "

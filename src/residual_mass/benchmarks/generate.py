@@ -1,8 +1,7 @@
-"""Generations of every arm for every frozen prompt; what the store holds is not decoded again.
+"""Generations of every arm for every frozen prompt; rows in the store are not decoded again.
 
-The unit is a batch: its composition never depends on the store, so that an interrupted run ends with the bytes of an
-undisturbed one (unless memory runs out and batches are halved). A batch that lacks a row is decoded whole, and the rows
-it lacked are added.
+Batches never depend on the store, so that an interrupted run ends with the bytes of an undisturbed one (unless memory
+runs out and batches are halved). A batch with a missing row is decoded whole, and its missing rows are added.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from residual_mass.backbones.loading import (
 )
 from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
 from residual_mass.benchmarks.scorers import saturated
-from residual_mass.benchmarks.store import GenerationStore, Row, row_key
+from residual_mass.benchmarks.store import GenerationRow, GenerationStore, row_key
 from residual_mass.core.settings import ArmSpec, MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
@@ -43,30 +42,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Example:
-    """A frozen prompt, ready to be decoded."""
+    """A frozen prompt, ready to be decoded.
+
+    Attributes:
+        ids: token ids, without the `cut` tokens removed after BOS or after the chat template's opening.
+        limit: maximum number of generated tokens.
+    """
 
     prompt: Prompt
     ids: list[int]
-    """Token ids, `cut` of them taken out behind BOS or behind the chat template's opening."""
     cut: int
     limit: int
-    """Generated tokens at most."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples of any tasks, decoded together under all arms whatever the store already holds."""
+    """Examples of any tasks, decoded together under all arms.
+
+    Attributes:
+        keys: row keys by [example][arm].
+    """
 
     examples: list[Example]
     keys: list[list[str]]
-    """Row keys by [example][arm]."""
 
     def missing_from(self, store: GenerationStore) -> bool:
         return any(key not in store.rows for example in self.keys for key in example)
 
 
 def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], store: Path, out: Path) -> None:
-    """Computes the missing rows into `store`, then writes all rows of `spec` to `out`: by task, example, arm.
+    """The `generate` stage: adds the missing rows to `store`, then writes all rows of `spec` to `out`, ordered by task,
+    example and arm.
 
     Args:
         phi: files of the feature maps, in the order of `spec.maps`.
@@ -74,14 +80,14 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     record = Record("generate", spec, [assets / MANIFEST, prompts, *phi])
     maps = _maps_of(spec, phi)
     _check_lengths(spec)
-    tasks = _tasks_there(spec, prompts)
+    tasks = _frozen_tasks(spec, prompts)
     frozen = {task: load_prompts(prompts, task, spec.examples) for task in tasks}
-    shas = {label: _sha256_of(path) for label, path in maps.items()}
+    shas = {label: sha256_of(path) for label, path in maps.items()}
     identity = backbone_identity(spec.backbone, assets)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     batches = list(_batches(spec, [one for task in tasks for one in frozen[task]], tokenizer, identity, shas))
-    _tell_of_extrapolation(spec, batches)
+    _warn_of_extrapolation(spec, batches)
     with GenerationStore(store) as rows:
         for batch in batches:
             for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(spec.arms)):
@@ -114,18 +120,18 @@ def _maps_used(spec: GenerateSpec) -> list[MapsSpec]:
 
 
 def _longest(batch: Batch) -> int:
-    """Longest first: what does not fit into memory fails at once, and the estimate of the time left errs upwards."""
+    """Sort key. Longest first, so that out of memory shows at once and the estimated time left errs upwards."""
     return max(len(example.ids) for example in batch.examples)
 
 
 def _task_label(batch: Batch) -> str:
-    """The first of its tasks, and how many more there are."""
+    """For the progress bar: the first task and the number of others."""
     first, *more = dict.fromkeys(example.prompt.task for example in batch.examples)
     return f"{first} and {len(more)} more" if more else first
 
 
 def _check_lengths(spec: GenerateSpec) -> None:
-    """Prompts are as long as the label says, or without a nominal length as long as truncation lets them be."""
+    """Checks the nominal length of the prompts, or without one the length that they are truncated to."""
     key = "length" if spec.budget_length == "nominal" else "truncate_to"
     label = spec.length if key == "length" else spec.truncate_to
     if tokens_of(label) > spec.backbone.context:
@@ -139,8 +145,8 @@ def _check_lengths(spec: GenerateSpec) -> None:
             )
 
 
-def _tell_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None:
-    """Template and few-shot examples may make a prompt longer than its label says."""
+def _warn_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None:
+    """Template and few-shot examples may make a prompt longer than its nominal length."""
     lengths = [len(example.ids) for batch in batches for example in batch.examples]
     for maps in _maps_used(spec):
         beyond = [length for length in lengths if length > maps.length]
@@ -151,8 +157,8 @@ def _tell_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None
             )  # fmt: skip
 
 
-def _tasks_there(spec: GenerateSpec, prompts: Path) -> list[str]:
-    """The spec's tasks without those that the prompts leave out; raises ValueError for prompts of something else."""
+def _frozen_tasks(spec: GenerateSpec, prompts: Path) -> list[str]:
+    """The tasks of the spec that the prompts do not leave out; raises ValueError for prompts of something else."""
     manifest = load_manifest(prompts)
     for key, wanted in (("benchmark", spec.benchmark), ("length", spec.length), ("tokenizer", spec.backbone.tokenizer)):
         if manifest[key] != wanted:
@@ -163,17 +169,11 @@ def _tasks_there(spec: GenerateSpec, prompts: Path) -> list[str]:
     return [task for task in spec.tasks if task not in manifest["left_out"]]
 
 
-def _sha256_of(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; train the phi maps first")
-    return sha256_of(path)
-
-
 def _batches(
     spec: GenerateSpec, prompts: Sequence[Prompt], tokenizer: Any, identity: str, shas: dict[str, str]
 ) -> Iterator[Batch]:
-    """Examples with answers of like length together, and among these prompts of like length: a step costs little more
-    for many rows than for few, so that batches should stay full to their end, and hold little padding.
+    """Batches of examples with similar answer lengths, then similar prompt lengths. A step costs little more for many
+    rows than for few, so batches should stay full to their end, with little padding.
     """
     examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: (-e.limit, -len(e.ids)))
     while examples:
@@ -183,7 +183,7 @@ def _batches(
 
 
 def _fitting(examples: Sequence[Example], tokens: int) -> int:
-    """How many of the examples, the first at least, have so many prompt tokens together, padding included."""
+    """How many of the examples, at least one, fit into so many prompt tokens, padding included."""
     size = 1
     while size < len(examples) and _padded(examples[: size + 1]) <= tokens:
         size += 1
@@ -210,15 +210,15 @@ def _example(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> Example:
 
 
 def cut_to(ids: list[int], room: int, front: list[int]) -> tuple[list[int], int]:
-    """`ids` with tokens taken out on the left until `room` are left, and how many were; what stands in `front` stays,
-    for a prompt without its BOS has lost its strongest attention sink.
+    """`ids` cut on the left to `room` tokens, and the number of tokens removed. `front` is kept: without its BOS, a
+    prompt loses its strongest attention sink.
     """
     cut = max(0, len(ids) - room)
     return (front + ids[len(front) + cut :] if cut else ids), cut
 
 
 def _limit(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> int:
-    """Generated tokens at most: the harness's limit, or less where the references tell how long an answer can be."""
+    """Maximum number of generated tokens: the harness's limit, or less where references bound the answer."""
     if spec.answer_margin is None:
         return prompt.max_generation_tokens
     references = [tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(prompt.doc)]
@@ -226,7 +226,7 @@ def _limit(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> int:
 
 
 def reference_texts(doc: dict[str, Any]) -> list[str]:
-    """What right answers look like: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
+    """Right answers: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
     if "outputs" in doc:
         return [" ".join(doc["outputs"])]
     return list(doc["answers"]) if "answers" in doc else [doc["target"]]
@@ -267,7 +267,7 @@ def _compute(
     batches: Sequence[Batch],
     store: GenerationStore,
 ) -> dict[str, Any]:
-    """Decodes `batches`, adds the rows that the store lacks, and tells what it ran on."""
+    """Decodes `batches` and adds their missing rows to the store; returns facts for the record."""
     from tqdm import tqdm
 
     from residual_mass.backbones.engine import SharedPrefillEngine
@@ -291,21 +291,24 @@ def _compute(
 
 @dataclass
 class Room:
-    """Prompt tokens, padding included, that fit into memory together as far as is known."""
+    """Memory for a batch.
+
+    Attributes:
+        tokens: prompt tokens, padding included, that are assumed to fit.
+        used: tokens of the largest decoded batch.
+    """
 
     tokens: int
     used: int = 0
-    """By the largest batch that was decoded."""
 
 
 def _decoded(
     spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, examples: Sequence[Example], room: Room
 ) -> list[list[Generation]]:
-    """Generations by [example][arm]. What turns out not to fit into the GPU's memory is decoded in smaller parts, here
-    and in later batches.
+    """Generations by [example][arm]. After running out of memory, this and later batches are decoded in smaller parts.
 
     Raises:
-        ValueError: one example alone does not fit, or its text cannot be had, see `NotFiniteError`.
+        ValueError: a single example does not fit, or its values are not finite.
     """
     from residual_mass.backbones.engine import NotFiniteError
 
@@ -323,16 +326,12 @@ def _decoded(
         except NotFiniteError as error:
             prompt = part[error.prompt].prompt
             raise ValueError(f"{prompt.task} example {prompt.index}: {error}") from None
-        torch.cuda.empty_cache()  # only here, where nothing holds on to what the failed try has made
+        torch.cuda.empty_cache()  # only here, after the tensors of the failed attempt are released
         room.tokens = _padded(part) // 2
         logger.warning(
-            "out of memory with %d prompts of %d tokens together: from here on at most %d tokens, as with batch_tokens "
-            "%d",
-            len(part),
-            _padded(part),
-            room.tokens,
-            room.tokens,
-        )
+            "out of memory with %d prompts of %d tokens together: continuing with at most %d tokens (batch_tokens)",
+            len(part), _padded(part), room.tokens,
+        )  # fmt: skip
     return generations
 
 
@@ -360,7 +359,7 @@ def _rows(
     generations: Sequence[Sequence[Generation]],
     backbone: Backbone,
     shas: dict[str, str],
-) -> Iterator[Row]:
+) -> Iterator[GenerationRow]:
     for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(arms)):
         generation, prompt = generations[e][a], example.prompt
         text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
@@ -374,8 +373,8 @@ def _rows(
         }
 
 
-def _known_fields(example: Example, arm: ArmSpec, shas: dict[str, str]) -> Row:
-    """What a row says before anything is decoded."""
+def _known_fields(example: Example, arm: ArmSpec, shas: dict[str, str]) -> GenerationRow:
+    """The fields of a row that are known before decoding."""
     return {
         "task": example.prompt.task,
         "index": example.prompt.index,

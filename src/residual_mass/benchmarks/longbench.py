@@ -1,23 +1,23 @@
 """LongBench examples (GovReport, QMSum, MuSiQue, HotpotQA) in the harness's templates.
 
-On the hub are the benchmark's own: a task's examples in order and as they are, whatever the length; most are longer
-than the short lengths. From the assets, SQuAD 2.0's Wikipedia articles and HotpotQA's dev set (distractor setting,
-all of its questions hard), examples are made that fit a length and fill it with whole paragraphs:
+From the hub come the benchmark's own examples, unchanged and in order, whatever the length; most are longer than the
+short lengths. From the assets, SQuAD 2.0's Wikipedia articles and HotpotQA's dev set (distractor setting, all questions
+hard), examples are built that fill a length with whole paragraphs:
 
-* HotpotQA: its own questions and answers. The passages are all paragraphs of the question's item, two of them
-  supporting and the others its distractors, filled up with paragraphs of other items, in random order. LongBench takes
-  the Wikipedia articles around them in full.
-* MuSiQue, a stand-in: HotpotQA's bridge questions, which take two steps as MuSiQue's take two to four, with the two
-  supporting paragraphs alone among paragraphs of other items. Unlike MuSiQue's, the distractors are on other subjects.
-  Its questions and those of HotpotQA are disjoint under every seed and length.
-* GovReport, a stand-in: a SQuAD article without its first paragraph is the report, the first paragraph its reference
-  summary. It may tell what the report does not.
-* QMSum, a stand-in: the query asks what is said about a title; the transcript are paragraphs of HotpotQA, each on a
-  line of its own after its title as a meeting's turns after their speakers, in random order; the reference are the
-  leading sentences of that title's paragraph. Unlike QMSum's, it stands in the transcript word for word.
+* HotpotQA: its own questions and answers. The passages are all paragraphs of the question's item (two supporting ones
+  and the distractors), filled up with paragraphs of other items, in random order. LongBench uses the full Wikipedia
+  articles around them.
+* MuSiQue, a stand-in: HotpotQA's bridge questions, which take two steps where MuSiQue's take two to four, with only the
+  two supporting paragraphs among paragraphs of other items. Unlike in MuSiQue, distractors are about other subjects.
+  Its questions and those of HotpotQA are disjoint for every seed and length.
+* GovReport, a stand-in: the report is a SQuAD article without its first paragraph, which is the reference summary and
+  may contain what the report does not.
+* QMSum, a stand-in: the query asks what is said about a title. The transcript consists of HotpotQA paragraphs in random
+  order, one per line after its title, like turns after their speakers. The reference is the leading sentences of the
+  title's paragraph. Unlike in QMSum, it is in the transcript word for word.
 
-An example leaves room for its answer: as many tokens as the harness lets a model generate, or the reference's own and
-`ANSWER_MARGIN` more where that is less.
+An example leaves room for its answer: the harness's limit of generated tokens, or the reference's length plus
+`ANSWER_MARGIN` where that is less.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from typing import Any, NamedTuple
 from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
-    Request,
-    Source,
+    ExampleSource,
     harness_config,
-    harness_requests,
     hub_rows,
     seeded,
 )
@@ -47,13 +45,13 @@ from residual_mass.inputs.hub_folder import HubFolder
 
 ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3
-"""Most sentences of a query's reference; never more than half of its paragraph."""
+"""Maximum number of sentences of a query's reference, which is at most half of its paragraph."""
 FILLER_TOKENS = 32
-"""So short are few paragraphs: of a length's share of these, more than fit are drawn."""
+"""Few paragraphs are this short, so that length / FILLER_TOKENS of them are more than fit."""
 
 
 class Passage(NamedTuple):
-    """A paragraph of Wikipedia in HotpotQA; its sentences bring their own spaces."""
+    """A Wikipedia paragraph of HotpotQA; its sentences include their spaces."""
 
     title: str
     sentences: list[str]
@@ -63,8 +61,8 @@ class Passage(NamedTuple):
         return "".join(self.sentences).strip()
 
 
-class Part(NamedTuple):
-    """A piece of a context that is in it as a whole or not at all; parts are read in the order of their places."""
+class ContextPart(NamedTuple):
+    """A piece of a context that is used whole or not at all; parts are ordered by their places."""
 
     place: float
     text: str
@@ -72,20 +70,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """An example before it has a size: its first `needed` parts belong to it, of the rest as many as there is room."""
+    """An example of no fixed size: its first `needed` parts, then as many of the others as fit."""
 
     key: str
     question: str
     answer: str
-    parts: list[Part]
+    parts: list[ContextPart]
     needed: int
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source) -> list[Doc]:
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
     """Examples in the fields of the hub's data set.
 
-    From the hub as from an assets folder come the first `count`, or all where there are fewer. Of assets, prompt and
-    answer take `length` tokens at most, and the first n of m examples are the n examples.
+    The first `count`, or all where there are fewer. Those built from assets take at most `length` tokens with their
+    answer, and do not depend on `count`.
 
     Raises:
         DoesNotFitError: not one example of the assets fits.
@@ -107,11 +105,6 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     if not docs:
         raise DoesNotFitError(f"none of its examples fits {length} tokens with this tokenizer")
     return docs
-
-
-def build_requests(task: str, docs: list[Doc]) -> list[Request]:
-    """The prompt text and the generation settings that the harness would send for each example."""
-    return harness_requests("longbench", task, docs)
 
 
 def _hub_examples(config: dict[str, Any], count: int, hub: HubFolder) -> list[Doc]:
@@ -166,7 +159,7 @@ def _questions(
     for item in filter(_scorable, rng.sample(items, len(items))):
         own = needed(item)
         passages = own + _fillers(pool, _passages(item), length, rng)
-        parts = [Part(rng.random(), f"{passage.title}\n{passage.text}") for passage in passages]
+        parts = [ContextPart(rng.random(), f"{passage.title}\n{passage.text}") for passage in passages]
         yield Draft(item["_id"], item["question"].strip(), item["answer"], parts, needed=len(own))
 
 
@@ -175,7 +168,7 @@ def _qmsum(assets: Path, length: int, rng: Random) -> Iterator[Draft]:
     subjects = [passage for passage in pool if len(passage.sentences) > 1]
     for subject in rng.sample(subjects, len(subjects)):
         passages = [subject, *_fillers(pool, [subject], length, rng)]
-        parts = [Part(rng.random(), f"{passage.title}: {passage.text}") for passage in passages]
+        parts = [ContextPart(rng.random(), f"{passage.title}: {passage.text}") for passage in passages]
         query = f"Summarize what is said about {subject.title}."
         yield Draft(subject.title, query, _leading_sentences(subject), parts, needed=1)
 
@@ -184,7 +177,7 @@ def _gov_report(assets: Path, _: int, rng: Random) -> Iterator[Draft]:
     articles = read_json(assets / "qa" / "squad.json")["data"]
     for article in rng.sample(articles, len(articles)):
         summary, *report = (paragraph["context"].strip() for paragraph in article["paragraphs"])
-        yield Draft(article["title"], "", summary, [Part(*numbered) for numbered in enumerate(report)], needed=1)
+        yield Draft(article["title"], "", summary, [ContextPart(*numbered) for numbered in enumerate(report)], needed=1)
 
 
 DRAFTS: dict[str, Callable[[Path, int, Random], Iterator[Draft]]] = {
@@ -203,7 +196,7 @@ CONTEXTS: dict[str, Callable[[Sequence[str]], str]] = {
     "longbench_gov_report": "\n\n".join,
     "longbench_qmsum": "\n".join,
 }
-"""How a task's context is put together from its parts, where these are not numbered passages."""
+"""How a task's context is joined from its parts, where these are not numbered passages."""
 
 
 def _items(assets: Path) -> list[Doc]:
@@ -211,7 +204,7 @@ def _items(assets: Path) -> list[Doc]:
 
 
 def _for_musique(item: Doc) -> bool:
-    """Decided by the item itself, so that the two tasks never share one."""
+    """Depends on the item only, so that the two tasks never share one."""
     return hashlib.sha256(item["_id"].encode()).digest()[0] % 2 == 1
 
 
@@ -237,7 +230,7 @@ def _all_passages(items: list[Doc]) -> list[Passage]:
 
 
 def _fillers(pool: list[Passage], own: list[Passage], length: int, rng: Random) -> list[Passage]:
-    """Passages that may fill an example up, in random order and without its own."""
+    """Passages to fill an example up with, in random order and without its own."""
     titles = {passage.title for passage in own}
     drawn = rng.sample(pool, min(len(pool), length // FILLER_TOKENS))
     return [passage for passage in drawn if passage.title not in titles]

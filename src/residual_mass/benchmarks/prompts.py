@@ -1,4 +1,4 @@
-"""Benchmark examples, built once and frozen: one JSONL file per task and a manifest that vouches for them."""
+"""Benchmark examples, built once and frozen: one JSONL file per task and a manifest with their sha256."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, Source
+from residual_mass.benchmarks.examples import Doc, DoesNotFitError, ExampleSource, Request, harness_requests
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, write_text
 from residual_mass.frozen_prompts import table_sha256
@@ -24,20 +24,20 @@ from residual_mass.study.specs import PromptsSpec
 logger = logging.getLogger(__name__)
 
 ASSET_PLACES = ("haystack", "qa", "nltk_data", "corpora/books")
-"""What the builders read of the assets."""
+"""Files and folders of the assets that the builders read."""
 LONG_FIELDS = {
-    "ruler": ("input", "input_example"),  # the prompt itself, and cwe's example that the harness never sends
+    "ruler": ("input", "input_example"),  # the latter is an example of cwe that the harness never sends
     "babilong": ("input",),
     "longbench": ("context",),
 }
-"""What a frozen example leaves out: the prompt holds it already."""
+"""Fields left out of a frozen example, as its prompt contains them."""
 
 
 class Builder(Protocol):
-    """A benchmark's module: its examples, and what the harness makes of them."""
+    """Builds the examples of a benchmark's task."""
 
-    def build_examples(
-        self, task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source
+    def __call__(
+        self, task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource
     ) -> list[Doc]:
         """At most `count` examples (a data set may hold fewer), of `length` tokens.
 
@@ -45,21 +45,21 @@ class Builder(Protocol):
             DoesNotFitError: too few fit the length.
         """
 
-    def build_requests(self, task: str, docs: list[Doc]) -> list[Request]:
-        """What the harness sends for each example."""
 
-
-BUILDERS: dict[str, Builder] = {"ruler": ruler, "babilong": babilong, "longbench": longbench}
+BUILDERS: dict[str, Builder] = {
+    "ruler": ruler.build_examples,
+    "babilong": babilong.build_examples,
+    "longbench": longbench.build_examples,
+}
 
 
 def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
-    """Builds every task of the benchmark that fits the length; writes the task files, then the manifest `out`."""
+    """The `prompts` stage: builds every task that fits the length; writes the task files, then the manifest `out`."""
     from residual_mass.backbones.loading import load_tokenizer
 
     record = Record("prompts", spec, [assets / MANIFEST])
     length = tokens_of(spec.length)
     names, left_out = tasks_of(spec.benchmark, length), too_long(spec.benchmark, length)
-    builder = BUILDERS[spec.benchmark]
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
     source = assets if spec.data_source == "assets" else HubFolder(assets)
     require_whole(assets, *(ASSET_PLACES if spec.data_source == "assets" else ["nltk_data"]))
@@ -67,12 +67,12 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     for name in names:
         logger.info("%s at %s: building %d examples", name, spec.length, spec.examples)
         try:
-            docs = builder.build_examples(name, tokenizer, length, spec.examples, spec.seed, source)
+            docs = BUILDERS[spec.benchmark](name, tokenizer, length, spec.examples, spec.seed, source)
         except DoesNotFitError as error:
             left_out[name] = str(error)
             continue
         file = out.parent / f"{name}.jsonl"
-        write_text(file, jsonl(_rows(spec.benchmark, name, docs, builder.build_requests(name, docs))))
+        write_text(file, jsonl(_rows(spec.benchmark, name, docs, harness_requests(spec.benchmark, name, docs))))
         data = task_named(spec.benchmark, name).data(spec.data_source)
         tasks[name] = {"file": file.name, "sha256": sha256_of(file), "examples": len(docs), "data": data}
     for name, reason in left_out.items():

@@ -1,7 +1,7 @@
 """RULER examples: the harness's own generators, templates and requests, with our seed, count, tokenizer and data.
 
-A generator is the function that a task's YAML names as `custom_dataset`. It fixes 500 samples and fetches its data
-itself, so for the time of a call a few names that it looks up in its module are replaced; the rest is untouched.
+A generator is the function that a task's YAML names as `custom_dataset`. It makes 500 samples of data that it fetches
+itself, so during a call a few names in its module are replaced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any
 from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
-    Request,
-    Source,
+    ExampleSource,
     harness_config,
-    harness_requests,
     hub_rows,
     seeded,
 )
@@ -30,10 +28,9 @@ from residual_mass.inputs.hub_data import ESSAYS
 from residual_mass.inputs.hub_folder import HubFolder
 
 Scope = dict[str, Any]
-DataSource = Callable[[Scope], Scope]
-"""Given a generator's module, the names to replace so that its data come from elsewhere."""
+Replacements = Callable[[Scope], Scope]
+"""Given the names of a generator's module, those to replace so that it reads other data."""
 
-# What draws the samples, by the name that each module's task functions call.
 SAMPLERS = {
     "niah_utils": "generate_samples",
     "vt_utils": "sys_vartrack_w_noise_random",
@@ -41,21 +38,22 @@ SAMPLERS = {
     "fwe_utils": "sys_kwext",
     "qa_utils": "generate_samples",
 }
+"""The function that draws the samples, by module."""
 QUESTIONS = {
     "squad.json": "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
     "hotpotqa.json": "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
 }
-"""The QA sets of the assets with the sha256 of what the harness downloads: SQuAD 2.0 and HotpotQA, development sets."""
+"""The QA sets and the sha256 of the harness's downloads: development sets of SQuAD 2.0 and HotpotQA."""
 HARNESS_SAMPLES = 500
 MARGIN = 32
 """Tokens by which two draws of the same size may differ."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: Source) -> list[Doc]:
-    """The first `count` examples of a task, from the data of an assets folder or from what the harness downloads.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
+    """The first `count` examples of a task, from the data of an assets folder or the harness's downloads.
 
-    The generators leave out samples that do not fit, so more are drawn until there are enough. They draw from one
-    stream, one sample after the other, so the first n of m examples are the n examples.
+    The generators leave out samples that do not fit, so more are drawn until there are enough. Samples are drawn in
+    sequence from one generator of random numbers, so examples do not depend on `count`.
 
     Raises:
         DoesNotFitError: too few samples fit the length.
@@ -71,17 +69,11 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     raise DoesNotFitError(f"fewer than {count} of its examples fit {length} tokens with this tokenizer")
 
 
-def build_requests(task: str, docs: list[Doc]) -> list[Request]:
-    """What the harness would send for each example."""
-    return harness_requests("ruler", task, docs)
-
-
-def harness_data(hub: HubFolder) -> DataSource:
-    """What the harness downloads: the essays of its data set on the hub, and both QA sets, of which the assets hold
-    exact copies.
+def harness_data(hub: HubFolder) -> Replacements:
+    """The harness's downloads: its essays on the hub and both QA sets, of which the assets hold exact copies.
 
     Raises:
-        ValueError: an assets folder with other QA sets, and no network to download them.
+        ValueError: offline, and the QA sets of the assets are others.
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -93,7 +85,7 @@ def harness_data(hub: HubFolder) -> DataSource:
     return _replacements(same, lambda: " ".join(hub_rows(hub, ESSAYS)["text"]))
 
 
-def assets_data(assets: Path) -> DataSource:
+def assets_data(assets: Path) -> Replacements:
     """Haystack, QA sets and sentence tables of the assets folder."""
     _use_sentence_tables(assets)
     essays = assets / "haystack" / "PaulGrahamEssays.json"
@@ -101,19 +93,19 @@ def assets_data(assets: Path) -> DataSource:
 
 
 def _use_sentence_tables(assets: Path) -> None:
-    """Those of the assets in place of a download, which the harness starts when it is imported."""
+    """Uses the tables of the assets; otherwise the harness downloads them when it is imported."""
     tables = assets / "nltk_data"
     if not (tables / "tokenizers" / "punkt_tab" / "english").is_dir():
         raise ValueError(f"{tables}: no tokenizers/punkt_tab/english in it; run the assets stage")
-    os.environ["NLTK_DATA"] = str(tables)  # read when nltk is first imported, which the generators do
+    os.environ["NLTK_DATA"] = str(tables)  # read when the generators import nltk
     import nltk
 
     if str(tables) not in nltk.data.path:
         nltk.data.path.insert(0, str(tables))
 
 
-def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> DataSource:
-    """Names of a generator's module that make it read these QA sets (by the names in QUESTIONS) and these essays."""
+def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Replacements:
+    """The names to replace so that a generator reads these QA sets (by the names in QUESTIONS) and essays."""
 
     def words() -> list[str]:
         return re.sub(r"\s+", " ", essays()).split(" ")
@@ -136,11 +128,11 @@ def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Data
 
 
 def _reading_paths(download: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The harness's download of a URL that takes the path of a JSON file as well."""
+    """The harness's `download_json`, which then accepts the path of a JSON file as well."""
     return lambda place: download(place) if place.startswith(("http://", "https://")) else read_json(Path(place))
 
 
-def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: DataSource) -> list[Doc]:
+def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: Replacements) -> list[Doc]:
     scope: Scope = generator.__globals__
     sampler = SAMPLERS[generator.__module__.rpartition(".")[2]]
     harness_sampler = scope[sampler]
@@ -161,7 +153,7 @@ def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, 
 
 
 def _refuse_endless(scope: Scope, tokenizer: Any, length: int) -> None:
-    """Measures the smallest example of the two generators that never stop shrinking when even that is too long."""
+    """Raises DoesNotFitError for the two generators that never return if even their smallest example is too long."""
 
     def size(*texts: str) -> int:
         return sum(len(tokenizer(text).input_ids) for text in texts)
@@ -182,14 +174,14 @@ def _refuse_endless(scope: Scope, tokenizer: Any, length: int) -> None:
 
 @contextlib.contextmanager
 def _drawing(scope: Scope, replaced: Scope, seed: int) -> Iterator[None]:
-    """Replaces names of a generator's module and seeds what it draws from; puts everything back."""
+    """Replaces names of a generator's module and seeds its random numbers; restores everything afterwards."""
     import numpy as np
 
     states = random.getstate(), np.random.get_state()
     before = dict(scope)
     scope.update({name: value for name, value in replaced.items() if name in scope})
     if "RNG" in scope:
-        scope["RNG"] = copy.copy(scope["RNG"])  # so that the module's own stays as it was at import
+        scope["RNG"] = copy.copy(scope["RNG"])  # keeps the state of the module's own
     random.seed(seed)
     np.random.seed(seed)
     try:

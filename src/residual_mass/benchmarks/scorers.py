@@ -1,4 +1,4 @@
-"""Score of one generation: by the harness's own function, and by the benchmark's authors where theirs differs."""
+"""Scores of one generation, by the harness and by the benchmark's authors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.benchmarks.examples import Doc
 
 MODULES = {"ruler": "ruler.common_utils", "babilong": "babilong.common_utils", "longbench": "longbench.metrics"}
-"""Where the harness keeps the scoring functions of a benchmark, below `lm_eval.tasks`."""
+"""Modules of the scoring functions, below `lm_eval.tasks`."""
 PLACES = frozenset({"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"})
 GIVING = frozenset({"bill", "fred", "jeff", "mary", "apple", "football", "milk"})
 LABELS = {**{f"babilong_qa{number}": PLACES for number in (1, 2, 3, 4)}, "babilong_qa5": GIVING}
-"""All answers that a BABILong task has, in lower case."""
+"""All answers of a BABILong task, in lower case."""
 ANSWER_ENDS = (".", "<context>", "<example>")
-"""What ends an answer for BABILong's authors. Theirs also looks for `Question`, but in lower-cased text, so in vain."""
+"""End of an answer for BABILong's authors. Their code looks for `Question`, too, but never finds it in lower case."""
 
 
 def harness_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
@@ -28,10 +28,10 @@ def harness_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
 
 
 def original_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
-    """The metric of the benchmark's authors, in [0, 1]: the harness's, but for two cases.
+    """The metric of the benchmark's authors, in [0, 1]. It differs from the harness's in two cases.
 
-    RULER's question answering: one reference suffices, where the harness counts the share of the references. BABILong:
-    the first sentence must name the target and no other label, where the harness looks for the target anywhere.
+    RULER's question answering: one reference suffices, while the harness counts the share of references. BABILong: the
+    first sentence must name the target and no other label, while the harness looks for the target anywhere.
     """
     if benchmark == "babilong":
         return float(_named_labels(task, doc, text) == _targets(doc))
@@ -42,7 +42,7 @@ def original_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
 
 
 def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, float]:
-    """`harness_score` and `original_score`; where they are the same function it runs once, for ROUGE is slow."""
+    """`harness_score` and `original_score`; computed once where they are the same, as ROUGE is slow."""
     harness = harness_score(benchmark, task, doc, text)
     if benchmark == "babilong" or _any_reference_suffices(benchmark, task):
         return harness, original_score(benchmark, task, doc, text)
@@ -80,8 +80,8 @@ def _cleaned(benchmark: str, text: str) -> str:
 def _stay_in(benchmark: str, text: str, references: Iterable[str]) -> bool:
     """Whether all references occur in `text` for the harness, whatever follows.
 
-    The cleaned text is a prefix of the cleaned text of any continuation, and lower-casing looks at one character at a
-    time, but for the Greek capital sigma: its lower case depends on whether a letter follows. Hence both forms.
+    The cleaned text is a prefix of the cleaned text of any continuation. Lower-casing maps single characters, except
+    for the Greek capital sigma, whose lower case depends on whether a letter follows; hence both forms.
     """
     cleaned = _cleaned(benchmark, text)
     at_end, before_letter = cleaned.lower(), f"{cleaned}a".lower()[:-1]

@@ -14,20 +14,18 @@ import numpy as np
 from residual_mass.benchmarks.catalogue import LEVEL, POWER
 
 CHUNK = 256
-"""Resamples drawn at a time, to bound memory; part of no result."""
+"""Resamples drawn at a time, to bound memory; no result depends on it."""
 TIE = 1e-12
-"""Two sums of the same size but for this share of their terms' size are equal: they differ by rounding alone."""
-
-Scores = Sequence[float] | np.ndarray
+"""Sums that differ by less than this share of their terms' size are equal, as they differ by rounding only."""
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean score.
+class MeanScore:
+    """A mean score, or the mean difference of two arms' scores.
 
     Attributes:
-        stderr: its sample standard error; None where one example makes it undefined.
-        draws: the mean in each bootstrap resample.
+        stderr: its sample standard error; None for a single example.
+        draws: [resamples], the mean in each bootstrap resample.
     """
 
     value: float
@@ -46,12 +44,12 @@ class Comparison:
     """The difference of two arms on the same examples.
 
     Attributes:
-        estimate: mean difference, over several tasks the unweighted mean of theirs.
-        differences: per task, one per example.
-        flipped: the mean difference under random signs of all differences, one per resample.
+        mean: mean difference, over several tasks the unweighted mean of theirs.
+        differences: by task, [examples].
+        flipped: [resamples], the mean difference under random signs of all differences.
     """
 
-    estimate: Estimate
+    mean: MeanScore
     differences: tuple[np.ndarray, ...]
     flipped: np.ndarray
 
@@ -74,67 +72,56 @@ class Comparison:
         return minimal_detectable_effect(self.differences)
 
 
-def estimate_task(scores: Scores, resamples: int, seed: int, task: str) -> Estimate:
-    """Mean over examples; see `estimate_arms`."""
-    return estimate_arms(np.asarray([scores], dtype=np.float64), resamples, seed, task)[0]
+def estimate_arms(scores: np.ndarray, resamples: int, seed: int, task: str) -> list[MeanScore]:
+    """Mean over examples of each arm, given scores [arms, examples].
 
-
-def estimate_arms(scores: np.ndarray, resamples: int, seed: int, task: str) -> list[Estimate]:
-    """Mean over examples of each arm, given scores (arms, examples).
-
-    Resamples depend on seed, task and number of examples alone, so arms are resampled alike.
+    Resamples depend on seed, task and number of examples only, so all arms are resampled alike.
     """
     n = scores.shape[1]
     rng = _generator(f"{seed} {task}")
     sums = [_counts(rng.integers(n, size=(size, n))) @ scores.T for size in _chunks(resamples)]
     draws = np.concatenate(sums).T / n
-    return [Estimate(float(of_arm.mean()), _stderr(of_arm), drawn) for of_arm, drawn in zip(scores, draws, strict=True)]
+    return [
+        MeanScore(float(of_arm.mean()), _stderr(of_arm), drawn) for of_arm, drawn in zip(scores, draws, strict=True)
+    ]
 
 
-def estimate_over_tasks(tasks: Sequence[Estimate]) -> Estimate:
-    """Unweighted mean over tasks, each task resampled within itself."""
+def estimate_over_tasks(tasks: Sequence[MeanScore]) -> MeanScore:
+    """Unweighted mean over tasks, with resamples drawn within each task."""
     draws = np.mean([task.draws for task in tasks], axis=0)
-    return Estimate(float(np.mean([task.value for task in tasks])), _stratified([task.stderr for task in tasks]), draws)
-
-
-def compare_task(first: Scores, second: Scores, resamples: int, seed: int, task: str) -> Comparison:
-    """`first` minus `second`, scores of two arms on the same examples; see `compare_arms`."""
-    difference = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
-    return compare_arms(difference[None], resamples, seed, task)[0]
+    return MeanScore(
+        float(np.mean([task.value for task in tasks])), _stratified([task.stderr for task in tasks]), draws
+    )
 
 
 def compare_arms(differences: np.ndarray, resamples: int, seed: int, task: str) -> list[Comparison]:
-    """A comparison for each row of paired differences (pairs, examples), resampled as `estimate_arms` does.
+    """A comparison for each row of paired differences [pairs, examples], resampled as in `estimate_arms`.
 
-    The random signs too depend on seed, task and number of examples alone.
+    The random signs, too, depend on seed, task and number of examples only.
     """
     n = differences.shape[1]
     rng = _generator(f"{seed} {task} signs")
     sums = [(2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1) @ differences.T for size in _chunks(resamples)]
     flipped = np.concatenate(sums).T / n
-    estimates = estimate_arms(differences, resamples, seed, task)
-    return [
-        Comparison(estimate, (pair,), flips)
-        for estimate, pair, flips in zip(estimates, differences, flipped, strict=True)
-    ]
+    means = estimate_arms(differences, resamples, seed, task)
+    return [Comparison(mean, (pair,), flips) for mean, pair, flips in zip(means, differences, flipped, strict=True)]
 
 
 def compare_over_tasks(tasks: Sequence[Comparison]) -> Comparison:
-    """Unweighted mean over tasks, with resamples and signs of each task within itself."""
+    """Unweighted mean over tasks, with resamples and signs drawn within each task."""
     return Comparison(
-        estimate_over_tasks([task.estimate for task in tasks]),
+        estimate_over_tasks([task.mean for task in tasks]),
         tuple(of_task for task in tasks for of_task in task.differences),
         np.mean([task.flipped for task in tasks], axis=0),
     )
 
 
-def minimal_detectable_effect(differences: Sequence[Scores]) -> float | None:
+def minimal_detectable_effect(differences: Sequence[np.ndarray]) -> float | None:
     """The true mean difference (unweighted over tasks) that a two-sided 5 % test finds with 80 % power.
 
-    Given the paired differences of each task; None where they show no spread at all, as a single example or nothing but
-    ties do.
+    None where the paired differences of the tasks have no spread, as with a single example or ties only.
     """
-    stderr = _stratified([_stderr(np.asarray(task, dtype=np.float64)) for task in differences])
+    stderr = _stratified([_stderr(task) for task in differences])
     normal = NormalDist()
     return (normal.inv_cdf((1 + LEVEL) / 2) + normal.inv_cdf(POWER)) * stderr if stderr else None
 
@@ -149,7 +136,7 @@ def _chunks(resamples: int) -> Iterator[int]:
 
 
 def _counts(drawn: np.ndarray) -> np.ndarray:
-    """How often each example was drawn: (resamples, n) indices to (resamples, n) counts, as float64."""
+    """How often each example was drawn: [resamples, n] indices -> [resamples, n] counts."""
     size, n = drawn.shape
     cells = drawn + n * np.arange(size)[:, None]
     return np.bincount(cells.ravel(), minlength=size * n).reshape(size, n).astype(np.float64)

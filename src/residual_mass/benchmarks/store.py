@@ -6,38 +6,18 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-from residual_mass.files import hold, jsonl, naming, sha256_text
+from residual_mass.files import claimed, jsonl, naming, sha256_text
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-ROW_TYPES: dict[str, type | tuple[type, ...]] = {
-    "task": str,
-    "index": int,
-    "method": str,
-    "budget_percent": (int, float, type(None)),
-    "maps": (str, type(None)),
-    "k": int,
-    "cut_tokens": int,
-    "text": str,
-    "phi_sha": (str, type(None)),
-    "prompt_sha": str,
-    "key": str,
-}
+GenerationRow = dict[str, Any]
+FIELDS = frozenset("key task index method budget_percent maps k cut_tokens text phi_sha prompt_sha".split())
 """The fields of a row that later stages read."""
-
-
-def wrong_field(row: Row) -> str | None:
-    """The first field of ROW_TYPES that is missing or of another type."""
-    for name, types in ROW_TYPES.items():
-        if name not in row or not isinstance(row[name], types) or isinstance(row[name], bool):
-            return name
-    return None
 
 
 def row_key(**inputs: Any) -> str:
@@ -46,38 +26,35 @@ def row_key(**inputs: Any) -> str:
 
 
 class GenerationStore:
-    """The rows of one store file by key; use as a context manager, which holds the file's lock.
+    """The rows of one store file by key. As a context manager it keeps other jobs from writing to the file.
 
     Raises:
-        ValueError: another job holds the store, or a line other than a torn last one is malformed.
-        OSError: the file cannot be written (a full disk, say); names it.
+        ValueError: another job uses the store, or a line is malformed (a torn last one is cut off instead).
+        OSError: the file cannot be written (a full disk, for example); names it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, GenerationRow] = {}
         self._lines: dict[str, int] = {}
-        """Where each row that was read stands."""
+        """Line number of each row that was read."""
 
     def __enter__(self) -> GenerationStore:
-        with naming(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = open(self.path, "a+b")
-        try:
-            hold(self._file, self.path)
+        with ExitStack() as opened:
+            opened.enter_context(claimed(self.path))
+            with naming(self.path):
+                self._file = opened.enter_context(open(self.path, "a+b"))
             self._read()
-        except BaseException:
-            self._file.close()
-            raise
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # `append` has told it, and rows that it returned from are on disk
-            self._file.close()  # which releases the lock
+        with suppress(OSError):  # `append` has raised it already, and the rows of its earlier calls are on disk
+            self._opened.close()
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[GenerationRow]) -> None:
         """Adds rows durably: once this returns, they survive a killed process or machine."""
         fresh = list(rows)
         with naming(self.path):
@@ -86,8 +63,8 @@ class GenerationStore:
             os.fsync(self._file.fileno())
         self.rows |= {row["key"]: row for row in fresh}
 
-    def require(self, key: str, expected: Row) -> None:
-        """Compares the row of that key, where there is one, with fields that the key stands for.
+    def require(self, key: str, expected: GenerationRow) -> None:
+        """Compares the row of that key, if present, with fields that the key determines.
 
         Raises:
             ValueError: it is damaged; names file and line.
@@ -95,7 +72,7 @@ class GenerationStore:
         row = self.rows.get(key, expected)
         if wrong := [name for name, value in expected.items() if row.get(name) != value]:
             raise ValueError(
-                f"{self.path}:{self._lines[key]}: {wrong[0]} is not what the row's key stands for; delete the line, it "
+                f"{self.path}:{self._lines[key]}: {wrong[0]} does not fit the row's key; delete the line, and the row "
                 "is computed again"
             )
 
@@ -110,15 +87,17 @@ class GenerationStore:
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
             row = _parse(line)
             if row is None:
-                raise ValueError(f"{self.path}:{number}: not a generation row; delete the line, it is computed again")
+                raise ValueError(
+                    f"{self.path}:{number}: not a generation row; delete the line, and the row is computed again"
+                )
             if self.rows.setdefault(row["key"], row) != row:
                 raise ValueError(f"{self.path}:{number}: differs from an earlier row of its key; delete one of them")
             self._lines[row["key"]] = number
 
 
-def _parse(line: bytes) -> Row | None:
+def _parse(line: bytes) -> GenerationRow | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and wrong_field(row) is None else None
+    return row if isinstance(row, dict) and row.keys() >= FIELDS and isinstance(row["key"], str) else None

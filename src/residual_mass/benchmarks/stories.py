@@ -1,8 +1,8 @@
-"""Stories of the five kinds that BABILong hides in books, told of a simulated world.
+"""Stories of the five kinds that BABILong hides in books, generated from a simulated world.
 
-People, places, things and sentences are those of bAbI. The world knows where everyone begins and a story does not say:
-what can be asked is decided by a replay of what is told. Other than in bAbI, a question is asked only where everything
-told allows one answer: "before the kitchen" is asked of a thing that came to the kitchen once.
+People, places, things and sentences are those of bAbI. A story does not say where everyone starts, so questions are
+derived by replaying its events. Unlike in bAbI, a question is asked only if the story allows a single answer: "before
+the kitchen" is asked of a thing that came to the kitchen once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SENTENCES: dict[Act, list[str]] = {
 
 @dataclass(frozen=True)
 class Story:
-    """Sentences in the order in which things happened, a question about them, and the one word that answers it."""
+    """Sentences in the order of events, a question about them, and its answer of one word."""
 
     facts: tuple[str, ...]
     question: str
@@ -58,13 +58,13 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What happens in a kind of story and what may be asked about it.
+class StoryKind:
+    """The events of a kind of story and the questions about it.
 
     Attributes:
-        lengths: from how many facts to how many.
-        acts: what people do, each with its weight.
-        together: everyone and everything begins in one place, so that there is somebody to give things to.
+        lengths: minimum and maximum number of facts.
+        acts: what people do, with weights.
+        together: whether everyone and everything starts in one place, so that things can be given to somebody.
     """
 
     lengths: tuple[int, int]
@@ -75,16 +75,16 @@ class Kind:
 
 
 class World:
-    """Who and what is where: the truth, which a story tells from its first event on."""
+    """The places of people and things, and who holds which thing."""
 
-    def __init__(self, kind: Kind, rng: Random) -> None:
+    def __init__(self, kind: StoryKind, rng: Random) -> None:
         start = rng.choice(PLACES)
         self.kind = kind
         self.place = {each: start if kind.together else rng.choice(PLACES) for each in (*kind.people, *THINGS)}
         self.holder: dict[str, str] = {}
 
     def next_event(self, rng: Random) -> Event:
-        """Somebody does something that is possible; changes the world."""
+        """A random possible event, applied to the world."""
         who = rng.choice(self.kind.people)
         possible = {act: events for act in self.kind.acts if (events := self._possible(who, act))}
         (act,) = rng.choices(list(possible), [self.kind.acts[act] for act in possible])
@@ -115,12 +115,12 @@ class World:
 
 
 def tell(kind: str, rng: Random) -> Story:
-    """A story of kind `qa1` to `qa5`; all chance comes from `rng`."""
+    """A story of kind `qa1` to `qa5`."""
     if kind == "qa4":
         return _tell_of_places(rng)
     told = KINDS[kind]
     length = rng.randint(*told.lengths)
-    while True:  # a short story may leave nothing to ask
+    while True:  # a short story may allow no question
         world = World(told, rng)
         events = [world.next_event(rng) for _ in range(length)]
         if questions := told.questions(events):
@@ -129,7 +129,7 @@ def tell(kind: str, rng: Random) -> Story:
 
 
 def _tell_of_places(rng: Random) -> Story:
-    """Three places in a row and two relations between neighbours; the middle one is asked about, from either side."""
+    """Three places in a row and the relations of neighbours; the question is about the middle one, from either side."""
     before, middle, after = rng.sample(PLACES, 3)
     side = rng.choice(list(OPPOSITE))  # of the middle, where `before` is
     facts = [_relation(before, side, middle, rng), _relation(middle, side, after, rng)]
@@ -142,7 +142,7 @@ def _tell_of_places(rng: Random) -> Story:
 
 
 def _relation(first: str, side: str, second: str, rng: Random) -> str:
-    """That `first` is on one side of `second`, said from either end."""
+    """A sentence that `first` is on one side of `second`, from either point of view."""
     if rng.random() < 0.5:
         return f"The {first} is {side} of the {second}."
     return f"The {second} is {OPPOSITE[side]} of the {first}."
@@ -154,12 +154,12 @@ def where_is_somebody(events: Sequence[Event]) -> list[Question]:
 
 
 def where_is_a_thing(events: Sequence[Event]) -> list[Question]:
-    """Two facts decide: who took or dropped it, and where that one went."""
+    """Decided by two facts: who took or dropped the thing, and where that person went."""
     return [(f"Where is the {thing}?", trail[-1]) for thing, trail in trails(events).items()]
 
 
 def where_was_a_thing(events: Sequence[Event]) -> list[Question]:
-    """Three facts decide: who had it, where that one came to, and from where; where it is now is never the answer."""
+    """Decided by three facts: who had the thing, and the two last places; its current place is never the answer."""
     return [
         (f"Where was the {thing} before the {place}?", earlier)
         for thing, trail in trails(events).items()
@@ -169,10 +169,10 @@ def where_was_a_thing(events: Sequence[Event]) -> list[Question]:
 
 
 def trails(events: Sequence[Event]) -> dict[str, list[str]]:
-    """Where each thing has been, as far as the story tells, in order.
+    """The places of each thing in order, as far as the story tells.
 
-    Where somebody is may first be learnt from what that one takes. Only the beginning of a trail can be untold: from a
-    known place a thing comes to a known place.
+    The place of a person may first become known from a thing that the person takes. Only the beginning of a trail can
+    be unknown, as things move from known places to known places.
     """
     place: dict[str, str] = {}
     holder: dict[str, str] = {}
@@ -199,7 +199,7 @@ def trails(events: Sequence[Event]) -> dict[str, list[str]]:
 
 
 def who_gave_what(events: Sequence[Event]) -> list[Question]:
-    """Of the questions that a gift allows, those that all gifts told answer alike."""
+    """The questions about gifts that all gifts of the story answer alike."""
     answers: dict[str, set[str]] = {}
     for gift in (event for event in events if event.act == "give"):
         for question, answer in _about_gift(gift):
@@ -219,11 +219,11 @@ def _about_gift(gift: Event) -> Iterator[Question]:
 CARRIERS = ("Daniel", "John", "Mary", "Sandra")
 GIVERS = ("Bill", "Fred", "Jeff", "Mary")
 KINDS = {
-    "qa1": Kind((2, 10), CARRIERS, {"move": 1}, where_is_somebody),
-    "qa2": Kind((6, 24), CARRIERS, {"move": 2, "take": 3, "drop": 1}, where_is_a_thing),
-    "qa3": Kind((12, 40), CARRIERS, {"move": 3, "take": 5, "drop": 1}, where_was_a_thing),
-    "qa5": Kind((6, 30), GIVERS, {"move": 1, "take": 4, "drop": 1, "give": 4}, who_gave_what, together=True),
+    "qa1": StoryKind((2, 10), CARRIERS, {"move": 1}, where_is_somebody),
+    "qa2": StoryKind((6, 24), CARRIERS, {"move": 2, "take": 3, "drop": 1}, where_is_a_thing),
+    "qa3": StoryKind((12, 40), CARRIERS, {"move": 3, "take": 5, "drop": 1}, where_was_a_thing),
+    "qa5": StoryKind((6, 30), GIVERS, {"move": 1, "take": 4, "drop": 1, "give": 4}, who_gave_what, together=True),
 }
-"""The kinds that tell of events. Stories are about as long as most of bAbI's; its longest, of a hundred facts and more,
-would leave little room at the shorter lengths.
+"""The kinds with events. Stories are about as long as most of bAbI's, whose longest, of over a hundred facts, would
+leave little room at short lengths.
 """

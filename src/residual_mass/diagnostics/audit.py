@@ -1,7 +1,7 @@
-"""A second opinion on captured rows: stored queries, keys and values measured again in float64, the obvious way.
+"""Captured attention rows measured again in float64, as a check of `capture`.
 
 Nothing here is shared with `core`: features follow the equations of their maps, unfolded, and a residual is a sum over
-its tokens, where capture subtracts one sum from another in float32.
+its tokens, where capture subtracts one float32 sum from another.
 
 Shape letters: L = prefix tokens, D = head dimension, M = features.
 """
@@ -22,15 +22,14 @@ import torch
 from torch import nn
 
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
-from residual_mass.core.settings import AnchorSpec, tokens_of
-from residual_mass.diagnostics.capture import ROWS_HEADER
-from residual_mass.files import csv_text, read_parquet, write_text
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.diagnostics.capture import ROWS_HEADER, RowIndex
+from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
 from residual_mass.study.specs import AuditSpec
 
 log = logging.getLogger(__name__)
 
-ROW = ("pack", "layer", "head", "query")
 PLACE = ("backbone", "corpus", "length")
 LOG_MASSES = ("log_z_hat", "log_z_true")
 ESTIMATED = ("e_sub", "log_z_hat", "residual_share_hat")
@@ -40,144 +39,158 @@ JUDGED = (
     "h_mid", "c_mid",
 )  # fmt: skip
 ROUNDED = ("e_sub_bf16", "e_nosub_bf16", "log_z_hat_bf16")
-"""With summaries in bfloat16. Reported and not judged: sums in float32 and in float64 that differ in their last digit
-may round to neighbours, which lie 2^-8 apart, and a subtraction makes more of that."""
+"""With bfloat16 summaries. Reported but not judged: float32 and float64 sums that differ in their last digit may round
+to neighbours 2^-8 apart, which a subtraction amplifies."""
 QUANTITIES = (*JUDGED, *ROUNDED)
-COLUMNS = (*PLACE, *ROW, "k", "quantity", "captured", "reference", "difference", "tolerance", "near_tie")
+COLUMNS = (
+    *PLACE, *RowIndex._fields, "k", "quantity", "captured", "reference", "difference", "tolerance", "near_tie"
+)  # fmt: skip
 NEAR_TIE = 1e-5
-"""Scores this close, relative to 1 + |score|, may stand in either order in float32."""
+"""Scores this close, relative to 1 + |score|, may swap their order in float32."""
 DROPPED = 1e-6
-"""A residual of no more than this share of the mid-region's estimated mass is left out, as the method has it."""
+"""The method drops a residual of at most this share of the mid-region's estimated mass."""
 UNSURE = (DROPPED / 3, DROPPED * 3)
-"""Shares for which rounding decides whether the residual is left out."""
+"""Shares at which rounding decides whether the residual is dropped."""
 HELD = 1e-2
-"""Where the share is lower, the rounding of the two sums counts for more, and tolerances grow in proportion."""
+"""Below this share tolerances grow in proportion, as the rounding of the two sums counts for more."""
 EPSILON = 1e-12
 """Added to the norm that errors are relative to."""
-REMEDY = "delete it and run the capture stage again"
-
-Vector = np.ndarray
-Matrix = np.ndarray
 
 
 @dataclass(frozen=True)
 class StoredRow:
-    """One attention row: what it is, and its float64 query [D], keys [L, D] and values [L, D]."""
+    """One captured attention row in float64: query [D], keys [L, D] and values [L, D]."""
 
-    place: tuple[int, int, int, int]
-    """Pack, layer, query head and query."""
+    index: RowIndex
     kv_head: int
-    query: Vector
-    keys: Matrix
-    values: Matrix
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {number}" for name, number in zip(ROW, self.place, strict=True))
-
-
-@dataclass(frozen=True)
-class Line:
-    """One quantity of one row at one K, as captured and as measured again."""
-
-    row: StoredRow
-    k: int
-    quantity: str
-    captured: float
-    reference: float
-    tolerance: float | None
-    """None where the quantity is not judged."""
-    near_tie: bool
-
-    @property
-    def difference(self) -> float:
-        """Infinite where only one of the two is finite; two infinities or two NaN are equal."""
-        if self.captured == self.reference or (math.isnan(self.captured) and math.isnan(self.reference)):
-            return 0.0
-        difference = abs(self.captured - self.reference)
-        return math.inf if math.isnan(difference) else difference
-
-    @property
-    def excess(self) -> float:
-        """The difference in units of the tolerance; 0 where it is not judged."""
-        return 0.0 if self.tolerance is None else self.difference / self.tolerance
+    query: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
 
 
 def run(spec: AuditSpec, rows: Path, heads: Path, phi: Path, out: Path) -> None:
-    """The `audit` stage: measures every stored row again, at every K of the captured rows, and writes one CSV line per
-    (row, k, quantity): captured and recomputed value, their difference, and the tolerance where it is judged.
+    """The `audit` stage: measures every stored row again at every captured K, and writes one CSV line per (row, k,
+    quantity): captured and recomputed value, their difference, and the tolerance where it is judged.
 
-    Not judged are rows with a near tie at the K-th score, estimates of a residual on the verge of being left out, and
+    Not judged are rows with a near tie at the K-th score, estimates of a residual that rounding may drop, and
     quantities from bfloat16 summaries.
 
     Raises:
-        ValueError: a judged difference exceeds its tolerance, or a file is missing, damaged or of another capture;
-            nothing is written then.
+        ValueError: a judged difference exceeds its tolerance, or the rows were captured with other feature maps;
+            nothing is written.
     """
     record = Record("audit", spec, [rows, heads, phi])
-    captured = _read_heads(heads)
+    frame = pd.read_parquet(heads, columns=[*PLACE, "phi_sha", *RowIndex._fields, "k", *QUANTITIES])
     maps = PhiMaps.load(phi)
-    if captured["phi_sha"].iloc[0] != maps.sha256:
-        raise ValueError(f"{heads}: was captured with other feature maps than {phi}; {REMEDY}")
-    scale, stored = _read_rows(rows, maps, tokens_of(captured["length"].iloc[0]))
-    lines: list[Line] = []
-    for row, values in _captured_values(captured, stored, heads, rows):
-        lines += _audited(row, values, maps, scale, spec)
-    _log_largest(lines)
-    _judge(lines, heads)
-    place = {name: captured[name].iloc[0] for name in PLACE}
-    write_text(out, csv_text(COLUMNS, (place | _fields(line) for line in lines)))
+    if frame["phi_sha"].iloc[0] != maps.sha256:
+        raise ValueError(f"{heads}: was captured with other feature maps than {phi}; run the capture stage again")
+    header, tensors = read_safetensors(rows)
+    facts = json.loads(header[ROWS_HEADER])
+    stored = [_stored_row(number, row, tensors) for number, row in enumerate(facts["rows"])]
+    captured = _captured(frame, stored)
+    audited = pd.DataFrame(
+        [value for row in stored for value in _audited(row, captured[row.index], maps, facts["scale"], spec)]
+    )
+    audited["difference"] = _differences(audited["captured"], audited["reference"])
+    _log_largest(audited)
+    _judge(audited, heads)
+    place = {name: frame[name].iloc[0] for name in PLACE}
+    write_text(out, csv_text(COLUMNS, (place | _printed(value) for value in audited.to_dict("records"))))
     record.write(out)
 
 
-def _captured_values(
-    captured: pd.DataFrame, stored: Sequence[StoredRow], heads: Path, rows: Path
-) -> Iterator[tuple[StoredRow, dict[int, dict[str, float]]]]:
-    """Every stored row with its captured quantities by K."""
-    chosen = captured[pd.MultiIndex.from_frame(captured[list(ROW)]).isin([row.place for row in stored])]
-    values = {
-        tuple(index): dict(zip(QUANTITIES, map(float, numbers), strict=True))
-        for index, numbers in zip(chosen[[*ROW, "k"]].to_numpy(), chosen[list(QUANTITIES)].to_numpy(), strict=True)
-    }
-    for row in stored:
-        of_row: dict[int, dict[str, float]] = {}
-        for k in sorted(set(captured["k"])):
-            if (*row.place, k) not in values:
-                raise ValueError(f"{heads}: no row for {row} at K = {k}, which {rows} holds; {REMEDY}")
-            of_row[k] = values[(*row.place, k)]
-        yield row, of_row
+def _stored_row(number: int, facts: dict[str, int], tensors: dict[str, torch.Tensor]) -> StoredRow:
+    parts = (tensors[f"{number}.{name}"].double().numpy() for name in ("query", "keys", "values"))
+    return StoredRow(RowIndex(*(facts[name] for name in RowIndex._fields)), facts["kv_head"], *parts)
+
+
+def _captured(frame: pd.DataFrame, stored: Sequence[StoredRow]) -> dict[RowIndex, dict[int, dict[str, float]]]:
+    """The captured quantities of the stored rows, by row and K."""
+    names = list(RowIndex._fields)
+    frame = frame[pd.MultiIndex.from_frame(frame[names]).isin([row.index for row in stored])]
+    found: dict[RowIndex, dict[int, dict[str, float]]] = {}
+    for (*index, k), values in frame.sort_values("k").set_index([*names, "k"])[list(QUANTITIES)].iterrows():
+        found.setdefault(RowIndex(*index), {})[k] = values.astype(float).to_dict()
+    return found
 
 
 def _audited(
     row: StoredRow, captured: dict[int, dict[str, float]], maps: PhiMaps, scale: float, spec: AuditSpec
-) -> Iterator[Line]:
-    """captured: quantities by K."""
-    _, layer, head, _ = row.place
-    log_query = log_features(maps.query[layer], maps.map.kind, head, row.query[None])[0]
-    log_keys = log_features(maps.key[layer], maps.map.kind, row.kv_head, row.keys)
-    recomputed = Recomputed(row, scale, spec.anchors, log_query, log_keys)
+) -> Iterator[dict[str, Any]]:
+    """A dict per quantity and K, whose tolerance is NaN where it is not judged; captured: quantities by K."""
+    layer, kind = row.index.layer, maps.map.kind
+    log_query = log_features(maps.query[layer], kind, row.index.head, row.query[None])[0]
+    log_keys = log_features(maps.key[layer], kind, row.kv_head, row.keys)
+    recomputed = RecomputedRow(row, scale, spec.anchors, log_query, log_keys)
     for k in captured:
-        values, near_tie, share = recomputed.at(k), recomputed.near_tie(k), recomputed.share_left(k)
+        references, near_tie, share = recomputed.at(k), recomputed.near_tie(k), recomputed.share_left(k)
         for quantity in QUANTITIES:
-            tolerance = None if near_tie else _tolerance(quantity, share, values[quantity], spec)
-            yield Line(row, k, quantity, captured[k][quantity], values[quantity], tolerance, near_tie)
+            reference = references[quantity]
+            yield row.index._asdict() | {
+                "k": k,
+                "quantity": quantity,
+                "captured": captured[k][quantity],
+                "reference": reference,
+                "tolerance": math.nan if near_tie else _tolerance(quantity, share, reference, spec),
+                "near_tie": near_tie,
+            }
 
 
-def _tolerance(quantity: str, share: float, value: float, spec: AuditSpec) -> float | None:
-    """share: of the mid-region's estimated mass, what is left after the subtraction. None where nothing is judged."""
+def _tolerance(quantity: str, share: float, value: float, spec: AuditSpec) -> float:
+    """share: of the mid-region's estimated mass, what the subtraction leaves."""
     if quantity not in JUDGED:
-        return None
+        return math.nan
     tolerance = spec.error_tolerance * max(1.0, value)
     if quantity in LOG_MASSES:
         tolerance = spec.log_mass_tolerance
     if quantity not in ESTIMATED or share <= UNSURE[0]:
         return tolerance
-    return None if share < UNSURE[1] else tolerance * max(1, HELD / share)
+    return math.nan if share < UNSURE[1] else tolerance * max(1, HELD / share)
+
+
+def _differences(captured: pd.Series, reference: pd.Series) -> pd.Series:
+    """Infinite where only one of the two is finite, 0 for equal infinities or two NaN."""
+    equal = (captured == reference) | (captured.isna() & reference.isna())
+    return (captured - reference).abs().fillna(math.inf).mask(equal, 0.0)
+
+
+def _log_largest(audited: pd.DataFrame) -> None:
+    rows = audited.drop_duplicates([*RowIndex._fields, "k"])
+    log.info("%d rows at one K, %d of them with a near tie and not judged", len(rows), rows["near_tie"].sum())
+    for quantity, values in audited.groupby("quantity", sort=False):
+        judged = values[values["tolerance"].notna()]
+        shown = values[~values["near_tie"]] if judged.empty else judged
+        log.info("%s: largest difference %.2e, %d judged", quantity, shown["difference"].max(), len(judged))
+
+
+def _judge(audited: pd.DataFrame, heads: Path) -> None:
+    excess = (audited["difference"] / audited["tolerance"]).fillna(0.0)
+    worst = audited.loc[excess.idxmax()]
+    if excess.max() > 1:
+        place = ", ".join(f"{name} {worst[name]}" for name in RowIndex._fields)
+        raise ValueError(
+            f"the capture disagrees with its float64 recomputation in {(excess > 1).sum()} of {len(audited)} values, "
+            f"most in {worst['quantity']} of {place} at K = {worst['k']}: {worst['captured']:.9g} in {heads}, "
+            f"{worst['reference']:.9g} recomputed, tolerance {worst['tolerance']:g}; delete the captured files and run "
+            "the capture stage again; if that changes nothing, use none of its numbers"
+        )
+
+
+def _printed(value: dict[str, Any]) -> dict[str, Any]:
+    """A row of `audited` as it is written."""
+    return value | {
+        "captured": f"{value['captured']:.9g}",
+        "reference": f"{value['reference']:.9g}",
+        "difference": f"{value['difference']:.3e}",
+        "tolerance": "" if math.isnan(value["tolerance"]) else f"{value['tolerance']:g}",
+        "near_tie": int(value["near_tie"]),
+    }
 
 
 # ---- float64 ---------------------------------------------------------------------------------------------------------
 
 
-def log_features(module: nn.Module, kind: str, head: int, x: Matrix) -> Matrix:
+def log_features(module: nn.Module, kind: str, head: int, x: np.ndarray) -> np.ndarray:
     """log phi of vectors [N, D] under one head's map, [N, M], as the equations of the map have it."""
     w = {name: value[head].double().numpy() for name, value in module.named_parameters()}
     if kind == "hedgehog":
@@ -189,24 +202,32 @@ def log_features(module: nn.Module, kind: str, head: int, x: Matrix) -> Matrix:
     return (stem + w["alpha"] * down) @ w["out"] + w["out_bias"]
 
 
-def _gelu(x: Matrix) -> Matrix:
+def _gelu(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + torch.erf(torch.from_numpy(x / math.sqrt(2))).numpy())
 
 
-class Recomputed:
-    """The quantities of one attention row, from sums over tokens."""
+class RecomputedRow:
+    """The quantities of one attention row, from sums over tokens.
 
-    def __init__(self, row: StoredRow, scale: float, anchors: AnchorSpec, log_query: Vector, log_keys: Matrix) -> None:
-        """log_query: [M], log_keys: [L, M], of phi."""
+    Attributes:
+        scores: [L] attention scores.
+        anchors, mid: tokens of the anchors, and of the mid-region from the highest score down, so that its first K are
+            the retrieved ones.
+        kernel: [L] log <phi_q, phi_k>.
+        full: [D] output of full attention.
+    """
+
+    def __init__(
+        self, row: StoredRow, scale: float, anchors: AnchorSpec, log_query: np.ndarray, log_keys: np.ndarray
+    ) -> None:
+        """log_query [M] and log_keys [L, M]: log phi."""
         length = len(row.keys)
         self.values, self.log_query, self.log_keys = row.values, log_query, log_keys
         self.scores = scale * (row.keys @ row.query)
         self.anchors = [i for i in range(length) if i < anchors.sink or i >= length - anchors.tail]
         mid = sorted(set(range(length)) - set(self.anchors))
         self.mid = sorted(mid, key=lambda i: -self.scores[i])
-        """The mid-region, the highest score first: its first K tokens are the retrieved ones."""
         self.kernel = np.array([_log_sum(log_query + log_key) for log_key in log_keys])
-        """log <phi_q, phi_k> of every token."""
         self.full = self._output((self.scores, [*self.anchors, *self.mid]))
 
     def at(self, k: int) -> dict[str, float]:
@@ -240,19 +261,19 @@ class Recomputed:
         return bool(last - first <= NEAR_TIE * (1 + abs(last)))
 
     def share_left(self, k: int) -> float:
-        """Of the mid-region's estimated mass, what its tokens beyond the first K have."""
+        """The share of the mid-region's estimated mass beyond its first K tokens."""
         if k >= len(self.mid):
             return 0.0
         return math.exp(self._log_mass(self.kernel, self.mid[k:]) - self._log_mass(self.kernel, self.mid))
 
-    def _log_mass(self, log_weights: Vector, tokens: Sequence[int]) -> float:
+    def _log_mass(self, log_weights: np.ndarray, tokens: Sequence[int]) -> float:
         return _log_sum(log_weights[list(tokens)])
 
-    def _error(self, *parts: tuple[Vector, Sequence[int]]) -> float:
+    def _error(self, *parts: tuple[np.ndarray, Sequence[int]]) -> float:
         return _relative(self._output(*parts), self.full)
 
-    def _output(self, *parts: tuple[Vector, Sequence[int]]) -> Vector:
-        """The weighted mean [D] of the tokens' values, NaN for none; a token that is in two parts counts twice."""
+    def _output(self, *parts: tuple[np.ndarray, Sequence[int]]) -> np.ndarray:
+        """The weighted mean [D] of the tokens' values, NaN for none; a token in two parts counts twice."""
         if not any(len(tokens) for _, tokens in parts):
             return np.full(self.values.shape[1], np.nan)
         log_weights = np.concatenate([log_weight[list(tokens)] for log_weight, tokens in parts])
@@ -265,9 +286,9 @@ class Recomputed:
         log_p = self.scores[self.mid] - self._log_mass(self.scores, self.mid)
         return float(-(np.exp(log_p) * log_p).sum() / math.log(len(self.mid)))
 
-    def _with_bfloat16(self, exact: tuple[Vector, Sequence[int]], retrieved: Sequence[int]) -> dict[str, float]:
-        """ROUNDED: S and u, in units of each feature's largest value in the mid-region, are rounded before anything is
-        subtracted.
+    def _with_bfloat16(self, exact: tuple[np.ndarray, Sequence[int]], retrieved: Sequence[int]) -> dict[str, float]:
+        """ROUNDED: S and u, in units of each feature's largest value in the mid-region, are rounded before the
+        subtraction.
         """
         if not self.mid:
             error = self._error(exact)
@@ -284,115 +305,31 @@ class Recomputed:
         left, whole = weights @ left_mass, weights @ mass
         kept = left > DROPPED * whole
         return {
-            "e_sub_bf16": self._error_with(exact, weights @ left_numerator, left, shift)
-            if kept
-            else self._error(exact),
+            "e_sub_bf16": (
+                self._error_with(exact, weights @ left_numerator, left, shift) if kept else self._error(exact)
+            ),
             "e_nosub_bf16": self._error_with(exact, weights @ numerator, whole, shift),
             "log_z_hat_bf16": float(np.log(left) + shift) if kept else -math.inf,
         }
 
     def _error_with(
-        self, exact: tuple[Vector, Sequence[int]], numerator: Vector, denominator: float, shift: float
+        self, exact: tuple[np.ndarray, Sequence[int]], numerator: np.ndarray, denominator: float, shift: float
     ) -> float:
-        """Of the exact terms together with a numerator [D] and a denominator in units of e^shift."""
+        """The error of the exact terms plus a numerator [D] and a denominator, both in units of e^shift."""
         log_exact = self._log_mass(*exact)
         share = math.exp(log_exact - np.logaddexp(log_exact, np.log(denominator) + shift))
         inside = share * self._output(exact) if exact[1] else 0
         return _relative(inside + (1 - share) * numerator / denominator, self.full)
 
 
-def _relative(output: Vector, full: Vector) -> float:
+def _relative(output: np.ndarray, full: np.ndarray) -> float:
     return float(np.abs(output - full).sum() / (np.abs(full).sum() + EPSILON))
 
 
-def _log_sum(logs: Vector) -> float:
+def _log_sum(logs: np.ndarray) -> float:
     """log of the sum of exponentials; -inf for none."""
     return float(np.logaddexp.reduce(logs)) if len(logs) else -math.inf
 
 
 def _to_bfloat16(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(x).bfloat16().double().numpy()
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _read_heads(path: Path) -> pd.DataFrame:
-    frame = read_parquet(path, (*PLACE, "phi_sha", *ROW, "k", *QUANTITIES), "capture")
-    for name in (*PLACE, "phi_sha"):
-        if frame[name].nunique(dropna=False) != 1:
-            raise ValueError(f"{path}: {name} should have one value, found {frame[name].nunique()}; {REMEDY}")
-    return frame
-
-
-def _read_rows(path: Path, maps: PhiMaps, length: int) -> tuple[float, list[StoredRow]]:
-    """The scale and the stored rows."""
-    header, tensors = read_safetensors(path)
-    try:
-        facts = json.loads(header[ROWS_HEADER])
-        scale = float(facts["scale"])
-        rows = [_stored_row(number, row, tensors) for number, row in enumerate(facts["rows"])]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: holds no rows of a capture ({error!r}); {REMEDY}") from None
-    if not rows:
-        raise ValueError(f"{path}: holds no row; set audited to more than 0 and run the capture stage again")
-    for row in rows:
-        _check(row, maps, length, path)
-    return scale, rows
-
-
-def _stored_row(number: int, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> StoredRow:
-    query, keys, values = (tensors[f"{number}.{name}"].double().numpy() for name in ("query", "keys", "values"))
-    pack, layer, head, position = (int(facts[name]) for name in ROW)
-    return StoredRow((pack, layer, head, position), int(facts["kv_head"]), query, keys, values)
-
-
-def _check(row: StoredRow, maps: PhiMaps, length: int, path: Path) -> None:
-    shape = maps.shape
-    width = shape.head_dim
-    found = row.query.shape, row.keys.shape, row.values.shape
-    if found != ((width,), (length, width), (length, width)):
-        raise ValueError(f"{path}: {row}: shapes are {found}, not those of {length} tokens of width {width}; {REMEDY}")
-    _, layer, head, _ = row.place
-    if not all(np.isfinite(x).all() for x in (row.query, row.keys, row.values)):
-        raise ValueError(f"{path}: {row}: holds values that are not finite; {REMEDY}")
-    group = shape.query_heads // shape.kv_heads
-    if not (0 <= layer < shape.layers and 0 <= head < shape.query_heads and row.kv_head == head // group):
-        raise ValueError(f"{path}: {row} with KV head {row.kv_head}: the feature maps have no such heads; {REMEDY}")
-
-
-# ---- the verdict -----------------------------------------------------------------------------------------------------
-
-
-def _log_largest(lines: Sequence[Line]) -> None:
-    rows = {(line.row.place, line.k): line.near_tie for line in lines}
-    log.info("%d rows at one K, %d of them with a near tie and not judged", len(rows), sum(rows.values()))
-    for quantity in QUANTITIES:
-        judged = [line for line in lines if line.quantity == quantity and line.tolerance is not None]
-        of = judged or [line for line in lines if line.quantity == quantity and not line.near_tie]
-        largest = f"{max(line.difference for line in of):.2e}" if of else "unknown"
-        log.info("%s: largest difference %s, %d judged", quantity, largest, len(judged))
-
-
-def _judge(lines: Sequence[Line], heads: Path) -> None:
-    worst = max(lines, key=lambda line: line.excess)
-    if worst.excess > 1:
-        beyond = sum(line.excess > 1 for line in lines)
-        raise ValueError(
-            f"the capture disagrees with its float64 recomputation in {beyond} of {len(lines)} values, most in "
-            f"{worst.quantity} of {worst.row} at K = {worst.k}: {worst.captured:.9g} in {heads}, {worst.reference:.9g} "
-            f"recomputed, tolerance {worst.tolerance:g}; delete the captured files and run the capture stage again; if "
-            "that changes nothing, use none of its numbers"
-        )
-
-
-def _fields(line: Line) -> dict[str, Any]:
-    return dict(zip(ROW, line.row.place, strict=True)) | {
-        "k": line.k,
-        "quantity": line.quantity,
-        "captured": f"{line.captured:.9g}",
-        "reference": f"{line.reference:.9g}",
-        "difference": f"{line.difference:.3e}",
-        "tolerance": "" if line.tolerance is None else f"{line.tolerance:g}",
-        "near_tie": int(line.near_tie),
-    }

@@ -1,7 +1,7 @@
 """Per-head, per-query accounting quantities on packs of held-out text.
 
-Each pack is an L-token prefill followed by teacher-forced decode queries; the measured prefix is the prefill, so the
-visible mid-region is the whole of M. One layer's keys and values are alive at a time.
+Each pack is an L-token prefill followed by teacher-forced decode queries. The measured prefix is the prefill, so all of
+the mid-region is visible. The keys and values of one layer are in memory at a time.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per pack, L = prefill tokens, D = head dimension.
 """
@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -35,18 +36,18 @@ from residual_mass.study.specs import CaptureSpec
 log = logging.getLogger(__name__)
 
 ROWS_HEADER = "residual_mass_rows"
-"""The one key of the metadata of stored rows: JSON of the scale and of what each row is."""
+"""The only metadata key of stored rows: JSON of the scale and of the index and KV head of each row."""
 ROUND_DIGITS = (1, 1.5, 2, 3, 5, 7)
-"""Of the K at which the mass curves are read."""
+"""Leading digits of the K at which mass curves are sampled."""
 
 
 def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads: Path, mass: Path, rows: Path) -> None:
     """The `capture` stage.
 
     Writes:
-        heads: Parquet, one row per (pack, layer, head, query, k), of `core.row_measures`.
+        heads: Parquet, `core.row_measures`, one row per (pack, layer, head, query, k).
         mass: Parquet, one row per (pack, layer, head, k): C_mid(K), mean over the pack's queries.
-        rows: safetensors, query, keys and values of a random sample of attention rows, for the `audit` stage.
+        rows: safetensors, query, keys and values of a random sample of attention rows, for `audit`.
     """
     record = Record("capture", spec, [assets / MANIFEST, phi, prompts])
     length = tokens_of(spec.length)
@@ -69,33 +70,39 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
         record.write(output, device=backbone.device, identity=backbone.identity)
 
 
-Row = tuple[int, int, int, int]
-"""(pack, layer, query head, query)."""
+class RowIndex(NamedTuple):
+    """An attention row; `head` is its query head."""
+
+    pack: int
+    layer: int
+    head: int
+    query: int
 
 
-def audited_rows(spec: CaptureSpec, packs: int, shape: HeadShape) -> list[Row]:
-    """A random sample of attention rows, `spec.audited` of them or all there are, dealt out evenly over the layers."""
+def audited_rows(spec: CaptureSpec, packs: int, shape: HeadShape) -> list[RowIndex]:
+    """A random sample of at most `spec.audited` attention rows, spread evenly over the layers."""
     rng = random.Random(f"{spec.seed}/audit")
     layers = rng.sample(range(shape.layers), shape.layers)
     wanted = min(spec.audited, packs * shape.layers * shape.query_heads * spec.queries)
-    chosen: set[Row] = set()
+    chosen: set[RowIndex] = set()
     while len(chosen) < wanted:
         layer = layers[len(chosen) % shape.layers]
-        chosen.add((rng.randrange(packs), layer, rng.randrange(shape.query_heads), rng.randrange(spec.queries)))
+        pack, head, query = rng.randrange(packs), rng.randrange(shape.query_heads), rng.randrange(spec.queries)
+        chosen.add(RowIndex(pack, layer, head, query))
     return sorted(chosen)
 
 
 class Captured:
-    """What was measured so far."""
+    """What has been measured so far."""
 
-    def __init__(self, spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, audited: Sequence[Row]) -> None:
+    def __init__(self, spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, audited: Sequence[RowIndex]) -> None:
         self.spec, self.backbone, self.maps, self.audited = spec, backbone, maps, audited
         self.length = tokens_of(spec.length)
         anchors = spec.anchors.sink + spec.anchors.tail
         self.ks = [retrieved_count(budget, self.length, anchors) for budget in spec.budgets]
-        if self.length <= anchors:
+        if self.length <= anchors + 1:  # the entropy of a single token is not defined
             raise ValueError(
-                f"length {spec.length}: no longer than the {anchors} anchors, so no mid-region; take a longer one"
+                f"length {spec.length}: {anchors} anchors leave fewer than two mid-region tokens; take a longer one"
             )
         self.mass_ks = round_ks(self.length - anchors)
         self.heads: list[pd.DataFrame] = []
@@ -127,15 +134,15 @@ class Captured:
 
     def _store(self, pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         group = queries.shape[0] // keys.shape[0]
-        for number, (of_pack, of_layer, head, query) in enumerate(self.audited):
-            if (of_pack, of_layer) == (pack, layer):
-                kept = {"query": queries[head, query], "keys": keys[head // group], "values": values[head // group]}
+        for number, row in enumerate(self.audited):
+            if (row.pack, row.layer) == (pack, layer):
+                head, kv_head = row.head, row.head // group
+                kept = {"query": queries[head, row.query], "keys": keys[kv_head], "values": values[kv_head]}
                 self.rows |= {f"{number}.{name}": value.cpu().clone() for name, value in kept.items()}
 
     def write(self, heads: Path, mass: Path, rows: Path) -> None:
         spec, group = self.spec, self.backbone.shape.query_heads // self.backbone.shape.kv_heads
-        names = ("pack", "layer", "head", "query")
-        stored = [dict(zip(names, row, strict=True)) | {"kv_head": row[2] // group} for row in self.audited]
+        stored = [row._asdict() | {"kv_head": row.head // group} for row in self.audited]
         write_safetensors(rows, self.rows, {ROWS_HEADER: json.dumps({"scale": self.scale, "rows": stored})})
         place = {"backbone": spec.backbone, "corpus": spec.corpus, "length": spec.length}
         origin = {
@@ -151,7 +158,7 @@ class Captured:
 
 
 def round_ks(most: int) -> list[int]:
-    """Round numbers from 1 up to `most`, which is the last."""
+    """Round numbers from 1 on, then `most`."""
     powers = range(len(str(most)))
     grid = {int(digit * 10**power) for power in powers for digit in ROUND_DIGITS if digit * 10**power < most}
     return sorted(grid | {most})
@@ -160,7 +167,7 @@ def round_ks(most: int) -> list[int]:
 def _frame(
     measured: dict[str, Tensor], constant: dict[str, int], names: Sequence[str], last: dict[str, Sequence[float]]
 ) -> pd.DataFrame:
-    """Rows of entries [*names, len(last)]: an index column per dimension, the last one given by its values."""
+    """One row per entry of [*names, len(last)], with an index column per dimension; the last has the values given."""
     shape = next(iter(measured.values())).shape
     index = [torch.arange(size) for size in shape]
     grid = dict(zip((*names, "slot"), torch.meshgrid(*index, indexing="ij"), strict=True))

@@ -1,32 +1,39 @@
-"""What captured rows say: means with intervals, what the precision of the summaries changes, and which of the paper's
+"""Captured rows summed up: means with intervals, the effect of the summaries' precision, and which of the paper's
 statements about its diagnostics hold.
 
-Intervals are those of a two-way bootstrap over heads and packs, see `resampling`.
+Intervals come from a two-way bootstrap over heads and packs, see `resampling`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from residual_mass.diagnostics import CWE
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
-from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, estimate_extreme, resampled, whole
+from residual_mass.diagnostics.resampling import (
+    BootstrapEstimate,
+    Sample,
+    Samples,
+    estimate,
+    estimate_extreme,
+    resampled,
+    whole,
+)
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
 from residual_mass.study.specs import FindingsSpec
 
 MAPS = "model_id revision weights phi_sha"
-ACCOUNTING = (
+ACCOUNTING_COLUMNS = (
     "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "
     "e_nosub_ci_high e_sub e_sub_ci_low e_sub_ci_high e_exact_sub e_exact_nosub log_z_error log_z_error_ci_low "
     f"log_z_error_ci_high clamped_share packs heads rows {MAPS}"
 ).split()
-STATE_DTYPE = (
+STATE_DTYPE_COLUMNS = (
     "study backbone corpus length maps budget_percent k state_dtype e_sub e_nosub nosub_minus_sub "
     "nosub_minus_sub_ci_low nosub_minus_sub_ci_high heads_nosub_wins heads_nosub_wins_ci_low heads_nosub_wins_ci_high "
     "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
@@ -39,26 +46,23 @@ CLAIM_COLUMNS = (
 ALL = "all"
 DECIMALS = "z.6f"
 
-Data = TypeVar("Data")
-Row = dict[str, object]
-
 
 def run(
     spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], accounting: Path, state_dtype: Path, claims: Path
 ) -> None:
     """The `findings` stage: three CSV files about one backbone.
 
-    `accounting` has a row per (setting, budget), `state_dtype` one per (setting, budget, type of the summaries), where
-    `change` and `change_in_wins` are what bfloat16 adds to nosub_minus_sub and heads_nosub_wins, and `change_in_log_z`
-    to log Z hat in the rows where both are defined; `claims` has a row per
-    (setting, claim), then one per claim about all settings, whose `packs` are the fewest of any. `clamped_share` is
-    that of the rows whose residual was dropped, at the budgets that a row is about.
+    `clamped_share` is the share of rows whose residual was dropped.
 
     Args:
-        heads: of each setting, the rows that `capture` wrote; mass: its curves of mass recovery, in the same order.
+        heads, mass: captured rows and mass curves of every setting, in the same order.
 
-    Raises:
-        ValueError: see `read_settings`.
+    Writes:
+        accounting: one row per (setting, budget).
+        state_dtype: one row per (setting, budget, dtype of the summaries). `change`, `change_in_wins` and
+            `change_in_log_z` are what bfloat16 adds to nosub_minus_sub, heads_nosub_wins and log Z hat.
+        claims: one row per (setting, claim), then one per claim about all settings, whose `packs` are the fewest of
+            any setting.
     """
     record = Record("findings", spec, [*heads, *mass])
     settings = read_settings(spec, heads, mass)
@@ -66,8 +70,8 @@ def run(
     drawn = resampled(settings, spec.budget_percent, spec.bootstrap_resamples, spec.seed)
     pairs = list(zip(as_is, drawn, strict=True))
     texts = {
-        accounting: csv_text(ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
-        state_dtype: csv_text(STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
+        accounting: csv_text(ACCOUNTING_COLUMNS, [row for pair in pairs for row in _accounting_rows(*pair)]),
+        state_dtype: csv_text(STATE_DTYPE_COLUMNS, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
         claims: csv_text(CLAIM_COLUMNS, list(_claim_rows(spec, as_is, drawn))),
     }
     for path, text in texts.items():
@@ -75,10 +79,10 @@ def run(
         record.write(path)
 
 
-def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
+def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[dict[str, object]]:
     setting = as_is.setting
     for budget, k in setting.ks.items():
-        row: Row = {**setting.facts, "budget_percent": f"{budget:g}", "k": k}
+        row: dict[str, object] = {**setting.facts, "budget_percent": f"{budget:g}", "k": k}
         for name in ("e_topk", "e_nosub", "e_sub"):
             row |= _with_interval(name, estimate(Sample.mean, as_is, drawn, name, budget))
         row |= _with_interval("log_z_error", estimate(Sample.log_z_error, as_is, drawn, budget))
@@ -88,11 +92,11 @@ def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
         yield row | {"packs": len(setting.packs), "heads": len(setting.heads), "rows": setting.rows}
 
 
-def _state_dtype_rows(as_is: Sample, drawn: Sample) -> Iterator[Row]:
+def _state_dtype_rows(as_is: Sample, drawn: Sample) -> Iterator[dict[str, object]]:
     setting = as_is.setting
     for budget, k in setting.ks.items():
         for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16")):
-            row: Row = {**setting.facts, "budget_percent": f"{budget:g}", "k": k, "state_dtype": dtype}
+            row: dict[str, object] = {**setting.facts, "budget_percent": f"{budget:g}", "k": k, "state_dtype": dtype}
             for name in ("e_sub", "e_nosub"):
                 row[name] = _text(as_is.mean(f"{name}{suffix}", budget)[0])
             row |= _with_interval("nosub_minus_sub", estimate(_lead, as_is, drawn, budget, suffix))
@@ -112,18 +116,18 @@ def _lead(sample: Sample, budget: float, suffix: str) -> np.ndarray:
 
 
 def _nosub_wins(sample: Sample, budget: float, suffix: str) -> np.ndarray:
-    """The share of heads whose error is lower without subtraction: [B]."""
+    """The share of heads with a lower error without subtraction: [B]."""
     return sample.over_heads(sample.by_head(f"delta{suffix}", budget) > 0)
 
 
 def _change(
     sample: Sample, number: Callable[[Sample, float, str], np.ndarray], budget: float, suffix: str
 ) -> np.ndarray:
-    """What another type of the summaries adds to a number: [B]."""
+    """What another dtype of the summaries adds to a number: [B]."""
     return number(sample, budget, suffix) - number(sample, budget, "")
 
 
-def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[Row]:
+def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[dict[str, object]]:
     for one, of_draws in zip(as_is, drawn, strict=True):
         for claim in CLAIMS:
             setting = one.setting
@@ -136,8 +140,8 @@ def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sam
         yield row | {"corpus": ALL, "length": ALL, "primary": 1}
 
 
-def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, samples: Sequence[Sample]) -> Row:
-    """`samples` are what `as_is` is made of: the data of one setting, or of all."""
+def _claim_row(claim: Claim[Samples], as_is: Samples, drawn: Samples, samples: Sequence[Sample]) -> dict[str, object]:
+    """samples: those that `as_is` consists of."""
     settings = [sample.setting for sample in samples]
     if claim.extreme is None:
         found = estimate(claim.number, as_is, drawn)
@@ -158,20 +162,20 @@ def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, samples: Sequence[S
     }
 
 
-def _clamped_share(claim: Claim[Data], samples: Sequence[Sample]) -> float:
+def _clamped_share(claim: Claim[Samples], samples: Sequence[Sample]) -> float:
     budgets = [[sample.budget] if claim.one_budget else list(sample.setting.ks) for sample in samples]
     shares = [sample.mean("clamped", b)[0] for sample, of in zip(samples, budgets, strict=True) for b in of]
     return float(np.mean(shares))
 
 
 def _verdict(low: str, high: str) -> str:
-    """Of an interval as printed, so that rounding errors around 0 decide nothing; an empty one is undecided."""
+    """Judges the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided."""
     if low and float(low) > 0:
         return "holds"
     return "does not hold" if high and float(high) < 0 else "undecided"
 
 
-def _with_interval(name: str, numbers: Estimate) -> Row:
+def _with_interval(name: str, numbers: BootstrapEstimate) -> dict[str, object]:
     texts = (_text(number) for number in numbers)
     return dict(zip((name, f"{name}_ci_low", f"{name}_ci_high"), texts, strict=True))
 

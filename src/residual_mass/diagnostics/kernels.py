@@ -1,4 +1,4 @@
-"""Exact kernels beside the scores of feature maps, key by key, for one query head of one pack.
+"""Exact attention scores and those of feature maps, key by key, for one query head of one pack.
 
 Shape letters: Q = queries, L = prefill tokens, D = head dimension, M = features.
 """
@@ -61,7 +61,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
 
 
 class HeadMaps(NamedTuple):
-    """One set of feature maps at one query head: stacked maps of a single head."""
+    """The feature maps of one query head: stacked maps of a single head."""
 
     query: nn.Module
     key: nn.Module
@@ -69,7 +69,7 @@ class HeadMaps(NamedTuple):
 
 
 def _of_the_head(spec: KernelsSpec, maps: PhiMaps, backbone: Backbone) -> HeadMaps:
-    """Raises ValueError unless the maps belong to the backbone. What other heads have of them is let go."""
+    """The maps of that head alone; raises ValueError unless they belong to the backbone."""
     maps.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
 
     def only(stacked: nn.Module, head: int) -> nn.Module:
@@ -83,7 +83,7 @@ def _of_the_head(spec: KernelsSpec, maps: PhiMaps, backbone: Backbone) -> HeadMa
 
 
 def _kv_head(spec: KernelsSpec, shape: HeadShape) -> int:
-    """Whose keys the head reads."""
+    """The KV head that the query head reads."""
     return spec.head * shape.kv_heads // shape.query_heads
 
 

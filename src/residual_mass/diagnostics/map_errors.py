@@ -1,6 +1,6 @@
-"""How well several sets of feature maps stand in for the residual, on one and the same held-out text.
+"""Errors of several sets of feature maps on the same held-out text.
 
-Packs, queries and measured prefix as in `capture`; here every set of maps sees each of them, and only means are kept.
+Packs, queries and measured prefix are those of `capture`, but only means are kept.
 
 Shape letters: Hq = query heads, Q = queries per pack.
 """
@@ -35,10 +35,10 @@ COLUMNS = (
 
 
 def run(spec: MapErrorsSpec, assets: Path, phi: Sequence[Path], out: Path) -> None:
-    """The `map-errors` stage: one CSV row per (maps, budget). Maps may be shorter-trained than the text is long.
+    """The `map-errors` stage: one CSV row per (maps, budget). Maps may have been trained on shorter texts.
 
-    `log_z_error` is the mean of log Z_R hat - log Z_R over the rows where both are defined; `heads_below_topk` the
-    share of (layer, query head) whose mean error the residual lowers, `clamped_share` that of the rows whose residual
+    `log_z_error` is the mean of log Z_R hat - log Z_R over the rows where both are defined, `heads_below_topk` the
+    share of (layer, query head) whose mean error the residual lowers, `clamped_share` the share of rows whose residual
     was dropped.
 
     Args:

@@ -1,4 +1,4 @@
-"""Packs: the texts that diagnostics measure on, and the pass of the frozen model over one of them.
+"""Packs: texts to measure on, and the pass of the frozen model over one of them.
 
 Shape letters: Hq / Hkv = query / KV heads, Q = queries per pack, L = prefill tokens, D = head dimension.
 """
@@ -42,15 +42,15 @@ def make_packs(
     assets: Path,
     prompts: Path | None,
 ) -> list[Pack]:
-    """Token ids of each pack: `length` tokens of prefill and the `queries` tokens that are decoded after it.
+    """Token ids of each pack: `length` tokens of prefill, then the `queries` tokens that are decoded after it.
 
-    There are fewer where the text comes to an end: packs that share text would pass for independent ones.
+    Fewer than `packs` where the text ends, as packs that share text are not independent.
 
     Args:
-        prompts: manifest of RULER's frozen prompts at that length, which the corpus `cwe` is made of.
+        prompts: manifest of RULER's frozen prompts at that length, the source of the corpus `cwe`.
 
     Raises:
-        ValueError: the corpus is unknown, or its files are missing or not those that the manifest vouches for.
+        ValueError: the corpus is unknown, or its files are missing or changed.
     """
     if corpus == CWE:
         if prompts is None:
@@ -68,11 +68,10 @@ def make_packs(
 
 
 def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, queries: int, packs: int) -> list[Pack]:
-    """Packs whose prefill ends where a prompt of RULER's common words extraction asks for its answer, and whose decoded
-    tokens are that answer. Other prompts with their answers stand before it, as many as fill the length: such as no
-    other pack holds, as long as there are any.
+    """Packs whose prefill ends with a prompt of RULER's common words extraction, and whose decoded tokens are its
+    answer. The prefill is filled up in front with other prompts and their answers, with unused ones first.
 
-    There are at most as many packs as frozen prompts.
+    At most one pack per frozen prompt.
     """
     asked = _frozen_prompts(manifest, length)
     if len(asked) < packs:
@@ -101,19 +100,19 @@ def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, q
 
 
 def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
-    """(prompt, answer) of every example of the task, the answer in the harness's own form: numbered words."""
+    """(prompt, answer) of every example of the task; the answer is a numbered list, as in the harness."""
     frozen = load_manifest(manifest)
-    if frozen["length"] != length or CWE_TASK not in frozen["tasks"]:
-        raise ValueError(f"{manifest}: holds no prompts of {CWE_TASK} at {length}; {REMEDY}")
+    if frozen["length"] != length:
+        raise ValueError(f"{manifest}: has prompts of length {frozen['length']}, not {length}; {REMEDY}")
     return [
         (each.prompt, "".join(f" {n}. {word}" for n, word in enumerate(each.doc["outputs"], start=1)))
-        for each in load_prompts(manifest, CWE_TASK, frozen["tasks"][CWE_TASK]["examples"])
+        for each in load_prompts(manifest, CWE_TASK, frozen["examples"])
     ]
 
 
 @torch.no_grad()
 def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Visit) -> None:
-    """Runs the model over a pack and shows `visit` every layer's attention inputs, one layer's alive at a time.
+    """Runs the model over a pack and calls `visit` with the attention inputs of each layer.
 
     Raises:
         ValueError: they are not finite; names the layer.
@@ -132,7 +131,7 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
 
 
 def with_place(frame: pd.DataFrame, backbone: BackboneSpec, corpus: str, length: str, **more: Any) -> pd.DataFrame:
-    """The frame with constant columns in front that say what its rows are of."""
+    """The frame with constant columns in front that describe its rows."""
     place = {"backbone": backbone.name, "corpus": corpus, "length": length, **more}
     constant = pd.DataFrame({name: pd.Categorical([value]).repeat(len(frame)) for name, value in place.items()})
     return pd.concat([constant, frame.reset_index(drop=True)], axis="columns")

@@ -1,7 +1,6 @@
 """Two-way bootstrap: heads and packs drawn with replacement, independently of each other.
 
-Of P packs P - 1 are drawn: their mean varies as much as the mean of P packs of other texts would, where that of P draws
-has a variance too small by 1 / P.
+Of P packs P - 1 are drawn, because the mean of P draws has a variance too small by a factor of (P - 1) / P.
 
 Shape letters: B = resamples, H = heads, that is (layer, query head), P = packs.
 """
@@ -15,14 +14,15 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import pandas as pd
 
-from residual_mass.diagnostics.settings import Setting
+from residual_mass.diagnostics.settings import CapturedSetting
 
 LEVEL = 0.95
-Data = TypeVar("Data")
+Samples = TypeVar("Samples")
+"""A `Sample`, or the samples of all settings."""
 
 
-class Estimate(NamedTuple):
-    """A number read from all the data, and its percentile interval; NaN where it is not defined."""
+class BootstrapEstimate(NamedTuple):
+    """A number of the full data and its percentile interval; NaN where it is not defined."""
 
     value: float
     low: float
@@ -33,30 +33,30 @@ class Estimate(NamedTuple):
 class Sample:
     """B draws from one setting, or the setting as it is (B = 1).
 
-    What splits heads by entropy uses a draw of its own, within the quartiles of the full data, so that none of these is
-    ever empty; everything else uses a draw among all heads.
+    Numbers per entropy quartile use a stratified draw, within the quartiles of the full data, so that no quartile is
+    empty; all others use a draw among all heads.
 
     Attributes:
-        budget: at which cells are read where no other is named.
-        heads: [B, H], heads drawn among all, as places in `setting.heads`.
-        stratified: [B, H], heads drawn within quartiles.
-        packs: [B, any], packs drawn, as places in `setting.packs`.
+        budget: default budget of the cells.
+        heads: [B, H], indices into `setting.heads`, drawn among all.
+        stratified: [B, H], the same drawn within quartiles.
+        packs: [B, any], indices into `setting.packs`.
     """
 
-    setting: Setting
+    setting: CapturedSetting
     budget: float
     heads: np.ndarray
     stratified: np.ndarray
     packs: np.ndarray
 
     def by_head(self, name: str, budget: float | None = None) -> np.ndarray:
-        """[B, H]: the mean over the drawn packs of these cells, for every head of the setting."""
+        """[B, H]: the mean of these cells over the drawn packs."""
         return self.over_packs(self.setting.cells[self.budget if budget is None else budget][name])
 
     def over_packs(self, cells: np.ndarray) -> np.ndarray:
         """[H, P] -> [B, H]."""
         times = _times(self.packs, cells.shape[1])
-        # A matrix product would round equal heads apart, and make ranks of the difference.
+        # Not a matrix product: its rounding sets equal heads apart, which changes ranks.
         return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / self.packs.shape[1]
 
     def over_heads(self, values: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ class Sample:
         return self.over_heads(self.by_head(name, budget))
 
     def log_z_error(self, budget: float | None = None, of: str = "") -> np.ndarray:
-        """[B]: the mean log-Z error over rows where it is defined, NaN without any. `of` is a suffix of cells."""
+        """[B]: the mean log-Z error over the rows where it is defined, else NaN; `of` is the suffix of cells."""
         return ratio(self.mean(f"log_z_sum{of}", budget), self.mean(f"log_z_count{of}", budget))
 
     def spearman(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -86,8 +86,8 @@ class Sample:
         return np.divide((x * y).sum(axis=1), spread, where=spread > 0, out=np.zeros_like(spread))
 
 
-def whole(settings: Sequence[Setting], budget: float) -> list[Sample]:
-    """The data as they are: one draw of every head and every pack."""
+def whole(settings: Sequence[CapturedSetting], budget: float) -> list[Sample]:
+    """The full data as samples (B = 1)."""
     return [
         Sample(setting, budget, heads, heads, np.arange(len(setting.packs))[None])
         for setting in settings
@@ -95,12 +95,11 @@ def whole(settings: Sequence[Setting], budget: float) -> list[Sample]:
     ]
 
 
-def resampled(settings: Sequence[Setting], budget: float, resamples: int, seed: int) -> list[Sample]:
-    """Draws for all settings, which share their heads: a resample has the same ones in each, but packs of its own.
+def resampled(settings: Sequence[CapturedSetting], budget: float, resamples: int, seed: int) -> list[Sample]:
+    """Draws for all settings: each resample has the same heads in all of them, and packs of each.
 
-    Within quartiles, which heads of a setting stand at the drawn places depends on its entropies. A setting of a single
-    pack has that pack in every draw: its intervals then hold for that text alone. Draws depend on the seed and the
-    numbers of heads and packs, and those of packs on the setting's name, but not on the other settings.
+    A setting of a single pack has that pack in every draw, so its intervals hold for that text alone. Draws depend on
+    the seed and the numbers of heads and packs, those of packs also on the setting's name, never on other settings.
     """
     count = len(settings[0].heads)
     heads = _generator(seed, "heads").integers(count, size=(resamples, count))
@@ -119,36 +118,37 @@ def resampled(settings: Sequence[Setting], budget: float, resamples: int, seed: 
     return samples
 
 
-def estimate(number: Callable[..., np.ndarray], as_is: Data, drawn: Data, *arguments: object) -> Estimate:
-    """`number(data, *arguments)` of the data as they are, with the interval of the draws in which it is defined."""
+def estimate(
+    number: Callable[..., np.ndarray], as_is: Samples, drawn: Samples, *arguments: object
+) -> BootstrapEstimate:
+    """`number(as_is, *arguments)` with its interval over the draws in which it is defined."""
     value, values = float(number(as_is, *arguments)[0]), number(drawn, *arguments)
     values = values[~np.isnan(values)]
     if not len(values):
-        return Estimate(value, np.nan, np.nan)
+        return BootstrapEstimate(value, np.nan, np.nan)
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high))
+    return BootstrapEstimate(value, float(low), float(high))
 
 
 def estimate_extreme(
-    number: Callable[[Data], np.ndarray], as_is: Data, drawn: Data, extreme: Literal["least", "largest"]
-) -> Estimate:
+    number: Callable[[Samples], np.ndarray], as_is: Samples, drawn: Samples, extreme: Literal["least", "largest"]
+) -> BootstrapEstimate:
     """The least or the largest of several numbers, [B, any], with an interval for that.
 
-    The least of resampled numbers lies below the least of the true ones, so its quantiles are of no use. Instead the
-    lower end is the lowest one of the numbers' intervals, and the upper end is the lowest of their upper ends corrected
-    for how many there are (Bonferroni): the least is above 0 when all are, and below when some number is, by more than
-    the chance of any. For the largest the other way round. Numbers that are never defined are left out.
+    The least of resampled numbers is biased downwards, so its quantiles give no interval. Instead the lower end is the
+    lowest lower end of the numbers' intervals, and the upper end is the lowest of their Bonferroni-corrected upper
+    ends. The largest is treated symmetrically. Numbers that are never defined are left out.
     """
     sign = 1 if extreme == "least" else -1
     value, values = sign * number(as_is)[0], sign * number(drawn)
     defined = ~np.isnan(value) & ~np.isnan(values).all(axis=0)
     if not defined.any():
-        return Estimate(np.nan, np.nan, np.nan)
+        return BootstrapEstimate(np.nan, np.nan, np.nan)
     tail = (1 - LEVEL) / 2
     low = np.nanquantile(values[:, defined], tail, axis=0).min()
     high = np.nanquantile(values[:, defined], 1 - tail / defined.sum(), axis=0).min()
     ends = (float(low), float(high)) if extreme == "least" else (-float(high), -float(low))
-    return Estimate(sign * float(value[defined].min()), *ends)
+    return BootstrapEstimate(sign * float(value[defined].min()), *ends)
 
 
 def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def _times(drawn: np.ndarray, n: int) -> np.ndarray:
-    """How often each of n was drawn: [B, any] places -> [B, n] counts."""
+    """How often each of n was drawn: [B, any] indices -> [B, n] counts."""
     cells = drawn + n * np.arange(len(drawn))[:, None]
     return np.bincount(cells.ravel(), minlength=n * len(drawn)).reshape(-1, n).astype(np.float64)
 

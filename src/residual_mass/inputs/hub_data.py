@@ -1,4 +1,4 @@
-"""Data sets on the Hugging Face hub that a study may read, and which commits of them; imports nothing."""
+"""Data sets on the Hugging Face hub, and their pinned commits; imports nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HubPart:
 
 
 class HubText(NamedTuple):
-    """Where a text corpus lies on the hub."""
+    """A text corpus on the hub."""
 
     path: str
     configuration: str | None
@@ -44,8 +44,8 @@ BABILONG = "RMT-team/babilong-1k-samples"
 LONGBENCH = "Xnhyacinth/LongBench"
 
 REVISIONS = {"Salesforce/wikitext": "b08601e04326c79dfdd32d625aee71d232d685c3"}
-"""Commits that are pinned here. Of other data sets the stage `prefetch` writes down the one that it found, and keeps
-to it; without a prefetched folder they are read as they are on the day.
+"""Pinned commits. Of other data sets, `prefetch` records and keeps the newest commit; without a prefetched folder they
+are read at their newest one.
 """
 STREAMED = tuple(name for name, text in HUB.items() if text.split == "train")
-"""Corpora that are too large to be had whole."""
+"""Corpora too large to be fetched whole."""

@@ -1,7 +1,7 @@
 """The part of an assets folder that was prefetched from the Hugging Face hub: models and data sets as plain files.
 
-Everything lies in `hub/models/<id>` and `hub/data_sets/<id>` under the repository's own file names; `hub.json` beside
-them says of which commit, with size and sha256. What the folder holds is read from it, with or without a network.
+Files are in `hub/models/<id>` and `hub/data_sets/<id>` under their names in the repository. The manifest `hub.json`
+lists them with commit, size and sha256. Prefetched files are read from the folder even with a network.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from residual_mass.inputs.hub_data import REVISIONS, HubPart
 
 MANIFEST = "hub.json"
 FOLDERS = {"models": "hub/models", "data_sets": "hub/data_sets"}
-"""Where the repositories of each kind lie; the keys are those of the manifest."""
+"""Folders of the repositories, by kind; the keys are those of the manifest."""
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
-"""What the library `datasets` reads a file with, by its ending; a compressed file has another one after it."""
-PACKED = (".gz", ".zst", ".xz", ".bz2")
-REMEDY = "run the target `prefetch` on a machine with network, and bring the folder here"
+"""Names of the readers of the library `datasets`, by file suffix."""
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+REMEDY = "run the target `prefetch` on a machine with network, then copy the folder here"
 
-Kind = Literal["models", "data_sets"]
+RepoKind = Literal["models", "data_sets"]
 
 
 class NotPrefetchedError(ValueError):
-    """The folder lacks what it should hold, or holds something else; the message names the file and the remedy."""
+    """A file is not in the folder, or is another one; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
 class HubFolder:
-    """What the folder `assets` holds of the hub: nothing, where nothing was prefetched into it."""
+    """The prefetched files of an assets folder, possibly none."""
 
     assets: Path
 
@@ -44,17 +44,17 @@ class HubFolder:
         """The manifest: `models` and `data_sets`, each by repository.
 
         Raises:
-            NotPrefetchedError: it is damaged.
+            NotPrefetchedError: the file is something else.
         """
         if not self.manifest.is_file():
             return {"models": {}, "data_sets": {}}
         content = read_json(self.manifest)
-        if not _is_sound(content):
-            raise NotPrefetchedError(f"{self.manifest}: does not say what was prefetched; delete it and {REMEDY}")
+        if not isinstance(content, dict) or set(content) != set(FOLDERS):
+            raise NotPrefetchedError(f"{self.manifest}: not a manifest of prefetched files; delete it and {REMEDY}")
         return content
 
     def damaged(self) -> Iterator[Path]:
-        """Files that are not those that the manifest vouches for; a missing one is none of them."""
+        """Files whose sha256 differs from the manifest, without missing ones."""
         for kind, repositories in self.content().items():
             for name, entry in repositories.items():
                 for file, facts in entry["files"].items():
@@ -62,20 +62,20 @@ class HubFolder:
                     if path.is_file() and sha256_of(path) != facts["sha256"]:
                         yield path
 
-    def folder(self, kind: Kind, repository: str) -> Path:
+    def folder(self, kind: RepoKind, repository: str) -> Path:
         return self.assets / FOLDERS[kind] / repository
 
-    def file(self, kind: Kind, repository: str, name: str) -> Path:
-        """Where a file of a repository lies; a name, which comes from the hub, must not lead out of the folder."""
+    def file(self, kind: RepoKind, repository: str, name: str) -> Path:
+        """The path of a file; raises ValueError where its name, which comes from the hub, leads out of the folder."""
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{repository}: a file is named {name!r}, which leads out of its folder; choose another")
         return self.folder(kind, repository) / name
 
     def model(self, model_id: str, revision: str) -> Path | None:
-        """The folder of a model, every file of it checked; None where it was not prefetched.
+        """The folder of a model, after a check of all its files; None where it was not prefetched.
 
         Raises:
-            NotPrefetchedError: it is of another revision, incomplete or damaged.
+            NotPrefetchedError: it has another revision, or is incomplete or damaged.
         """
         entry = self.content()["models"].get(model_id)
         if entry is None:
@@ -89,7 +89,7 @@ class HubFolder:
         """A part of a data set; None where it was not prefetched.
 
         Raises:
-            NotPrefetchedError: it is of another revision than is pinned.
+            NotPrefetchedError: it has another revision than the pinned one.
         """
         entry = self.content()["data_sets"].get(part.data_set)
         if entry is None or key_of(part) not in entry["parts"]:
@@ -97,24 +97,24 @@ class HubFolder:
         self.check_revision("data_sets", part.data_set, entry, REVISIONS.get(part.data_set))
         return StoredPart(self, part, entry)
 
-    def check_revision(self, kind: Kind, repository: str, entry: dict[str, Any], wanted: str | None) -> None:
+    def check_revision(self, kind: RepoKind, repository: str, entry: dict[str, Any], wanted: str | None) -> None:
         if wanted not in (None, entry["revision"]):
             raise NotPrefetchedError(
-                f"{self.manifest}: holds {repository} at {entry['revision']}, but {wanted} is asked for; ask for the "
-                f"one it holds, or delete {self.folder(kind, repository)} with its entry and run `prefetch` again"
+                f"{self.manifest}: holds {repository} at {entry['revision']}, but {wanted} is requested; request the "
+                f"former, or delete {self.folder(kind, repository)} and its entry and run `prefetch` again"
             )
 
-    def checked(self, kind: Kind, repository: str, entry: dict[str, Any], name: str) -> Path:
-        """A file of a repository, with the sha256 that the manifest vouches for."""
+    def checked(self, kind: RepoKind, repository: str, entry: dict[str, Any], name: str) -> Path:
+        """A file of a repository, after a check of its sha256."""
         file = self.file(kind, repository, name)
         if (problem := self.problem(kind, repository, entry, name)) is not None:
             raise NotPrefetchedError(f"{problem}; {REMEDY}")
         if _sha256(file, file.stat().st_mtime_ns) != entry["files"][name]["sha256"]:
-            raise NotPrefetchedError(f"{file}: not the file that {self.manifest} vouches for (sha256); {REMEDY}")
+            raise NotPrefetchedError(f"{file}: not the file that {self.manifest} lists (sha256); {REMEDY}")
         return file
 
-    def problem(self, kind: Kind, repository: str, entry: dict[str, Any], name: str) -> str | None:
-        """What is wrong with a file as far as a glance tells: that it is not there, or of another size."""
+    def problem(self, kind: RepoKind, repository: str, entry: dict[str, Any], name: str) -> str | None:
+        """What is wrong with a file at a glance: it is missing or has another size."""
         file, size = self.file(kind, repository, name), entry["files"][name]["bytes"]
         if not file.is_file():
             return f"{file}: no such file"
@@ -126,13 +126,15 @@ class HubFolder:
 class StoredPart:
     """The data files of one part, in the order in which the library reads them from the hub.
 
-    Of a corpus that is read in part only, some of them are there.
+    Of a streamed corpus, only some files may have been prefetched.
+
+    Attributes:
+        entry: the data set's entry in the manifest.
     """
 
     hub: HubFolder
     part: HubPart
     entry: dict[str, Any]
-    """Of the data set in the manifest."""
 
     @property
     def revision(self) -> str:
@@ -148,68 +150,35 @@ class StoredPart:
         return self.entry["parts"][key_of(self.part)]["files"]
 
     def names(self) -> dict[int, str]:
-        """Names of the files that were prefetched, by their place among all."""
+        """Names of the prefetched files, by shard number."""
         files = self._files
         return {int(number): files[number] for number in sorted(files, key=int)}
 
     def file(self, number: int) -> Path | None:
-        """One data file, checked; None where it was not prefetched."""
+        """One data file, after a check; None where it was not prefetched."""
         name = self._files.get(str(number))
         return None if name is None else self.hub.checked("data_sets", self.part.data_set, self.entry, name)
 
     def files(self) -> list[Path]:
-        """All of them, checked."""
+        """All prefetched files, after a check."""
         names = self.names().values()
         return [self.hub.checked("data_sets", self.part.data_set, self.entry, name) for name in names]
 
 
-def _is_sound(content: Any) -> bool:
-    """Whether a manifest holds what its readers look for, and everything is of its type."""
-    if not _is_mapping(content, dict) or set(content) != set(FOLDERS):
-        return False
-    for kind, repositories in content.items():
-        for entry in repositories.values():
-            texts = [entry.get(name) for name in ("revision", "commit")] if isinstance(entry, dict) else [None]
-            if not all(isinstance(text, str) for text in texts) or not _is_mapping(entry.get("files"), dict):
-                return False
-            for facts in entry["files"].values():
-                if not isinstance(facts.get("bytes"), int) or not isinstance(facts.get("sha256"), str):
-                    return False
-            if kind == "data_sets" and not _are_parts(entry.get("parts"), set(entry["files"])):
-                return False
-    return True
-
-
-def _are_parts(parts: Any, files: set[str]) -> bool:
-    """Whether each part of a data set has a number of shards and names files that are listed."""
-    return _is_mapping(parts, dict) and all(
-        isinstance(part.get("shards"), int)
-        and _is_mapping(part.get("files"), str)
-        and all(number.isdecimal() for number in part["files"])
-        and set(part["files"].values()) <= files
-        and isinstance(part.get("streams", []), list)
-        for part in parts.values()
-    )
-
-
-def _is_mapping(value: Any, of: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(inner, of) for inner in value.values())
-
-
 def key_of(part: HubPart) -> str:
-    """How the manifest calls a part of a data set."""
+    """The key of a part in the manifest."""
     return f"{part.configuration or ''}/{part.split}"
 
 
 def reader_of(file: Path) -> str:
-    """What the library `datasets` reads a data file with."""
-    suffixes = [suffix for suffix in file.suffixes if suffix not in PACKED]
+    """The name of the reader of the library `datasets` for a data file."""
+    suffixes = [suffix for suffix in file.suffixes if suffix not in COMPRESSED]
     if not suffixes or suffixes[-1] not in READERS:
-        raise ValueError(f"{file}: a data file of a kind that is not read here; known are {', '.join(READERS)}")
+        raise ValueError(f"{file}: data files of this kind cannot be read; known are {', '.join(READERS)}")
     return READERS[suffixes[-1]]
 
 
 @cache
 def _sha256(file: Path, _: int) -> str:
-    """Once per process and state of the file: some have gigabytes and are opened again and again."""
+    """Cached by modification time, as files of gigabytes are opened repeatedly."""
     return sha256_of(file)

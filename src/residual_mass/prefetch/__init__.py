@@ -1,1 +1,1 @@
-"""Everything that a study reads of the hub, fetched into its assets folder; and what such a folder lacks."""
+"""Fetches what a study reads of the hub into its assets folder, and lists what the folder lacks."""

@@ -1,4 +1,4 @@
-"""One file of the hub, fetched and checked; and its libraries' errors, told in one line."""
+"""Downloads single files of the hub and checks them; turns errors of its libraries into one line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 def download(repository: str, repo_type: str, commit: str, info: RepoFile, path: Path) -> None:
-    """Fetches one file; what an interrupted call has fetched of it lies beside it and is gone on with.
+    """Downloads one file, resuming an interrupted download.
+
+    Not `hf_hub_download` or `snapshot_download`, which start a file again and compare no hash.
 
     Raises:
-        ValueError: it cannot be had, or is not what the hub says it is.
+        ValueError: the download fails, or the file's hash is not the hub's.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -35,12 +37,12 @@ def download(repository: str, repo_type: str, commit: str, info: RepoFile, path:
         http_get(url, stream, resume_size=stream.tell(), headers=build_hf_headers(), expected_size=info.size)
     if not matches_hub(part, info):
         part.unlink()
-        raise ValueError(f"{repository}: {info.path} came damaged (its hash is not the hub's); run prefetch again")
+        raise ValueError(f"{repository}: {info.path} arrived damaged (its hash is not the hub's); run prefetch again")
     part.replace(path)
 
 
 def part_of(path: Path, commit: str) -> Path:
-    """Where a file grows while it is fetched."""
+    """The partial download of a file."""
     return path.with_name(f".{path.name}{part_suffix(commit)}")
 
 
@@ -49,7 +51,7 @@ def part_suffix(commit: str) -> str:
 
 
 def bytes_begun(part: Path, info: RepoFile) -> int:
-    """Bytes of a file that were fetched by an interrupted call; none, where it holds more than the file has."""
+    """Bytes of an interrupted download that can be resumed; 0 where it is larger than the file."""
     size = part.stat().st_size if part.is_file() else 0
     return size if size <= info.size else 0
 
@@ -59,7 +61,7 @@ def has_size(file: Path, size: int) -> bool:
 
 
 def matches_hub(path: Path, info: RepoFile) -> bool:
-    """Whether a file is the hub's: by its sha256, or by git's hash of a small one."""
+    """Compares the sha256 of a file with the hub's, or git's hash of a small file."""
     if info.lfs is not None:
         return sha256_of(path) == info.lfs.sha256
     content = path.read_bytes()
@@ -68,9 +70,9 @@ def matches_hub(path: Path, info: RepoFile) -> bool:
 
 @contextmanager
 def asking(repository: str) -> Iterator[None]:
-    """Around calls of the hub's libraries alone: what goes wrong is told in one line, without the token.
+    """Turns errors of the hub's libraries into a ValueError of one line without the token.
 
-    They raise a dozen unrelated classes, their network clients' among them.
+    To be put around their calls only, as they raise a dozen unrelated classes.
     """
     from huggingface_hub import get_token
 
@@ -79,24 +81,24 @@ def asking(repository: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        told = _told(repository, error)
-        raise ValueError(told.replace(token, "(the token)") if (token := get_token()) else told) from None
+        message = _message(repository, error)
+        raise ValueError(message.replace(token, "(the token)") if (token := get_token()) else message) from None
 
 
-def _told(repository: str, error: Exception) -> str:
+def _message(repository: str, error: Exception) -> str:
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
         access = "accept its licence on its page on the hub, then set HF_TOKEN or run `hf auth login`"
-        return f"{repository}: asks for access: {access}"
+        return f"{repository}: access is restricted: {access}"
     if isinstance(error, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
         return f"{repository}: the hub no longer has the commit, or a file of it ({_first_line(error)}); choose another"
     if isinstance(error, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
         return f"{repository}: not on the hub, or private: check the name, or log in with `hf auth login`"
     return (
         f"{repository}: cannot be fetched ({type(error).__name__}: {_first_line(error)}); check the network and run "
-        "prefetch again, what is fetched is kept"
+        "prefetch again, which resumes"
     )
 
 

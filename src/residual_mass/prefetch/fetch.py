@@ -1,8 +1,7 @@
 """Fetches what a study reads of the hub into its assets folder.
 
-Models and the parts of data sets that benchmarks use are fetched whole. Of a training corpus come the shards that the
-study's trainings will read: in the order in which they read them, until their documents hold the tokens that are wanted
-and a tenth more.
+Models and the parts of data sets that benchmarks use are fetched whole. Of a training corpus, the shards that the
+study's trainings read are fetched in their order, until they hold the required tokens and a margin.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residual_mass.files import claimed, sha256_of, write_json
-from residual_mass.inputs.assets import altered
+from residual_mass.inputs.assets import changed_files
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
-from residual_mass.inputs.hub_folder import REMEDY, HubFolder, Kind, key_of
+from residual_mass.inputs.hub_folder import REMEDY, HubFolder, RepoKind, key_of
 from residual_mass.prefetch.download import asking, bytes_begun, download, has_size, matches_hub, part_of, part_suffix
 from residual_mass.prefetch.missing import covers, problems
 from residual_mass.prefetch.needs import same_order
@@ -35,32 +34,32 @@ MODEL_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "LICENSE*", "NOTICE*",
     "USE_POLICY*",
 )  # fmt: skip
-"""Of a model's repository; patterns of names in its top folder."""
-REPO_TYPES: dict[Kind, str] = {"models": "model", "data_sets": "dataset"}
+"""Patterns of the files fetched from the top folder of a model's repository."""
+REPO_TYPES: dict[RepoKind, str] = {"models": "model", "data_sets": "dataset"}
 BYTES_PER_TOKEN = 3
-"""Of compressed text, roughly: for the estimate before anything is read."""
+"""Of compressed text, roughly, to estimate sizes before anything is read."""
 TYPICAL_TOKENS = 1000
-"""Of a document, for the same estimate."""
+"""Tokens of a document, for the same estimate."""
 GB = 1e9
 
 
 def run(spec: PrefetchSpec, assets: Path) -> None:
-    """The `prefetch` stage: brings what is missing into the folder, or without network says what that is.
+    """The `prefetch` stage: fetches what the folder lacks or, offline, lists it.
 
-    Files that are there with the right sha256 stay, and one that was interrupted goes on where it stopped.
+    Files with the right sha256 are kept, and an interrupted download is resumed.
 
     Raises:
-        ValueError: something cannot be had, or does not fit on the disk; in one line.
+        ValueError: something cannot be fetched or does not fit on the disk; in one line.
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     hub = HubFolder(assets)
     if HF_HUB_OFFLINE:
-        wrong = [*altered(assets), *hub.damaged()]
-        told = [f"{file}: not the file that its manifest vouches for (sha256)" for file in wrong]
-        if lacking := [*problems(spec, assets), *(f"{each}; {REMEDY}" for each in told)]:
+        wrong = [*filter(Path.is_file, changed_files(assets)), *hub.damaged()]
+        changed = [f"{file}: not the file that its manifest lists (sha256); {REMEDY}" for file in wrong]
+        if lacking := [*problems(spec, assets), *changed]:
             raise ValueError("; ".join(lacking))
-        log.info("%s holds everything that study %s reads, and every sha256 is right", assets, spec.study)
+        log.info("%s holds everything that study %s reads, with the right sha256", assets, spec.study)
         return
     with claimed(hub.manifest):
         Fetcher(hub).fetch(spec)
@@ -68,18 +67,18 @@ def run(spec: PrefetchSpec, assets: Path) -> None:
 
 
 class Fetcher:
-    """Fetches into one folder, which is claimed, and keeps its manifest."""
+    """Fetches into one folder, which the caller has claimed, and keeps its manifest up to date."""
 
     def __init__(self, hub: HubFolder):
         from huggingface_hub import HfApi
 
         self.hub, self.api, self.content = hub, HfApi(), hub.content()
-        self.listed: dict[tuple[Kind, str, str], RepoFile] = {}
+        self.listed: dict[tuple[RepoKind, str, str], RepoFile] = {}
         self.shards: dict[HubPart, list[str]] = {}
         self.damaged = set(hub.damaged())
 
     def fetch(self, spec: PrefetchSpec) -> None:
-        """Asks for every repository before anything large is fetched, and tells the amount."""
+        """Fetches everything, after a check of access to all repositories and of the disk."""
         self._open(spec)
         self._drop_old_parts()
         models = {need: self._model_files(need) for need in spec.models}
@@ -99,17 +98,17 @@ class Fetcher:
         for need in spec.streams:
             self._stream(need)
         for file in sorted(self.damaged):
-            log.warning("%s: not the file that was prefetched (sha256); study %s does not read it", file, spec.study)
+            log.warning("%s: changed since it was prefetched (sha256), but study %s does not read it", file, spec.study)
 
     def save(self) -> None:
-        """A model that is not whole is not written down; a data set is, for its commit."""
+        """Writes the manifest, without incomplete models. Data sets are listed at once, to keep their commit."""
         models = {name: entry for name, entry in self.content["models"].items() if entry["files"]}
         write_json(self.hub.manifest, self.content | {"models": models})
 
     def _open(self, spec: PrefetchSpec) -> None:
-        """Settles the commit of every repository; what cannot be had is told in one message."""
+        """Settles the commit of every repository; raises ValueError for all inaccessible ones at once."""
         streamed = [HUB[need.corpus].part for need in spec.streams]
-        wanted: dict[tuple[Kind, str], str | None] = {}
+        wanted: dict[tuple[RepoKind, str], str | None] = {}
         wanted |= {("models", need.model_id): need.revision for need in spec.models}
         wanted |= {("data_sets", part.data_set): REVISIONS.get(part.data_set) for part in (*spec.parts, *streamed)}
         refused = []
@@ -126,7 +125,7 @@ class Fetcher:
         if refused:
             raise ValueError("; ".join(refused))
 
-    def _entry(self, kind: Kind, name: str, revision: str | None) -> dict[str, Any]:
+    def _entry(self, kind: RepoKind, name: str, revision: str | None) -> dict[str, Any]:
         ask = self.api.model_info if kind == "models" else self.api.dataset_info
         with asking(name):
             info = ask(name, revision=revision)
@@ -136,7 +135,7 @@ class Fetcher:
         return entry if kind == "models" else entry | {"parts": {}}
 
     def _drop_old_parts(self) -> None:
-        """Nobody goes on with what was begun of a commit that is no longer kept to."""
+        """Removes partial downloads of other commits, which are never resumed."""
         for kind, repositories in self.content.items():
             for name, entry in repositories.items():
                 for part in self.hub.folder(kind, name).rglob(".*.part"):
@@ -152,11 +151,11 @@ class Fetcher:
         names = [name for name in listed if "/" not in name]
         chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
         if not any(name.endswith(".safetensors") for name in chosen):
-            raise ValueError(f"{need.model_id}: has no weights as safetensors; choose a model that has")
+            raise ValueError(f"{need.model_id}: has no safetensors weights; choose another model")
         return sorted(chosen)
 
     def _files_of(self, part: HubPart) -> list[str]:
-        """The data files of a part, in the order in which the library reads them."""
+        """The data files of a part, in the order of the library."""
         if part not in self.shards:
             held = self._held(part)
             whole = len(held["files"]) == held["shards"]
@@ -166,11 +165,11 @@ class Fetcher:
         return self.shards[part]
 
     def _held(self, part: HubPart) -> dict[str, Any]:
-        """What the manifest says of a part; that the hub has no file of it is never true."""
+        """The manifest's entry of a part; -1 shards where there is none."""
         return self.content["data_sets"][part.data_set]["parts"].get(key_of(part), {"shards": -1, "files": {}})
 
     def _names_read(self, part: HubPart, need: StreamNeed) -> list[str]:
-        """The shards that a training reads, as far as their sizes tell."""
+        """The shards that a training reads, estimated from their sizes."""
         held = self._held(part)
         if covers(held, need):
             return list(held["files"].values())
@@ -193,11 +192,11 @@ class Fetcher:
         return names
 
     def _guessed(self, part: HubPart, number: int) -> list[int]:
-        """Tokens of the documents of a shard, from its size alone."""
+        """Tokens of the documents of a shard, estimated from its size."""
         (info,) = self._infos("data_sets", part.data_set, [self._files_of(part)[number]])
         return [TYPICAL_TOKENS] * max(1, round(info.size / BYTES_PER_TOKEN / TYPICAL_TOKENS))
 
-    def _infos(self, kind: Kind, repository: str, names: Sequence[str]) -> list[RepoFile]:
+    def _infos(self, kind: RepoKind, repository: str, names: Sequence[str]) -> list[RepoFile]:
         unknown = [name for name in names if (kind, repository, name) not in self.listed]
         commit = self.content[kind][repository]["commit"]
         for begin in range(0, len(unknown), 100):
@@ -208,9 +207,9 @@ class Fetcher:
             self.listed |= {(kind, repository, info.path): info for info in found}
         return [self.listed[kind, repository, name] for name in names]
 
-    def _check_room(self, files: Sequence[tuple[Kind, str, str]]) -> None:
-        """Tells how much there is to fetch; raises ValueError where the disk has no room for it."""
-        repositories: dict[tuple[Kind, str], list[str]] = {}
+    def _check_room(self, files: Sequence[tuple[RepoKind, str, str]]) -> None:
+        """Logs how much is to be fetched; raises ValueError where the disk has no room for it."""
+        repositories: dict[tuple[RepoKind, str], list[str]] = {}
         for kind, repository, name in files:
             repositories.setdefault((kind, repository), []).append(name)
         missing = 0
@@ -222,24 +221,24 @@ class Fetcher:
                     missing += info.size - bytes_begun(part_of(path, commit), info)
         free = shutil.disk_usage(self.hub.assets).free
         log.info(
-            "about %.3f GB in %d files are to be fetched; %.3f GB are free in %s",
+            "about %.3f GB in %d files to be fetched; %.3f GB free in %s",
             missing / GB, len(files), free / GB, self.hub.assets,
         )  # fmt: skip
         if missing > free:
             raise ValueError(
-                f"{self.hub.assets}: about {missing / GB:.3f} GB are to be fetched, but {free / GB:.3f} GB are free "
-                "there; make room, or set the key assets to a folder on a larger disk"
+                f"{self.hub.assets}: about {missing / GB:.3f} GB to be fetched, but only {free / GB:.3f} GB free; make "
+                "room, or set the key assets to a folder on a larger disk"
             )
 
-    def _file(self, kind: Kind, repository: str, name: str) -> dict[str, Any]:
-        """Fetches a file, unless it is there; what the manifest says of it."""
+    def _file(self, kind: RepoKind, repository: str, name: str) -> dict[str, Any]:
+        """Fetches a file, unless present; its entry in the manifest."""
         if self._has(kind, repository, name):
             return self.content[kind][repository]["files"][name]
         (info,) = self._infos(kind, repository, [name])
         commit = self.content[kind][repository]["commit"]
         path = self.hub.file(kind, repository, name)
         if path in self.damaged:
-            log.warning("%s: not the file that was prefetched (sha256); fetched again", path)
+            log.warning("%s: changed since it was prefetched (sha256); fetching it again", path)
             path.unlink()
             self.damaged.remove(path)
         if not (has_size(path, info.size) and matches_hub(path, info)):
@@ -247,13 +246,13 @@ class Fetcher:
             download(repository, REPO_TYPES[kind], commit, info, path)
         return {"bytes": info.size, "sha256": sha256_of(path)}
 
-    def _has(self, kind: Kind, repository: str, name: str) -> bool:
-        """Whether a file is there that the manifest vouches for."""
+    def _has(self, kind: RepoKind, repository: str, name: str) -> bool:
+        """Whether the manifest lists a file and it is unchanged."""
         known, path = name in self.content[kind][repository]["files"], self.hub.file(kind, repository, name)
         return known and path.is_file() and path not in self.damaged
 
     def _hold(self, part: HubPart, names: dict[int, str], **more: Any) -> None:
-        """Fetches files of a part, given by their places, and writes down that they are there."""
+        """Fetches files of a part, given by shard number, and lists them in the manifest."""
         entry = self.content["data_sets"][part.data_set]
         entry["files"] |= {name: self._file("data_sets", part.data_set, name) for name in names.values()}
         if key_of(part) not in entry["parts"]:
@@ -264,7 +263,7 @@ class Fetcher:
         self.save()
 
     def _stream(self, need: StreamNeed) -> None:
-        """Fetches the shards that one kind of training reads of a corpus."""
+        """Fetches the shards that a training reads of a corpus."""
         from residual_mass.backbones.loading import load_tokenizer
 
         text = HUB[need.corpus]

@@ -1,4 +1,4 @@
-"""What an assets folder lacks of what a study reads."""
+"""Lists what an assets folder lacks of what a study reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from residual_mass.inputs.assets import vouched_for
+from residual_mass.inputs.assets import listed_in
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, key_of
 from residual_mass.prefetch.needs import same_order
@@ -16,21 +16,21 @@ from residual_mass.study.specs import PrefetchSpec, StreamNeed
 
 
 def problems(needs: PrefetchSpec, assets: Path) -> list[str]:
-    """One line with everything that a folder lacks for a run without network; empty where it lacks nothing.
+    """One line with everything that a folder lacks for an offline run; empty where it lacks nothing.
 
-    Files are looked at, not read: their sha256 is checked when they are used.
+    Looks at existence and size only, as sha256 are checked when files are used.
     """
     lacking = [*_asset_problems(assets), *_hub_problems(needs, HubFolder(assets))]
     return [f"offline, and the assets folder lacks: {'; '.join(lacking)}: {REMEDY}"] if lacking else []
 
 
 def _asset_problems(assets: Path) -> Iterator[str]:
-    """Of the files out of pinned wheels, which every study needs."""
+    """Missing files of the pinned wheels, which every study needs."""
     manifest = assets / MANIFEST
     if not manifest.is_file():
         yield f"{manifest}: no such file"
         return
-    yield from (f"{assets / name}: no such file" for name in vouched_for(manifest) if not (assets / name).is_file())
+    yield from (f"{assets / name}: no such file" for name in listed_in(manifest) if not (assets / name).is_file())
 
 
 def _hub_problems(needs: PrefetchSpec, hub: HubFolder) -> Iterator[str]:
@@ -68,6 +68,6 @@ def _part_problems(part: HubPart, hub: HubFolder, content: dict[str, Any]) -> It
 
 
 def covers(held: dict[str, Any], need: StreamNeed) -> bool:
-    """Whether what was fetched of a corpus reaches as far as a training reads."""
+    """Whether the fetched part of a corpus reaches as far as a training reads."""
     alike = [one["tokens"] for one in held.get("streams", []) if same_order(one) == same_order(asdict(need))]
     return max(alike, default=0) >= need.tokens

@@ -1,7 +1,7 @@
 """Which shards of a corpus trainings read.
 
-The order of shards and documents is the streams' own, so sequences are the same offline as online; the count of a
-document's tokens is estimated from its characters.
+Shards and documents are in the order of `HubStream`, so sequences are the same offline and online. The tokens of a
+document are estimated from its characters.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from residual_mass.study.specs import StreamNeed
 
 MARGIN = 1.1
-"""More text than is wanted, as tokens are estimated."""
+"""Factor of extra text, as token counts are estimates."""
 SAMPLED, BATCH = 16, 1000
-"""So many documents of each batch are tokenised, to learn how many tokens a character of this shard makes."""
+"""So many documents of each batch are tokenised to estimate the tokens per character of a shard."""
 
 
 def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], Sequence[int]]) -> list[int]:
-    """Numbers of the shards that a training reads of a corpus, in the order in which it comes to them.
+    """Numbers of the shards that a training reads of a corpus, in the order of reading.
 
     Args:
-        shards: of the corpus.
-        document_tokens: given a shard, how many tokens each of its documents has; asked once per shard.
+        shards: number of shards of the corpus.
+        document_tokens: tokens of each document of a shard; called once per shard.
     """
     from residual_mass.backbones.hub_stream import BLOCK, lanes_of
 
@@ -54,7 +54,7 @@ def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], 
 
 
 def tokens_in(file: Path, column: str, tokenizer: Any) -> list[int]:
-    """About how many tokens each document of a data file has.
+    """Estimated tokens of each document of a data file.
 
     Raises:
         ValueError: the file has no such column.

@@ -21,12 +21,12 @@ from residual_mass.core.output_matching import Window, complete, log_mass_error,
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.study.specs import TrainSpec
+from residual_mass.training.log_columns import MEASURES
 from residual_mass.training.losses import by_kv_head, with_targets
 from residual_mass.training.teacher import LayerTrace, record_traces
 
 PACKS, QUERIES = 3, 4
 """Per corpus, and per pack right after its prefix."""
-MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error", "clamped_share")
 
 
 class HeldOut(NamedTuple):
@@ -98,8 +98,8 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
 
 def _means(by_layer: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, float]:
     """Of measures [Hkv, Q, G] by layer and pack."""
-    rows = {name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in by_layer]) for name in
-            ("e_topk", "e_sub", "e_nosub", "kl", "log_z_error", "clamped_share")}  # fmt: skip
+    measured = by_layer[0][0]
+    rows = {name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in by_layer]) for name in measured}
     gain = (rows["e_topk"] - rows["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
     means = {name: values[values.isfinite()].mean().item() for name, values in rows.items()}
     means["heads_below_topk"] = (gain > 0).float().mean().item()

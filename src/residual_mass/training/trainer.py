@@ -30,16 +30,13 @@ from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
+from residual_mass.training.log_columns import COLUMNS
 from residual_mass.training.passes import Passes
 from residual_mass.training.processes import Processes, processes
 from residual_mass.training.stopping import StopSignals
 from residual_mass.training.teacher import LayerTrace
 
 log = logging.getLogger(__name__)
-
-COLUMNS = (
-    "recipe variant seed step seconds corpus k layer e_topk e_sub e_nosub heads_below_topk kl log_z_error clamped_share"
-).split()
 
 
 def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], log_csv: Path) -> None:

@@ -94,7 +94,9 @@ def test_bad_corpora_are_named(assets: Path) -> None:
     for name in ("wikitext", "books"):
         with pytest.raises(ValueError, match=f"'{name}' is held out"):
             training_corpus([name], TOKENIZER, 100, 0, assets)
-    with pytest.raises(ValueError, match="'fineweb' is trained on whole.*choose sotu, wiki, pydoc, books or wikitext"):
+    with pytest.raises(
+        ValueError, match="'fineweb' is trained on, none is held out; choose sotu, wiki, pydoc, books or wikitext"
+    ):
         held_out_corpus("fineweb", TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'text' is empty"):
         PackedDocuments("text", [], TOKENIZER, 100, 0)

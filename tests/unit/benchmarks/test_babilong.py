@@ -11,7 +11,7 @@ import pytest
 
 from residual_mass.benchmarks import babilong, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.benchmarks.examples import DoesNotFitError, harness_config
+from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, harness_requests
 from residual_mass.inputs.hub_folder import HubFolder
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -53,7 +53,7 @@ def positions(doc: Any) -> list[int]:
 def test_prompt_and_answer_have_exactly_the_length(
     task: str, length: int, tokenizer: Any, benchmark_assets: Path
 ) -> None:
-    requests = babilong.build_requests(task, built(task, tokenizer, benchmark_assets, length))
+    requests = harness_requests("babilong", task, built(task, tokenizer, benchmark_assets, length))
     assert {settings["max_gen_toks"] for _, settings in requests} == {ANSWER}
     assert [len(tokenizer(prompt).input_ids) + ANSWER for prompt, _ in requests] == [length] * 4
 
@@ -66,7 +66,7 @@ def test_special_tokens_count(benchmark_assets: Path) -> None:
     def with_bos(text: str) -> Any:
         return types.SimpleNamespace(input_ids=[0, *tokenizer(text).input_ids])
 
-    ((prompt, _),) = babilong.build_requests(TASKS[0], built(TASKS[0], with_bos, benchmark_assets, count=1))
+    ((prompt, _),) = harness_requests("babilong", TASKS[0], built(TASKS[0], with_bos, benchmark_assets, count=1))
     assert len(tokenizer(prompt).input_ids) + 1 + ANSWER == 1024
 
 
@@ -74,7 +74,7 @@ def test_a_tokenizer_that_cannot_hit_the_length_stays_just_below_it(tokenizer: A
     def in_threes(text: str) -> Any:
         return types.SimpleNamespace(input_ids=[0] * (3 * len(text.split())))
 
-    requests = babilong.build_requests(TASKS[0], built(TASKS[0], in_threes, benchmark_assets))
+    requests = harness_requests("babilong", TASKS[0], built(TASKS[0], in_threes, benchmark_assets))
     assert {len(in_threes(prompt).input_ids) + ANSWER for prompt, _ in requests} == {1024 - (1024 - ANSWER) % 3}
 
     def in_tens(text: str) -> Any:
@@ -139,7 +139,7 @@ def test_prompt_is_description_two_shots_and_the_example(task: str, tokenizer: A
     docs = built(task, tokenizer, benchmark_assets)
     config = harness_config("babilong", task)
     shots = [f"{s['input']}\n{s['question']} {s['target']}\n\n" for s in config["fewshot_config"]["samples"][:2]]
-    for doc, (prompt, settings) in zip(docs, babilong.build_requests(task, docs), strict=True):
+    for doc, (prompt, settings) in zip(docs, harness_requests("babilong", task, docs), strict=True):
         assert prompt == f"{config['description']}{''.join(shots)}{doc['input']}\n{doc['question']}"
         assert settings["until"] == []
 
@@ -155,7 +155,7 @@ def test_requests_are_those_of_the_harness_s_own_task(
     hub["rows"] = [{key: doc[key] for key in ("input", "question", "target")} for doc in docs]
     theirs = ConfigurableTask(config={**harness_config("babilong", task), "metadata": {"max_seq_lengths": "1k"}})
     theirs.build_all_requests()
-    assert babilong.build_requests(task, docs) == [instance.args for instance in theirs.instances]
+    assert harness_requests("babilong", task, docs) == [instance.args for instance in theirs.instances]
 
 
 @pytest.mark.parametrize("task", TASKS)

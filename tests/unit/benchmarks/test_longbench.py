@@ -12,7 +12,7 @@ from tests.small_assets import HAYSTACK
 
 from residual_mass.benchmarks import longbench
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, harness_task
+from residual_mass.benchmarks.examples import Doc, DoesNotFitError, harness_requests, harness_task
 from residual_mass.inputs.hub_folder import HubFolder
 
 TASKS = tuple(task.name for task in BENCHMARKS["longbench"])
@@ -84,7 +84,7 @@ def _passages(doc: Doc) -> list[str]:
 @pytest.mark.parametrize("task", TASKS)
 def test_prompt_and_answer_fill_the_length(task: str, length: int, library: Path, tokenizer: Any) -> None:
     docs = longbench.build_examples(task, tokenizer, length, 6, 0, library)
-    requests = longbench.build_requests(task, docs)
+    requests = harness_requests("longbench", task, docs)
     assert len(docs) == len(requests) == 6
     for doc, (prompt, settings) in zip(docs, requests, strict=True):
         assert doc["context"] in prompt and doc["question"] in prompt
@@ -176,7 +176,7 @@ def test_the_harness_rewards_the_reference_alone(task: str, library: Path, token
 @pytest.mark.parametrize("task", TASKS)
 def test_small_assets_hold_every_task(task: str, benchmark_assets: Path, tokenizer: Any) -> None:
     docs = longbench.build_examples(task, tokenizer, 2048, 3, 3, benchmark_assets)
-    assert len(longbench.build_requests(task, docs)) == 3
+    assert len(harness_requests("longbench", task, docs)) == 3
 
 
 @pytest.mark.parametrize("task", TASKS)

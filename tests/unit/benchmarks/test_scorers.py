@@ -11,8 +11,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.benchmarks.examples import Doc, harness_config, harness_task
-from residual_mass.benchmarks.ruler import build_examples, build_requests
+from residual_mass.benchmarks.examples import Doc, harness_config, harness_requests, harness_task
+from residual_mass.benchmarks.ruler import build_examples
 from residual_mass.benchmarks.scorers import both_scores, harness_score, original_score, saturated
 
 TASKS = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
@@ -262,7 +262,7 @@ def test_score_is_that_of_the_harness_s_own_run(task: str, length: int, tokenize
     from lm_eval.tasks import TaskManager
 
     docs = build_examples(task, tokenizer, length, 5, 0, benchmark_assets)
-    prompts = [prompt for prompt, _ in build_requests(task, docs)]
+    prompts = [prompt for prompt, _ in harness_requests("ruler", task, docs)]
     texts = dict(zip(prompts, _answers(docs), strict=True))
     results = simple_evaluate(
         Answers(texts),

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.benchmarks.pairs import compare_task, estimate_task
 
 from residual_mass.benchmarks.statistics import (
     compare_arms,
     compare_over_tasks,
-    compare_task,
     estimate_arms,
     estimate_over_tasks,
-    estimate_task,
     minimal_detectable_effect,
 )
 
@@ -172,12 +171,12 @@ def test_sampled_p_is_never_zero() -> None:
 def test_equal_arms_have_p_one_and_no_difference(n: int) -> None:
     scores = np.linspace(0, 1, n)
     comparison = compare_task(scores, scores, 100, 0, "t")
-    assert comparison.p == 1 and comparison.estimate.value == 0 and comparison.estimate.interval == (0, 0)
+    assert comparison.p == 1 and comparison.mean.value == 0 and comparison.mean.interval == (0, 0)
 
 
 def test_one_example_proves_nothing() -> None:
     comparison = compare_task([1.0], [0.0], 100, 0, "t")
-    assert (comparison.estimate.value, comparison.p, comparison.detectable) == (1.0, 1.0, None)
+    assert (comparison.mean.value, comparison.p, comparison.detectable) == (1.0, 1.0, None)
 
 
 def test_p_holds_its_level_under_the_null() -> None:
@@ -204,9 +203,9 @@ def test_paired_interval_is_that_of_the_differences_in_the_same_resamples() -> N
     first, second = rng.random(30), rng.random(30)
     comparison = compare_task(first, second, 500, 7, "t")
     arms = [estimate_task(scores, 500, 7, "t") for scores in (first, second)]
-    assert np.allclose(comparison.estimate.draws, arms[0].draws - arms[1].draws, atol=1e-12)
-    assert comparison.estimate.value == pytest.approx(arms[0].value - arms[1].value)
-    assert comparison.estimate.stderr == pytest.approx(np.std(first - second, ddof=1) / math.sqrt(30))
+    assert np.allclose(comparison.mean.draws, arms[0].draws - arms[1].draws, atol=1e-12)
+    assert comparison.mean.value == pytest.approx(arms[0].value - arms[1].value)
+    assert comparison.mean.stderr == pytest.approx(np.std(first - second, ddof=1) / math.sqrt(30))
 
 
 def test_signs_are_random_independent_and_shared_by_pairs() -> None:
@@ -228,9 +227,9 @@ def test_comparison_is_repeatable_and_does_not_depend_on_the_order_of_tasks() ->
 
     def over(tasks: str) -> tuple[float, ...]:
         comparison = compare_over_tasks([compare_task(*scores[task], 700, 9, task) for task in tasks])
-        stderr = comparison.estimate.stderr
+        stderr = comparison.mean.stderr
         assert stderr is not None
-        return comparison.estimate.value, stderr, *comparison.estimate.interval, comparison.p
+        return comparison.mean.value, stderr, *comparison.mean.interval, comparison.p
 
     assert over("abc") == over("abc")
     assert over("cab") == pytest.approx(over("abc"), abs=1e-12)
@@ -239,21 +238,21 @@ def test_comparison_is_repeatable_and_does_not_depend_on_the_order_of_tasks() ->
 def test_comparison_over_tasks_is_unweighted_and_stratified() -> None:
     small, large = compare_task([1.0, 0.0], [0.0, 0.0], 400, 0, "s"), compare_task([0.25] * 90, [0.5] * 90, 400, 0, "l")
     both = compare_over_tasks([small, large])
-    assert both.estimate.value == pytest.approx((0.5 - 0.25) / 2)
+    assert both.mean.value == pytest.approx((0.5 - 0.25) / 2)
     assert np.allclose(both.flipped, (small.flipped + large.flipped) / 2)
-    assert np.allclose(both.estimate.draws, (small.estimate.draws + large.estimate.draws) / 2)
+    assert np.allclose(both.mean.draws, (small.mean.draws + large.mean.draws) / 2)
     assert [len(task) for task in both.differences] == [2, 90]
 
 
 def test_detectable_effect_by_definition() -> None:
-    first, second = [0.0, 1.0, 1.0, 0.5], [0.25, 0.25, -1.0]
+    first, second = np.array([0.0, 1.0, 1.0, 0.5]), np.array([0.25, 0.25, -1.0])
     deviations = [
         sum((d - sum(task) / len(task)) ** 2 for d in task) / (len(task) - 1) / len(task) for task in (first, second)
     ]
     quantiles = 1.959963985 + 0.841621234  # of the standard normal distribution, at 0.975 and 0.80
     expected = quantiles * math.sqrt(sum(deviations)) / 2
     assert minimal_detectable_effect([first, second]) == pytest.approx(expected, rel=1e-8)
-    assert minimal_detectable_effect([[0.5] * 8]) is None
-    assert minimal_detectable_effect([first, [0.5]]) is None
+    assert minimal_detectable_effect([np.full(8, 0.5)]) is None
+    assert minimal_detectable_effect([first, np.array([0.5])]) is None
     pair = [compare_task(d, [0.0] * len(d), 10, 0, str(len(d))) for d in (first, second)]
     assert compare_over_tasks(pair).detectable == pytest.approx(expected, rel=1e-8)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY, save_tiny, tiny_llama
+from tests.records import give_manifest, record
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
@@ -18,21 +19,31 @@ from residual_mass.core.settings import MapSpec
 def folder(tiny_assets: Path, tmp_path: Path) -> Path:
     (tmp_path / "qa").mkdir()
     (tmp_path / "models").symlink_to(tiny_assets / "models")
+    give_manifest(tmp_path)
     items = [{"context": [[f"Title {i}", [f"Paragraph number {i} of {i * i}. ", "It ends."]]]} for i in range(300)]
     (tmp_path / "qa" / "hotpotqa.json").write_text(json.dumps(items))
     return tmp_path
 
 
-def random_maps(backbone: Backbone, folder: Path) -> Path:
+REZERO = MapSpec(d_emb=20, d_phi=8)
+
+
+def random_maps(backbone: Backbone, folder: Path, kind: MapSpec = REZERO, length: int = 512) -> Path:
     torch.manual_seed(5)
-    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 512}
-    PhiMaps(backbone.shape, MapSpec(d_emb=20, d_phi=8), facts).save(folder / "phi.safetensors")
-    return folder / "phi.safetensors"
+    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": length}
+    PhiMaps(backbone.shape, kind, facts).save(path := folder / f"{kind.kind}.safetensors")
+    record(path)
+    return path
 
 
 @pytest.fixture
 def phi(tiny_backbone: Backbone, tmp_path: Path) -> Path:
     return random_maps(tiny_backbone, tmp_path)
+
+
+@pytest.fixture
+def hedgehog(tiny_backbone: Backbone, tmp_path: Path) -> Path:
+    return random_maps(tiny_backbone, tmp_path, MapSpec("hedgehog", d_phi=8), length=64)
 
 
 def with_groups_of_three(folder: Path, out: Path) -> tuple[Backbone, Path]:

@@ -187,8 +187,8 @@ def test_maps_trained_shorter_are_refused_unless_asked_for(folder: Path, phi: Pa
 
 
 def test_a_text_within_the_anchors_is_refused(folder: Path, phi: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="length 20: no longer than the 20 anchors, so no mid-region"):
-        captured(make_spec(length="20"), folder, phi, tmp_path)
+    with pytest.raises(ValueError, match="length 21: 20 anchors leave fewer than two mid-region tokens"):
+        captured(make_spec(length="21"), folder, phi, tmp_path)
 
 
 def test_cwe_without_prompts_is_refused(folder: Path, phi: Path, tmp_path: Path) -> None:

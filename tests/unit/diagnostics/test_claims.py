@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import pytest
+from tests.records import record
 
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import Sample, estimate, estimate_extreme, resampled, whole
-from residual_mass.diagnostics.settings import Setting, read_settings
+from residual_mass.diagnostics.settings import CapturedSetting, read_settings
 from residual_mass.study.specs import FindingsSpec
 
 LAYERS, HEADS, PACKS, QUERIES = 2, 3, 3, 2
@@ -69,10 +70,11 @@ def write_files(folder: Path, files: Iterable[Files]) -> tuple[list[Path], list[
         for of_kind, name, frame in zip(paths, ("heads", "mass"), pair, strict=True):
             of_kind.append(folder / f"{name}_{number}.parquet")
             frame.to_parquet(of_kind[-1], index=False)
+            record(of_kind[-1])
     return paths
 
 
-def read(folder: Path, files: Iterable[Files], spec: FindingsSpec = SPEC) -> list[Setting]:
+def read(folder: Path, files: Iterable[Files], spec: FindingsSpec = SPEC) -> list[CapturedSetting]:
     return read_settings(spec, *write_files(folder, files))
 
 
@@ -344,7 +346,7 @@ def test_a_number_well_below_0_among_others_is_found() -> None:
     assert found.value == 0.6 and found.low > 0
 
 
-def width(settings: list[Setting], name: str) -> float:
+def width(settings: list[CapturedSetting], name: str) -> float:
     numbers = estimate(Sample.mean, *whole(settings, 4.0), *resampled(settings, 4.0, 300, seed=0), name)
     return numbers.high - numbers.low
 

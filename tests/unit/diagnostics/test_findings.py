@@ -7,12 +7,12 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from tests.records import record
 from tests.unit.diagnostics.test_claims import (
     BUDGETS,
     SETTINGS,
@@ -54,7 +54,7 @@ def interval(values: list[float]) -> list[float]:
 
 def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp_path: Path) -> None:
     table, _, _ = run(tmp_path, files)
-    assert list(table) == findings.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
+    assert list(table) == findings.ACCOUNTING_COLUMNS and len(table) == len(SETTINGS) * len(BUDGETS)
     assert [*zip(table.corpus, table.length, strict=True)][:: len(BUDGETS)] == [each[:2] for each in SETTINGS]
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
@@ -83,7 +83,7 @@ def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp
 
 def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> None:
     _, table, _ = run(tmp_path, files)
-    assert list(table) == findings.STATE_DTYPE and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
+    assert list(table) == findings.STATE_DTYPE_COLUMNS and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
     lines = table.itertuples()
@@ -279,6 +279,7 @@ def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path
     shuffled.mkdir()
     for path in (*heads, *mass):
         pd.read_parquet(path).sample(frac=1).to_parquet(shuffled / path.name, index=False)
+        record(shuffled / path.name)
     code = (
         "import json, sys; from pathlib import Path; from residual_mass.diagnostics import findings; "
         "from residual_mass.study.specs import parse_spec; "
@@ -296,114 +297,42 @@ def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path
     assert read_json(tmp_path / "claims.csv.meta.json")["spec"]["bootstrap_resamples"] == SPEC.bootstrap_resamples
 
 
-def change(kind: int, **columns: object) -> Callable[[list[Files]], None]:
-    """Sets the first rows of columns in the heads file (kind 0) or mass file (kind 1) of the second setting."""
-
-    def edit(files: list[Files]) -> None:
-        pair = list(files[1])
-        for name, value in columns.items():
-            old = pair[kind][name].astype(object)
-            pair[kind] = pair[kind].assign(**{name: [value, *old[1:]]})
-        files[1] = (pair[0], pair[1])
-
-    return edit
+def everywhere(pair: Files, kind: int, **columns: object) -> Files:
+    """The pair with other values in columns of its heads file (kind 0) or mass file (kind 1)."""
+    changed = list(pair)
+    changed[kind] = changed[kind].assign(**columns)
+    return changed[0], changed[1]
 
 
-def everywhere(kind: int, **columns: object) -> Callable[[list[Files]], None]:
-    def edit(files: list[Files]) -> None:
-        pair = list(files[1])
-        pair[kind] = pair[kind].assign(**columns)
-        files[1] = (pair[0], pair[1])
-
-    return edit
-
-
-def keep(kind: int, query: str) -> Callable[[list[Files]], None]:
-    def edit(files: list[Files]) -> None:
-        pair = list(files[1])
-        pair[kind] = pair[kind].query(query)
-        files[1] = (pair[0], pair[1])
-
-    return edit
-
-
-def drop(kind: int, name: str) -> Callable[[list[Files]], None]:
-    def edit(files: list[Files]) -> None:
-        pair = list(files[1])
-        pair[kind] = pair[kind].drop(columns=name)
-        files[1] = (pair[0], pair[1])
-
-    return edit
-
-
-def double(files: list[Files]) -> None:
-    rows, mass = files[1]
-    files[1] = (pd.concat([rows, rows.iloc[:1]]), mass)
-
-
-def exchange(files: list[Files]) -> None:
-    files[1], files[2] = (files[1][0], files[2][1]), (files[2][0], files[1][1])
-
-
-@pytest.mark.parametrize(
-    ("edit", "file", "message"),
-    [
-        (drop(0, "e_nosub_bf16"), "heads_1", "column e_nosub_bf16 is missing; delete it and run the capture stage"),
-        (drop(1, "c_mid"), "mass_1", "column c_mid is missing; delete it and run the capture stage"),
-        (keep(0, "k < 0"), "heads_1", "has no rows"),
-        (change(0, e_sub=math.nan), "heads_1", "e_sub holds values that are not finite; delete it and run the capture"),
-        (change(0, residual_share_hat=math.inf), "heads_1", "residual_share_hat holds values that are not finite"),
-        (change(0, query=math.nan), "heads_1", "query holds values that are not finite"),
-        (change(0, clamped=None), "heads_1", "clamped holds values that are not finite"),
-        (change(1, c_mid=math.inf), "mass_1", "c_mid holds values that are not finite"),
-        (change(0, log_z_hat=math.nan), "heads_1", "log_z_hat holds values that are neither finite nor -inf"),
-        (change(0, log_z_true=math.inf), "heads_1", "log_z_true holds values that are neither finite nor -inf"),
-        (change(0, h_mid=math.nan), "heads_1", "h_mid is undefined, .*; capture longer texts"),
-        (change(0, backbone="other"), "heads_1", "backbone has 2 values, but must name one"),
-        (change(0, k=9), "heads_1", "k has several values at budget_percent"),
-        (double, "heads_1", "rows are missing or doubled among combinations of budget_percent, layer, head, pack, qu"),
-        (keep(0, "not (pack == 1 and layer == 1 and head == 2 and query == 0 and k == 7)"), "heads_1", "rows are miss"),
-        (keep(1, "not (pack == 1 and layer == 1 and head == 2 and k == 7)"), "mass_1", "rows are missing or doubled"),
-        (keep(1, "layer == 0"), "mass_1", "packs, layers or heads are not those of .*heads_1.parquet; delete both"),
-        (keep(1, "pack == 0"), "mass_1", "packs, layers or heads are not those of .*heads_1.parquet; delete both"),
-        (exchange, "mass_1", "corpus is wiki, but cwe in .*heads_1.parquet; give mass files in the order of the heads"),
-        (everywhere(1, backbone="other"), "mass_1", "backbone is other, but tiny in .*heads_1.parquet"),
-        (everywhere(0, phi_sha="bad"), "heads_1", "phi_sha is bad, but f00 in .*heads_0.parquet; give files of one ba"),
-        (everywhere(0, model_id="c/d"), "heads_1", "model_id is c/d, but a/b in .*heads_0.parquet"),
-        (everywhere(0, study="other"), "heads_1", "study is other, but spec.study test"),
-        (keep(0, "k != 7"), "heads_1", "budget_percent 4 .spec.budget_percent. is not among 2, 8; name one of these"),
-    ],
-)
-def test_files_that_say_nothing_are_refused(
-    edit: Callable[[list[Files]], None], file: str, message: str, files: list[Files], tmp_path: Path
-) -> None:
-    edit(files)
-    with pytest.raises(ValueError, match=f"^{tmp_path}/{file}.parquet: {message}") as refusal:
-        run(tmp_path, files)
-    assert "\n" not in str(refusal.value)
+def test_edited_captures_are_refused(files: list[Files], tmp_path: Path) -> None:
+    heads, mass = write_files(tmp_path, files)
+    for path in (heads[1], mass[2]):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-100])
+        with pytest.raises(ValueError, match=f"^{path}: is not what {path.name}.meta.json recorded: .*; delete it and"):
+            findings.run(SPEC, heads, mass, *(tmp_path / name for name in OUT))
+        path.write_bytes(whole)
     assert not any((tmp_path / name).exists() for name in OUT)
 
 
-def test_files_that_do_not_fit_together_are_refused(files: list[Files], tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(files: list[Files], tmp_path: Path) -> None:
     heads, mass = write_files(tmp_path, files)
     with pytest.raises(ValueError, match="--heads has 3 files, but --mass 2; give one mass file per heads file"):
         read_settings(SPEC, heads, mass[:2])
-    with pytest.raises(ValueError, match=f"^{heads[0]}: corpus and length are wiki 1k, as in {heads[0]}; give one"):
-        read_settings(SPEC, [heads[0], heads[0]], [mass[0], mass[0]])
-    with pytest.raises(ValueError, match="^no file of --heads is of wiki at 8k .*; give it too"):
+    with pytest.raises(ValueError, match=f"^{mass[2]}: corpus is .* in {heads[1]}; give mass files in the order of"):
+        read_settings(SPEC, heads, [mass[0], mass[2], mass[1]])
+    with pytest.raises(ValueError, match="^--heads has no file of wiki at 8k, .*; add it"):
         read_settings(dataclasses.replace(SPEC, length="8k"), heads, mass)
-    with pytest.raises(ValueError, match=f"^{tmp_path}/heads_7.parquet: no such file; run the capture stage"):
-        read_settings(SPEC, [tmp_path / "heads_7.parquet"], mass[:1])
-    heads[1].write_bytes(heads[1].read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"^{heads[1]}: not a Parquet file .*; delete it"):
-        read_settings(SPEC, heads, mass)
+    with pytest.raises(ValueError, match=r"budget_percent 5 .spec.budget_percent. is not among 2, 4, 8; name one of"):
+        read_settings(dataclasses.replace(SPEC, budget_percent=5.0), heads, mass)
+    with pytest.raises(ValueError, match=f"^{heads[1]}: phi_sha is bad, but f00 in {heads[0]}; give files of one ba"):
+        read(tmp_path, [files[0], everywhere(files[1], 0, phi_sha="bad"), files[2]])
+    with pytest.raises(ValueError, match=f"^{mass[1]}: backbone is other, but tiny in {heads[1]}"):
+        read(tmp_path, [files[0], everywhere(files[1], 1, backbone="other"), files[2]])
 
 
-def test_backbones_must_have_the_same_heads_and_four(files: list[Files], tmp_path: Path) -> None:
-    rng = np.random.default_rng()
-    with pytest.raises(ValueError, match="heads_1.parquet: layers or heads are not those of .*heads_0.parquet"):
-        read(tmp_path, [files[0], make_rows(rng, "cwe", heads=2)])
+def test_a_backbone_needs_four_heads(files: list[Files], tmp_path: Path) -> None:
     rows, mass = (frame[frame["layer"] == 0] for frame in files[0])
-    with pytest.raises(ValueError, match="heads_0.parquet: layer and head make 3 heads, but quartiles need 4"):
+    with pytest.raises(ValueError, match="heads_0.parquet: quartiles need 4 heads, the backbone has 3; leave it out"):
         read(tmp_path, [(rows, mass)])
-    read(tmp_path, [make_rows(rng, heads=2)])
+    read(tmp_path, [make_rows(np.random.default_rng(), heads=2)])

@@ -14,9 +14,8 @@ from tests.unit.diagnostics.conftest import with_groups_of_three
 from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, eager_attention, make_spec
 
 from residual_mass.backbones.corpora import held_out_corpus
-from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import capture, kernels
 from residual_mass.study.specs import KernelsSpec
 from residual_mass.training.teacher import record_traces
@@ -34,11 +33,8 @@ def make_kernels(**changes: object) -> KernelsSpec:
 
 
 @pytest.fixture
-def maps(tiny_backbone: Backbone, phi: Path, tmp_path: Path) -> list[Path]:
-    torch.manual_seed(6)
-    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 64}
-    PhiMaps(tiny_backbone.shape, MapSpec("hedgehog", d_phi=8), facts).save(tmp_path / "hedgehog.safetensors")
-    return [phi, tmp_path / "hedgehog.safetensors"]
+def maps(phi: Path, hedgehog: Path) -> list[Path]:
+    return [phi, hedgehog]
 
 
 def test_rows_equal_a_recomputation_key_by_key(folder: Path, phi: Path, maps: list[Path], tmp_path: Path) -> None:

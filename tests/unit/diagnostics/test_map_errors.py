@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.records import record
 from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, make_spec
 
-from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import map_errors
 from residual_mass.study.specs import MapErrorsSpec
 
@@ -22,14 +22,6 @@ from residual_mass.study.specs import MapErrorsSpec
 def spec() -> MapErrorsSpec:
     maps = (MapsSpec("512", 512), MapsSpec("64-hedgehog", 64))
     return MapErrorsSpec(TINY, "wiki", str(LENGTH), (25.0, 40.0), AnchorSpec(4, 16), maps, 2, QUERIES, 0, 1)
-
-
-@pytest.fixture
-def hedgehog(tiny_backbone: Backbone, tmp_path: Path) -> Path:
-    torch.manual_seed(6)
-    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 64}
-    PhiMaps(tiny_backbone.shape, MapSpec("hedgehog", d_phi=8), facts).save(tmp_path / "hedgehog.safetensors")
-    return tmp_path / "hedgehog.safetensors"
 
 
 def test_means_are_those_of_the_captured_rows(
@@ -66,6 +58,7 @@ def test_rows_whose_residual_was_dropped_are_counted(
         for parameter in maps.key.parameters():
             parameter *= 10
     maps.save(sharp := tmp_path / "sharp.safetensors")
+    record(sharp)
     map_errors.run(spec, folder, [phi, sharp], tmp_path / "errors.csv")
     captured(make_spec(), folder, sharp, tmp_path)
     table = pd.read_csv(tmp_path / "errors.csv").set_index(["maps", "k"])

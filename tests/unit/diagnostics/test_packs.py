@@ -88,9 +88,9 @@ def test_more_queries_than_an_answer_has_tokens_are_refused(tiny_backbone: Backb
 
 
 def test_changed_or_foreign_prompts_are_refused(tiny_backbone: Backbone, manifest: Path) -> None:
-    with pytest.raises(ValueError, match=r"manifest\.json: holds no prompts of ruler_cwe at 64; delete the manifest"):
+    with pytest.raises(ValueError, match=r"manifest\.json: has prompts of length 128, not 64; delete the manifest"):
         cwe_packs(manifest, tiny_backbone.tokenizer, "64", 5, 3)
     file = manifest.with_name("ruler_cwe.jsonl")
     file.write_text(file.read_text().replace("apple", "grape"))
-    with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: not the file that .*manifest\.json vouches for"):
+    with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: missing, or not the file that .*manifest\.json lists"):
         cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 3)

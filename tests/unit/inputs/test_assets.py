@@ -12,11 +12,11 @@ import pytest
 
 from residual_mass.files import read_json, sha256_of
 from residual_mass.inputs import assets
-from residual_mass.inputs.assets import Source
+from residual_mass.inputs.assets import WheelFiles
 
 SOURCES = (
-    Source("first-data", "first_data/texts/*.txt", "corpora/first", "CC0-1.0", "two texts"),
-    Source("second-data", "second_data/qa.json", "qa", "MIT", "one file"),
+    WheelFiles("first-data", "first_data/texts/*.txt", "corpora/first", "CC0-1.0", "two texts"),
+    WheelFiles("second-data", "second_data/qa.json", "qa", "MIT", "one file"),
 )
 FIRST = {"first_data/texts/a.txt": "alpha", "first_data/texts/b.txt": "beta", "first_data/code.py": "raise SystemExit"}
 SECOND = {"second_data/qa.json": "{}"}
@@ -177,7 +177,7 @@ def test_members_cannot_leave_the_folder(member: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("members", [{"d/..": "x"}, {"d/a/same.txt": "x", "d/b/same.txt": "y"}])
 def test_members_that_cannot_be_kept_apart_are_refused(members: dict[str, str], tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path, "evil-data", members)
-    with pytest.raises(ValueError, match="cannot be kept apart"):
+    with pytest.raises(ValueError, match="equal or invalid names"):
         assets.extract(wheel, "d/*", tmp_path / "target")
     assert list((tmp_path / "target").iterdir()) == []
 

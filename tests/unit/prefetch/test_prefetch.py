@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from residual_mass.inputs.hub_data import ESSAYS, HUB, REVISIONS, HubPart
 from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError
 from residual_mass.prefetch import fetch
 from residual_mass.prefetch.download import asking
-from residual_mass.prefetch.missing import problems
-from residual_mass.prefetch.needs import hub_needs
+from residual_mass.prefetch.missing import covers, problems
+from residual_mass.prefetch.needs import hub_needs, same_order
 from residual_mass.prefetch.shards import shards_read
 from residual_mass.study.specs import BackboneSpec, ModelNeed, PrefetchSpec, StreamNeed
 
@@ -204,44 +204,15 @@ def test_offline_equals_online(
     assert {"model.safetensors", "config.json", "tokenizer.json", "LICENSE.txt"} <= set(model["files"])
     assert not {"pytorch_model.bin", "original/consolidated.00.pth"} & set(model["files"])
     assert list(content["data_sets"]["RMT-team/babilong-1k-samples"]["files"]) == ["data/qa1/4k.parquet"]
-    assert "files are to be fetched; " in caplog.text
+    assert "files to be fetched; " in caplog.text
     assert TOKEN not in caplog.text + "".join(f.read_text("latin-1") for f in assets.rglob("*") if f.is_file())
 
 
-def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    entry = {
-        "revision": COMMIT,
-        "commit": COMMIT,
-        "licence": "mit",
-        "files": {"a.parquet": {"bytes": 1, "sha256": "0"}},
-    }
-    part = {"shards": 1, "files": {"0": "a.parquet"}}
-    content = {"models": {MODEL: entry}, "data_sets": {"org/set": {**entry, "parts": {"/train": part}}}}
-    content = json.loads(json.dumps(content))
-    change(content)
-    return content
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        [], {}, {"models": {}}, {"models": [], "data_sets": {}}, {"models": {MODEL: []}, "data_sets": {}},
-        broken(lambda c: c["models"][MODEL].pop("files")),
-        broken(lambda c: c["models"][MODEL]["files"].update(b=3)),
-        broken(lambda c: c["data_sets"]["org/set"].pop("parts")),
-        broken(lambda c: c["data_sets"]["org/set"]["parts"]["/train"].pop("shards")),
-        broken(lambda c: c["data_sets"]["org/set"]["parts"]["/train"]["files"].update(x="a.parquet")),
-        broken(lambda c: c["data_sets"]["org/set"]["parts"]["/train"]["files"].update({"1": "b.parquet"})),
-    ],
-)  # fmt: skip
-def test_a_damaged_list_of_what_is_there_is_told_in_one_line(content: Any, tmp_path: Path) -> None:
-    write_json(tmp_path / "hub.json", broken(lambda _: None))
-    assert HubFolder(tmp_path).content()["models"][MODEL]["commit"] == COMMIT
+@pytest.mark.parametrize("content", [[], {}, {"models": {}}, {"models": {}, "data_sets": {}, "files": []}])
+def test_another_file_in_place_of_the_manifest_is_refused_in_one_line(content: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "hub.json", content)
     for call in (lambda: HubFolder(tmp_path).content(), lambda: problems(ONLY_MODEL, with_assets(tmp_path))):
-        assert error_of(call).startswith(
-            f"{tmp_path / 'hub.json'}: does not say what was prefetched; delete it and run"
-        )
+        assert error_of(call).startswith(f"{tmp_path / 'hub.json'}: not a manifest of prefetched files; delete it and")
 
 
 def test_a_damaged_list_of_the_assets_is_told_in_one_line(tmp_path: Path) -> None:
@@ -279,7 +250,7 @@ def test_a_run_begun_online_goes_on_offline(hub: SmallHub, shut: Callable[[Small
     write_json(tmp_path / "other/hub.json", content)
     stream = HubStream("fineweb", byte_tokenizer(), 64, 0, hub=HubFolder(tmp_path / "other"))
     line = error_of(lambda: stream.sequence(79))
-    assert f"the hub has {SHARDS} shards of HuggingFaceFW/fineweb, but the prefetched folder says {SHARDS + 1}" in line
+    assert f"the hub has {SHARDS} shards of HuggingFaceFW/fineweb, but the prefetched folder lists {SHARDS + 1}" in line
     shut(hub)
     resumed = HubStream("fineweb", byte_tokenizer(), 64, 0, hub=HubFolder(assets))
     resumed.seek(position)
@@ -300,7 +271,7 @@ def test_what_was_not_planned_comes_from_the_hub_or_is_told(
     alone = HubStream("fineweb", byte_tokenizer(), 64, 0, hub=HubFolder(assets))
     assert [alone.sequence(index) for index in range(4)] == wanted[:4]
     line = error_of(lambda: alone.sequence(79))
-    assert re.match(r"corpus 'fineweb': the run goes on in shard \d+ of .* more phi\.steps", line)
+    assert re.match(r"corpus 'fineweb': the run continues in shard \d+ of .* more phi\.steps", line)
 
 
 @pytest.mark.parametrize(("slots", "shards"), [(1, 12), (3, 12), pytest.param(20, 12, marks=pytest.mark.slow)])
@@ -337,7 +308,7 @@ def test_an_interrupted_file_goes_on_where_it_stopped(
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.cut_at, hub.cuts = 1000, 50
     line = error_of(lambda: fetch.run(ONLY_MODEL, tmp_path))
-    assert line.startswith(f"{MODEL}: cannot be fetched (") and line.endswith("what is fetched is kept")
+    assert line.startswith(f"{MODEL}: cannot be fetched (") and line.endswith("prefetch again, which resumes")
     assert read_json(tmp_path / "hub.json")["models"] == {}  # half a model is none
     (part,) = tmp_path.rglob(".*.part")
     assert part.stat().st_size == 1000
@@ -367,12 +338,12 @@ def test_a_changed_file_is_told_and_fetched_again(
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     line = error_of(lambda: load_backbone(SPEC, tmp_path, torch.device("cpu")))
-    assert line.startswith(f"{weights}: not the file that {tmp_path / 'hub.json'} vouches for (sha256); run the target")
+    assert line.startswith(f"{weights}: not the file that {tmp_path / 'hub.json'} lists (sha256); run the target")
     fetch.run(ONLY_MODEL, tmp_path)
-    assert weights.read_bytes() == whole and f"{weights}: not the file that was prefetched" in caplog.text
+    assert weights.read_bytes() == whole and f"{weights}: changed since it was prefetched" in caplog.text
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     shut(hub)
-    assert f"{weights}: not the file that its manifest vouches for (sha256); run the" in error_of(
+    assert f"{weights}: not the file that its manifest lists (sha256); run the" in error_of(
         lambda: fetch.run(ONLY_MODEL, tmp_path)
     )
     weights.write_bytes(whole[:-1])
@@ -397,7 +368,7 @@ def test_a_file_that_was_there_before_is_taken_only_if_it_is_the_hubs(name: str,
 def test_a_file_that_comes_damaged_is_not_taken(hub: SmallHub, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         hub.damaged = {name}
-        assert f"{MODEL}: {name} came damaged" in error_of(lambda: fetch.run(ONLY_MODEL, tmp_path))
+        assert f"{MODEL}: {name} arrived damaged" in error_of(lambda: fetch.run(ONLY_MODEL, tmp_path))
         assert not (tmp_path / "hub/models" / MODEL / name).exists()
         shutil.rmtree(tmp_path / "hub")
 
@@ -413,8 +384,8 @@ def test_everything_that_asks_for_access_is_told_at_once(
     del hub.repositories["datasets/Xnhyacinth/LongBench"]
     hub.repositories["datasets/Salesforce/wikitext"].commit = "0" * 40
     line = error_of(lambda: fetch.run(needs(), tmp_path))
-    assert f"{MODEL}: asks for access: accept its licence" in line and "HF_TOKEN" in line
-    assert "RMT-team/babilong-1k-samples: asks for access" in line
+    assert f"{MODEL}: access is restricted: accept its licence" in line and "HF_TOKEN" in line
+    assert "RMT-team/babilong-1k-samples: access is restricted" in line
     assert "Xnhyacinth/LongBench: not on the hub, or private" in line
     assert "Salesforce/wikitext: the hub no longer has the commit" in line
     assert hub.fetched == []
@@ -461,13 +432,13 @@ def test_files_elsewhere_are_not_prefetched(hub: SmallHub, tmp_path: Path) -> No
 
 def test_weights_in_an_inner_folder_are_none(hub: SmallHub, tmp_path: Path) -> None:
     hub.repositories[f"models/{MODEL}"].files = {"config.json": b"{}", "model/weights.safetensors": b"inner"}
-    assert "has no weights as safetensors" in error_of(lambda: fetch.run(ONLY_MODEL, tmp_path))
+    assert "has no safetensors weights" in error_of(lambda: fetch.run(ONLY_MODEL, tmp_path))
 
 
 def test_room_is_looked_at_first(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10))
     line = error_of(lambda: fetch.run(needs(replace(STREAM, tokens=5000)), tmp_path))
-    assert re.search(r"about 0\.\d+ GB are to be fetched, but 0\.000 GB are free there; make room", line)
+    assert re.search(r"about 0\.\d+ GB to be fetched, but only 0\.000 GB free; make room", line)
     assert not [path for path, _ in hub.fetched if not path.endswith("README.md")]
 
 
@@ -480,10 +451,10 @@ def test_another_revision_is_refused_later(hub: SmallHub, tmp_path: Path) -> Non
     fetch.run(more, tmp_path)
     stories = read_json(tmp_path / "hub.json")["data_sets"]["RMT-team/babilong-1k-samples"]
     assert stories["commit"] == COMMIT and len(stories["files"]) == 2  # what was found first is kept to
-    with pytest.raises(NotPrefetchedError, match=f"holds {MODEL} at {COMMIT}, but {moved} is asked for"):
+    with pytest.raises(NotPrefetchedError, match=f"holds {MODEL} at {COMMIT}, but {moved} is requested"):
         HubFolder(tmp_path).model(MODEL, moved)
     newer = replace(needs(), models=(ModelNeed(MODEL, moved),))
-    assert f"holds {MODEL} at {COMMIT}, but {moved} is asked for" in error_of(lambda: fetch.run(newer, tmp_path))
+    assert f"holds {MODEL} at {COMMIT}, but {moved} is requested" in error_of(lambda: fetch.run(newer, tmp_path))
     assert f"model {MODEL} at {moved}" in problems(newer, with_assets(tmp_path))[0]
     for repository in hub.repositories.values():
         repository.earlier = ()
@@ -503,7 +474,7 @@ def test_all_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
         "corpus fineweb: 1,234,567 tokens of it for seed 0 and 1 sequences per step, as the tokenizer bytes counts",
     ):
         assert missing in line
-    assert "\n" not in line and line.endswith("on a machine with network, and bring the folder here")
+    assert "\n" not in line and line.endswith("on a machine with network, then copy the folder here")
     assert problems(PrefetchSpec("mini", (), (), ()), with_assets(tmp_path)) == []
     write_json(tmp_path / "manifest.json", {"pins": {}, "files": [{"path": "qa/squad.json", "sha256": "0"}]})
     assert f"{tmp_path}/qa/squad.json: no such file" in problems(PrefetchSpec("mini", (), (), ()), tmp_path)[0]
@@ -525,6 +496,17 @@ def test_needs_are_read_from_the_specs_of_jobs() -> None:
     assert got.parts == (HUB["wikitext"].part, *stories)
     assert got.streams == (replace(STREAM, slots=2, tokens=5 * 1024),)  # of 11 sequences 5; of 3 replayed ones 1
     assert hub_needs("mini", [found, {"backbone": backbone | {"source": "assets"}}]).models == ()
+
+
+@pytest.mark.parametrize(("name", "value"), [("corpus", "arxiv"), ("tokenizer", "words"), ("seed", 1), ("slots", 2)])
+def test_trainings_that_read_other_documents_need_streams_of_their_own(name: str, value: Any) -> None:
+    """And the fetched shards of one do not cover the other."""
+    need = replace(STREAM, tokens=1024)
+    other = replace(need, **{name: value})
+    assert same_order(asdict(need)) != same_order(asdict(other))
+    assert covers({"streams": [asdict(need)]}, need) and not covers({"streams": [asdict(need)]}, other)
+    longer = replace(need, tokens=2048)
+    assert same_order(asdict(longer)) == same_order(asdict(need)) and not covers({"streams": [asdict(need)]}, longer)
 
 
 def test_parts_are_those_that_the_harness_reads() -> None:
