@@ -102,7 +102,7 @@ def test_a_training_asked_to_stop_leaves_a_checkpoint_and_one_line(
     os.kill(pid, number)
     assert forks.wait(pid) == 128 + number
     last = log.read_text().splitlines()[-1]
-    assert last == f"residual_mass train: stopped by {number.name}; started again, it goes on"
+    assert last == f"residual_mass train: stopped by {number.name}; run it again to resume"
     assert (tmp_path / "out/_checkpoints/maps.safetensors").exists() and "stopped after step" in log.read_text()
     assert not list((tmp_path / "out").rglob(".*"))
     pid = forks.start(stages.train(assets, LONG).arguments(tmp_path / "out"), log)

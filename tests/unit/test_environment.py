@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import json
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -30,7 +33,7 @@ def locked_versions(root: Path) -> dict[str, str]:
 
 def direct_requirements(root: Path) -> dict[str, Requirement]:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    lines = project["dependencies"] + project["optional-dependencies"]["dev"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
 
 
@@ -117,6 +120,27 @@ def test_what_the_package_imports_is_declared() -> None:
     for name in third_party:
         owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
         assert owners & declared.keys(), f"{name} is imported, but pyproject.toml does not ask for it"
+
+
+LIBRARY = """
+import json, sys
+from residual_mass import PhiMaps, partial_generate, partial_kv
+print(json.dumps([module.__file__ for name, module in sys.modules.items() if name.startswith("residual_mass.")]))
+"""
+
+
+def test_the_library_imports_what_it_alone_depends_on() -> None:
+    """`pip install residual-mass` brings what `partial_kv` needs; the pipeline is an extra."""
+    run = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    files = [Path(file) for file in json.loads(run.stdout)]
+    assert any(file.name == "partial.py" for file in files)
+    for file in files:
+        top_level = ast.Module([node for node in ast.parse(file.read_text()).body if not isinstance(node, ast.If)], [])
+        at_import = ast.Module([node for node in top_level.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        others = set(_imported(at_import)) - set(sys.stdlib_module_names) - {"residual_mass"} - declared
+        assert others == set(), f"{file} imports {sorted(others)}"
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

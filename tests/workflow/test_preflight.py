@@ -15,14 +15,14 @@ from residual_mass.study.specs import BackboneSpec
 
 LOCAL = BackboneSpec("mini", "org/Small-LM", "r1", "assets", "float32", "t", 2048, False, name="smol")
 HUB = BackboneSpec("paper", "org/Big-LM", "0" * 40, "hub", "float32", "t", 2048, False, name="big")
-ON_GPU = dataclasses.replace(LOCAL, name="fast", dtype="bfloat16")
+ON_GPU = dataclasses.replace(LOCAL, name="fast", requires_gpu=True)
 
 
 def said_about_hub(home: Path, **environment: str) -> str:
     """Lines of a fresh process, for the hub's library reads its settings when it is imported."""
     code = (
         "from pathlib import Path; from residual_mass.machine import preflight;"
-        "from residual_mass.specs import BackboneSpec;"
+        "from residual_mass.study.specs import BackboneSpec;"
         f"print(*preflight.problems([{HUB!r}], Path('assets')), sep='\\n')"
     )
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
@@ -52,7 +52,7 @@ def test_a_hub_model_needs_a_token_or_its_cached_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tool", ["nvidia-smi", "sbatch"])
-def test_a_bfloat16_backbone_needs_a_gpu_or_slurm(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backbone_that_requires_a_gpu_needs_one_or_slurm(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(preflight.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))  # no device files, whatever runs this test

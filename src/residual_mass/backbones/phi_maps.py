@@ -22,7 +22,6 @@ from torch import nn
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import replacing, sha256_of
-from residual_mass.study.parsing import parsed
 
 HEADER = MAPS_HEADER
 """The only key: the library writes several in random order, and files must be reproducible."""
@@ -104,7 +103,7 @@ class PhiMaps(nn.Module):
         remedy = "delete the file and train again"
         try:
             facts = json.loads(header[HEADER])
-            shape, map_spec = parsed(HeadShape, facts["shape"]), parsed(MapSpec, facts["map"])
+            shape, map_spec = HeadShape(**facts["shape"]), MapSpec(**facts["map"])
             training = dict(facts["training"])
             if shape.layers > len(tensors):  # before a damaged number makes millions of them
                 raise ValueError(f"{shape.layers} layers, but {len(tensors)} tensors")
@@ -158,4 +157,6 @@ def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor
 def _make(spec: MapSpec, heads: int, head_dim: int) -> nn.Module:
     if spec.kind == "hedgehog":
         return HedgehogMap(heads, head_dim, spec.d_phi)
+    if spec.kind != "rezero":
+        raise ValueError(f"feature maps of kind {spec.kind!r} are not known")
     return ReZeroMap(heads, head_dim, spec.d_emb, spec.d_phi)

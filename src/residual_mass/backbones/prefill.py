@@ -6,13 +6,16 @@ Shape letters: B = batch rows, Hkv = KV heads, L = prompt tokens, D = head dimen
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
-from residual_mass.study.specs import BackboneSpec
+
+if TYPE_CHECKING:
+    from residual_mass.study.specs import BackboneSpec
 
 
 @dataclass

@@ -22,7 +22,9 @@ from residual_mass.study.specs import FindingsSpec
 LAYERS, HEADS, PACKS, QUERIES = 2, 3, 3, 2
 BUDGETS = {2.0: 1, 4.0: 7, 8.0: 30}
 GRID = (1, 2, 3, 5, 7, 10, 40)
-SPEC = FindingsSpec("test", 4.0, "wiki", "1k", 40, 0, 1)
+SPEC = FindingsSpec(
+    study="test", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=40, seed=0, recipe=1
+)
 PLACE = {"backbone": "tiny", "maps": "1k", "study": "test", "model_id": "a/b", "revision": "r0", "weights": "random"}
 Row = dict[str, Any]
 Head = tuple[int, int]

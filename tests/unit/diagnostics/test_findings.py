@@ -283,7 +283,7 @@ def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path
     code = (
         "import json, sys; from pathlib import Path; from residual_mass.diagnostics import findings; "
         "from residual_mass.study.specs import parse_spec; "
-        "from residual_mass.specs import FindingsSpec; p = lambda names: [Path(name) for name in names]; "
+        "from residual_mass.study.specs import FindingsSpec; p = lambda names: [Path(name) for name in names]; "
         "spec, heads, mass, out = json.loads(sys.argv[1]); "
         "findings.run(parse_spec(FindingsSpec, spec), p(heads), p(mass), *p(out)); assert 'torch' not in sys.modules"
     )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
 from tests.needs import GPU, needs
+from tests.records import give_manifest
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.loading import Backbone, load_backbone
@@ -51,6 +52,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = assets / "models" / "tiny-llama"
     tiny_llama(layers=1).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    give_manifest(assets)
     return assets
 
 
