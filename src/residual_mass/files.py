@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 if TYPE_CHECKING:
     import pandas
 
@@ -76,6 +74,8 @@ def claimed(path: Path) -> Iterator[None]:
         ValueError: another process has claimed it.
         OSError: its folder cannot be written to; names it.
     """
+    from filelock import FileLock, Timeout  # only here: the library's users claim nothing
+
     lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
