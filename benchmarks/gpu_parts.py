@@ -29,7 +29,8 @@ from residual_mass.core.settings import AnchorSpec, MapSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import code_version, device_name
-from residual_mass.runtime.measure import COLUMNS, measure
+from residual_mass.runtime.columns import RUNTIME
+from residual_mass.runtime.measure import measure
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, seconds_of
 from residual_mass.study.config import METHODS
@@ -269,7 +270,7 @@ def steps(options: argparse.Namespace) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for row in measure(spec, model, ("prototype",) if options.prototype else ("fused",)):
         rows.append(facts | row)
-        write_text(options.rows, csv_text(COLUMNS, rows))
+        write_text(options.rows, csv_text(RUNTIME, rows))
         peak = f"{float(str(row['peak_memory_mib'])) / 1024:.1f}" if row.get("peak_memory_mib") else ""
         shown = [row["context"], row["batch"], row["method"], row.get("per_step_ms", row.get("not_measured"))]
         shown += [row.get("end_to_end_ms", ""), row.get("recording_ms", ""), peak]

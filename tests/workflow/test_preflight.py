@@ -52,7 +52,7 @@ def test_a_hub_model_needs_a_token_or_its_cached_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tool", ["nvidia-smi", "sbatch"])
-def test_a_backbone_that_requires_a_gpu_needs_one_or_slurm(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backbone_that_requires_a_gpu(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(preflight.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))  # no device files, whatever runs this test

@@ -21,7 +21,7 @@ from residual_mass.core.output_matching import Window, complete, log_mass_error,
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.study.specs import TrainSpec
-from residual_mass.training.log_columns import MEASURES
+from residual_mass.training.columns import MEASURES
 from residual_mass.training.losses import by_kv_head, with_targets
 from residual_mass.training.teacher import LayerTrace, record_traces
 

@@ -27,10 +27,10 @@ from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import TrainSpec
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
+from residual_mass.training.columns import COLUMNS
 from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
-from residual_mass.training.log_columns import COLUMNS
 from residual_mass.training.passes import Passes
 from residual_mass.training.processes import Processes, processes
 from residual_mass.training.stopping import StopSignals
