@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from residual_mass.files import csv_text, write_text
-from residual_mass.paper.readers.runtime_file import floor_of, is_measured
+from residual_mass.paper.readers.runtime_file import Latency
 
 PARTS = Path(__file__).with_name("gpu_parts.py")
 ROOT = Path(__file__).parents[1]
@@ -220,14 +220,14 @@ def aims(rows: Sequence[Row]) -> Iterator[str]:
 
 def _beside(row: Row, full: Row | None) -> tuple[str, bool]:
     """Where Full does not even fit, there is nothing to be slower than."""
-    if full is None or not is_measured(full):
+    if full is None or not Latency(full).measured:
         return f"{_step(row)}, Full not measured", full is not None
     step, other = float(row["per_step_ms"]), float(full["per_step_ms"])
     return f"{step:.2f} ms, Full {other:.2f} ms, ratio {step / other:.2f}", step < other
 
 
 def _aim(what: str, row: Row | None, judged: Callable[[Row], tuple[str, bool]]) -> str:
-    if row is None or not is_measured(row):
+    if row is None or not Latency(row).measured:
         return f"* {what}: not measured" + (f" ({row['not_measured']})" if row else "")
     measured, met = judged(row)
     return f"* {what}: {measured}, {'met' if met else 'missed'}"
@@ -239,7 +239,7 @@ def floors(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         head = [*_place(row)[:3], row["implementation"], METHOD_TITLES[row["method"]]]
-        if is_measured(row):
+        if Latency(row).measured:
             cells = [_step(row).removesuffix(" ms"), row["floor_ms"], f"{_over_floor(row):.2f}"]
         else:
             cells = [row["not_measured"], row["floor_ms"], "--"]
@@ -256,7 +256,7 @@ def _step(row: Row) -> str:
 
 
 def _over_floor(row: Row) -> float:
-    return float(row["per_step_ms"]) / floor_of(row)
+    return float(row["per_step_ms"]) / Latency(row).floor
 
 
 if __name__ == "__main__":

@@ -140,11 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     add("map-errors", _map_errors, "compare feature maps on held-out text", "assets", "phi+", "out")
     add("runtime", _runtime, "measure latencies of the prototype and of the fused decode", "assets", "out")
     add("estimate", _estimate, "what the jobs of a study will cost, from rates measured here", "results")
-    add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells")
+    add("table", _table, "render a LaTeX table from result CSVs", "results+", "template", "out", "cells", "data")
     add("published", _published, "render a table with the paper's own values", "template", "out", spec=False)
     stages.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
-    add("comparison", _comparison, "set a study's tables beside the paper's values", "cells+", "out", "picture")
-    add("numbers", _numbers, "make LaTeX macros of the numbers in a study's tables", "cells+", "template", "out")
+    add("comparison", _comparison, "set a study's tables beside the paper's values", "tables+", "out", "picture")
+    add("numbers", _numbers, "make LaTeX macros of the numbers in a study's tables", "tables+", "template", "out")
     add("figure", _figure, "draw a figure from diagnostics or training logs", "data+", "pdf", "png")
     add("document", _document, "put all tables and figures of a study into a LaTeX document", "template", "out")
     for name in ("tables", "figures"):
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     stages.choices["document"].add_argument("--numbers", type=Path, nargs="?", help="macros of the tables' numbers")
     add("pdf", _pdf, "compile a LaTeX document", "document", "out", spec=False)
     add("report", _report, "put all results of a study on one page for a browser", "deviations", "template", "out")
-    for name in ("tables", "cells", "figures", "claims", "sources"):
+    for name in ("tables", "figures", "claims", "sources"):
         stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="*", default=[])
     for name in ("comparison", "picture"):
         stages.choices["report"].add_argument(f"--{name}", type=Path, nargs="?")
@@ -321,7 +321,7 @@ def _table(options: argparse.Namespace) -> None:
     spec = parse_spec(TableSpec, options.spec)
     from residual_mass.paper.tables import render
 
-    render.run(spec, options.results, options.template, options.out, options.cells)
+    render.run(spec, options.results, options.template, options.out, options.cells, options.data)
 
 
 def _published(options: argparse.Namespace) -> None:
@@ -334,14 +334,14 @@ def _comparison(options: argparse.Namespace) -> None:
     spec = parse_spec(ComparisonSpec, options.spec)
     from residual_mass.paper.comparison import by_cell
 
-    by_cell.run(spec, options.cells, options.out, options.picture)
+    by_cell.run(spec, options.tables, options.out, options.picture)
 
 
 def _numbers(options: argparse.Namespace) -> None:
     spec = parse_spec(NumbersSpec, options.spec)
     from residual_mass.paper import numbers
 
-    numbers.run(spec, options.cells, options.template, options.out)
+    numbers.run(spec, options.tables, options.template, options.out)
 
 
 def _figure(options: argparse.Namespace) -> None:
@@ -368,7 +368,7 @@ def _report(options: argparse.Namespace) -> None:
     spec = parse_spec(ReportSpec, options.spec)
     from residual_mass.paper.report import page
 
-    names = ("tables", "cells", "figures", "comparison", "picture", "claims", "sources", "deviations")
+    names = ("tables", "figures", "comparison", "picture", "claims", "sources", "deviations")
     files = page.ReportFiles(**{name: getattr(options, name) for name in names})
     page.run(spec, files, options.template, options.out)
 

@@ -20,12 +20,12 @@ from residual_mass.inputs.assets import read_pins
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper import typesetting
+from residual_mass.paper.comparison.by_cell import COMPARED as COMPARED_TABLES
 from residual_mass.paper.published.protocol import settings_of
 from residual_mass.paper.tables.accounting_table import LABEL as ACCOUNTING_TABLE
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
 from residual_mass.paper.tables.runtime_table import PREFIX as LATENCIES
-from residual_mass.paper.tables.table_file import COMPARED as COMPARED_TABLES
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.prefetch import missing
 from residual_mass.prefetch.needs import hub_needs

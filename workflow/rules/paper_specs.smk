@@ -1,6 +1,11 @@
 """The specs of what is rendered: tables, their comparison, figures, document and page; no rules."""
 
 
+def data_of(cells: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+    """The saved tables whose cells a function of wildcards names."""
+    return lambda wildcards: [str(Path(path).with_suffix(".json")) for path in cells(wildcards)]
+
+
 def table_spec(wildcards: Any) -> str:
     study, names = STUDIES[wildcards.study], backbones_of(wildcards.study)
     benchmarks = LAYOUTS[wildcards.label].benchmarks if wildcards.label in LAYOUTS else ()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from residual_mass.benchmarks.catalogue import CEILING, FLOOR, task_named
+from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import (
     Comparison,
@@ -31,12 +32,6 @@ from residual_mass.specs import ArmSpec, ScoreSpec
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = (
-    "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high "
-    "original_value original_stderr original_ci_low original_ci_high n "
-    "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p flags data k_mean k_zero_share cut_share "
-    "decoding study model_id revision phi_sha prompts_sha weights"
-).split()
 SIGNIFICANT = 0.05
 DATA_ORDER = ("original", "simulated", "stand-in")
 FULL = ArmSpec("full")
@@ -92,7 +87,7 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
             {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, arm in above)}
             for arm, score in of_task.items()
         ]
-    write_text(out, csv_text(COLUMNS, lines))
+    write_text(out, csv_text(RESULTS, lines))
     record.write(out)
 
 
@@ -103,7 +98,7 @@ def join(files: Sequence[Path], out: Path) -> None:
         ValueError: a file is missing, cut, or has other columns; names it.
     """
     record = Record("join", {}, files)
-    write_text(out, csv_text(COLUMNS, (line for path in files for line in _read_table(path))))
+    write_text(out, csv_text(RESULTS, (line for path in files for line in _read_table(path))))
     record.write(out)
 
 
@@ -313,10 +308,10 @@ def _number(number: float | None) -> str:
 
 
 def _read_table(path: Path) -> list[Line]:
-    lines = read_csv(path, COLUMNS, "score")
+    lines = read_csv(path, RESULTS, "score")
     counts = Counter(line["task"] for line in lines)
     if not counts["all"] or len(set(counts.values())) > 1:  # the rows over all tasks come last
         raise ValueError(f"{path}: cut short, not every task has a row for every arm; {RESCORE}")
-    if set(lines[0]) != set(COLUMNS):
+    if set(lines[0]) != set(RESULTS):
         raise ValueError(f"{path}: has columns that are not those of this version's result tables; {RESCORE}")
     return lines

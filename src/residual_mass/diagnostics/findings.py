@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import CWE, columns
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import Estimate, Sample, estimate, estimate_extreme, resampled, whole
 from residual_mass.diagnostics.settings import read_settings
@@ -20,22 +20,6 @@ from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
 from residual_mass.specs import FindingsSpec
 
-MAPS = "model_id revision weights phi_sha"
-ACCOUNTING = (
-    "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "
-    "e_nosub_ci_high e_sub e_sub_ci_low e_sub_ci_high e_exact_sub e_exact_nosub log_z_error log_z_error_ci_low "
-    f"log_z_error_ci_high clamped_share packs heads rows {MAPS}"
-).split()
-STATE_DTYPE = (
-    "study backbone corpus length maps budget_percent k state_dtype e_sub e_nosub nosub_minus_sub "
-    "nosub_minus_sub_ci_low nosub_minus_sub_ci_high heads_nosub_wins heads_nosub_wins_ci_low heads_nosub_wins_ci_high "
-    "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
-    f"change_in_log_z change_in_log_z_ci_low change_in_log_z_ci_high clamped_share {MAPS}"
-).split()
-CLAIM_COLUMNS = (
-    "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict "
-    f"clamped_share packs heads {MAPS}"
-).split()
 ALL = "all"
 DECIMALS = "z.6f"
 
@@ -66,9 +50,9 @@ def run(
     drawn = resampled(settings, spec.budget_percent, spec.bootstrap_resamples, spec.seed)
     pairs = list(zip(as_is, drawn, strict=True))
     texts = {
-        accounting: csv_text(ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
-        state_dtype: csv_text(STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
-        claims: csv_text(CLAIM_COLUMNS, list(_claim_rows(spec, as_is, drawn))),
+        accounting: csv_text(columns.ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
+        state_dtype: csv_text(columns.STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
+        claims: csv_text(columns.CLAIMS, list(_claim_rows(spec, as_is, drawn))),
     }
     for path, text in texts.items():
         write_text(path, text)
@@ -145,7 +129,7 @@ def _claim_row(claim: Claim[Data], as_is: Data, drawn: Data, samples: Sequence[S
         found = estimate_extreme(claim.number, as_is, drawn, claim.extreme)
     numbers = [_text(value, claim.decimals) for value in found]
     return {
-        **{name: settings[0].facts[name] for name in CLAIM_COLUMNS if name in settings[0].facts},
+        **{name: settings[0].facts[name] for name in columns.CLAIMS if name in settings[0].facts},
         "claim": claim.name,
         "statement": claim.statement,
         "shown_in": claim.shown_in,

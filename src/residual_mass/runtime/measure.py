@@ -34,6 +34,7 @@ from residual_mass.core.estimators import estimator_named
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import MANIFEST, Record, device_name
+from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import FLOAT32, Implementation, copy_bandwidth, state_bytes, step_traffic, wait_for
@@ -44,11 +45,6 @@ log = logging.getLogger(__name__)
 STEPS = 31
 """Decoded tokens after the first, which the prefill gives."""
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
-COLUMNS = (
-    "study backbone implementation method context batch budget_percent k per_step_ms per_step_low_ms per_step_high_ms "
-    "prefill_ms end_to_end_ms recording_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes "
-    "tokens_as_prototype not_measured repeats weights phi_weights dtype device model_id revision"
-).split()
 
 
 @dataclass(frozen=True)
@@ -105,14 +101,14 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
         "model_id": spec.backbone.model_id,
         "revision": spec.backbone.revision,
     }
-    write_text(out, csv_text(COLUMNS, [facts | row for row in rows]))
+    write_text(out, csv_text(RUNTIME, [facts | row for row in rows]))
     record.write(out, device=backbone.device, identity=backbone.identity)
 
 
 def measure(
     spec: RuntimeSpec, model: PreTrainedModel, implementations: Sequence[Implementation] = IMPLEMENTATIONS
 ) -> Iterator[dict[str, object]]:
-    """Rows as in COLUMNS, without what is known of the backbone. What does not fit into memory has `not_measured`."""
+    """Rows as in RUNTIME, without what is known of the backbone. What does not fit into memory has `not_measured`."""
     device = device_of(model)
     torch.manual_seed(spec.seed)
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)

@@ -19,13 +19,21 @@ from residual_mass.paper.comparison.picture import COLUMNS as PICTURE_COLUMNS
 from residual_mass.paper.comparison.picture import picture as picture_of
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MAIN_MAPS, MODELS
 from residual_mass.paper.readers.runtime_file import PROTOTYPE
+from residual_mass.paper.table import Cell, Interval, Place, format_score, load_table
 from residual_mass.paper.tables import accounting_table, parameter_table, runtime_table, training_cost_table
 from residual_mass.paper.tables.accounting_table import PUBLISHED_QUANTITIES
 from residual_mass.paper.tables.layouts import LAYOUTS
-from residual_mass.paper.tables.table_file import COMPARED, Measured, Place, load_table
 from residual_mass.paper.tables.training_cost_table import WALL_CLOCK
+from residual_mass.provenance import Record
 from residual_mass.specs import ComparisonSpec
 
+COMPARED = (
+    *(label for label in LAYOUTS if label in published.labels()),
+    accounting_table.LABEL,
+    training_cost_table.LABEL,
+    *runtime_table.PUBLISHED,
+)
+"""Labels of the tables that are compared."""
 COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
@@ -33,7 +41,7 @@ COLUMNS = (
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
 """How verdicts begin."""
 OF_MAPS = {5, 6, 7, 10, 11, 12, 16}
-"""What training and using feature maps leaves open."""
+"""Open points of docs/deviations.md on training and using feature maps."""
 OF_RULER, OF_BABILONG, OF_LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
 DEVIATIONS = {
     "natural_main": OF_MAPS | {1, 2, 13},
@@ -47,11 +55,10 @@ DEVIATIONS = {
     parameter_table.LABEL: {8},
     training_cost_table.LABEL: {12, 16},
 }
-"""Open points of docs/deviations.md that touch a table, by their number; those of latencies are OF_LATENCIES."""
+"""Numbers of the open points of docs/deviations.md that touch a table."""
 
-Row = dict[str, str]
-Tables = Mapping[str, Sequence[Measured]]
-"""The printed values of a study by the label of their table."""
+Tables = Mapping[str, Sequence[Cell]]
+"""The values of a study by the label of their table."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +77,26 @@ class Verdict:
 
     words: str
     reason: str = ""
-    ours: Measured | None = None
+    ours: Cell | None = None
 
 
-def run(spec: ComparisonSpec, cells: list[Path], out: Path, picture: Path) -> None:
-    """Writes to `out` one line per published cell, and to `picture` what the tables say as a whole, from the CSVs
-    beside the tables of a study.
+def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> None:
+    """Writes to `out` one line per published cell, and to `picture` what the tables say as a whole, from the saved
+    tables of a study.
 
     Raises:
-        ValueError: a table is given twice, or a file is damaged or of another study; names file and line.
+        ValueError: a file is not what was recorded, or of another study; names it.
     """
-    tables: dict[str, list[Measured]] = {}
-    for path in cells:
-        label, values = load_table(path, spec.study)
-        if label in tables:
-            raise ValueError(f"{path}: a second file for table {label}; give one")
-        tables[label] = values
+    record = Record("comparison", spec, tables)
+    values = {table.label: table.evaluated for table in (load_table(path, spec.study) for path in tables)}
     facts = published_cells()
     texts: dict[str, dict[Place, str]] = {}
     for cell in facts:
         texts.setdefault(cell.table, {})[cell.place] = cell.text
-    write_text(picture, csv_text(PICTURE_COLUMNS, picture_of(texts, tables, spec)))
-    write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, tables, spec), spec) for cell in facts)))
+    write_text(picture, csv_text(PICTURE_COLUMNS, picture_of(texts, values, spec)))
+    write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, values, spec), spec) for cell in facts)))
+    for path in (out, picture):
+        record.write(path)
 
 
 def deviations_of(label: str) -> set[int]:
@@ -126,15 +131,21 @@ def verdict_on(cell: PublishedCell, tables: Tables, spec: ComparisonSpec) -> Ver
         return _without_the_backbone(cell, tables, ours, by_backbone)
     if reasons := [*obstacles(ours), *other_settings(ours, spec).values()]:
         return Verdict(NOT_COMPARABLE, "; ".join(reasons), ours)
-    if ours.low is None or ours.high is None:
+    interval = ours.interval or ours.range
+    if interval is None:
         return Verdict(NOT_COMPARABLE, "no interval", ours)
-    low, high = bounds_of_agreement(ours, ours.low, ours.high)
+    low, high = bounds_of_agreement(ours, interval)
     if low <= Decimal(cell.text) <= high:
         return Verdict(AGREES, ours=ours)
-    return Verdict(f"{DIFFERS} by {Decimal(ours.text) - Decimal(cell.text):+z.3f}", ours=ours)
+    return Verdict(f"{DIFFERS} by {Decimal(printed(ours)) - Decimal(cell.text):+z.3f}", ours=ours)
 
 
-def bounds_of_agreement(ours: Measured, low: str, high: str) -> tuple[Decimal, Decimal]:
+def printed(cell: Cell) -> str:
+    """A value in the unit and at the precision that the paper prints: times of training in hours."""
+    return format_score(cell.value or 0) if cell.place.quantity == WALL_CLOCK else cell.text
+
+
+def bounds_of_agreement(ours: Cell, interval: Interval) -> tuple[Decimal, Decimal]:
     """Between which the published value agrees: our 95 % interval, of a latency the range of its repeats.
 
     Where the paper drew examples of its own, its value has a sampling error as ours has, independent of it. Of two such
@@ -143,36 +154,28 @@ def bounds_of_agreement(ours: Measured, low: str, high: str) -> tuple[Decimal, D
     """
     benchmark = ours.place.benchmark
     factor = Decimal(math.sqrt(1 + ours.n / EXAMPLES[benchmark]) if benchmark in DRAWN_ANEW else 1)
-    value, ends = Decimal(ours.text), (Decimal(low), Decimal(high))
+    value, ends = Decimal(ours.text), tuple(map(Decimal, _bounds(ours, interval)))
     lower, upper = ((value + factor * (end - value)).quantize(end) for end in ends)
     return lower, upper
 
 
+def _bounds(cell: Cell, interval: Interval) -> tuple[str, str]:
+    """Printed like the value."""
+    return f"{interval.low:z.{cell.decimals}f}", f"{interval.high:z.{cell.decimals}f}"
+
+
 def _place(fact: published.Fact) -> Place:
-    """Where a study would have a score; a method with feature maps that the paper does not name has its main ones."""
-    point = fact.point
-    implied = MAIN_MAPS if point.method.startswith("topk_phi") else None
-    return Place(
-        backbone=point.backbone,
-        benchmark=point.benchmark,
-        task=point.task,
-        corpus="",
-        length=point.length,
-        method=point.method,
-        budget_percent=point.budget_percent,
-        maps=point.maps or implied,
-    )
+    """Where a study would have a score; feature maps that the paper does not name are its main ones."""
+    implied = MAIN_MAPS if fact.place.method.startswith("topk_phi") else None
+    return replace(fact.place, maps=fact.place.maps or implied)
 
 
 def _accounting_cells() -> Iterator[PublishedCell]:
     for row in published.rows_of(accounting_table.LABEL):
         place = Place(
             backbone=row["backbone"],
-            benchmark="",
-            task="",
             corpus=row["corpus"],
             length=row["length"],
-            method="",
             budget_percent=float(row["budget_percent"]),
             maps=row["trained_length"],
             quantity=PUBLISHED_QUANTITIES[row["quantity"]],
@@ -203,9 +206,9 @@ def _latency_cells() -> Iterator[PublishedCell]:
 
 
 def _without_the_backbone(
-    cell: PublishedCell, tables: Tables, namesake: Measured | None, there: Mapping[str, Measured]
+    cell: PublishedCell, tables: Tables, namesake: Cell | None, there: Mapping[str, Cell]
 ) -> Verdict:
-    """Of a cell that the study has on other backbones at most, one of which may bear the name of the paper's."""
+    """The verdict on a cell that the study has on other backbones at most, one of which may bear the paper's name."""
     others = [namesake] if namesake else [value for name, value in there.items() if name not in MODELS]
     if others:
         named = ", ".join(f"{value.place.backbone} ({value.model_id})" for value in others)
@@ -218,7 +221,7 @@ def _without_the_backbone(
     return Verdict(NOT_RUN, "the study has no such cell")
 
 
-def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> Row:
+def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> dict[str, str]:
     place, ours = cell.place, verdict.ours
     examples = EXAMPLES.get(place.benchmark)
     row = {
@@ -238,6 +241,8 @@ def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> Row:
         "study": spec.study,
     }
     if ours:
-        row |= {"ours": ours.text, "ci_low": ours.low or "", "ci_high": ours.high or "", "n": str(ours.n)}
+        interval = ours.interval or ours.range
+        low, high = _bounds(ours, interval) if interval else ("", "")
+        row |= {"ours": printed(ours), "ci_low": low, "ci_high": high, "n": str(ours.n)}
         row |= {"model_id": ours.model_id, "weights": ours.weights, "source": ours.source}
     return row
