@@ -12,16 +12,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from residual_mass.paper.report.notes import notes_on
+from residual_mass.paper.report.tables import load_page_table, place_of
 from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_study, write
 from sample_results import maps_arms, result_rows, table_spec, write_rows
 
 from residual_mass.cli import main
 from residual_mass.paper.report import page as report
 from residual_mass.paper.report.findings import gains_of
-from residual_mass.paper.report.notes import notes_on
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.page import load_deviations
-from residual_mass.paper.report.tables import load_page_table, place_of
 from residual_mass.paper.tables.render import run as run_table
 from residual_mass.spec_json import to_json
 

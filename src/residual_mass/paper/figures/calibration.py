@@ -152,8 +152,9 @@ def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> l
     for path, frame in zip(data, frames, strict=True):
         check_same(["backbone"], path, frame, data[0], frames[0])
         corpus, length = the_one(frame, "corpus"), the_one(frame, "length")
-        if seen.setdefault((corpus, length), path) != path:
+        if (corpus, length) in seen:
             raise ValueError(f"{path}: {corpus} at {length} is in {seen[corpus, length]} as well; give one of the two")
+        seen[corpus, length] = path
     return frames
 
 

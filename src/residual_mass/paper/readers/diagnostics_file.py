@@ -23,7 +23,7 @@ def only_file(spec: FigureSpec, data: Sequence[Path], what: str = "one diagnosti
 def exactly(count: int, spec: FigureSpec, data: Sequence[Path], what: str) -> Sequence[Path]:
     """Raises ValueError unless `data` are so many files."""
     if len(data) != count:
-        raise ValueError(f"figure {spec.label} shows {what}, {len(data)} files were given; pass them to --data")
+        raise ValueError(f"figure {spec.label} shows {what}, {len(data)} were given; give {count}")
     return data
 
 

@@ -28,9 +28,10 @@ def join(files: Sequence[Path], out: Path) -> None:
     for path in files:
         more = read_log(path)
         for run in dict.fromkeys(tuple(row[name] for name in RUN) for row in more):
-            if owners.setdefault(run, path) != path:
+            if run in owners:
                 name = f"recipe {run[0]} ({run[1]}, seed {run[2]})"
                 raise ValueError(f"{path}: {name} is in {owners[run]} as well; give one of the two")
+            owners[run] = path
         rows += more
     columns = list(dict.fromkeys(name for row in rows for name in row))  # logs of earlier versions have fewer
     write_text(out, csv_text(columns, rows))

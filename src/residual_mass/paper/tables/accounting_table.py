@@ -220,10 +220,10 @@ def _header(spec: TableSpec, files: Iterable[Sequence[AccountingRow]]) -> Iterat
 
 def _notes(spec: TableSpec, files: Sequence[Sequence[AccountingRow]]) -> Iterator[str]:
     rows = [row for file in files for row in file]
-    models = {row.row["model_id"]: row.row["weights"] for row in rows}
+    models = [(file[0].row["model_id"], file[0].row["weights"]) for file in files]
     maps = dict.fromkeys(row.row["maps"] for row in rows)
-    yield f"Study {spec.study}, backbone {', '.join(models)}, feature maps {', '.join(maps)}."
-    yield from model_warnings(models.items())
+    yield f"Study {spec.study}, backbone {', '.join(dict(models))}, feature maps {', '.join(maps)}."
+    yield from model_warnings(models)
     yield f"Behind a value: {'; '.join(_sizes(rows))}."
     yield _uncertainty(rows)
     worst = max(float(row.row["e_exact_sub"]) for row in rows)
