@@ -55,7 +55,7 @@ def _mathml(latex: str) -> Markup:
     """A number with a sign is set as the text around it, with a minus for the hyphen."""
     if re.fullmatch(r"[+-][0-9.]+", latex):
         return Markup(latex.replace("-", "−"))
-    return Markup(convert(latex))
+    return Markup(convert(latex, xmlns="").replace(' xmlns=""', ""))  # HTML needs no namespace
 
 
 def _escaped(text: str) -> Markup:
