@@ -27,7 +27,7 @@ from tests.unit.diagnostics.test_claims import (
     write_files,
 )
 
-from residual_mass.diagnostics import findings
+from residual_mass.diagnostics import columns, findings
 from residual_mass.diagnostics.resampling import resampled, whole
 from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import read_json
@@ -54,7 +54,7 @@ def interval(values: list[float]) -> list[float]:
 
 def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp_path: Path) -> None:
     table, _, _ = run(tmp_path, files)
-    assert list(table) == findings.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
+    assert list(table) == columns.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
     assert [*zip(table.corpus, table.length, strict=True)][:: len(BUDGETS)] == [each[:2] for each in SETTINGS]
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
@@ -83,7 +83,7 @@ def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp
 
 def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> None:
     _, table, _ = run(tmp_path, files)
-    assert list(table) == findings.STATE_DTYPE and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
+    assert list(table) == columns.STATE_DTYPE and len(table) == 2 * len(SETTINGS) * len(BUDGETS)
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
     lines = table.itertuples()
@@ -122,7 +122,7 @@ def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> N
 
 def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
     *_, table = run(tmp_path, files)
-    assert list(table) == findings.CLAIM_COLUMNS and len(table) == 2 * 15 + 14 + 5
+    assert list(table) == columns.CLAIMS and len(table) == 2 * 15 + 14 + 5
     draws, dropped = [], []
     for pair, one, (corpus, length, packs) in zip(files, whole(read(tmp_path, files), 4.0), SETTINGS, strict=True):
         (s,) = slow_draws(pair, one)
