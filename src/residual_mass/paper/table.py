@@ -94,7 +94,7 @@ class Cell:
         conditions: how a cost was measured.
         source: name of the file that the value comes from.
         notes: what a reader may want to know of the value, in words.
-        fields: the cell's line in the CSV, by column.
+        row: what else its line in the CSV has, by column, as the file of results says it.
     """
 
     place: Place
@@ -115,7 +115,16 @@ class Cell:
     weights: str = ""
     source: str = ""
     notes: tuple[str, ...] = ()
-    fields: dict[str, str] = field(default_factory=dict)
+    row: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The line of the CSV, by column."""
+        place = {name: str(value) for name, value in vars(self.place).items() if value is not None}
+        if self.place.budget_percent is not None:
+            place["budget_percent"] = f"{self.place.budget_percent:g}"
+        origin = {"source": self.source, "model_id": self.model_id, "weights": self.weights}
+        return self.row | place | origin | {"text": self.text, "bold": str(int(self.bold))}
 
     @property
     def decimals(self) -> int:
@@ -217,15 +226,19 @@ class Table:
 
     def csv(self) -> str:
         """One line per cell: what it shows, its uncertainty, and what it comes from."""
-        return csv_text(self.columns, (cell.fields for cell in self.cells))
+        return csv_text(self.columns, map(self._line, self.cells))
 
     def key(self, cell: Cell) -> tuple[str, ...]:
         """What tells a cell apart: the fields of its line in the CSV before `text`, without the empty ones."""
-        names = self.columns[: self.columns.index("text")]
-        return tuple(cell.fields[name] for name in names if cell.fields.get(name))
+        line = self._line(cell)
+        return tuple(line[name] for name in self.columns[: self.columns.index("text")] if line[name])
 
     def save(self, path: Path) -> None:
         write_text(path, _ADAPTER.dump_json(self, indent=1, exclude_defaults=True).decode() + "\n")
+
+    def _line(self, cell: Cell) -> dict[str, str]:
+        fields = {"table": self.label} | cell.fields
+        return {name: fields.get(name, "") for name in self.columns}
 
     def _context(self) -> dict[str, Any]:
         return {"header": self.header, "notes": self.notes, "grids": self.grids, **self.facts}

@@ -17,7 +17,7 @@ from tests.needs import LATEX, needs
 from residual_mass.diagnostics.columns import ACCOUNTING
 from residual_mass.paper import published
 from residual_mass.paper.tables.accounting_table import COLUMNS, QUANTITIES
-from residual_mass.paper.tables.render import render_published, run
+from residual_mass.paper.tables.render import make_published, run
 from residual_mass.specs import TableSpec
 
 LABEL = "exact_accounting"
@@ -107,7 +107,7 @@ def widths(tex: str) -> set[int]:
 
 
 def test_the_papers_table_has_its_values_its_order_and_its_bold_type() -> None:
-    tex = render_published(LABEL, TEMPLATE)
+    tex = make_published(LABEL).latex(TEMPLATE)
     rows = {(row[0], row[1]): row for row in printed(tex)}
     assert list(rows) == [("WikiText", "4k"), ("CWE", "4k"), ("WikiText", "64k"), ("CWE", "64k")]
     order = ["topk", "topk_phi_nosub", "topk_phi", "exact_nosub", "mean_log_z_error"]
@@ -350,7 +350,7 @@ def test_latex_accepts_the_table_whatever_the_names_and_it_fits_the_page(tmp_pat
     rows = edit(accounting_rows(), "wiki", "1k", clamped_share="0.100000")
     sound = table(tmp_path, spec(), write(tmp_path / "a.csv", rows))
     for name, tex in (
-        ("paper", render_published(LABEL, TEMPLATE)),
+        ("paper", make_published(LABEL).latex(TEMPLATE)),
         ("ours", sound),
         ("names", hostile_table(tmp_path)),
     ):

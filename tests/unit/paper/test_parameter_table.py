@@ -24,7 +24,7 @@ from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.paper import published
 from residual_mass.paper.readers.maps_file import load_maps_file
 from residual_mass.paper.tables.parameter_table import COLUMNS, QUANTITIES
-from residual_mass.paper.tables.render import render_published, run
+from residual_mass.paper.tables.render import make_published, run
 from residual_mass.specs import BackboneSpec, MapSpec, ObjectiveSpec, TableSpec, VariantSpec
 
 LABEL = "phi_param_count"
@@ -242,7 +242,7 @@ def test_latex_accepts_the_table_whatever_the_names_and_it_fits_the_page(tmp_pat
     pdflatex(tmp_path, hostile_table(tmp_path))
     titles = {"smol": "SmolLM2-135M-Instruct"}
     tex = table(tmp_path, spec(backbone_titles=titles), *of_widths(tmp_path), phi_file(tmp_path, length="1k"))
-    assert "Overfull" not in pdflatex(tmp_path, f"{tex}\n{render_published(LABEL, TEMPLATE)}")
+    assert "Overfull" not in pdflatex(tmp_path, f"{tex}\n{make_published(LABEL).latex(TEMPLATE)}")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

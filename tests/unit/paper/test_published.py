@@ -14,7 +14,7 @@ from tests.needs import LATEX, needs
 from residual_mass.cli import main
 from residual_mass.paper import published
 from residual_mass.paper.table import Place
-from residual_mass.paper.tables.render import render_published
+from residual_mass.paper.tables.render import make_published
 from residual_mass.paper.tables.score_table import best_of_columns
 from residual_mass.paper.tables.tally import Tally, tally, tally_by_family
 
@@ -76,7 +76,7 @@ def place_of(label: str, row: dict[str, str]) -> tuple[str, str, list[int]]:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_every_value_is_printed_in_its_place_and_bold_as_in_the_paper(label: str) -> None:
-    cells = printed_cells(render_published(label, TEMPLATES / f"{label}.tex.j2"))
+    cells = printed_cells(make_published(label).latex(TEMPLATES / f"{label}.tex.j2"))
     rows = rows_of(label)
     assert len(rows) == CELLS[label]
     for row in rows:
@@ -95,7 +95,7 @@ def test_our_rule_for_bold_deviates_from_the_paper_only_where_listed(label: str)
 
 @pytest.mark.parametrize("label", LABELS)
 def test_the_latex_is_sound(label: str) -> None:
-    tex = render_published(label, TEMPLATES / f"{label}.tex.j2")
+    tex = make_published(label).latex(TEMPLATES / f"{label}.tex.j2")
     assert len(row_widths(tex)) == 1 and open_braces(tex) == 0
     assert f"\\label{{tab:{label}}}" in tex and "none was computed here" in caption_of(tex)
 
@@ -106,7 +106,7 @@ def template_of(label: str) -> Path:
 
 def plain_table(label: str) -> tuple[list[list[str]], list[dict[str, str]], str]:
     """Printed fields, published rows and the table's LaTeX."""
-    tex = render_published(label, template_of(label))
+    tex = make_published(label).latex(template_of(label))
     assert len(row_widths(tex)) == 1 and open_braces(tex) == 0 and r"\textbf" not in tex
     assert f"\\label{{tab:{label}}}" in tex and "none was computed here" in caption_of(tex)
     return printed_fields(tex), rows_of(label), tex
@@ -152,7 +152,7 @@ def test_every_table_of_the_paper_can_be_written(tmp_path: Path) -> None:
     for label in labels:
         out = tmp_path / f"{label}.tex"
         main(["published", "--label", label, "--template", str(template_of(label)), "--out", str(out)])
-        assert out.read_text() == render_published(label, template_of(label))
+        assert out.read_text() == make_published(label).latex(template_of(label))
 
 
 def test_a_table_that_the_paper_lacks_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_a_table_that_the_paper_lacks_is_not_written(tmp_path: Path, capsys: pyt
 
 @needs(LATEX)
 def test_latex_accepts_all_twelve_tables_and_they_fit_the_page(tmp_path: Path) -> None:
-    tables = "\\clearpage\n".join(render_published(label, template_of(label)) for label in published.labels())
+    tables = "\\clearpage\n".join(make_published(label).latex(template_of(label)) for label in published.labels())
     references = " ".join(f"\\ref{{tab:{label}}}" for label in published.labels())
     for _ in range(2):  # references are known in the second run
         said = pdflatex(tmp_path, f"{tables}\\clearpage {references}")
@@ -206,7 +206,7 @@ def test_the_papers_count_on_longbench() -> None:
         "Summarisation": Tally(13, 1, 2, Decimal("0.00625")),
         "Question answering": Tally(6, 2, 8, Decimal("-0.0013125")),
     }
-    caption = caption_of(render_published("natural_main", TEMPLATES / "natural_main.tex.j2"))
+    caption = caption_of(make_published("natural_main").latex(TEMPLATES / "natural_main.tex.j2"))
     above = r"Top-$K{+}\phi$ is above Top-$K$ in"
     assert f"Summarisation: {above} 13 of 16 cells, equal in 1, mean change $+0.006$." in caption
     assert f"Question answering: {above} 6 of 16 cells, equal in 2, mean change $-0.001$." in caption

@@ -33,7 +33,7 @@ from residual_mass.cli import main
 from residual_mass.holm import holm
 from residual_mass.paper.table import load_table
 from residual_mass.paper.tables.layouts import layout_of
-from residual_mass.paper.tables.render import render_published, run
+from residual_mass.paper.tables.render import make_published, run
 from residual_mass.paper.tables.score_table import COLUMNS
 from residual_mass.provenance import beside, recorded
 from residual_mass.spec_json import to_json
@@ -665,7 +665,7 @@ def test_latex_accepts_every_table_whatever_the_names(tmp_path: Path) -> None:
 
 @needs(LATEX)
 def test_the_papers_tables_fit_the_page(tmp_path: Path) -> None:
-    tables = [render_published(label, TEMPLATES / f"{label}.tex.j2") for label in LABELS]
+    tables = [make_published(label).latex(TEMPLATES / f"{label}.tex.j2") for label in LABELS]
     assert "Overfull" not in pdflatex(tmp_path, "\\clearpage\n".join(tables))
 
 

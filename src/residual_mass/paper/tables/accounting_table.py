@@ -27,6 +27,7 @@ COLUMNS = tuple(
     "table backbone corpus length k budget_percent maps quantity text bold value ci_low ci_high clamped_share source "
     "study model_id revision weights phi_sha packs rows".split()
 )
+FROM_ROW = ("k", "study", "revision", "phi_sha", "packs", "rows")
 CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "cwe": "CWE"}
 PUBLISHED_QUANTITIES = {
     "topk": "e_topk", "topk_phi_nosub": "e_nosub", "topk_phi": "e_sub", "exact_nosub": "e_exact_nosub",
@@ -61,16 +62,19 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
 def make_published(_: str) -> Table:
     """The table with the paper's values; bold is decided here, as for results."""
     facts = published.rows_of(LABEL)
+    backbone, budget, maps = facts[0]["backbone"], float(facts[0]["budget_percent"]), facts[0]["trained_length"]
     lines = []
     for corpus, length, k in dict.fromkeys((fact["corpus"], fact["length"], fact["k"]) for fact in facts):
         found = [fact for fact in facts if (fact["corpus"], fact["length"]) == (corpus, length)]
         texts = {PUBLISHED_QUANTITIES[fact["quantity"]]: fact["value"] for fact in found}
-        place = Place(facts[0]["backbone"], length, corpus=corpus)
-        cells = (Cell(place, texts[name], bold=name in _lowest(texts)) for name in QUANTITIES)
+        cells = (
+            Cell(Place(backbone, length, corpus=corpus, budget_percent=budget, maps=maps, quantity=name), texts[name],
+                 bold=name in _lowest(texts))
+            for name in QUANTITIES
+        )  # fmt: skip
         lines.append(_Line(corpus, length, k, tuple(cells)))
-    model = published.model_title(facts[0]["backbone"])
-    notes = [OF_THE_PAPER, f"Backbone {model}, feature maps {facts[0]['trained_length']}."]
-    budget = float(facts[0]["budget_percent"])
+    model = published.model_title(backbone)
+    notes = [OF_THE_PAPER, f"Backbone {model}, feature maps {maps}."]
     return _table("published", budget, [(model, lines)], [header_of_published(LABEL)], notes)
 
 
@@ -159,10 +163,7 @@ def _measured_line(row: AccountingRow) -> _Line:
 def _cell(row: AccountingRow, quantity: str, text: str, bold: bool) -> Cell:
     facts, interval = row.row, row.interval(quantity)
     bounds = {side: facts[f"{quantity}_{side}"] for side in ("ci_low", "ci_high")} if interval else {}
-    clamped = {"clamped_share": facts["clamped_share"]} if quantity in OF_THE_REST else {}
-    fields = {name: facts[name] for name in COLUMNS if name in facts and name != "clamped_share"}
-    fields |= {"table": LABEL, "budget_percent": f"{row.budget:g}", "source": row.path.name, "quantity": quantity}
-    fields |= {"text": text, "bold": str(int(bold)), "value": facts[quantity]} | bounds | clamped
+    copied = FROM_ROW + ("clamped_share",) * (quantity in OF_THE_REST)
     return Cell(
         place=Place(
             backbone=facts["backbone"],
@@ -182,7 +183,7 @@ def _cell(row: AccountingRow, quantity: str, text: str, bold: bool) -> Cell:
         weights=facts["weights"],
         source=row.path.name,
         notes=tuple(_notes_on(row, quantity)),
-        fields=fields,
+        row={name: facts[name] for name in copied} | bounds | {"value": facts[quantity]},
     )
 
 

@@ -85,12 +85,8 @@ def _values(file: MapsFile) -> dict[str, int]:
 
 def _cells(file: MapsFile) -> Iterator[Cell]:
     backbone = file.recipe.backbone
-    fields = {
-        "table": LABEL, "backbone": backbone.name, "maps": file.label, "kind": file.map.kind,
-        "d_phi": str(file.map.d_phi), "d_emb": str(file.map.d_emb) if file.map.kind == "rezero" else "", "bold": "0",
-        "source": file.path.name, "study": backbone.study, "model_id": backbone.model_id,
-        "revision": backbone.revision,
-    }  # fmt: skip
+    row = {"kind": file.map.kind, "d_phi": str(file.map.d_phi), "study": backbone.study, "revision": backbone.revision}
+    row["d_emb"] = str(file.map.d_emb) if file.map.kind == "rezero" else ""
     for quantity, value in _values(file).items():
         text = f"{value / 1e6:.1f}M" if quantity.endswith("_m") else f"{value:,}"
         name = quantity.removesuffix("_m")
@@ -102,7 +98,7 @@ def _cells(file: MapsFile) -> Iterator[Cell]:
             weights=backbone.weights,
             source=file.path.name,
             notes=tuple(_notes_on(file, value)),
-            fields=fields | {"quantity": name, "text": text, "value": str(value)},
+            row=row | {"value": str(value)},
         )
 
 

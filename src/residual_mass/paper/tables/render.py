@@ -58,11 +58,12 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
 
 def run_published(label: str, template: Path, out: Path) -> None:
     """Writes table `label` with the paper's values. Raises ValueError when the paper has no such table."""
-    write_text(out, render_published(label, template))
+    write_text(out, make_published(label).latex(template))
 
 
-def render_published(label: str, template: Path) -> str:
-    return _kind(label).make_published(label).latex(template)
+def make_published(label: str) -> Table:
+    """Table `label` with the paper's values."""
+    return _kind(label).make_published(label)
 
 
 def _kind(label: str) -> Kind:

@@ -112,7 +112,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     """
     file = _shown(spec, results)
     title = backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
-    cells = tuple(_cell(spec.label, file, latency, name) for latency in file.latencies for name in QUANTITIES)
+    cells = tuple(_cell(file, latency, name) for latency in file.latencies for name in QUANTITIES)
     titles = {block: f"{IMPLEMENTATION_TITLES[block[0]]}, batch {block[1]}" for block in file.blocks}
     k = {latency.context: latency.row["k"] for latency in file.latencies if latency.budget is not None}
     times, costs = [], []
@@ -140,12 +140,25 @@ def make_published(label: str) -> Table:
     return Table(
         label=label,
         study="published",
-        cells=(),
+        cells=tuple(_published_cell(fact, quantity) for fact in facts for quantity in TIMES),
         grids=(_grid([Block(_published_rows(facts))]),),
         header=(header_of_published(label),),
         notes=(OF_THE_PAPER, RUNTIME_CONDITIONS),
         facts={"backbone": published.model_title(facts[0]["backbone"])},
     )
+
+
+def _published_cell(fact: Mapping[str, str], quantity: str) -> Cell:
+    place = Place(
+        backbone=fact["backbone"],
+        length=fact["context"],
+        method=fact["method"],
+        budget_percent=None if fact["method"] == "full" else PAPERS_BUDGET,
+        quantity=quantity,
+        implementation=PROTOTYPE,
+        batch=PAPERS_BATCH,
+    )
+    return Cell(place, fact[quantity])
 
 
 def printed(quantity: str, value: float) -> str:
@@ -200,17 +213,14 @@ def _value(latency: Latency, quantity: str) -> float | None:
     return float(latency.row[quantity])
 
 
-def _cell(label: str, file: _Measurements, latency: Latency, quantity: str) -> Cell:
+def _cell(file: _Measurements, latency: Latency, quantity: str) -> Cell:
     row, value = latency.row, _value(latency, quantity)
-    text = LEFT_OUT if value is None else printed(quantity, value)
     implementation, batch = latency.block
-    fields = {name: row[name] for name in COLUMNS if name in row}
-    fields |= {"table": label, "length": latency.context, "bold": "0", "source": file.path.name, "text": text}
-    fields["budget_percent"] = "" if latency.budget is None else f"{latency.budget:g}"
-    fields["quantity"] = quantity
-    fields["value"] = "" if value is None else f"{value:.6f}" if quantity == OVER_FLOOR else row[quantity]
+    copied = {name: row[name] for name in COLUMNS if name in row}
+    copied["value"] = "" if value is None else f"{value:.6f}" if quantity == OVER_FLOOR else row[quantity]
     if quantity == STEP:
-        fields |= {"low": row["per_step_low_ms"], "high": row["per_step_high_ms"]}
+        copied |= {"low": row["per_step_low_ms"], "high": row["per_step_high_ms"]}
+    text = LEFT_OUT if value is None else printed(quantity, value)
     return Cell(
         place=Place(
             backbone=row["backbone"],
@@ -230,17 +240,20 @@ def _cell(label: str, file: _Measurements, latency: Latency, quantity: str) -> C
         model_id=row["model_id"],
         weights=row["weights"],
         source=file.path.name,
-        notes=tuple(_notes_on(fields)),
-        fields=fields,
+        notes=(f"{text} {_words(quantity, copied)}", *_notes_on(row), f"from {file.path.name}"),
+        row=copied,
     )
 
 
-def _notes_on(fields: Mapping[str, str]) -> Iterator[str]:
-    unit, meaning = IN_WORDS[fields["quantity"]]
-    repeats = f", repeats from {fields['low']} to {fields['high']} {unit}" if fields.get("low") else ""
-    yield f"{fields['text']} {unit}: {meaning}{repeats}"
-    yield from (words.format(fields[name]) for name, words in NOTES.items() if fields[name])
-    yield f"from {fields['source']}"
+def _words(quantity: str, row: Mapping[str, str]) -> str:
+    """Unit and meaning of a quantity, with the fastest and the slowest repeat."""
+    unit, meaning = IN_WORDS[quantity]
+    repeats = f", repeats from {row['low']} to {row['high']} {unit}" if row.get("low") else ""
+    return f"{unit}: {meaning}{repeats}"
+
+
+def _notes_on(row: Mapping[str, str]) -> Iterator[str]:
+    yield from (words.format(row[name]) for name, words in NOTES.items() if row[name])
 
 
 def _published_block(file: _Measurements) -> Iterator[Block]:

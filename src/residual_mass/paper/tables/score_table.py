@@ -9,7 +9,7 @@ from pathlib import Path
 from residual_mass.holm import holm
 from residual_mass.paper import published
 from residual_mass.paper.marked import Marked, marked
-from residual_mass.paper.published import model_title
+from residual_mass.paper.published import MAIN_MAPS, model_title
 from residual_mass.paper.readers.results import Result, Score, load_results
 from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Gain, Grid, Interval, Mark, Place, Row, Table
 from residual_mass.paper.table import format_score as printed
@@ -55,7 +55,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
         )
     loaded = _loaded(spec, shown, results)
     scores = {place: _result_of(place, loaded, results).score(place) for place in shown}
-    content = Content(layout, _measured_cells(spec.label, layout, scores), scores)
+    content = Content(layout, _measured_cells(layout, scores), scores)
     used = list(loaded.values())
     models = {result.backbone: result.model_id for result in used}
     return _table(
@@ -83,10 +83,16 @@ def make_published(label: str) -> Table:
     layout = layout_of(spec)
     texts = {fact.place: fact.text for fact in facts}
     bold = _bold(layout, texts, undecided=set())
-    content = Content(layout, {place: Cell(place, text, bold=place in bold) for place, text in texts.items()}, {})
+    cells = {place: Cell(_with_maps(place), text, bold=place in bold) for place, text in texts.items()}
+    content = Content(layout, cells, {})
     header = [captions.header_of_published(label)]
     notes = [captions.OF_THE_PAPER, *captions.tallies(content.texts)]
     return _table(spec, content, header, notes, [model_title(name) for name in layout.backbones])
+
+
+def _with_maps(place: Place) -> Place:
+    """Feature maps that the paper does not name are its main ones."""
+    return replace(place, maps=MAIN_MAPS) if place.maps is None and place.method.startswith("topk_phi") else place
 
 
 def best_of_columns(texts: Mapping[Place, str]) -> set[Place]:
@@ -124,20 +130,17 @@ def _result_of(place: Place, loaded: Mapping[tuple[str, str, str], Result], path
     return loaded[where]
 
 
-def _measured_cells(label: str, layout: Layout, scores: Mapping[Place, Score]) -> dict[Place, Cell]:
+def _measured_cells(layout: Layout, scores: Mapping[Place, Score]) -> dict[Place, Cell]:
     tested = {place: score.gain_p for place, score in scores.items() if score.gain_p is not None}
     corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
     texts = {place: printed(score.value) for place, score in scores.items()}
     bold = _bold(layout, texts, _undecided(scores))
-    cells = {}
-    for place in layout.all_places():
-        score = scores.get(place)
-        line = _line(label, place, texts.get(place, LEFT_OUT), place in bold)
-        if score is None:
-            cells[place] = Cell(place, LEFT_OUT, fields=line)
-        else:
-            cells[place] = _cell(place, score, corrected.get(place), texts[place], place in bold, line)
-    return cells
+    return {
+        place: _cell(place, scores[place], corrected.get(place), place in bold)
+        if place in scores
+        else Cell(place, LEFT_OUT)
+        for place in layout.all_places()
+    }
 
 
 def _bold(layout: Layout, texts: Mapping[Place, str], undecided: set[Place]) -> set[Place]:
@@ -157,13 +160,12 @@ def _task_of(place: Place) -> tuple[str, str, str, str]:
     return place.backbone, place.benchmark, place.task, place.length
 
 
-def _cell(place: Place, score: Score, p_holm: float | None, text: str, bold: bool, line: Mapping[str, str]) -> Cell:
+def _cell(place: Place, score: Score, p_holm: float | None, bold: bool) -> Cell:
     gain = _gain(score, p_holm)
     corrected = {} if p_holm is None else {"gain_p_holm": f"{p_holm:.6f}"}
-    from_row = {name: score.row[name] for name in ("maps", *FROM_ROW) if name in score.row}
     return Cell(
         place=replace(place, maps=score.maps),
-        text=text,
+        text=printed(score.value),
         value=score.value,
         interval=score.interval,
         n=score.examples,
@@ -178,7 +180,7 @@ def _cell(place: Place, score: Score, p_holm: float | None, text: str, bold: boo
         weights=score.row["weights"],
         source=score.source.name,
         notes=tuple(notes.on_score(score, p_holm)),
-        fields={**line, **from_row, **corrected, "source": score.source.name},
+        row={name: score.row[name] for name in FROM_ROW if name in score.row} | corrected,
     )
 
 
@@ -193,21 +195,6 @@ def _mark(gain: Gain | None) -> Mark:
     if gain is None or gain.p_holm >= captions.ALPHA or not gain.value:
         return ""
     return "above" if gain.value > 0 else "below"
-
-
-def _line(label: str, place: Place, text: str, bold: bool) -> dict[str, str]:
-    return {
-        "table": label,
-        "backbone": place.backbone,
-        "benchmark": place.benchmark,
-        "task": place.task,
-        "length": place.length,
-        "method": place.method,
-        "budget_percent": "" if place.budget_percent is None else f"{place.budget_percent:g}",
-        "maps": place.maps or "",
-        "text": text,
-        "bold": str(int(bold)),
-    }
 
 
 def _table(

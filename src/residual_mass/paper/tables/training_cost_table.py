@@ -99,14 +99,19 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
 
 def make_published(_: str) -> Table:
     """The table with the paper's values."""
-    rows = [
-        Row((published.model_title(fact["backbone"]),), tuple(map(Entry, _published_texts(fact))))
-        for fact in published.rows_of(LABEL)
+    facts = published.rows_of(LABEL)
+    cells = [
+        Cell(Place(fact["backbone"], MAIN_MAPS, maps=MAIN_MAPS, quantity=WALL_CLOCK), fact[WALL_CLOCK])
+        for fact in facts
     ]
+    rows = []
+    for index, fact in enumerate(facts):
+        effort, wall_clock = _published_texts(fact)
+        rows.append(Row((published.model_title(fact["backbone"]),), (Entry(effort), Entry(wall_clock, (index,)))))
     return Table(
         label=LABEL,
         study="published",
-        cells=(),
+        cells=tuple(cells),
         grids=(Grid(("Backbone",), PUBLISHED_TITLES, (Block(tuple(rows)),)),),
         header=(header_of_published(LABEL),),
         notes=(OF_THE_PAPER,),
@@ -223,16 +228,12 @@ def _cells(training: Training) -> Iterator[Cell]:
         "hardware": training.hardware,
         "processes": str(training.processes) if training.hardware else "",
     }
-    fields = {
-        "table": LABEL, "backbone": backbone.name, "length": length, "maps": length, "bold": "0",
-        "source": training.log.name, "study": backbone.study, "model_id": backbone.model_id,
-        "revision": backbone.revision, "weights": backbone.weights, "phi_sha": training.phi_sha,
-    }  # fmt: skip
+    row = conditions | {"study": backbone.study, "revision": backbone.revision, "phi_sha": training.phi_sha}
     for name, value in training.values.items():
-        text, exact = printed(name, value), f"{value:.6f}" if name == WALL_CLOCK else f"{value:.0f}"
+        exact = f"{value:.6f}" if name == WALL_CLOCK else f"{value:.0f}"
         yield Cell(
             place=Place(backbone.name, length, maps=length, quantity=name),
-            text=text,
+            text=printed(name, value),
             value=value,
             n=1,
             counted="trainings",
@@ -241,7 +242,7 @@ def _cells(training: Training) -> Iterator[Cell]:
             weights=backbone.weights,
             source=training.log.name,
             notes=tuple(_notes_on(training, conditions, exact)),
-            fields=fields | conditions | {"quantity": name, "text": text, "value": exact},
+            row=row | {"value": exact},
         )
 
 
