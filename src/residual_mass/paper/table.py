@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -134,10 +134,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in one field of a row: a text and the cells, by their index, whose values it prints."""
+    """What stands in one field of a row: a text and the cells whose values it prints."""
 
     text: Text
-    cells: tuple[int, ...] = ()
+    cells: tuple[Cell, ...] = ()
     span: int = 1
     """Columns that it takes."""
 
@@ -191,7 +191,6 @@ class Table:
     """A table with everything that is known of its values.
 
     Attributes:
-        cells: the values in the order of the CSV, those that are left out included.
         grids: what is printed, below each other.
         columns: of the CSV.
         header: where the values come from, line by line, for a comment.
@@ -202,13 +201,21 @@ class Table:
 
     label: str
     study: str
-    cells: tuple[Cell, ...]
     grids: tuple[Grid, ...]
     columns: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
     notes: tuple[Text, ...] = ()
     facts: dict[str, Text] = field(default_factory=dict)
     caption: Text = ""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every cell once, those that are left out included; all quantities of a measurement together."""
+        rows = (row for grid in self.grids for block in grid.blocks for row in block.rows)
+        measurements: dict[Place, dict[Place, Cell]] = {}
+        for cell in (cell for row in rows for entry in row.entries for cell in entry.cells):
+            measurements.setdefault(replace(cell.place, quantity=""), {})[cell.place] = cell
+        return tuple(cell for cells in measurements.values() for cell in cells.values())
 
     @property
     def evaluated(self) -> tuple[Cell, ...]:
@@ -218,7 +225,7 @@ class Table:
     def latex(self, template: Path) -> str:
         """The table as `template` sets it. Raises ValueError as `render`."""
         label = Latex(f"tab:{self.label}")  # an escaped underscore would be another label
-        return render(template, label=label, printed=self._printed, **self._context())
+        return render(template, label=label, printed=_printed, **self._context())
 
     def caption_by(self, template: Path) -> Marked:
         """The caption that `template` gives the table, without its notes. Raises ValueError as `render`."""
@@ -243,13 +250,14 @@ class Table:
     def _context(self) -> dict[str, Any]:
         return {"header": self.header, "notes": self.notes, "grids": self.grids, **self.facts}
 
-    def _printed(self, entry: Entry) -> Latex:
-        """An entry as LaTeX, in bold and marked as its one value is."""
-        text = escape(entry.text)
-        if len(entry.cells) != 1:
-            return text
-        cell = self.cells[entry.cells[0]]
-        return Latex((rf"\textbf{{{text}}}" if cell.bold else text) + MARKS[cell.mark])
+
+def _printed(entry: Entry) -> Latex:
+    """An entry as LaTeX, in bold and marked as its one value is."""
+    text = escape(entry.text)
+    if len(entry.cells) != 1:
+        return text
+    (cell,) = entry.cells
+    return Latex((rf"\textbf{{{text}}}" if cell.bold else text) + MARKS[cell.mark])
 
 
 _ADAPTER = TypeAdapter(Table)

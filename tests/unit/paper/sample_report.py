@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,19 @@ def edit_cells(path: Path, where: Callable[[Cell], bool], change: Callable[[Cell
     """Changes the cells of a saved table that match, of which there must be some."""
     table = load_table(path, "paper")
     assert any(map(where, table.cells))
-    replace(table, cells=tuple(change(cell) if where(cell) else cell for cell in table.cells)).save(path)
+    changed(table, lambda cell: change(cell) if where(cell) else cell).save(path)
     recorded(path)
+
+
+def changed(part: Any, change: Callable[[Cell], Cell]) -> Any:
+    """A table, or a part of one, with every cell changed."""
+    if isinstance(part, Cell):
+        return change(part)
+    if isinstance(part, tuple):
+        return tuple(changed(each, change) for each in part)
+    if not is_dataclass(part):
+        return part
+    return replace(part, **{field.name: changed(getattr(part, field.name), change) for field in fields(part)})
 
 
 def edit_lines(path: Path, where: Row, **fields: str) -> None:

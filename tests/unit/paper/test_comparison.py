@@ -34,7 +34,8 @@ from residual_mass.paper.comparison.by_cell import (
 )
 from residual_mass.paper.comparison.picture import tau_b
 from residual_mass.paper.published.protocol import PROTOCOL, VARIANTS, text_of
-from residual_mass.paper.table import Cell, Interval, Place, Table
+from residual_mass.paper.table import Block, Cell, Entry, Grid, Interval, Place, Table
+from residual_mass.paper.table import Row as Row_
 from residual_mass.paper.tables import runtime_table
 from residual_mass.paper.tables.render import make_published
 from residual_mass.spec_json import to_json
@@ -183,7 +184,9 @@ def between(low: float | None, high: float | None) -> Interval | None:
 def write(folder: Path, tables: Tables, study: str = "paper") -> list[Path]:
     paths = []
     for label, rows in tables.items():
-        Table(label, study, tuple(map(cell, rows)), grids=()).save(path := folder / f"{label}.json")
+        entries = (Entry(each.text, (each,)) for each in map(cell, rows))
+        grid = Grid((), (), (Block((Row_((), tuple(entries)),)),))
+        Table(label, study, (grid,)).save(path := folder / f"{label}.json")
         paths.append(recorded(path))
     return paths
 

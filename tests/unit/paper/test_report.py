@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, edit_lines, read, sample_study
+from sample_report import DEVIATIONS, TEMPLATE, Study, changed, edit_cells, edit_lines, read, sample_study
 from sample_results import edit, maps_arms, place, result_rows, table_spec, write_rows
 
 from residual_mass.cli import main
@@ -204,8 +204,8 @@ def test_a_latency_stands_by_its_own_verdict(study: Study, page: Element, own: S
 def test_values_of_the_paper_in_its_own_rows_are_not_those_of_the_study() -> None:
     place = Place("1b", "64k", maps="64k", quantity="wall_clock_h")
     cell = Cell(place, "21.5 h", 21.5, notes=("from a.csv",))
-    rows = Row(("A",), (Entry("21.5 h", (0,)),)), Row(("in the paper",), (Entry("19 h"), Entry("--")))
-    table = Table("training_cost_64k", "paper", (cell,), (Grid(("",), ("",), (Block(rows),)),))
+    rows = Row(("A",), (Entry("21.5 h", (cell,)),)), Row(("in the paper",), (Entry("19 h"), Entry("--")))
+    table = Table("training_cost_64k", "paper", (Grid(("",), ("",), (Block(rows),)),))
     page = PageTable(table, {place: Compared(table.label, place, "19", "21.500", "differs by +2.500", "")})
     own, theirs, dash = (entry for row in rows for entry in row.entries)
     assert page.notes(own) == ["the paper prints 19 h: differs by +2.500", "from a.csv"]
@@ -313,7 +313,7 @@ def test_gains_beyond_chance_are_marked_and_cells_of_two_tables_count_once(own: 
 
     edit_cells(path := own.table("ruler_sweep"), gaining, gain)
     table = load_table(path, "paper")
-    repeated = replace(table, label="stress_1pct", cells=tuple(map(other_gain, table.cells)))
+    repeated = replace(changed(table, other_gain), label="stress_1pct")
     found = gains_of([repeated, table])
     assert found == gains_of([table]) and found.tested == 8
     (row,) = [row for row in found.rows if row.length == "4k"]

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from residual_mass.paper.comparison.by_cell import AGREES, DIFFERS
 from residual_mass.paper.marked import to_html
 from residual_mass.paper.report.verdicts import Compared
-from residual_mass.paper.table import LEFT_OUT, Cell, Entry, Place, Table
+from residual_mass.paper.table import LEFT_OUT, Entry, Place, Table
 from residual_mass.paper.tables.training_cost_table import WALL_CLOCK
 
 MARKS = {"": "", "above": "†", "below": "‡"}
@@ -59,30 +59,25 @@ class PageTable:
         if entry.text == LEFT_OUT:
             return Markup("–")
         html = to_html(entry.text)
-        cells = self._cells(entry)
-        if len(cells) != 1:
+        if len(entry.cells) != 1:
             return html
-        (cell,) = cells
+        (cell,) = entry.cells
         html = Markup("<strong>{}</strong>").format(html) if cell.bold else html
         return html + Markup("<sup>{}</sup>").format(MARKS[cell.mark]) if cell.mark else html
 
     def notes(self, entry: Entry) -> list[str]:
         """What is known of an entry's values; nothing where it has none."""
-        cells = self._cells(entry)
-        if all(cell.value is None for cell in cells):
+        if all(cell.value is None for cell in entry.cells):
             return []
         published = self.published(entry)
-        notes = [note for cell in cells for note in cell.notes]
+        notes = [note for cell in entry.cells for note in cell.notes]
         return list(dict.fromkeys([published.note, *notes] if published else notes))
 
     def published(self, entry: Entry) -> Published | None:
         """The paper's values, where the study has the very same cells."""
-        found = (self.compared.get(cell.place) for cell in self._cells(entry))
+        found = (self.compared.get(cell.place) for cell in entry.cells)
         values = tuple(value for value in found if value is not None)
         return Published(values) if values else None
-
-    def _cells(self, entry: Entry) -> list[Cell]:
-        return [self.table.cells[index] for index in entry.cells]
 
 
 def _with_unit(value: Compared) -> str:

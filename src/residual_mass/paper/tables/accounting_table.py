@@ -87,10 +87,7 @@ def _table(
 ) -> Table:
     """Blocks have titles where there are several."""
     titles = [METHOD_TITLES[method] for method in METHODS.values()]
-    cells: list[Cell] = []
-    shown = [
-        Block(tuple(_row(line, cells) for line in lines), title if len(blocks) > 1 else "") for title, lines in blocks
-    ]
+    shown = [Block(tuple(map(_row, lines)), title if len(blocks) > 1 else "") for title, lines in blocks]
     grid = Grid(
         heads=("Corpus", "Length", Marked("$K$")),
         columns=(*titles, "ExactNoSub", Marked("Log-$Z$ error")),
@@ -99,7 +96,6 @@ def _table(
     return Table(
         label=LABEL,
         study=study,
-        cells=tuple(cells),
         grids=(grid,),
         columns=COLUMNS,
         header=tuple(header),
@@ -108,14 +104,14 @@ def _table(
     )
 
 
-def _row(line: _Line, cells: list[Cell]) -> Row:
-    """Adds the cells of a row to those of the table."""
-    entries = []
-    for name, cell in zip(QUANTITIES, line.cells, strict=True):
-        signed = name == LOG_Z and cell.text != LEFT_OUT  # a sign is a minus in mathematics alone
-        entries.append(Entry(Marked(f"${cell.text}$") if signed else cell.text, (len(cells),)))
-        cells.append(cell)
-    return Row((corpus_title(line.corpus), line.length, line.k), tuple(entries))
+def _row(line: _Line) -> Row:
+    return Row((corpus_title(line.corpus), line.length, line.k), tuple(map(_entry, line.cells)))
+
+
+def _entry(cell: Cell) -> Entry:
+    """A log-Z error has a sign, which is a minus in mathematics alone."""
+    signed = cell.place.quantity == LOG_Z and cell.text != LEFT_OUT
+    return Entry(Marked(f"${cell.text}$") if signed else cell.text, (cell,))
 
 
 def _by_backbone(spec: TableSpec, results: Iterable[Path]) -> list[list[AccountingRow]]:

@@ -37,34 +37,24 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     files = [load_maps_file(path) for path in results]
     check_shown(spec, files)
     files.sort(key=lambda file: (spec.backbones.index(file.recipe.backbone.name), file.map.d_phi))
-    cells = [cell for file in files for cell in _cells(file)]
-    rows = [
-        _row(_title(spec, file), file.map.d_phi, cells[start : start + len(QUANTITIES)], start)
-        for file, start in zip(files, range(0, len(cells), len(QUANTITIES)), strict=True)
-    ]
-    return _table(spec.study, cells, rows, header=_header(spec, files), notes=_notes(spec, files))
+    rows = [_row(_title(spec, file), file.map.d_phi, _cells(file)) for file in files]
+    return _table(spec.study, rows, header=_header(spec, files), notes=_notes(spec, files))
 
 
 def make_published(_: str) -> Table:
     """The table with the paper's values, whose totals are rounded already."""
-    cells: list[Cell] = []
     rows = []
     for fact in published.rows_of(LABEL):
         texts = [f"{fact[name]}M" if name.endswith("_m") else f"{int(fact[name]):,}" for name in QUANTITIES]
-        added = [Cell(Place(fact["backbone"]), text) for text in texts]
-        rows.append(_row(published.model_title(fact["backbone"]), fact["d_phi"], added, len(cells)))
-        cells += added
+        rows.append(Row((f"{published.model_title(fact['backbone'])} / {fact['d_phi']}",), tuple(map(Entry, texts))))
     note = "Every count per head is larger by one than the weights, biases and gate of the paper's equations add up to."
-    return _table("published", cells, rows, [header_of_published(LABEL)], [OF_THE_PAPER, note])
+    return _table("published", rows, [header_of_published(LABEL)], [OF_THE_PAPER, note])
 
 
-def _table(
-    study: str, cells: Iterable[Cell], rows: Iterable[Row], header: Iterable[str], notes: Iterable[str]
-) -> Table:
+def _table(study: str, rows: Iterable[Row], header: Iterable[str], notes: Iterable[str]) -> Table:
     return Table(
         label=LABEL,
         study=study,
-        cells=tuple(cells),
         grids=(Grid((Marked(r"Backbone / $d_\phi$"),), TITLES, (Block(tuple(rows)),)),),
         columns=COLUMNS,
         header=tuple(header),
@@ -72,8 +62,8 @@ def _table(
     )
 
 
-def _row(title: str, d_phi: object, cells: Sequence[Cell], start: int) -> Row:
-    return Row((f"{title} / {d_phi}",), tuple(Entry(cell.text, (start + at,)) for at, cell in enumerate(cells)))
+def _row(title: str, d_phi: object, cells: Iterable[Cell]) -> Row:
+    return Row((f"{title} / {d_phi}",), tuple(Entry(cell.text, (cell,)) for cell in cells))
 
 
 def _values(file: MapsFile) -> dict[str, int]:

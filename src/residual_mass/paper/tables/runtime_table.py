@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residual_mass.paper import published
@@ -71,7 +71,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class _Measurements:
-    """What a table shows of a file: all of one backbone, with the index of each measurement's first cell."""
+    """What a table shows of a file: latencies of one backbone."""
 
     path: Path
     latencies: tuple[Latency, ...]
@@ -82,21 +82,15 @@ class _Measurements:
         return self.latencies[0].row
 
     @property
-    def blocks(self) -> dict[tuple[str, int], dict[str, dict[str, int]]]:
-        """Index of the first cell of each measurement: by implementation and batch size, context, and method."""
-        found: dict[tuple[str, int], dict[str, dict[str, int]]] = {}
-        for index, each in enumerate(self.latencies):
-            methods = found.setdefault(each.block, {}).setdefault(each.context, {})
-            methods[each.method] = len(QUANTITIES) * index
+    def blocks(self) -> dict[tuple[str, int], dict[str, list[Latency]]]:
+        """By implementation and batch size, and by context; in the order of METHODS."""
+        found: dict[tuple[str, int], dict[str, list[Latency]]] = {}
+        for each in self.latencies:
+            found.setdefault(each.block, {}).setdefault(each.context, []).append(each)
         return found
 
     def fields(self, name: str) -> list[str]:
         return [latency.row[name] for latency in self.latencies if latency.row[name]]
-
-    @property
-    def budgets(self) -> str:
-        """Each once; full attention has none."""
-        return _listed(f"{each.budget:g}%" for each in self.latencies if each.budget is not None)
 
 
 def is_label(label: str) -> bool:
@@ -112,20 +106,17 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     """
     file = _shown(spec, results)
     title = backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
-    cells = tuple(_cell(file, latency, name) for latency in file.latencies for name in QUANTITIES)
-    titles = {block: f"{IMPLEMENTATION_TITLES[block[0]]}, batch {block[1]}" for block in file.blocks}
-    k = {latency.context: latency.row["k"] for latency in file.latencies if latency.budget is not None}
     times, costs = [], []
-    for block, contexts in file.blocks.items():
-        budget = _listed(f"{each.budget:g}%" for each in file.latencies if each.block == block and each.budget)
-        rows = [Row((context, k[context]), _entries(at, TIMES, cells)) for context, at in contexts.items()]
-        times.append(Block(tuple(rows), titles[block]))
-        rows = [Row((context,), _entries(at, COSTS, cells)) for context, at in contexts.items()]
-        costs.append(Block(tuple(rows), f"{titles[block]}, budget {budget}"))
+    for (implementation, batch), contexts in file.blocks.items():
+        block = f"{IMPLEMENTATION_TITLES[implementation]}, batch {batch}"
+        budget = _budgets(latency for latencies in contexts.values() for latency in latencies)
+        rows = [Row((context, _k(each)), _entries(file, each, TIMES)) for context, each in contexts.items()]
+        times.append(Block(tuple(rows), block))
+        rows = [Row((context,), _entries(file, each, COSTS)) for context, each in contexts.items()]
+        costs.append(Block(tuple(rows), f"{block}, budget {budget}"))
     return Table(
         label=spec.label,
         study=spec.study,
-        cells=cells,
         grids=(_grid([*times, *_published_block(file)]), Grid(("Context",), _methods(), tuple(costs))),
         columns=COLUMNS,
         header=tuple(_header(spec, file)),
@@ -140,7 +131,6 @@ def make_published(label: str) -> Table:
     return Table(
         label=label,
         study="published",
-        cells=tuple(_published_cell(fact, quantity) for fact in facts for quantity in TIMES),
         grids=(_grid([Block(_published_rows(facts))]),),
         header=(header_of_published(label),),
         notes=(OF_THE_PAPER, RUNTIME_CONDITIONS),
@@ -195,13 +185,23 @@ def _shown(spec: TableSpec, results: Sequence[Path]) -> _Measurements:
     return _Measurements(path, tuple(latency for latency in latencies if latency.context in spec.lengths))
 
 
-def _entries(indices: Mapping[str, int], quantities: Sequence[str], cells: Sequence[Cell]) -> tuple[Entry, ...]:
-    """One entry per method, which prints several quantities of a measurement."""
-    entries = []
-    for method in METHODS:
-        printed = tuple(indices[method] + QUANTITIES.index(name) for name in quantities)
-        entries.append(Entry(" / ".join(cells[index].text for index in printed), printed))
-    return tuple(entries)
+def _entries(file: _Measurements, latencies: Iterable[Latency], quantities: Sequence[str]) -> tuple[Entry, ...]:
+    return tuple(_entry([_cell(file, latency, name) for name in quantities]) for latency in latencies)
+
+
+def _entry(cells: Sequence[Cell]) -> Entry:
+    """Several quantities of a measurement."""
+    return Entry(" / ".join(cell.text for cell in cells), tuple(cells))
+
+
+def _k(latencies: Iterable[Latency]) -> str:
+    """Of the methods that have a budget, which share it."""
+    return next(latency.row["k"] for latency in latencies if latency.budget is not None)
+
+
+def _budgets(latencies: Iterable[Latency]) -> str:
+    """Each once; full attention has none."""
+    return _listed(f"{latency.budget:g}%" for latency in latencies if latency.budget is not None)
 
 
 def _value(latency: Latency, quantity: str) -> float | None:
@@ -257,10 +257,11 @@ def _notes_on(row: Mapping[str, str]) -> Iterator[str]:
 
 
 def _published_block(file: _Measurements) -> Iterator[Block]:
-    """The paper's values, where it measured this model."""
+    """The paper's values, where it measured this model, as text: they are no cells of the study."""
     for backbone in _papers_name(file):
         rows = _published_rows(published.rows_of(f"{PREFIX}{backbone}"))
-        yield Block(rows, f"The paper, batch {PAPERS_BATCH}")
+        shown = (replace(row, entries=tuple(Entry(entry.text) for entry in row.entries)) for row in rows)
+        yield Block(tuple(shown), f"The paper, batch {PAPERS_BATCH}")
 
 
 def _papers_name(file: _Measurements) -> list[str]:
@@ -269,11 +270,11 @@ def _papers_name(file: _Measurements) -> list[str]:
 
 
 def _published_rows(facts: Iterable[Mapping[str, str]]) -> tuple[Row, ...]:
-    texts: dict[tuple[str, str], dict[str, str]] = {}
+    entries: dict[tuple[str, str], dict[str, Entry]] = {}
     for fact in facts:
-        methods = texts.setdefault((fact["context"], fact["k"]), {})
-        methods[fact["method"]] = f"{fact[STEP]} / {fact[END_TO_END]}"
-    return tuple(Row(heads, tuple(Entry(found[method]) for method in METHODS)) for heads, found in texts.items())
+        methods = entries.setdefault((fact["context"], fact["k"]), {})
+        methods[fact["method"]] = _entry([_published_cell(fact, quantity) for quantity in TIMES])
+    return tuple(Row(heads, tuple(found[method] for method in METHODS)) for heads, found in entries.items())
 
 
 def _header(spec: TableSpec, file: _Measurements) -> Iterator[str]:
@@ -301,7 +302,7 @@ def _notes(spec: TableSpec, file: _Measurements) -> Iterator[str]:
     yield _timing(file)
     if lacking := _listed(_setting(latency) for latency in file.latencies if not latency.measured):
         yield f"What has no times does not fit into the memory that was free: {lacking}."
-    yield Marked(f"$K$ is that of a budget of {marked(file.budgets)}.")
+    yield Marked(f"$K$ is that of a budget of {marked(_budgets(file.latencies))}.")
     yield (
         "Budgets count positions; the traffic is all that a step has to read and write, the model's weights included. "
         f"The bandwidth is that of copies, {_listed(map(_rounded, file.fields('bandwidth_gb_s')))} GB/s."

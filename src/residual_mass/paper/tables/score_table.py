@@ -201,12 +201,11 @@ def _table(
     spec: TableSpec, content: Content, header: Iterable[str], notes: Iterable[str], backbones: list[str]
 ) -> Table:
     layout = content.layout
-    indices = {place: index for index, place in enumerate(content.cells)}
     titled = len(layout.heads) > 1
     grid = Grid(
         heads=layout.heads,
         columns=tuple(marked(column.title) if titled else _title(column, content) for column in layout.columns),
-        blocks=tuple(Block(_rows(block, content, indices), _title(block, content)) for block in layout.blocks),
+        blocks=tuple(Block(_rows(block, content), _title(block, content)) for block in layout.blocks),
         groups=tuple(backbones),
     )
     lengths = ", ".join(dict.fromkeys(place.length for place in layout.all_places()))
@@ -214,7 +213,6 @@ def _table(
     return Table(
         label=spec.label,
         study=spec.study,
-        cells=tuple(content.cells.values()),
         grids=(grid,),
         columns=COLUMNS,
         header=tuple(header),
@@ -223,13 +221,14 @@ def _table(
     )
 
 
-def _rows(block: Slice, content: Content, indices: Mapping[Place, int]) -> tuple[Row, ...]:
+def _rows(block: Slice, content: Content) -> tuple[Row, ...]:
     layout, rows = content.layout, []
     first_own = next((row for row in layout.rows if row.own), None)
     for row in layout.rows:
         groups = [layout.places(block, row, backbone) for backbone in layout.backbones]
         span = len(layout.columns) // len(groups[0])
-        entries = (Entry(content.cells[place].text, (indices[place],), span) for group in groups for place in group)
+        cells = [content.cells[place] for group in groups for place in group]
+        entries = (Entry(cell.text, (cell,), span) for cell in cells)
         rows.append(Row((row.title,), tuple(entries), rule=row is first_own))
     return tuple(rows)
 

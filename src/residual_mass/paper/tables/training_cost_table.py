@@ -79,16 +79,10 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     trainings = [load_training(path, log) for path, log in _pairs(results)]
     check_shown(spec, [each.maps for each in trainings])
     trainings.sort(key=lambda each: (spec.backbones.index(each.backbone.name), tokens_of(each.recipe.length)))
-    cells = [cell for training in trainings for cell in _cells(training)]
-    rows = [
-        row
-        for training, start in zip(trainings, range(0, len(cells), len(QUANTITIES)), strict=True)
-        for row in _rows(spec, training, cells, start)
-    ]
+    rows = [row for training in trainings for row in _rows(spec, training)]
     return Table(
         label=LABEL,
         study=spec.study,
-        cells=tuple(cells),
         grids=(Grid(("Backbone",), TITLES, (Block(tuple(rows)),)),),
         columns=COLUMNS,
         header=tuple(_header(spec, trainings)),
@@ -99,19 +93,14 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
 
 def make_published(_: str) -> Table:
     """The table with the paper's values."""
-    facts = published.rows_of(LABEL)
-    cells = [
-        Cell(Place(fact["backbone"], MAIN_MAPS, maps=MAIN_MAPS, quantity=WALL_CLOCK), fact[WALL_CLOCK])
-        for fact in facts
-    ]
     rows = []
-    for index, fact in enumerate(facts):
+    for fact in published.rows_of(LABEL):
+        cell = Cell(Place(fact["backbone"], MAIN_MAPS, maps=MAIN_MAPS, quantity=WALL_CLOCK), fact[WALL_CLOCK])
         effort, wall_clock = _published_texts(fact)
-        rows.append(Row((published.model_title(fact["backbone"]),), (Entry(effort), Entry(wall_clock, (index,)))))
+        rows.append(Row((published.model_title(fact["backbone"]),), (Entry(effort), Entry(wall_clock, (cell,)))))
     return Table(
         label=LABEL,
         study="published",
-        cells=tuple(cells),
         grids=(Grid(("Backbone",), PUBLISHED_TITLES, (Block(tuple(rows)),)),),
         header=(header_of_published(LABEL),),
         notes=(OF_THE_PAPER,),
@@ -152,15 +141,15 @@ def _pairs(results: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
         yield path, logs[name]
 
 
-def _rows(spec: TableSpec, training: Training, cells: Sequence[Cell], start: int) -> Iterator[Row]:
+def _rows(spec: TableSpec, training: Training) -> Iterator[Row]:
     """The study's row, and the paper's where it trained maps of this model."""
     title = backbone_title(spec, training.backbone.name, training.backbone.model_id)
     effort = _effort(training.recipe.steps, training.hardware, training.processes)
-    texts = (effort, *(cell.text for cell in cells[start + 1 : start + len(QUANTITIES)]))
-    yield Row((title,), tuple(Entry(text, (start + at,)) for at, text in enumerate(texts)))
+    steps, *others = _cells(training)
+    yield Row((title,), (Entry(effort, (steps,)), *(Entry(cell.text, (cell,)) for cell in others)))
     for fact in _papers_rows(training):
-        steps, wall_clock = _published_texts(fact)
-        yield Row(("in the paper",), tuple(map(Entry, (steps, LEFT_OUT, LEFT_OUT, wall_clock))))
+        effort, wall_clock = _published_texts(fact)
+        yield Row(("in the paper",), tuple(map(Entry, (effort, LEFT_OUT, LEFT_OUT, wall_clock))))
 
 
 def _papers_rows(training: Training) -> list[dict[str, str]]:
