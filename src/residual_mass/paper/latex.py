@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from residual_mass.paper.marked import Marked, marked, one_line, parts
+from residual_mass.paper.marked import Marked, marked, one_line, parts, to_html
 from residual_mass.paper.templating import block, fill
 
 ESCAPES = {
@@ -60,8 +60,17 @@ def render(template: Path, **context: Any) -> str:
 
 
 def caption_of(template: Path, **context: Any) -> Marked:
-    """The block `caption` of a template, filled in as marked text."""
-    return Marked(one_line(block(_environment(template, marked), template, "caption", context)))
+    """The block `caption` of a template, filled in as marked text.
+
+    Raises:
+        ValueError: as `render`; the caption is not plain text with mathematics between dollars.
+    """
+    caption = Marked(one_line(block(_environment(template, marked), template, "caption", context)))
+    try:
+        to_html(caption)
+    except ValueError as error:
+        raise ValueError(f"{template}: {error}") from None
+    return caption
 
 
 def _environment(template: Path, finalize: Callable[[object], str]) -> jinja2.Environment:

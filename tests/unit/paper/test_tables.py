@@ -413,6 +413,17 @@ def test_a_table_of_another_study_or_version_is_refused_in_one_line(tmp_path: Pa
         load_table(path, "mini")
 
 
+def test_a_caption_that_the_page_could_not_show_is_refused(tmp_path: Path) -> None:
+    for name in ("frame", "ruler_sweep"):
+        text = (TEMPLATES / f"{name}.tex.j2").read_text(encoding="utf-8")
+        (tmp_path / f"{name}.tex.j2").write_text(text.replace("RULER score", r"\emph{RULER} score"))
+    results = [write_rows(tmp_path / "a.csv", result_rows())]
+    template, out = tmp_path / "ruler_sweep.tex.j2", tmp_path / "out"
+    with pytest.raises(ValueError, match=rf"^{template}: '.*emph.*': captions are plain text with mathematics between"):
+        run(table_spec(), results, template, out, out, out)
+    assert not out.exists()
+
+
 # ---- the cells file --------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from residual_mass.paper.comparison.comparability import obstacles, other_settin
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.table import Cell, Place
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
-from residual_mass.paper.tables.tally import tally_by_family
+from residual_mass.paper.tables.tally import Texts, tally_by_family
 from residual_mass.paper.titles import family_title
 from residual_mass.specs import ComparisonSpec, length_and_variant, tokens_of
 
@@ -27,8 +27,6 @@ COMPARED_WITH = {"topk": "TopK", "topk_phi_nosub": "NoSub"}
 """Methods that completion is counted against."""
 COMMON_WORDS = "cwe"
 """The corpus of accounting rows that is not running text."""
-
-Texts = Mapping[Place, str]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class ScoreTable:
 
 
 def layout_of(spec: TableSpec) -> Layout:
-    """Of a table of LAYOUTS. Raises ValueError when the spec does not fit the table."""
+    """The layout of a score table. Raises ValueError when the spec does not fit it."""
     return LAYOUTS[spec.label].layout(spec)
 
 

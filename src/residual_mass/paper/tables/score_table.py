@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from residual_mass.benchmarks.catalogue import Data
 from residual_mass.holm import holm
 from residual_mass.paper import published
 from residual_mass.paper.marked import Marked, marked
@@ -18,7 +20,7 @@ from residual_mass.paper.tables.layouts import PUBLISHED, Layout, Slice, evaluat
 from residual_mass.paper.titles import backbone_title
 from residual_mass.specs import TableSpec
 
-KINDS = ("original", "simulated", "stand-in")
+KINDS: tuple[str, ...] = typing.get_args(Data)
 """Where examples come from, in the order in which titles name it."""
 FROM_ROW = (
     "value stderr ci_low ci_high n original_value gain gain_ci_low gain_ci_high gain_p gain_p_holm mde full_gap "

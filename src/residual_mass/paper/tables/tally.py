@@ -10,7 +10,7 @@ from residual_mass.paper.table import Cell, Place
 from residual_mass.paper.titles import family_title
 
 Texts = Mapping[Place, str]
-"""Printed scores. Places that name their maps are variants, which do not stand for the method."""
+"""Printed values. Of scores, places that name their maps are variants, which do not stand for the method."""
 
 
 @dataclass(frozen=True)
