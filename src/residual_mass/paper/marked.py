@@ -52,8 +52,8 @@ def to_html(text: str) -> Markup:
 
 @functools.cache
 def _mathml(latex: str) -> Markup:
-    """A number with a sign is set as the text around it, with a minus for the hyphen."""
-    if re.fullmatch(r"[+-][0-9.]+", latex):
+    """A number is set as the text around it, with a minus for the hyphen."""
+    if re.fullmatch(r"[+-]?[0-9.]+", latex):
         return Markup(latex.replace("-", "−"))
     return Markup(convert(latex, xmlns="").replace(' xmlns=""', ""))  # HTML needs no namespace
 

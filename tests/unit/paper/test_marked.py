@@ -21,7 +21,7 @@ from residual_mass.paper.titles import METHOD_TITLES, VARIANT_TITLES
         (Marked("Top-$K$ at 50%"), r"Top-$K$ at 50\%", "Top-<math"),
         (Marked(r"a \$ \\ \% b"), r"a \$ \textbackslash{} \% b", r"a $ \ % b"),
         (Marked("GovReport\n(stand-in)"), "GovReport\n(stand-in)", "GovReport<br>(stand-in)"),
-        (Marked("$-0.574$"), "$-0.574$", "−0.574"),
+        (Marked("$-0.574$ $0.369$"), "$-0.574$ $0.369$", "−0.574 0.369"),
         ("two\n    lines", "two lines", "two lines"),
     ],
 )
