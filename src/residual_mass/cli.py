@@ -180,14 +180,14 @@ STAGES = {
         specs.RuntimeSpec, True,
     ),
     "table": Stage(
-        "paper.tables.render", "render a table from results", "results+ template", "out cells", specs.TableSpec
+        "paper.tables.render", "render a table from results", "results+ template", "out cells data", specs.TableSpec
     ),
     "comparison": Stage(
-        "paper.comparison.by_cell", "compare a study's tables with the paper's values", "cells+", "out picture",
+        "paper.comparison.by_cell", "compare a study's tables with the paper's values", "tables+", "out picture",
         specs.ComparisonSpec,
     ),
     "numbers": Stage(
-        "paper.numbers", "make LaTeX macros of the numbers in a study's tables", "cells+ template", "out",
+        "paper.numbers", "make LaTeX macros of the numbers in a study's tables", "tables+ template", "out",
         specs.NumbersSpec,
     ),
     "figure": Stage("paper.figures.render", "draw a figure", "data+", "pdf png", specs.FigureSpec),
@@ -198,7 +198,7 @@ STAGES = {
     "pdf": Stage("paper.typesetting", "compile a LaTeX document", "document", "out"),
     "report": Stage(
         "paper.report.page", "put all results of a study on one page for a browser",
-        "tables* cells* figures* comparison? picture? claims* sources* deviations template", "out", specs.ReportSpec,
+        "tables* figures* comparison? picture? claims* sources* deviations template", "out", specs.ReportSpec,
     ),
     "published": Stage(
         "paper.tables.render", "render a table with the paper's own values", "template", "out", function="run_published"

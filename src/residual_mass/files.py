@@ -10,9 +10,7 @@ import hashlib
 import io
 import json
 import logging
-import math
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -207,32 +205,6 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
         if len(row) != len(header):
             raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}; {remedy}")
     return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-def finite_field(row: Mapping[str, str], name: str, where: str, remedy: str) -> float:
-    """A field of a CSV row as a finite number; raises ValueError naming the place, the field and the remedy."""
-    text = row.get(name, "")
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: {name} is {text!r}, not a finite number; {remedy}")
-    return value
-
-
-def is_count(text: str) -> bool:
-    """Whether a field of a CSV row is a whole number from 0 on, of a size that can be."""
-    return re.fullmatch("[0-9]{1,18}", text) is not None
-
-
-def only_value(rows: Iterable[Mapping[str, str]], name: str, path: Path, remedy: str) -> str:
-    """The one value that a field has in all rows of `path`; raises ValueError when there is not exactly one."""
-    values = dict.fromkeys(row[name] for row in rows)
-    if len(values) != 1:
-        found = " and ".join(map(repr, values)) or "no row"
-        raise ValueError(f"{path}: {name} should have one value, found {found}; {remedy}")
-    return next(iter(values))
 
 
 def write_parquet(path: Path, frame: pandas.DataFrame) -> None:

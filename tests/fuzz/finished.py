@@ -23,7 +23,7 @@ MADE_BY = {
     "figure": ("pdf", "png"),
     "findings": ("accounting", "state_dtype", "claims"),
     "generate": ("out", "store"),
-    "table": ("out", "cells"),
+    "table": ("out", "cells", "data"),
     "train": ("out", "checkpoint", "log_csv"),
 }
 """Flags of outputs, where a stage has others than `out`."""

@@ -121,12 +121,12 @@ def chosen(job: Job) -> list[Path]:
 
 def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path) -> None:
     """One stage without the study, for the quick suite."""
-    cells = sample_study(tmp_path).cells("ruler_sweep")
+    table = sample_study(tmp_path).table("ruler_sweep")
     with contextlib.chdir(tmp_path):
-        flags = ["--cells", cells.name, "--out", "out/comparison.csv", "--picture", "out/picture.csv"]
+        flags = ["--tables", table.name, "--out", "out/comparison.csv", "--picture", "out/picture.csv"]
         job = job_of(["comparison", "--spec", '{"study": "paper", "settings": {}}', *flags])
         assert outcome(job)[0] == 0
-        complaints = {str(damage): said for damage in DAMAGES if (said := complaint(job, Path(cells.name), damage))}
+        complaints = {str(damage): said for damage in DAMAGES if (said := complaint(job, Path(table.name), damage))}
     assert not complaints, json.dumps(complaints, indent=1)
 
 

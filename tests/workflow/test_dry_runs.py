@@ -15,8 +15,8 @@ from runs import ROOT, Run, dry_run, made, snakemake
 from residual_mass.benchmarks.decoding import decoding_settings
 from residual_mass.cli import _parser
 from residual_mass.core.settings import MapsSpec, to_json, tokens_of
+from residual_mass.paper.comparison.by_cell import COMPARED
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
-from residual_mass.paper.tables.table_file import TABLES
 from residual_mass.study.specs import (
     AuditSpec,
     CaptureSpec,
@@ -327,10 +327,10 @@ def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
 def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
         (given,) = told(run, "comparison")
-        latencies = {label for label in TABLES if label.startswith("runtime_")}
+        latencies = {label for label in COMPARED if label.startswith("runtime_")}
         assert latencies == {"runtime_1b", "runtime_3b"}
-        there = set(TABLES) if study == "paper" else set(TABLES) - latencies
-        assert {Path(path).stem for path in given["cells"]} == there
+        there = set(COMPARED) if study == "paper" else set(COMPARED) - latencies
+        assert {Path(path).stem for path in given["tables"]} == there
         assert given["out"] + given["picture"] == [
             f"paper_tables/{study}/comparison{ending}.csv" for ending in ("", "_picture")
         ]
@@ -360,7 +360,7 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
         assert given["out"] == [f"paper_tables/{study}/main.tex"]
         (numbers,) = told(run, "numbers")
         assert numbers["out"] == given["numbers"] == [f"paper_tables/{study}/numbers.tex"]
-        assert sorted(numbers["cells"]) == sorted(each["cells"][0] for each in told(run, "table"))
+        assert sorted(numbers["tables"]) == sorted(each["data"][0] for each in told(run, "table"))
         (told_to,) = specs(run, "document", DocumentSpec)
         titles = {figure.label: figure.title for figure in specs(run, "figure", FigureSpec)}
         assert (told_to.study, told_to.figure_titles) == (study, titles)
@@ -379,8 +379,7 @@ def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
         (given,) = told(run, "report")
         (shown,) = told(run, "document")
-        assert given["tables"] == shown["tables"]
-        assert given["cells"] == [path.replace(".tex", ".csv") for path in shown["tables"]]
+        assert given["tables"] == [path.replace(".tex", ".json") for path in shown["tables"]]
         figures = [path.replace(".pdf", ".png") for path in shown["figures"]]
         assert (given["figures"], given["out"]) == (figures, ["results/report.html"])
         (compared,) = told(run, "comparison")

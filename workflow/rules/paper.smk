@@ -1,7 +1,7 @@
 """Tables and figures of the paper.
 
 Needs: result tables, diagnostics, training logs, feature maps.
-Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png,
+Makes: paper_tables/{study}/{label}.tex, .csv and .json, paper_tables/{study}/figures/{label}.pdf and .png,
 paper_tables/published/{label}.tex, paper_tables/{study}/comparison.csv and comparison_picture.csv,
 paper_tables/{study}/numbers.tex, paper_tables/{study}/main.tex and, where LaTeX is installed, main.pdf
 """
@@ -27,6 +27,7 @@ rule table:
             subcategory="{study}",
             labels={"table": "{label}", "file": "cells"},
         ),
+        data=paths.TABLE_DATA,
     log:
         "logs/table/{study}_{label}.log",
     benchmark:
@@ -44,7 +45,7 @@ rule table:
         "Table {wildcards.label} of study {wildcards.study}"
     shell:
         "python -m residual_mass table --spec {params.spec:q} --results {input.results}"
-        " --template {input.template:q} --out {output.tex} --cells {output.cells} > {log} 2>&1"
+        " --template {input.template:q} --out {output.tex} --cells {output.cells} --data {output.data} > {log} 2>&1"
 
 
 rule published_table:
@@ -74,7 +75,7 @@ rule published_table:
 
 rule comparison:
     input:
-        cells=plan.compared_cells,
+        tables=plan.compared_tables,
     output:
         cells=report(
             paths.COMPARISON,
@@ -106,13 +107,13 @@ rule comparison:
     message:
         "Study {wildcards.study} beside the paper's values"
     shell:
-        "python -m residual_mass comparison --spec {params.spec:q} --cells {input.cells}"
+        "python -m residual_mass comparison --spec {params.spec:q} --tables {input.tables}"
         " --out {output.cells} --picture {output.picture} > {log} 2>&1"
 
 
 rule numbers:
     input:
-        cells=plan.all_cells,
+        tables=plan.all_tables,
         template=plan.here("paper_tables/templates/numbers.tex.j2"),
     output:
         paths.NUMBERS,
@@ -132,7 +133,7 @@ rule numbers:
     message:
         "Numbers of study {wildcards.study} for prose"
     shell:
-        "python -m residual_mass numbers --spec {params.spec:q} --cells {input.cells}"
+        "python -m residual_mass numbers --spec {params.spec:q} --tables {input.tables}"
         " --template {input.template:q} --out {output} > {log} 2>&1"
 
 

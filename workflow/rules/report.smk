@@ -8,8 +8,7 @@ Makes: results/report.html
 
 rule report:
     input:
-        tables=lambda _: plan.of_page(paths.TABLE),
-        cells=lambda _: plan.of_page(paths.CELLS),
+        tables=lambda _: plan.of_page(paths.TABLE_DATA),
         figures=lambda _: plan.page_figures(),
         comparison=lambda _: plan.of_page(paths.COMPARISON, compared=True),
         picture=lambda _: plan.of_page(paths.PICTURE, compared=True),
@@ -35,7 +34,7 @@ rule report:
     message:
         "Page of the study"
     shell:
-        "python -m residual_mass report --spec {params.spec:q} --tables {input.tables} --cells {input.cells}"
+        "python -m residual_mass report --spec {params.spec:q} --tables {input.tables}"
         " --figures {input.figures} --comparison {input.comparison} --picture {input.picture}"
         " --claims {input.claims} --sources {input.sources} --deviations {input.deviations:q}"
         " --template {input.template:q} --out {output} > {log} 2>&1"

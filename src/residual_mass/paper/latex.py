@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from residual_mass.paper.cells import Cell
-from residual_mass.paper.templating import fill
+from residual_mass.paper.marked import Marked, marked, one_line, parts, to_html
+from residual_mass.paper.templating import block, fill
 
 ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -21,8 +21,6 @@ ESCAPES = {
     '"': "{''}",
     **{character: "\\" + character for character in "&%$#_{}"},
 }
-MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
-"""Without a width of their own, so that digits stay aligned."""
 
 
 class Latex(str):
@@ -30,36 +28,59 @@ class Latex(str):
 
 
 def escape(value: object) -> Latex:
-    """`value` as LaTeX that prints it on one line: special characters escaped, control characters turned to spaces."""
+    """`value` as LaTeX that prints it on one line, mathematics of marked text included."""
     if isinstance(value, Latex):
         return value
-    return Latex("".join(ESCAPES.get(character, character) for character in _one_line(value)))
+    return Latex("".join(f"${part}$" if math else _escaped(part) for part, math in parts(marked(value))))
 
 
-def _one_line(value: object) -> str:
-    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", str(value)).split())
+def _escaped(text: str) -> str:
+    return "".join(ESCAPES.get(character, character) for character in text)
 
 
-def _cell(cell: Cell) -> Latex:
-    text = escape(cell.text)
-    return Latex((rf"\textbf{{{text}}}" if cell.bold else text) + MARKS[cell.gain])
+def _stacked(title: str, align: str) -> Latex:
+    """A title of one or more lines, which `align` ("l" or "c") sets below each other."""
+    lines = [escape(Marked(line)) for line in marked(title).split("\n")]
+    if len(lines) == 1:
+        return lines[0]
+    stack = r"\\".join(lines)
+    return Latex(rf"\shortstack[{align}]{{{stack}}}")
 
 
 def render(template: Path, **context: Any) -> str:
     """Fills `template`: `<< expression >>`, `<% statement %>`, `<# remark #>`.
 
-    Filters: `cell` prints a Cell; `comment` prints text for a LaTeX comment, on one line and not escaped.
+    Filters: `stacked` sets the lines of a title below each other; `comment` prints text for a LaTeX comment, on one
+    line and not escaped.
 
     Raises:
         ValueError: the template is missing, malformed, or asks for a name that it was not given.
     """
+    return fill(_environment(template, escape), template, context)
+
+
+def caption_of(template: Path, **context: Any) -> Marked:
+    """The block `caption` of a template, filled in as marked text.
+
+    Raises:
+        ValueError: as `render`; the caption is not plain text with mathematics between dollars.
+    """
+    caption = Marked(one_line(block(_environment(template, marked), template, "caption", context)))
+    try:
+        to_html(caption)
+    except ValueError as error:
+        raise ValueError(f"{template}: {error}") from None
+    return caption
+
+
+def _environment(template: Path, finalize: Callable[[object], str]) -> jinja2.Environment:
     environment = jinja2.Environment(
         block_start_string="<%", block_end_string="%>",
         variable_start_string="<<", variable_end_string=">>",
         comment_start_string="<#", comment_end_string="#>",
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined, finalize=escape, autoescape=False,
+        undefined=jinja2.StrictUndefined, finalize=finalize, autoescape=False,
         loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
-    environment.filters |= {"cell": _cell, "comment": lambda value: Latex(_one_line(value))}
-    return fill(environment, template, context)
+    environment.filters |= {"stacked": _stacked, "comment": lambda value: Latex(one_line(value))}
+    return environment

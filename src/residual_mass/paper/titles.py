@@ -6,35 +6,35 @@ import re
 
 from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.core.settings import length_and_variant
-from residual_mass.paper.cells import ALL_TASKS, Point
-from residual_mass.paper.latex import Latex, escape
+from residual_mass.paper.marked import Marked, marked
+from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.specs import TableSpec
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
-FULL, TOPK, PHI = Latex("Full"), Latex("Top-$K$"), Latex(r"Top-$K{+}\phi$")
-METHOD_TITLES = {"full": FULL, "topk": TOPK, "topk_phi": PHI, "topk_phi_nosub": Latex(rf"{PHI} (NoSub)")}
-OURS = Latex("Ours")
+FULL, TOPK, PHI = Marked("Full"), Marked("Top-$K$"), Marked(r"Top-$K{+}\phi$")
+METHOD_TITLES = {"full": FULL, "topk": TOPK, "topk_phi": PHI, "topk_phi_nosub": Marked(rf"{PHI} (NoSub)")}
+OURS = Marked("Ours")
 """The feature maps of a study's own recipe."""
-OWN_ROW = Latex(r"$^{*}$")
-"""Behind the title of a row that the paper's table does not have."""
+OWN_ROW = Marked(r"$^{*}$")
+"""Marks the title of a row that the paper's table lacks."""
 VARIANT_TITLES = {
-    "hedgehog_map": Latex("Hedgehog-style map"),
-    "lolcats_loss": Latex("LoLCATs-style loss"),
-    "kl_only": Latex("KL only"),
-    "aux_only": Latex("Auxiliary only"),
-    "residual_loss": Latex("Residual objective"),
+    "hedgehog_map": Marked("Hedgehog-style map"),
+    "lolcats_loss": Marked("LoLCATs-style loss"),
+    "kl_only": Marked("KL only"),
+    "aux_only": Marked("Auxiliary only"),
+    "residual_loss": Marked("Residual objective"),
 }
 FAMILIES = {"rouge_score": "Summarisation", "qa_f1_score": "Question answering"}
-"""What LongBench's tasks have in common, by their metric."""
+"""LongBench's tasks by their metric."""
 
 
 def model_name(model_id: str) -> str:
-    """A model's name on the hub, without who published it."""
+    """A model's name on the hub, without its organisation."""
     return model_id.split("/")[-1]
 
 
 def backbone_title(spec: TableSpec, backbone: str, model_id: str) -> str:
-    """What a table calls a backbone: as its spec says, or else by the model's name."""
+    """The backbone's title in the spec, or else the model's name."""
     return spec.backbone_titles.get(backbone, model_name(model_id))
 
 
@@ -47,26 +47,26 @@ def task_title(benchmark: str, task: str) -> str:
     return benchmark_title(benchmark) if task == ALL_TASKS else task_named(benchmark, task).title
 
 
-def family_title(point: Point) -> str:
-    """The kind of task that a point is counted under: a LongBench task's family, otherwise its benchmark."""
-    if point.benchmark == "longbench" and point.task != ALL_TASKS:
-        return FAMILIES[str(task_named(point.benchmark, point.task).metric)]
-    return benchmark_title(point.benchmark)
+def family_title(place: Place) -> str:
+    """The kind of task that a score is counted under: a LongBench task's family, otherwise its benchmark."""
+    if place.benchmark == "longbench" and place.task != ALL_TASKS:
+        return FAMILIES[str(task_named(place.benchmark, place.task).metric)]
+    return benchmark_title(place.benchmark)
 
 
-def trained_at_title(maps: str) -> Latex:
-    """A row of feature maps told apart by the length that they were trained at."""
+def trained_at_title(maps: str) -> Marked:
+    """Names feature maps by the length that they were trained at."""
     _, variant = length_and_variant(maps)
-    return Latex(f"{PHI} ({escape(maps)})" if variant else f"{PHI} ({escape(maps)}-trained)")
+    return Marked(f"{PHI} ({marked(maps)})" if variant else f"{PHI} ({marked(maps)}-trained)")
 
 
-def variant_title(maps: str) -> Latex:
-    """A row of feature maps told apart by how they were made; a variant without a title prints its label."""
+def variant_title(maps: str) -> Marked:
+    """Names feature maps by how they were made: by the variant's title, or its label where it has none."""
     _, variant = length_and_variant(maps)
     if width := re.fullmatch(r"dphi_(\d+)", variant):
         return width_title(int(width[1]))
-    return VARIANT_TITLES.get(variant, escape(maps)) if variant else OURS
+    return VARIANT_TITLES.get(variant, marked(maps)) if variant else OURS
 
 
-def width_title(d_phi: int) -> Latex:
-    return Latex(rf"$d_\phi{{=}}{d_phi}$")
+def width_title(d_phi: int) -> Marked:
+    return Marked(rf"$d_\phi{{=}}{d_phi}$")

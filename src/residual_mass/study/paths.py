@@ -38,6 +38,7 @@ RUNTIME = "results/runtime_{backbone}.csv"
 
 TABLE = "paper_tables/{study}/{label}.tex"
 CELLS = "paper_tables/{study}/{label}.csv"
+TABLE_DATA = "paper_tables/{study}/{label}.json"
 PUBLISHED_TABLE = f"paper_tables/{PUBLISHED}/{{label}}.tex"
 COMPARISON = "paper_tables/{study}/comparison.csv"
 PICTURE = "paper_tables/{study}/comparison_picture.csv"

@@ -15,10 +15,10 @@ from snakemake.io import expand
 
 from residual_mass.core.settings import maps_label, to_json, tokens_of
 from residual_mass.paper import published
+from residual_mass.paper.comparison.by_cell import COMPARED as COMPARED_TABLES
 from residual_mass.paper.published.protocol import settings_of
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
-from residual_mass.paper.tables.table_file import COMPARED as COMPARED_TABLES
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.study import paths
 from residual_mass.study.computed import Computed, Wildcards, file_of, known
@@ -111,12 +111,12 @@ class Plan(Computed):
             shown |= {"backbones": names, "lengths": study.runtime.contexts, "budgets": [], "benchmarks": []}
         return to_json(TableSpec(study=wildcards.study, label=label, backbone_titles=self.titles(names), **shown))
 
-    def compared_cells(self, wildcards: Wildcards) -> list[str]:
-        """What the tables of a study print, where the paper's values are compared with it."""
+    def compared_tables(self, wildcards: Wildcards) -> list[str]:
+        """The tables of a study that the paper has as well."""
         labels = [label for label in self.study_named(wildcards).tables if label in COMPARED_TABLES]
         if not labels:
             sys.exit(f"{file_of(wildcards.study)}: tables: has none to compare with the paper's; add one")
-        return expand(paths.CELLS, study=wildcards.study, label=labels)
+        return expand(paths.TABLE_DATA, study=wildcards.study, label=labels)
 
     def comparison_spec(self, wildcards: Wildcards) -> str:
         backbones = {each.name: dataclasses.asdict(each) for each in self.backbone_specs(wildcards.study)}
@@ -129,12 +129,12 @@ class Plan(Computed):
         )
         return to_json(spec)
 
-    def all_cells(self, wildcards: Wildcards) -> list[str]:
-        """What all tables of a study print."""
+    def all_tables(self, wildcards: Wildcards) -> list[str]:
+        """All tables of a study."""
         tables = self.study_named(wildcards).tables
         if not tables:
             sys.exit(f"{file_of(wildcards.study)}: tables: has none whose numbers could be quoted; add one")
-        return expand(paths.CELLS, study=wildcards.study, label=tables)
+        return expand(paths.TABLE_DATA, study=wildcards.study, label=tables)
 
     def numbers_spec(self, wildcards: Wildcards) -> str:
         return to_json(NumbersSpec(wildcards.study))

@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
-from residual_mass.paper.cells import Cell
 
-Printed = dict[tuple[str, str, int], Cell]
+class Printed(NamedTuple):
+    """A cell as it is set."""
+
+    text: str
+    bold: bool = False
+    mark: str = ""
+
+
+LEFT_OUT = Printed("--")
+Cells = dict[tuple[str, str, int], Printed]
 """Cells by title of the block (empty where there is none), title of the row and column; a cell over several columns is
 in each.
 """
@@ -16,9 +25,9 @@ METHODS = ("Full", "Top-$K$", r"Top-$K{+}\phi$", r"Top-$K{+}\phi$ (NoSub)")
 MARKS = {r"\rlap{$^\dagger$}": "above", r"\rlap{$^\ddagger$}": "below"}
 
 
-def printed_cells(tex: str) -> Printed:
+def printed_cells(tex: str) -> Cells:
     body = tex.split(r"\midrule", 1)[1].split(r"\bottomrule")[0]
-    cells: Printed = {}
+    cells: Cells = {}
     for block in body.split(r"\midrule"):
         title = re.search(r"\\multirow\{\d+\}\{\*\}\{(.*)\}", block)
         for line in block.splitlines():
@@ -36,8 +45,8 @@ def printed_fields(tex: str) -> list[list[str]]:
     return [line.removesuffix(r"\\").strip().split(" & ") for line in body.splitlines() if line.endswith(r"\\")]
 
 
-def _row(block: str, title: str, *fields: str) -> Printed:
-    cells: Printed = {}
+def _row(block: str, title: str, *fields: str) -> Cells:
+    cells: Cells = {}
     column = 0
     for field in fields:
         spanned = re.fullmatch(r"\\multicolumn\{(\d+)\}\{c\}\{(.*)\}", field)
@@ -47,11 +56,11 @@ def _row(block: str, title: str, *fields: str) -> Printed:
     return cells
 
 
-def _cell(text: str) -> Cell:
+def _cell(text: str) -> Printed:
     mark = next((mark for mark in MARKS if text.endswith(mark)), "")
     text = text.removesuffix(mark)
     plain = re.sub(r"\\textbf\{(.*)\}", r"\1", text)
-    return Cell(plain, plain != text, MARKS.get(mark, ""))
+    return Printed(plain, plain != text, MARKS.get(mark, ""))
 
 
 def caption_of(tex: str) -> str:

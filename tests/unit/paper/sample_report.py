@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from sample_results import TEMPLATES, Arm, result_rows, table_spec, write_rows
 
-from residual_mass.files import write_json
+from records import recorded
+from residual_mass.diagnostics.columns import ACCOUNTING, CLAIMS
 from residual_mass.paper import published
 from residual_mass.paper.comparison import by_cell as comparison
 from residual_mass.paper.figures.style import TEXT_WIDTH, save
 from residual_mass.paper.published.protocol import PROTOCOL, text_of
-from residual_mass.paper.readers import accounting_file, runtime_file
+from residual_mass.paper.readers import accounting_file
 from residual_mass.paper.report import page as report
 from residual_mass.paper.report.page import ReportFiles
-from residual_mass.paper.report.verdicts import CLAIM_COLUMNS
+from residual_mass.paper.table import Cell, load_table
 from residual_mass.paper.tables import render as tables
+from residual_mass.runtime.columns import RUNTIME
 from residual_mass.study.config import METHODS
 from residual_mass.study.specs import BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
 
@@ -30,6 +33,7 @@ MODEL = published.MODELS["1b"]
 FACTS = {"study": "paper", "backbone": "1b", "model_id": MODEL, "revision": "r1", "weights": "pretrained"}
 LENGTHS, BUDGETS = ("4k", "8k"), (0.5, 1.0, 2.0, 4.0)
 UNDER_THE_PAPERS_PROTOCOL = ComparisonSpec("paper", {key: text_of(value) for key, value in PROTOCOL.items()})
+ERRORS = ("e_topk", "e_nosub", "e_sub", "e_exact_sub", "e_exact_nosub")
 DECODING = "greedy; budgets of the nominal length; cut to 64k"
 
 Row = dict[str, Any]
@@ -51,12 +55,16 @@ class Study:
     def with_files(self, **changes: Any) -> Study:
         return replace(self, files=replace(self.files, **changes))
 
-    def cells(self, label: str) -> Path:
-        return next(path for path in self.files.cells if path.stem == label)
+    def table(self, label: str) -> Path:
+        return next(path for path in self.files.tables if path.stem == label)
+
+    def lines(self, label: str) -> list[dict[str, str]]:
+        """Of the table's CSV."""
+        return read(self.table(label).with_suffix(".csv"))
 
 
 def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> Study:
-    """Tables of scores, of errors and of latencies, one figure, claims, and a sidecar beside a file of most stages."""
+    """Tables of scores, of errors and of latencies, one figure, and claims, with their records."""
     facts = FACTS | {"model_id": model_id}
     results = [_scores(folder, "ruler", length, facts) for length in LENGTHS]
     results += [_scores(folder, "babilong", length, facts | {"data": "simulated"}) for length in LENGTHS]
@@ -69,20 +77,20 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
     }
     for label, (paths, changes) in given.items():
         _table(folder, label, paths, {"backbone_titles": {"1b": title}} | changes)
-    cells = [folder / f"{label}.csv" for label in given]
+    saved = [folder / f"{label}.json" for label in given]
     compared, picture = folder / "comparison.csv", folder / "comparison_picture.csv"
-    comparison.run(UNDER_THE_PAPERS_PROTOCOL, cells, compared, picture)
+    comparison.run(UNDER_THE_PAPERS_PROTOCOL, saved, compared, picture)
     figure = folder / "mass_curves.png"
     save(Figure(figsize=(TEXT_WIDTH, 1)), figure.with_suffix(".pdf"), figure)
+    recorded(figure)
     phi, generated = folder / "1b_8k.safetensors", folder / "all.jsonl"
     for path in (phi, generated):
         path.write_text(path.name)
-    _sidecars(results[0], phi, generated, runtime)
+    _records(results[0], phi, generated, runtime)
     backbone = BackboneSpec("paper", model_id, "r1", "hub", "bfloat16", "llama32", 131072, True, name="1b")
     spec = ReportSpec("paper", (backbone,), LENGTHS, BUDGETS, {"mass_curves": f"{title}, wiki"})
     files = ReportFiles(
-        tables=[path.with_suffix(".tex") for path in cells],
-        cells=cells,
+        tables=saved,
         figures=[figure],
         comparison=compared,
         picture=picture,
@@ -93,20 +101,38 @@ def sample_study(folder: Path, title: str = "Llama", model_id: str = MODEL) -> S
     return Study(folder, spec, files)
 
 
-def edit_cells(path: Path, where: Row, **fields: str) -> None:
+def edit_cells(path: Path, where: Callable[[Cell], bool], change: Callable[[Cell], Cell]) -> None:
+    """Changes the cells of a saved table that match, of which there must be some."""
+    table = load_table(path, "paper")
+    assert any(map(where, table.cells))
+    changed(table, lambda cell: change(cell) if where(cell) else cell).save(path)
+    recorded(path)
+
+
+def changed(part: Any, change: Callable[[Cell], Cell]) -> Any:
+    """A table, or a part of one, with every cell changed."""
+    if isinstance(part, Cell):
+        return change(part)
+    if isinstance(part, tuple):
+        return tuple(changed(each, change) for each in part)
+    if not is_dataclass(part):
+        return part
+    return replace(part, **{field.name: changed(getattr(part, field.name), change) for field in fields(part)})
+
+
+def edit_lines(path: Path, where: Row, **fields: str) -> None:
     """Sets fields of the lines of a CSV that match, of which there must be some."""
-    header, rows = read(path)
-    chosen = [row for row in rows if all(row[name] == value for name, value in where.items())]
+    lines = read(path)
+    chosen = [line for line in lines if all(line[name] == value for name, value in where.items())]
     assert chosen, where
-    for row in chosen:
-        row.update(fields)
-    write(path, header, rows)
+    for line in chosen:
+        line.update(fields)
+    write(path, list(lines[0]), lines)
 
 
-def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+def read(path: Path) -> list[dict[str, str]]:
     with open(path, encoding="utf-8", newline="") as stream:
-        reader = csv.DictReader(stream)
-        return list(reader.fieldnames or ()), list(reader)
+        return list(csv.DictReader(stream))
 
 
 def write(path: Path, header: list[str], rows: list[Row]) -> Path:
@@ -114,14 +140,15 @@ def write(path: Path, header: list[str], rows: list[Row]) -> Path:
         writer = csv.DictWriter(stream, header, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    return path
+    return recorded(path)
 
 
 def _table(folder: Path, label: str, paths: list[Path], changes: Row) -> None:
     shown: Row = {"study": "paper", "backbones": ("1b",), "lengths": LENGTHS, "budgets": BUDGETS}
     spec: TableSpec = table_spec(label, **shown | changes)
     name = "runtime" if label.startswith("runtime") else label
-    tables.run(spec, paths, TEMPLATES / f"{name}.tex.j2", folder / f"{label}.tex", folder / f"{label}.csv")
+    out = {ending: folder / f"{label}.{ending}" for ending in ("tex", "csv", "json")}
+    tables.run(spec, paths, TEMPLATES / f"{name}.tex.j2", out["tex"], out["csv"], out["json"])
 
 
 def _scores(folder: Path, benchmark: str, length: str, facts: Row) -> Path:
@@ -136,7 +163,7 @@ def _scores(folder: Path, benchmark: str, length: str, facts: Row) -> Path:
 def _accounting(folder: Path, facts: Row) -> Path:
     rows = []
     for index, (corpus, length) in enumerate([("wikitext", "4k"), ("cwe", "4k")]):
-        errors = {name: f"{0.1 + 0.05 * place + 0.01 * index:.6f}" for place, name in enumerate(accounting_file.ERRORS)}
+        errors = {name: f"{0.1 + 0.05 * place + 0.01 * index:.6f}" for place, name in enumerate(ERRORS)}
         errors[accounting_file.LOG_Z] = "-0.574000"
         bounds = {
             f"{name}_ci_{side}": f"{float(errors[name]) + step:.6f}"
@@ -149,7 +176,7 @@ def _accounting(folder: Path, facts: Row) -> Path:
                 "heads": "512", "rows": "4096", "clamped_share": "0.000000", "phi_sha": "ab" * 32,
             }
         )  # fmt: skip
-    return write(folder / "accounting_1b.csv", list(accounting_file.COLUMNS), rows)
+    return write(folder / "accounting_1b.csv", ACCOUNTING, rows)
 
 
 def _runtime(folder: Path, facts: Row) -> Path:
@@ -171,10 +198,10 @@ def _runtime(folder: Path, facts: Row) -> Path:
                     "device": "NVIDIA H200",
                 }
             )  # fmt: skip
-    return write(folder / "measured_runtime_1b.csv", list(runtime_file.COLUMNS), rows)
+    return write(folder / "measured_runtime_1b.csv", RUNTIME, rows)
 
 
-def _sidecars(scored: Path, phi: Path, generated: Path, runtime: Path) -> None:
+def _records(scored: Path, phi: Path, generated: Path, runtime: Path) -> None:
     """What the stages record: only trainings and latencies name the hardware, and scores no device at all."""
     common = {
         "packages": {"torch": "9.8.7"},
@@ -187,7 +214,7 @@ def _sidecars(scored: Path, phi: Path, generated: Path, runtime: Path) -> None:
         generated: {"device": "cuda", "seconds": 56.0, "spec": {"recipe": 5}},
         runtime: {"device": "NVIDIA H200", "seconds": 7.0, "spec": {"seed": 0, "recipe": 1}},
     }.items():  # fmt: skip
-        write_json(path.with_name(f"{path.name}.meta.json"), facts | common)
+        recorded(path, **facts, **common)
 
 
 def _claims(folder: Path) -> Path:
@@ -199,4 +226,4 @@ def _claims(folder: Path) -> Path:
          "ci_high": "0.3", "verdict": verdict}
         for primary, verdict, text in statements
     ]  # fmt: skip
-    return write(folder / "claims_1b.csv", list(CLAIM_COLUMNS), rows)
+    return write(folder / "claims_1b.csv", CLAIMS, rows)

@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from records import recorded
+from residual_mass.benchmarks.columns import RESULTS
+from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.config import METHODS
 from residual_mass.study.specs import TableSpec
 
 TEMPLATES = Path(__file__).parents[3] / "paper_tables" / "templates"
 LABELS = (
     "natural_main stress_1pct ruler_sweep babilong_sweep cross_length_mismatch dphi_ablation loss_ablation"
-).split()
-COLUMNS = (
-    "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high original_value "
-    "original_stderr original_ci_low original_ci_high n gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p "
-    "flags data k_mean k_zero_share cut_share decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
 BUDGETS = (2.0, 4.0, 8.0)
 LONGBENCH = tuple(f"longbench_{name}" for name in ("gov_report", "qmsum", "musique", "hotpotqa"))
@@ -38,6 +36,19 @@ def sweep_arms(budgets: Iterable[float] = BUDGETS) -> list[Arm]:
 def maps_arms(*maps: str) -> list[Arm]:
     """Both baselines and one arm for each of the feature maps, at 4 %."""
     return [("full", None, ""), ("topk", 4.0, ""), *(("topk_phi", 4.0, label) for label in maps)]
+
+
+def place(
+    benchmark: str,
+    length: str,
+    backbone: str,
+    method: str,
+    budget_percent: float | None,
+    task: str = ALL_TASKS,
+    maps: str | None = None,
+) -> Place:
+    """Of a score."""
+    return Place(backbone, length, benchmark, task, method=method, budget_percent=budget_percent, maps=maps)
 
 
 def table_spec(label: str = "ruler_sweep", **changes: Any) -> TableSpec:
@@ -94,10 +105,10 @@ def edit(rows: Rows, where: Row, **fields: Any) -> Rows:
 
 def write_rows(path: Path, rows: Rows) -> Path:
     with open(path, "w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+        writer = csv.DictWriter(stream, RESULTS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    return path
+    return recorded(path)
 
 
 def files_of(folder: Path, label: str, **facts: Any) -> tuple[TableSpec, list[Path]]:

@@ -1,4 +1,4 @@
-"""Files of the runtime stage with made-up numbers."""
+"""Files of the runtime stage with made-up numbers, and the recipe of a training."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
+from records import recorded
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.runtime.columns import RUNTIME
+from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.study.specs import BackboneSpec, TrainSpec, VariantSpec
+
+SMALL = BackboneSpec("mini", "org/Small-LM", "r1", "assets", "float32", "bytes", 8192, False, name="smol")
+OWN = VariantSpec("ours", MapSpec(d_emb=5, d_phi=4), ObjectiveSpec())
+TRAINED = TrainSpec(
+    name="study", backbone=SMALL, length="2k", variants=(OWN,), corpora=("wiki",), steps=300, learning_rate=1e-3,
+    weight_decay=0.0, schedule="constant", warmup_steps=0, sequences_per_step=1, queries_per_step=5, query_window=0.5,
+    replay=ReplaySpec(), curriculum=None, anchors=AnchorSpec(), held_out=("wiki",), eval_budgets=(4.0,), eval_every=100,
+    checkpoint_every=50, seed=3, recipe=1,
+)  # fmt: skip
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
-COLUMNS = (
-    "study backbone implementation method context batch budget_percent k per_step_ms per_step_low_ms per_step_high_ms "
-    "prefill_ms end_to_end_ms recording_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes "
-    "tokens_as_prototype not_measured repeats weights phi_weights dtype device model_id revision"
-).split()
 BLOCKS = (("prototype", 1), ("fused", 1), ("fused", 8))
 K = {"1k": "21", "2k": "62", "4k": "21", "16k": "144", "64k": "636"}
 
@@ -73,9 +82,9 @@ def not_measured(row: Row) -> Row:
     return row | dict.fromkeys((*lacking, *steps), "") | {"not_measured": REASON}
 
 
-def write_runtime(path: Path, rows: Iterable[Row], columns: Iterable[str] = COLUMNS) -> Path:
+def write_runtime(path: Path, rows: Iterable[Row], columns: Iterable[str] = RUNTIME) -> Path:
     with open(path, "w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, list(columns), lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    return path
+    return recorded(path)

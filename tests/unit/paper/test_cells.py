@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from residual_mass.paper.cells import Point, best_of_columns, format_score
+from sample_results import place
+
+from residual_mass.paper.table import Place, format_score
+from residual_mass.paper.tables.score_table import best_of_columns
 
 
-def point(method: str, budget: float | None = 1.0, backbone: str = "1b", length: str = "4k", **more: str) -> Point:
-    return Point("ruler", length, backbone, method, budget, **more)
+def of(method: str, budget: float | None = 1.0, backbone: str = "1b", length: str = "4k", **more: str) -> Place:
+    return place("ruler", length, backbone, method, budget, **more)
 
 
-def best(values: dict[Point, float]) -> set[Point]:
+def best(values: dict[Place, float]) -> set[Place]:
     return best_of_columns({each: format_score(value) for each, value in values.items()})
 
 
 def test_values_that_print_alike_tie() -> None:
-    values = {point("topk"): 0.5479, point("topk_phi"): 0.5480, point("topk_phi_nosub"): 0.5474}
-    assert best(values) == {point("topk"), point("topk_phi")}
+    values = {of("topk"): 0.5479, of("topk_phi"): 0.5480, of("topk_phi_nosub"): 0.5474}
+    assert best(values) == {of("topk"), of("topk_phi")}
 
 
 def test_what_rounds_to_zero_has_no_minus() -> None:
@@ -23,25 +26,25 @@ def test_what_rounds_to_zero_has_no_minus() -> None:
 
 
 def test_values_that_print_differently_do_not_tie() -> None:
-    assert best({point("topk"): 0.5484, point("topk_phi"): 0.5486}) == {point("topk_phi")}
+    assert best({of("topk"): 0.5484, of("topk_phi"): 0.5486}) == {of("topk_phi")}
 
 
 def test_full_is_never_best_and_never_beats() -> None:
-    values = {point("full", None): 0.9, point("topk"): 0.2, point("topk_phi"): 0.3}
-    assert best(values) == {point("topk_phi")}
+    values = {of("full", None): 0.9, of("topk"): 0.2, of("topk_phi"): 0.3}
+    assert best(values) == {of("topk_phi")}
 
 
 def test_columns_compete_apart() -> None:
     others = [{"budget": 2.0}, {"backbone": "3b"}, {"length": "8k"}, {"task": "ruler_vt"}]
-    values = {point("topk"): 0.9, point("topk_phi"): 0.8}
-    values |= {point("topk", **other): 0.1 for other in others} | {point("topk_phi", **other): 0.2 for other in others}
-    assert best(values) == {point("topk"), *(point("topk_phi", **other) for other in others)}
+    values = {of("topk"): 0.9, of("topk_phi"): 0.8}
+    values |= {of("topk", **other): 0.1 for other in others} | {of("topk_phi", **other): 0.2 for other in others}
+    assert best(values) == {of("topk"), *(of("topk_phi", **other) for other in others)}
 
 
 def test_feature_maps_compete_with_each_other_and_with_top_k() -> None:
-    values = {point("topk"): 0.4, point("topk_phi", maps="4k"): 0.5, point("topk_phi", maps="4k-kl_only"): 0.3}
-    assert best(values) == {point("topk_phi", maps="4k")}
+    values = {of("topk"): 0.4, of("topk_phi", maps="4k"): 0.5, of("topk_phi", maps="4k-kl_only"): 0.3}
+    assert best(values) == {of("topk_phi", maps="4k")}
 
 
 def test_all_zero_is_a_tie() -> None:
-    assert len(best({point("topk"): 0.0, point("topk_phi"): 0.0004})) == 2
+    assert len(best({of("topk"): 0.0, of("topk_phi"): 0.0004})) == 2

@@ -8,7 +8,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from records import recorded
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
 from residual_mass.core.settings import to_json
@@ -25,17 +26,19 @@ from residual_mass.paper import published
 from residual_mass.paper.comparison import comparability
 from residual_mass.paper.comparison.by_cell import (
     COLUMNS,
+    COMPARED,
     DEVIATIONS,
     bounds_of_agreement,
     deviations_of,
-    published_cells,
     run,
     verdict_on,
 )
 from residual_mass.paper.comparison.picture import tau_b
 from residual_mass.paper.published.protocol import PROTOCOL, VARIANTS, text_of
-from residual_mass.paper.tables import accounting_table, content, runtime_table, training_cost_table
-from residual_mass.paper.tables.table_file import COMPARED, Measured, Place, load_table
+from residual_mass.paper.table import Block, Cell, Entry, Grid, Interval, Place, Table
+from residual_mass.paper.table import Row as Row_
+from residual_mass.paper.tables import runtime_table
+from residual_mass.paper.tables.render import make_published
 from residual_mass.study.specs import ComparisonSpec
 
 CELLS = {
@@ -130,7 +133,7 @@ def training_rows(fact: Row, **facts: str) -> list[Row]:
 
 def papers_tables() -> Tables:
     tables = {
-        label: [score_row(label, fact.point, fact.text) for fact in published.load(label)]
+        label: [score_row(label, fact.place, fact.text) for fact in published.load(label)]
         for label in CELLS
         if label not in ("exact_accounting", *COSTS)
     }
@@ -143,30 +146,55 @@ def papers_costs(label: str) -> list[Row]:
     return [row for fact in published.rows_of(label) for row in rows_of(fact)]
 
 
-def write(folder: Path, tables: Tables) -> list[Path]:
+def cell(row: Row) -> Cell:
+    """What a table holds of a value, from a line as in its CSV."""
+    numbers = {
+        name: float(row[name]) if row.get(name) else None for name in ("value", "ci_low", "ci_high", "low", "high")
+    }
+    place = {name: row[name] for name in ("backbone", "benchmark", "task", "corpus", "length", "method") if name in row}
+    counts = [row[name] for name in ("n", "packs", "repeats") if name in row]
+    conditions = ("implementation", "dtype", "device", "steps", "hardware", "processes")
+    return Cell(
+        place=Place(
+            **place,
+            budget_percent=float(row["budget_percent"]) if row.get("budget_percent") else None,
+            maps=row.get("maps") or None,
+            quantity=row.get("quantity", "score"),
+            implementation=row.get("implementation", ""),
+            batch=int(row["batch"]) if "batch" in row else None,
+        ),
+        text=row["text"],
+        value=numbers["value"],
+        interval=between(numbers["ci_low"], numbers["ci_high"]),
+        range=between(numbers["low"], numbers["high"]),
+        n=int(*counts or [1]),
+        data=tuple(row["data"].split("+")) if "data" in row else (),
+        decoding=row.get("decoding", ""),
+        conditions={name: row[name] for name in conditions if name in row},
+        model_id=row["model_id"],
+        weights=row["weights"],
+        source=row["source"],
+    )
+
+
+def between(low: float | None, high: float | None) -> Interval | None:
+    return None if low is None or high is None else Interval(low, high)
+
+
+def write(folder: Path, tables: Tables, study: str = "paper") -> list[Path]:
     paths = []
     for label, rows in tables.items():
-        path = folder / f"{label}.csv"
-        with open(path, "w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, columns_of(label), restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        paths.append(path)
+        entries = (Entry(each.text, (each,)) for each in map(cell, rows))
+        grid = Grid((), (), (Block((Row_((), tuple(entries)),)),))
+        Table(label, study, (grid,)).save(path := folder / f"{label}.json")
+        paths.append(recorded(path))
     return paths
-
-
-def columns_of(label: str) -> list[str]:
-    special = {
-        "exact_accounting": accounting_table.CELL_COLUMNS,
-        "training_cost_64k": training_cost_table.CELL_COLUMNS,
-    }
-    return runtime_table.CELL_COLUMNS if label.startswith("runtime_") else special.get(label, content.COLUMNS)
 
 
 def compare(folder: Path, tables: Tables, spec: ComparisonSpec = SPEC) -> tuple[list[Row], list[Row]]:
     """Rows of the comparison and of the picture."""
     out, picture = folder / "comparison.csv", folder / "comparison_picture.csv"
-    run(spec, write(folder, tables), out, picture)
+    run(spec, write(folder, tables, spec.study), out, picture)
     return read(out), read(picture)
 
 
@@ -345,24 +373,24 @@ OF_SETTINGS = ("stress_1pct", "dphi_ablation", "loss_ablation", "exact_accountin
 
 
 @pytest.fixture(scope="module")
-def papers_values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
-    tables = {label: rows for label, rows in papers_tables().items() if label in OF_SETTINGS}
-    return dict(load_table(path, "paper") for path in write(tmp_path_factory.mktemp("papers"), tables))
+def papers_values() -> dict[str, list[Cell]]:
+    return {label: [*map(cell, rows)] for label, rows in papers_tables().items() if label in OF_SETTINGS}
 
 
 @pytest.mark.parametrize("key", PROTOCOL)
-def test_what_another_setting_changes_is_not_comparable(papers_values: dict[str, list[Measured]], key: str) -> None:
+def test_what_another_setting_changes_is_not_comparable(papers_values: dict[str, list[Cell]], key: str) -> None:
     other = OTHER_SETTINGS[key]
     reason = f"{key} is {other}, {SPEC.settings[key]} in the paper"
     spec = replace(SPEC, settings=SPEC.settings | {key: other})
     counted = Counter()
-    for cell in (cell for cell in published_cells() if cell.table in OF_SETTINGS):
-        found = verdict_on(cell, papers_values, spec)
-        told_by_itself = key == "phi.steps" and cell.table == "training_cost_64k"
-        changed = depends(cell.table, cell.place, key) and not told_by_itself
-        no_interval = cell.place.quantity in ("e_exact_nosub", "end_to_end_ms", "wall_clock_h")
+    published_cells = [(label, cell) for label in OF_SETTINGS for cell in make_published(label).cells]
+    for label, fact in published_cells:
+        found = verdict_on(label, fact, papers_values, spec)
+        told_by_itself = key == "phi.steps" and label == "training_cost_64k"
+        changed = depends(label, fact.place, key) and not told_by_itself
+        no_interval = fact.place.quantity in ("e_exact_nosub", "end_to_end_ms", "wall_clock_h")
         unchanged = ("not comparable", "no interval") if no_interval else ("agrees", "")
-        assert (found.words, found.reason) == (("not comparable", reason) if changed else unchanged), cell
+        assert (found.words, found.reason) == (("not comparable", reason) if changed else unchanged), fact
         counted[changed] += 1
     assert min(counted.values()) > 5
 
@@ -425,8 +453,7 @@ def test_a_perfect_replication_agrees_in_95_of_100_cases(ours: int, widened: flo
     place = Place("1b", "4k", "ruler", "all", method="topk", budget_percent=1)
     for mean, value in zip(theirs, own, strict=True):
         low, high = f"{value - half:.6f}", f"{value + half:.6f}"
-        measured = Measured(place, f"{value:.6f}", low, high, ours, MODELS["1b"], "pretrained", "x.csv")
-        bounds = bounds_of_agreement(measured, low, high)
+        bounds = bounds_of_agreement(Cell(place, f"{value:.6f}", value, n=ours), Interval(value - half, value + half))
         agreed += bounds[0] <= Decimal(f"{mean:.6f}") <= bounds[1]
         held += float(low) <= mean <= float(high)
     alone = 2 * normal.cdf(1.96 / math.sqrt(1 + ours / 6500)) - 1
@@ -437,8 +464,8 @@ def test_a_perfect_replication_agrees_in_95_of_100_cases(ours: int, widened: flo
 @pytest.mark.parametrize("benchmark", ["babilong", "longbench"])
 def test_on_the_same_examples_as_the_papers_the_interval_is_not_widened(benchmark: str) -> None:
     place = Place("1b", "64k", benchmark, "all", method="topk", budget_percent=1)
-    measured = Measured(place, "0.500", "0.480", "0.530", 200, MODELS["1b"], "pretrained", "x.csv")
-    assert bounds_of_agreement(measured, "0.480", "0.530") == (Decimal("0.480"), Decimal("0.530"))
+    bounds = bounds_of_agreement(Cell(place, "0.500", 0.5, n=200), Interval(0.48, 0.53))
+    assert bounds == (Decimal("0.480"), Decimal("0.530"))
 
 
 def ends_of_agreement(row: Row, ours: int, low: int, high: int) -> tuple[int, int]:
@@ -841,83 +868,17 @@ def test_bytes_are_the_same_whatever_the_order_of_files(tmp_path: Path) -> None:
     for folder, files in (("a", paths), ("b", paths[::-1])):
         out, picture = tmp_path / folder / "c.csv", tmp_path / folder / "p.csv"
         spec = ["--spec", to_json(SPEC)]
-        main(["comparison", *spec, "--cells", *map(str, files), "--out", str(out), "--picture", str(picture)])
+        main(["comparison", *spec, "--tables", *map(str, files), "--out", str(out), "--picture", str(picture)])
         written.append((out.read_bytes(), picture.read_bytes()))
     assert written[0] == written[1] and b"\r" not in written[0][0]
 
 
-def set_first(**fields: str) -> Callable[[list[Row]], None]:
-    def change(rows: list[Row]) -> None:
-        rows[0].update(fields)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("label", "change", "message"),
-    [
-        ("ruler_sweep", set_first(value="nan"), r"ruler_sweep.csv:2: value is 'nan', not a finite number; delete it"),
-        ("ruler_sweep", set_first(value="0.5"), "ruler_sweep.csv:2: text is '0.803', but value 0.5; delete it"),
-        ("ruler_sweep", set_first(text="x"), "ruler_sweep.csv:2: text is 'x', but value 0.803000; delete it"),
-        ("ruler_sweep", set_first(ci_low=""), "ruler_sweep.csv:2: ci_low is '', not a finite number"),
-        ("ruler_sweep", set_first(ci_low="0.9"), "ruler_sweep.csv:2: ci_low is 0.9, above ci_high, 0.813000"),
-        ("ruler_sweep", set_first(n="0"), "ruler_sweep.csv:2: n is '0', not a count"),
-        ("ruler_sweep", set_first(n="8.5"), "ruler_sweep.csv:2: n is '8.5', not a count"),
-        ("ruler_sweep", set_first(study="mini"), "study should have one value, found 'mini' and 'paper'"),
-        ("ruler_sweep", set_first(table="other"), "table should have one value, found 'other' and 'ruler_sweep'"),
-        ("ruler_sweep", set_first(method="best"), "ruler_sweep.csv:2: unknown method 'best'"),
-        ("ruler_sweep", set_first(benchmark="glue"), "ruler_sweep.csv:2: unknown benchmark 'glue'"),
-        ("natural_main", set_first(task="longbench_x"), "natural_main.csv:2: unknown task 'longbench_x'"),
-        ("ruler_sweep", set_first(length="4 k"), "ruler_sweep.csv:2: length '4 k' is not a length label"),
-        ("exact_accounting", set_first(quantity="e_x"), "exact_accounting.csv:2: unknown quantity 'e_x'"),
-        ("exact_accounting", set_first(packs=""), "exact_accounting.csv:2: packs is '', not a count"),
-        ("ruler_sweep", lambda rows: rows.append(rows[0]), ":106: a second row for ruler 1b 4k full"),
-        ("ruler_sweep", lambda rows: rows.pop(), "ruler_sweep.csv: cut short, 3b ruler all 64k has 12 cells, not 13"),
-        ("exact_accounting", lambda rows: rows.pop(), "cut short, 1b cwe 64k has 4 cells, not 5"),
-        ("ruler_sweep", lambda rows: rows.clear(), "table should have one value, found no row"),
-        ("runtime_1b", set_first(value="6.70"), "runtime_1b.csv:2: text is '6.69', but value 6.70; delete it"),
-        ("runtime_1b", set_first(value="nan"), "runtime_1b.csv:2: value is 'nan', not a finite number"),
-        ("runtime_1b", set_first(low="nan"), "runtime_1b.csv:2: low is 'nan', not a finite number"),
-        ("runtime_1b", set_first(low="9"), "runtime_1b.csv:2: low is 9, above high, 7.190"),
-        ("runtime_1b", set_first(quantity="speed"), "runtime_1b.csv:2: unknown quantity 'speed'"),
-        ("runtime_1b", set_first(implementation="x"), "runtime_1b.csv:2: unknown implementation 'x'"),
-        ("runtime_1b", set_first(batch="0"), "runtime_1b.csv:2: batch is '0', not a count"),
-        ("runtime_1b", set_first(length="4 k"), "runtime_1b.csv:2: length '4 k' is not a length label"),
-        (
-            "runtime_1b",
-            lambda rows: rows.append(rows[0]),
-            "runtime_1b.csv:62: a second row for full (prototype, batch 1)",
-        ),
-        ("runtime_1b", lambda rows: rows.pop(), "cut short, 1b prototype 1 64k has 19 cells, not 20"),
-        ("training_cost_64k", lambda rows: rows.pop(), "cut short, 3b 64k has 3 cells, not 4"),
-        ("training_cost_64k", set_first(text="200"), "training_cost_64k.csv:2: text is '200', but value 200000"),
-    ],
-)
-def test_a_damaged_file_is_refused_in_one_line(
-    tmp_path: Path, label: str, change: Callable[[list[Row]], None], message: str
-) -> None:
-    tables = papers_tables()
-    change(tables[label])
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        compare(tmp_path, tables)
-    assert "\n" not in str(caught.value) and not (tmp_path / "comparison.csv").exists()
-
-
-def test_a_file_that_is_cut_lacks_a_column_or_is_another_studys_is_refused(tmp_path: Path) -> None:
+def test_a_table_that_is_not_what_was_recorded_or_another_studys_is_refused(tmp_path: Path) -> None:
     out, picture = tmp_path / "c.csv", tmp_path / "p.csv"
     (path,) = write(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]})
-    text = path.read_text()
-    with pytest.raises(ValueError, match="is of study 'paper', not of 'mini'; delete it"):
+    with pytest.raises(ValueError, match=f"^{path}: is of study 'paper', not of 'mini'; pass tables of one study$"):
         run(replace(SPEC, study="mini"), [path], out, picture)
-    with pytest.raises(ValueError, match="a second file for table ruler_sweep; give one"):
-        run(SPEC, [path, path], out, picture)
-    with pytest.raises(ValueError, match="no such file; run the table stage"):
-        run(SPEC, [tmp_path / "nothing.csv"], out, picture)
-    for damaged, message in (
-        (text[:-5], "empty or cut short, its last line does not end"),
-        (text.replace("ci_low", "low", 1), "column ci_low is missing"),
-        (text.replace("ruler_sweep,", "phi_param_count,"), "is of table 'phi_param_count'; known are natural_main"),
-    ):
-        path.write_text(damaged)
-        with pytest.raises(ValueError, match=message):
-            run(SPEC, [path], out, picture)
+    path.write_text(path.read_text().replace("0.803", "0.903"))
+    with pytest.raises(ValueError, match=f"^{path}: is not what ruler_sweep.json.meta.json recorded: "):
+        run(SPEC, [path], out, picture)
+    assert not out.exists() and not picture.exists()

@@ -8,23 +8,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from sample_results import change, diagnostics
+from sample_results import diagnostics
 
 from residual_mass.diagnostics.settings import Setting, read_settings
 from residual_mass.paper.figures.heads import quartile_error_points
 from residual_mass.paper.figures.summaries import bulk, equal_parts, head_means
-from residual_mass.paper.readers.diagnostics_file import read_diagnostics
 from residual_mass.study.specs import FigureSpec, FindingsSpec
-
-
-def test_logarithms_of_masses_may_be_of_nothing(tmp_path: Path) -> None:
-    data = tmp_path / "heads.parquet"
-    change("log_z_hat", -float("inf"))(diagnostics()).to_parquet(data)
-    assert read_diagnostics(data, ["log_z_hat"])["log_z_hat"].min() == -float("inf")
-    for value in (float("nan"), float("inf")):
-        change("log_z_hat", value)(diagnostics()).to_parquet(data)
-        with pytest.raises(ValueError, match=f"^{data}: log_z_hat holds values that are not finite; delete it and run"):
-            read_diagnostics(data, ["log_z_hat"])
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from sample_results import change, diagnostics
+from sample_results import diagnostics
 
 from residual_mass.paper.figures.masses import draw_mass_curves, mass_curves_points
 from residual_mass.paper.figures.style import paper_style, save
@@ -93,19 +91,9 @@ def test_few_heads_give_few_curves_and_none_twice(files: Files, layers: int, hea
     draw_mass_curves(MASS, points).draw_without_rendering()
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda frame: frame.assign(length="2k"), "length is 2k, but 1k in .*heads.*; pass files of the same length"),
-        (lambda frame: frame[frame["layer"] != 1], r"has no head \d of layer 1; delete it and run the capture stage"),
-        (lambda frame: frame.assign(k=0), "k is 0 somewhere; delete it and run the capture stage again"),
-        (change("c_mid", math.nan), "c_mid holds values that are not finite; .*run the capture stage again"),
-        (change("backbone", "other"), "backbone has 2 values; delete it and run the capture stage again"),
-    ],
-)
-def test_bad_mass_is_refused(files: Files, edit: Callable[[pd.DataFrame], pd.DataFrame], message: str) -> None:
-    edit(mass()).to_parquet(files["mass"])
-    with pytest.raises(ValueError, match=f"^{files['mass']}: {message}"):
+def test_files_of_different_texts_are_refused(files: Files) -> None:
+    mass().assign(length="2k").to_parquet(files["mass"])
+    with pytest.raises(ValueError, match=f"^{files['mass']}: length is 2k, but 1k in .*heads.*; pass files of"):
         mass_curves_points(MASS, [files["mass"], files["heads"]])
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import struct
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,23 @@ import torch
 from printed import caption_of, open_braces, pdflatex, printed_fields, row_widths, without_comments
 from safetensors.torch import save_file
 from sample_results import TEMPLATES, table_spec
+from sample_runtime import TRAINED
 from tests.needs import LATEX, needs
 
+from records import recorded
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import MapSpec
 from residual_mass.paper import published
-from residual_mass.paper.tables.parameter_table import CELL_COLUMNS, QUANTITIES, load_counts
-from residual_mass.paper.tables.render import render_published, run
-from residual_mass.study.specs import TableSpec
+from residual_mass.paper.readers.maps_file import load_maps_file
+from residual_mass.paper.tables.parameter_table import COLUMNS, QUANTITIES
+from residual_mass.paper.tables.render import make_published, run
+from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.study.specs import BackboneSpec, TableSpec, VariantSpec
 
 LABEL = "phi_param_count"
 TEMPLATE = TEMPLATES / f"{LABEL}.tex.j2"
 SHAPE = HeadShape(layers=3, query_heads=6, kv_heads=2, head_dim=5)
-REMEDY = "delete it and run the train stage again"
 HEAD_DIMS = {"1b": 64, "3b": 128}
 
 
@@ -43,13 +47,14 @@ def phi_file(
     name: str = "",
 ) -> Path:
     """Maps as the train stage writes them."""
-    owner = {"name": backbone, "study": study, "model_id": model_id, "revision": "r1"}
-    recipe = {"backbone": owner, "length": length, "variants": [{"label": variant}]}
+    owner = BackboneSpec(study, model_id, "r1", "assets", "float32", "bytes", 8192, False, name=backbone)
+    variants = (VariantSpec(variant, map_spec or MapSpec(d_emb=7, d_phi=4), ObjectiveSpec()),)
+    recipe = asdict(replace(TRAINED, backbone=owner, length=length, variants=variants))
     facts = {"model_id": model_id, "revision": "r1", "length": 2048, "recipe": recipe}
     suffix = "" if variant == "ours" else f"-{variant}"
     path = folder / (name or f"{backbone}_{length}{suffix}.safetensors")
     PhiMaps(shape, map_spec or MapSpec(d_emb=7, d_phi=4), facts).save(path)
-    return path
+    return recorded(path)
 
 
 def spec(**changes: Any) -> TableSpec:
@@ -57,7 +62,7 @@ def spec(**changes: Any) -> TableSpec:
 
 
 def table(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    run(wanted, list(results), TEMPLATE, folder / "out.tex", folder / "cells.csv")
+    run(wanted, list(results), TEMPLATE, folder / "out.tex", folder / "cells.csv", folder / "data.json")
     return (folder / "out.tex").read_text(encoding="utf-8")
 
 
@@ -92,12 +97,11 @@ def slow_counts(path: Path) -> dict[str, int]:
 @pytest.mark.parametrize("shape", [SHAPE, HeadShape(1, 1, 1, 8), HeadShape(2, 4, 4, 3)])
 def test_counts_are_those_of_the_maps(tmp_path: Path, map_spec: MapSpec, shape: HeadShape) -> None:
     path = phi_file(tmp_path, map_spec, shape=shape)
-    counted = load_counts(path)
-    assert counted.values == slow_counts(path) and counted.map == map_spec
+    counts = slow_counts(path)
     (line,) = printed_fields(table(tmp_path, spec(), path))
     assert line[0] == f"Small-LM / {map_spec.d_phi}"
-    texts = [re.sub(r"\B(?=(\d{3})+$)", ",", str(counted.values[name])) for name in QUANTITIES[:3]]
-    texts += [f"{counted.values[name] / 1_000_000:.1f}M" for name in QUANTITIES[3:]]
+    texts = [re.sub(r"\B(?=(\d{3})+$)", ",", str(counts[name])) for name in QUANTITIES[:3]]
+    texts += [f"{counts[name] / 1_000_000:.1f}M" for name in QUANTITIES[3:]]
     assert line[1:] == texts
 
 
@@ -112,9 +116,9 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     start = 8 + struct.unpack("<Q", content[:8])[0]
     content[start:] = b"\xff" * (len(content) - start)
-    counts = load_counts(path).values
+    counted = load_maps_file(path)
     path.write_bytes(content)
-    assert load_counts(path).values == counts
+    assert load_maps_file(path) == counted
 
 
 # ---- rows, notes and cells -------------------------------------------------------------------------------------------
@@ -166,7 +170,7 @@ def header_only(path: Path, shape: HeadShape, map_spec: MapSpec) -> Path:
     metadata = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["__metadata__"]
     facts = json.loads(metadata["residual_mass_phi"])
     facts["shape"], facts["map"]["d_emb"] = shape.__dict__, map_spec.d_emb
-    facts["training"]["model_id"] = "meta-llama/Llama-3.2-1B-Instruct"
+    facts["training"]["recipe"]["backbone"]["model_id"] = "meta-llama/Llama-3.2-1B-Instruct"
     header: dict[str, Any] = {"__metadata__": {"residual_mass_phi": json.dumps(facts)}}
     end = 0
     for side, heads in (("query", shape.query_heads), ("key", shape.kv_heads)):
@@ -179,7 +183,7 @@ def header_only(path: Path, shape: HeadShape, map_spec: MapSpec) -> Path:
     with open(path, "wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         stream.truncate(8 + len(text) + end)
-    return path
+    return recorded(path)
 
 
 @pytest.mark.parametrize(("d_emb", "d_phi", "named"), [(512, 64, True), (512, 48, False), (256, 64, False)])
@@ -201,17 +205,17 @@ def test_every_printed_value_is_a_line_with_its_origin(tmp_path: Path) -> None:
     fields = {line[0]: line[1:] for line in printed_fields(table(tmp_path, spec(), *files))}
     with open(tmp_path / "cells.csv", encoding="utf-8", newline="") as stream:
         lines = list(csv.DictReader(stream))
-    assert list(lines[0]) == CELL_COLUMNS and len(lines) == 3 * 6
+    assert list(lines[0]) == [*COLUMNS] and len(lines) == 3 * 6
     assert len({(line["maps"], line["quantity"]) for line in lines}) == 18
     for line in lines:
-        counted = load_counts(tmp_path / line["source"])
+        counts, file = slow_counts(tmp_path / line["source"]), load_maps_file(tmp_path / line["source"])
         names = [name.removesuffix("_m") for name in QUANTITIES]
         index = names.index(line["quantity"])
-        assert int(line["value"]) == counted.values[QUANTITIES[index]]
+        assert int(line["value"]) == counts[QUANTITIES[index]]
         assert line["text"] == fields[f"Small-LM / {line['d_phi']}"][index]
         origin = {
-            "table": LABEL, "backbone": "smol", "maps": counted.maps, "kind": "rezero", "d_emb": "7",
-            "d_phi": str(counted.map.d_phi), "bold": "0", "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
+            "table": LABEL, "backbone": "smol", "maps": file.label, "kind": "rezero", "d_emb": "7",
+            "d_phi": str(file.map.d_phi), "bold": "0", "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
         }  # fmt: skip
         assert origin.items() <= line.items()
 
@@ -240,7 +244,7 @@ def test_latex_accepts_the_table_whatever_the_names_and_it_fits_the_page(tmp_pat
     pdflatex(tmp_path, hostile_table(tmp_path))
     titles = {"smol": "SmolLM2-135M-Instruct"}
     tex = table(tmp_path, spec(backbone_titles=titles), *of_widths(tmp_path), phi_file(tmp_path, length="1k"))
-    assert "Overfull" not in pdflatex(tmp_path, f"{tex}\n{render_published(LABEL, TEMPLATE)}")
+    assert "Overfull" not in pdflatex(tmp_path, f"{tex}\n{make_published(LABEL).latex(TEMPLATE)}")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -254,93 +258,33 @@ def refusal(folder: Path, wanted: TableSpec, *results: Path) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    path = phi_file(tmp_path)
-    content = path.read_bytes()
-    header = 8 + struct.unpack("<Q", content[:8])[0]
-    for keep in (0, 5, 8, 9, header // 2, header - 1, header, header + 1, len(content) - 1):
-        path.write_bytes(content[:keep])
-        message = refusal(tmp_path, spec(), path)
-        assert message.startswith(f"{path}: damaged safetensors file (") and message.endswith(REMEDY), keep
-
-
-def test_a_header_that_is_no_header_is_refused(tmp_path: Path) -> None:
-    path = phi_file(tmp_path)
-    content = path.read_bytes()
-    for damaged in (b"\xff" * 8 + content[8:], content[:8] + b"x" * 20 + content[28:], b"not a file of maps\n" * 9):
-        path.write_bytes(damaged)
-        assert refusal(tmp_path, spec(), path).startswith(f"{path}: damaged safetensors file (")
-
-
-def test_foreign_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_a_file_without_maps_or_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
-    assert refusal(tmp_path, spec(), path) == f"{path}: no such file; run the train stage"
     save_file({"x": torch.zeros(1)}, path)
-    message = refusal(tmp_path, spec(), path)
-    assert message == f"{path}: holds no phi maps (no residual_mass_phi in its header); train them with the train stage"
-
-
-def rewritten(path: Path, change: Any, tensors: dict[str, torch.Tensor] | None = None) -> Path:
-    """The file with what `change` makes of its facts, and with other tensors."""
-    maps = PhiMaps.load(path)
-    shape, map_spec = vars(maps.shape).copy(), vars(maps.map).copy()
-    facts: Any = {"shape": shape, "map": map_spec, "training": maps.training_facts}
-    text = change(facts)
-    text = text if isinstance(text, str) else json.dumps(facts)
-    save_file(maps.state_dict() if tensors is None else tensors, path, {"residual_mass_phi": text})
-    return path
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda facts: facts.pop("shape") and None, "'shape' is missing"),
-        (lambda facts: facts["training"].pop("recipe") and None, "'recipe' is missing"),
-        (lambda facts: facts["training"].update(recipe=None), "'NoneType' object is not subscriptable"),
-        (lambda facts: facts["training"]["recipe"].update(variants=[]), "not enough values to unpack"),
-        (lambda facts: facts["map"].update(kind="mlp"), "spec.kind: 'mlp' is not one of rezero, hedgehog"),
-        (lambda facts: facts["map"].update(d_phi="64"), "spec.d_phi: "),
-        (lambda facts: facts["shape"].update(layers="3"), "'str' object cannot be interpreted as an integer"),
-        (
-            lambda facts: facts["shape"].update(layers=2),
-            "tensor key.2.alpha of shape [2, 1, 1] does not fit {'layers': 2",
-        ),
-        (lambda facts: facts["shape"].update(layers=4), "heads have 0 and 187 parameters, not one number of them"),
-        (lambda facts: facts["shape"].update(layers=0), "tensor "),
-        (lambda facts: facts["shape"].update(query_heads=5), "of shape [6, "),
-        (lambda facts: "{", "Expecting property name"),
-        (lambda facts: "[]", "list indices must be integers"),
-    ],
-)
-def test_a_header_that_does_not_fit_is_refused(tmp_path: Path, change: Any, reason: str) -> None:
-    path = rewritten(phi_file(tmp_path), change)
-    message = refusal(tmp_path, spec(), path)
-    assert message.startswith(f"{path}: its header does not say what the maps are (") and message.endswith(REMEDY)
-    assert reason in message
-
-
-def test_tensors_that_are_missing_or_strange_are_refused(tmp_path: Path) -> None:
-    path = phi_file(tmp_path)
-    tensors = PhiMaps.load(path).state_dict()
-    few = {name: tensor for name, tensor in tensors.items() if name != "query.1.down"}
-    message = refusal(tmp_path, spec(), rewritten(path, lambda facts: None, few))
-    assert "heads have 138 and 187 parameters, not one number of them" in message
-    for name, tensor in (("query.9.down", torch.zeros(6, 1)), ("step", torch.zeros(())), ("alpha", torch.zeros(6))):
-        message = refusal(tmp_path, spec(), rewritten(phi_file(tmp_path), lambda facts: None, tensors | {name: tensor}))
-        assert f"tensor {name} of shape {list(tensor.shape)} does not fit" in message
-    assert "heads have no parameters" in refusal(
-        tmp_path, spec(), rewritten(phi_file(tmp_path), lambda facts: facts["shape"].update(layers=0), {})
-    )
+    message = refusal(tmp_path, spec(), recorded(path))
+    assert message.startswith(f"{path}: not feature maps of this version (")
+    assert message.endswith("; delete it and rerun the rule that makes it")
+    maps = PhiMaps.load(path := phi_file(tmp_path))
+    maps.training_facts["recipe"].pop("steps")
+    maps.save(path)
+    message = refusal(tmp_path, spec(), recorded(path))
+    assert message.startswith(f"{path}: not feature maps of this version (") and "steps" in message
 
 
 def test_other_studies_backbones_and_twins_are_refused(tmp_path: Path) -> None:
     path = phi_file(tmp_path, study="paper")
     message = refusal(tmp_path, spec(), path)
-    assert message == f"{path}: is of study 'paper', table {LABEL} is of 'mini'; {REMEDY}"
+    assert (
+        message
+        == f"{path}: is of backbone smol of study 'paper', table {LABEL} shows smol of 'mini'; take it out of --results"
+    )
     path = phi_file(tmp_path)
     message = refusal(tmp_path, spec(backbones=("big",)), path)
-    assert message == f"{path}: is of backbone smol, table {LABEL} shows big; take it out of --results"
+    assert (
+        message
+        == f"{path}: is of backbone smol of study 'mini', table {LABEL} shows big of 'mini'; take it out of --results"
+    )
     message = refusal(tmp_path, spec(backbones=("smol", "big")), path)
     assert message == f"table {LABEL}: no file is of backbone big; pass its maps to --results"
     twin = phi_file(tmp_path, name="twin.safetensors")
-    assert refusal(tmp_path, spec(), path, twin) == f"{twin}: a second file for smol 2k, beside {path}; give one"
+    assert refusal(tmp_path, spec(), path, twin) == f"{twin}: a second file of smol 2k; give one"

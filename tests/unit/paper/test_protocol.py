@@ -58,7 +58,7 @@ def test_an_objective_that_leaves_weights_out_has_the_papers() -> None:
 
 
 def test_the_papers_variants_are_those_of_its_tables_and_of_the_configuration(config: dict[str, Any]) -> None:
-    labels = {fact.point.maps for name in ("dphi_ablation", "loss_ablation") for fact in published.load(name)}
+    labels = {fact.place.maps for name in ("dphi_ablation", "loss_ablation") for fact in published.load(name)}
     assert {length_and_variant(label)[1] for label in labels if label} - {""} == set(VARIANTS)
     whole = {key: text_of(value) for key, value in PROTOCOL.items()}
     for label, changes in VARIANTS.items():

@@ -7,14 +7,15 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from printed import METHODS, caption_of, open_braces, pdflatex, printed_cells, printed_fields, row_widths
-from sample_results import LABELS, TEMPLATES
+from printed import METHODS, Printed, caption_of, open_braces, pdflatex, printed_cells, printed_fields, row_widths
+from sample_results import LABELS, TEMPLATES, place
 from tests.needs import LATEX, needs
 
 from residual_mass.cli import main
 from residual_mass.paper import published
-from residual_mass.paper.cells import Cell, Point, best_of_columns
-from residual_mass.paper.tables.render import render_published
+from residual_mass.paper.table import Place
+from residual_mass.paper.tables.render import make_published
+from residual_mass.paper.tables.score_table import best_of_columns
 from residual_mass.paper.tables.tally import Tally, tally, tally_by_family
 
 CELLS = {
@@ -37,9 +38,9 @@ VARIANT_TITLES = {
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong"}
 NOT_BOLD_IN_THE_PAPER = {
     "cross_length_mismatch": {
-        Point("ruler", "4k", "1b", "topk_phi", 1, maps="16k"),
-        Point("ruler", "8k", "1b", "topk_phi", 1, maps="8k"),
-        Point("ruler", "16k", "1b", "topk_phi", 1, maps="16k"),
+        place("ruler", "4k", "1b", "topk_phi", 1, maps="16k"),
+        place("ruler", "8k", "1b", "topk_phi", 1, maps="8k"),
+        place("ruler", "16k", "1b", "topk_phi", 1, maps="16k"),
     }
 }
 """The best of their columns by our rule, which the paper does not set in bold; nothing else deviates."""
@@ -75,26 +76,26 @@ def place_of(label: str, row: dict[str, str]) -> tuple[str, str, list[int]]:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_every_value_is_printed_in_its_place_and_bold_as_in_the_paper(label: str) -> None:
-    cells = printed_cells(render_published(label, TEMPLATES / f"{label}.tex.j2"))
+    cells = printed_cells(make_published(label).latex(TEMPLATES / f"{label}.tex.j2"))
     rows = rows_of(label)
     assert len(rows) == CELLS[label]
     for row in rows:
         block, title, columns = place_of(label, row)
         for column in columns:
-            assert cells.pop((block, title, column)) == Cell(row["value"], row["bold"] == "1"), row
+            assert cells.pop((block, title, column)) == Printed(row["value"], row["bold"] == "1"), row
     assert not cells
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_our_rule_for_bold_deviates_from_the_paper_only_where_listed(label: str) -> None:
     facts = published.load(label)
-    best = best_of_columns({fact.point: fact.text for fact in facts})
-    assert best ^ {fact.point for fact in facts if fact.bold} == NOT_BOLD_IN_THE_PAPER.get(label, set())
+    best = best_of_columns({fact.place: fact.text for fact in facts})
+    assert best ^ {fact.place for fact in facts if fact.bold} == NOT_BOLD_IN_THE_PAPER.get(label, set())
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_the_latex_is_sound(label: str) -> None:
-    tex = render_published(label, TEMPLATES / f"{label}.tex.j2")
+    tex = make_published(label).latex(TEMPLATES / f"{label}.tex.j2")
     assert len(row_widths(tex)) == 1 and open_braces(tex) == 0
     assert f"\\label{{tab:{label}}}" in tex and "none was computed here" in caption_of(tex)
 
@@ -105,7 +106,7 @@ def template_of(label: str) -> Path:
 
 def plain_table(label: str) -> tuple[list[list[str]], list[dict[str, str]], str]:
     """Printed fields, published rows and the table's LaTeX."""
-    tex = render_published(label, template_of(label))
+    tex = make_published(label).latex(template_of(label))
     assert len(row_widths(tex)) == 1 and open_braces(tex) == 0 and r"\textbf" not in tex
     assert f"\\label{{tab:{label}}}" in tex and "none was computed here" in caption_of(tex)
     return printed_fields(tex), rows_of(label), tex
@@ -151,7 +152,7 @@ def test_every_table_of_the_paper_can_be_written(tmp_path: Path) -> None:
     for label in labels:
         out = tmp_path / f"{label}.tex"
         main(["published", "--label", label, "--template", str(template_of(label)), "--out", str(out)])
-        assert out.read_text() == render_published(label, template_of(label))
+        assert out.read_text() == make_published(label).latex(template_of(label))
 
 
 def test_a_table_that_the_paper_lacks_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +166,7 @@ def test_a_table_that_the_paper_lacks_is_not_written(tmp_path: Path, capsys: pyt
 
 @needs(LATEX)
 def test_latex_accepts_all_twelve_tables_and_they_fit_the_page(tmp_path: Path) -> None:
-    tables = "\\clearpage\n".join(render_published(label, template_of(label)) for label in published.labels())
+    tables = "\\clearpage\n".join(make_published(label).latex(template_of(label)) for label in published.labels())
     references = " ".join(f"\\ref{{tab:{label}}}" for label in published.labels())
     for _ in range(2):  # references are known in the second run
         said = pdflatex(tmp_path, f"{tables}\\clearpage {references}")
@@ -173,8 +174,8 @@ def test_latex_accepts_all_twelve_tables_and_they_fit_the_page(tmp_path: Path) -
 
 
 def test_the_one_percent_table_repeats_the_sweeps() -> None:
-    sweeps = {fact.point: fact for label in ("ruler_sweep", "babilong_sweep") for fact in published.load(label)}
-    assert [sweeps[fact.point] for fact in published.load("stress_1pct")] == published.load("stress_1pct")
+    sweeps = {fact.place: fact for label in ("ruler_sweep", "babilong_sweep") for fact in published.load(label)}
+    assert [sweeps[fact.place] for fact in published.load("stress_1pct")] == published.load("stress_1pct")
 
 
 def test_published_values_of_an_unknown_table_are_refused() -> None:
@@ -184,8 +185,8 @@ def test_published_values_of_an_unknown_table_are_refused() -> None:
         published.load("nothing")
 
 
-def texts_of(label: str) -> dict[Point, str]:
-    return {fact.point: fact.text for fact in published.load(label)}
+def texts_of(label: str) -> dict[Place, str]:
+    return {fact.place: fact.text for fact in published.load(label)}
 
 
 def test_the_papers_count_on_ruler() -> None:
@@ -193,8 +194,8 @@ def test_the_papers_count_on_ruler() -> None:
     texts = texts_of("ruler_sweep")
     counted = tally(texts)
     assert counted == Tally(30, 1, 1, Decimal("0.01609375"))
-    arms = [Point("ruler", "64k", "1b", method, 4.0) for method in ("topk_phi", "topk")]
-    loss = tally({point: texts[point] for point in arms})
+    arms = [place("ruler", "64k", "1b", method, 4.0) for method in ("topk_phi", "topk")]
+    loss = tally({place: texts[place] for place in arms})
     assert loss == Tally(0, 0, 1, Decimal("-0.001"))
 
 
@@ -205,7 +206,7 @@ def test_the_papers_count_on_longbench() -> None:
         "Summarisation": Tally(13, 1, 2, Decimal("0.00625")),
         "Question answering": Tally(6, 2, 8, Decimal("-0.0013125")),
     }
-    caption = caption_of(render_published("natural_main", TEMPLATES / "natural_main.tex.j2"))
+    caption = caption_of(make_published("natural_main").latex(TEMPLATES / "natural_main.tex.j2"))
     above = r"Top-$K{+}\phi$ is above Top-$K$ in"
     assert f"Summarisation: {above} 13 of 16 cells, equal in 1, mean change $+0.006$." in caption
     assert f"Question answering: {above} 6 of 16 cells, equal in 2, mean change $-0.001$." in caption
@@ -221,5 +222,5 @@ def test_the_papers_count_on_babilong() -> None:
     """`More variable, but at 64k both backbones still benefit consistently`."""
     texts = texts_of("babilong_sweep")
     assert tally(texts) == Tally(27, 2, 3, Decimal("0.01253125"))
-    longest = tally({point: text for point, text in texts.items() if point.length == "64k"})
+    longest = tally({place: text for place, text in texts.items() if place.length == "64k"})
     assert longest is not None and (longest.wins, longest.cells) == (8, 8)

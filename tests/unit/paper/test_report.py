@@ -8,21 +8,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from sample_report import DEVIATIONS, TEMPLATE, Study, edit_cells, read, sample_study, write
-from sample_results import maps_arms, result_rows, table_spec, write_rows
+from sample_report import DEVIATIONS, TEMPLATE, Study, changed, edit_cells, edit_lines, read, sample_study
+from sample_results import edit, maps_arms, place, result_rows, table_spec, write_rows
 
 from residual_mass.cli import main
 from residual_mass.core.settings import to_json
+from residual_mass.paper.marked import to_html
+from residual_mass.paper.readers.results import load_results
 from residual_mass.paper.report import page as report
+from residual_mass.paper.report.entries import PageTable
 from residual_mass.paper.report.findings import gains_of
-from residual_mass.paper.report.notes import notes_on
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.page import load_deviations
-from residual_mass.paper.report.tables import load_page_table, place_of
+from residual_mass.paper.report.verdicts import Compared
+from residual_mass.paper.table import Block, Cell, Entry, Grid, Place, Row, Table, load_table
+from residual_mass.paper.tables.notes import on_score
 from residual_mass.paper.tables.render import run as run_table
 
 HOSTILE = '<script>alert("x")</script> $(rm) </title> \' & \\input{z} {{ 7 * 7 }}'
@@ -122,13 +127,13 @@ def grid(table: Element) -> dict[tuple[int, int], Element]:
 
 def test_every_score_stands_under_its_titles(study: Study, page: Element) -> None:
     """Looked up by the words of row and column, as a reader would."""
-    methods = {"full": "Full", "topk": "Top-K", "topk_phi": "Top-K+φ", "topk_phi_nosub": "Top-K+φ (NoSub)"}
+    methods = {"full": "Full", "topk": "Top-K", "topk_phi": "Top-K+ϕ", "topk_phi_nosub": "Top-K+ϕ (NoSub)"}
     for label in ("ruler_sweep", "babilong_sweep"):
         (table,) = article(page, label).all("table")
         places = grid(table)
         height = max(row for row, _ in places) + 1
         titles = {places[1, column].text.strip(): column for column in range(2, 6)}
-        for line in read(study.cells(label))[1]:
+        for line in study.lines(label):
             (row,) = [
                 row
                 for row in range(2, height)
@@ -146,16 +151,13 @@ def test_every_score_stands_under_its_titles(study: Study, page: Element) -> Non
 
 
 def test_every_line_of_every_table_is_there_in_its_order(study: Study, page: Element) -> None:
-    for path in study.files.cells:
-        buttons = article(page, path.stem).all("button")
-        _, lines = read(path)
-        if path.stem == "runtime_1b":
-            continue
+    for label in (path.stem for path in study.files.tables if path.stem != "runtime_1b"):
+        buttons, lines = article(page, label).all("button"), study.lines(label)
         assert [button.text.replace("−", "-") for button in buttons] == [line["text"] for line in lines]
 
 
 def test_a_cell_of_several_values_tells_of_each(study: Study, page: Element) -> None:
-    _, lines = read(study.cells("runtime_1b"))
+    lines = study.lines("runtime_1b")
     by_place: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for line in lines:
         by_place.setdefault((line["length"], line["method"]), {})[line["quantity"]] = line
@@ -186,7 +188,7 @@ def test_a_cell_of_several_values_tells_of_each(study: Study, page: Element) -> 
 def test_a_latency_stands_by_its_own_verdict(study: Study, page: Element, own: Study) -> None:
     """End to end has no interval to compare with, which leaves the step's verdict as it is."""
     assert study.files.comparison and own.files.comparison
-    runtime = [fact for fact in read(study.files.comparison)[1] if fact["table"] == "runtime_1b" and fact["ours"]]
+    runtime = [fact for fact in read(study.files.comparison) if fact["table"] == "runtime_1b" and fact["ours"]]
     steps = [fact for fact in runtime if fact["quantity"] == "per_step_ms"]
     assert len(runtime) == 2 * len(steps) == 16
     assert {fact["verdict"] for fact in runtime if fact not in steps} == {"not comparable"}
@@ -194,43 +196,26 @@ def test_a_latency_stands_by_its_own_verdict(study: Study, page: Element, own: S
     shown = article(page, "runtime_1b").all("span", "paper")
     assert [span.attributes["class"] for span in shown] == [f"paper {kind}" for kind in kinds]
     assert set(kinds) == {"agrees", "differs"}
-    edit_cells(own.files.comparison, {"table": "runtime_1b"}, verdict="not comparable")
+    edit_lines(own.files.comparison, {"table": "runtime_1b"}, verdict="not comparable")
     shown = article(Page(own.page()).root, "runtime_1b").all("span", "paper")
     assert [span.attributes["class"] for span in shown] == ["paper open"] * len(steps)
 
 
-def test_rows_of_the_paper_are_not_taken_for_those_of_the_study(tmp_path: Path) -> None:
-    """The paper's row repeats the steps of the study's, and so does the next of the study's."""
-    rows = [
-        r"A & 200k steps on 8$\times$H200 & 200k & 200k & 21.5 h \\",
-        r"in the paper & 200k steps on 8$\times$H200 & -- & -- & 19 h \\",
-        r"B & 200k steps on 8$\times$H200 & 200k & 200k & 30.1 h \\",
-    ]
-    tex, cells = tmp_path / "training_cost_64k.tex", tmp_path / "training_cost_64k.csv"
-    body = "\n".join([r"\begin{tabular}{lcccc}", r"a & b & c & d & e \\", r"\midrule", *rows, r"\end{tabular}"])
-    tex.write_text(f"\\caption{{x}}\n{body}\n")
-    lines = [
-        {"table": tex.stem, "backbone": name, "length": "64k", "maps": "64k", "quantity": quantity, "text": text,
-         "bold": "0", "value": value, "steps": "200000", "hardware": "H200", "processes": "8", "source": f"{name}.csv",
-         "study": "paper", "model_id": name, "weights": "pretrained"}
-        for name, hours in (("A", "21.5"), ("B", "30.1"))
-        for quantity, text, value in (
-            ("steps", "200k", "200000"), ("sequences", "200k", "200000"), ("teacher_passes", "200k", "200000"),
-            ("wall_clock_h", f"{hours} h", f"{hours}00000"),
-        )
-    ]  # fmt: skip
-    write(cells, list(lines[0]), lines)
-    fact = {"ours": "21.5", "published": "19", "verdict": "differs by +2.500", "reason": "", "quantity": "wall_clock_h"}
-    table = load_page_table(tex, cells, "paper", {place_of(lines[3]): fact})
-    (block,) = table.grids[0].blocks
-    sources = [{note for cell in row for note in cell.notes if note.startswith("from")} for row in block]
-    assert sources == [{"from A.csv"}, set(), {"from B.csv"}]
-    assert [cell.published.text for row in block for cell in row if cell.published] == ["19 h"]
+def test_values_of_the_paper_in_its_own_rows_are_not_those_of_the_study() -> None:
+    place = Place("1b", "64k", maps="64k", quantity="wall_clock_h")
+    cell = Cell(place, "21.5 h", 21.5, notes=("from a.csv",))
+    rows = Row(("A",), (Entry("21.5 h", (cell,)),)), Row(("in the paper",), (Entry("19 h"), Entry("--")))
+    table = Table("training_cost_64k", "paper", (Grid(("",), ("",), (Block(rows),)),))
+    page = PageTable(table, {place: Compared(table.label, place, "19", "21.500", "differs by +2.500", "")})
+    own, theirs, dash = (entry for row in rows for entry in row.entries)
+    assert page.notes(own) == ["the paper prints 19 h: differs by +2.500", "from a.csv"]
+    assert page.notes(theirs) == page.notes(dash) == [] and page.published(theirs) is None
+    assert (page.html(theirs), page.html(dash)) == ("19 h", "–")
 
 
 def test_published_values_stand_beside_those_of_the_same_cell(study: Study, page: Element) -> None:
     assert study.files.comparison
-    _, facts = read(study.files.comparison)
+    facts = read(study.files.comparison)
     compared = [fact for fact in facts if fact["ours"] and fact["table"] == "ruler_sweep"]
     shown = beside(article(page, "ruler_sweep"))
     assert len(compared) == len(shown) == 26
@@ -252,31 +237,33 @@ def beside(table: Element) -> list[tuple[Element, Element]]:
     return [(cell.all("button")[0], cell.all("span", "paper")[0]) for cell in cells]
 
 
-def test_the_authors_score_is_told_where_it_is_another() -> None:
-    line = {"text": "0.500", "value": "0.500000", "stderr": "0.012345", "original_value": "0.612300"}
-    assert list(notes_on(line, False)) == [
-        "standard error 0.012", "by the authors' scorer 0.612", "unrounded 0.500000",
-    ]  # fmt: skip
-    for same in ("0.500000", ""):
-        assert not any("authors" in note for note in notes_on(line | {"original_value": same}, False))
+def test_the_authors_score_is_told_where_it_is_another(tmp_path: Path) -> None:
+    for original, told in (("0.612300", True), ("0.500000", False), ("", False)):
+        rows = edit(result_rows(), {"task": "all"}, original_value=original)
+        (result,) = load_results(write_rows(tmp_path / "a.csv", rows))
+        notes = list(on_score(result.score(place("ruler", "1k", "smol", "topk", 2.0)), None))
+        assert ("by the authors' scorer 0.612" in notes) == told and "standard error 0.100" in notes
 
 
 def test_captions_are_those_of_the_latex_tables(study: Study, page: Element) -> None:
     for path in study.files.tables:
         (caption,) = article(page, path.stem).all("p", "caption")
         words = re.findall(r"\b[a-z]{4,}\b", caption.text)
-        tex = path.read_text(encoding="utf-8").split(r"\caption{")[1].split(r"\label")[0]
+        tex = path.with_suffix(".tex").read_text(encoding="utf-8").split(r"\caption{")[1].split(r"\label")[0]
         assert words == re.findall(r"\b[a-z]{4,}\b", re.sub(r"\\[a-z]+", " ", tex)) and len(words) > 20
 
 
-def test_rows_of_ours_stand_in_a_part_of_their_own(tmp_path: Path) -> None:
+def test_rows_of_ours_stand_apart(tmp_path: Path) -> None:
     maps = ("1k", "1k-kl_only", "1k-residual_loss")
     results = write_rows(tmp_path / "ablation_loss_smol.csv", result_rows(None, maps_arms(*maps)))
-    tex, template = tmp_path / "loss_ablation.tex", TEMPLATE.with_name("loss_ablation.tex.j2")
-    run_table(table_spec(tex.stem, budgets=(4.0,), maps=maps), [results], template, tex, tex.with_suffix(".csv"))
-    (grid,) = load_page_table(tex, tex.with_suffix(".csv"), "mini", {}).grids
-    heads = [[row[0].html.striptags() for row in block] for block in grid.blocks]
-    assert heads == [["Full", "Top-K", "Ours", "KL only"], ["Residual objective*"]]
+    out = {name: tmp_path / f"loss_ablation.{name}" for name in ("tex", "csv", "json")}
+    spec = table_spec("loss_ablation", budgets=(4.0,), maps=maps)
+    run_table(spec, [results], TEMPLATE.with_name("loss_ablation.tex.j2"), out["tex"], out["csv"], out["json"])
+    (block,) = load_table(out["json"], "mini").grids[0].blocks
+    heads = [(to_html(row.heads[0]).striptags(), row.rule) for row in block.rows]
+    assert heads == [
+        ("Full", False), ("Top-K", False), ("Ours", False), ("KL only", False), ("Residual objective*", True)
+    ]  # fmt: skip
 
 
 # ---- what was found --------------------------------------------------------------------------------------------------
@@ -290,7 +277,7 @@ def section(page: Element, name: str) -> Element:
 def test_the_page_opens_with_what_the_study_found(study: Study, page: Element) -> None:
     assert [each.text for each in page.all("h2")][:3] == ["What this study found", "Beside the paper", "What was run"]
     gains, errors = section(page, "findings").all("table")
-    lines = read(study.cells("ruler_sweep"))[1] + read(study.cells("babilong_sweep"))[1]
+    lines = study.lines("ruler_sweep") + study.lines("babilong_sweep")
     expected: dict[tuple[str, str], list[str]] = {}
     for line in (line for line in lines if line["method"] == "topk_phi"):
         numbers = (f"{float(line[name]):+.3f}" for name in ("gain", "gain_ci_low", "gain_ci_high"))
@@ -298,7 +285,7 @@ def test_the_page_opens_with_what_the_study_found(study: Study, page: Element) -
         expected.setdefault(place, []).append("{} [{}, {}]".format(*numbers).replace("-", "−"))
     shown = [[cell.text.strip() for cell in [*row.all("th"), *row.all("td")]] for row in gains.all("tr")[1:]]
     assert {(row[0], row[1]): row[2:] for row in shown} == expected and len(shown) == 4
-    accounting = read(study.cells("exact_accounting"))[1]
+    accounting = study.lines("exact_accounting")
     for row in errors.all("tr")[1:]:
         text, length, k, *methods, change = (cell.text.strip() for cell in [*row.all("th"), *row.all("td")])
         of_text = {
@@ -314,15 +301,21 @@ def test_the_page_opens_with_what_the_study_found(study: Study, page: Element) -
 
 
 def test_gains_beyond_chance_are_marked_and_cells_of_two_tables_count_once(own: Study) -> None:
-    """Gains by hand: at 1 % above, at 2 % below, both after correction; another is small before it alone."""
-    cells = own.cells("ruler_sweep")
-    for budget, gain, corrected in (("1", "0.2", "0.001"), ("2", "-0.2", "0.049"), ("4", "0.2", "0.051")):
-        where = {"method": "topk_phi", "length": "4k", "budget_percent": budget}
-        edit_cells(cells, where, gain=gain, gain_p="0.0001", gain_p_holm=corrected)
-    lines = read(cells)[1]
-    repeated = [line | {"table": "stress_1pct", "gain": "0.9"} for line in lines]
-    found = gains_of([*repeated, *lines])
-    assert found == gains_of(lines) and found.tested == 8
+    marks = {1.0: (0.2, "above"), 2.0: (-0.2, "below"), 4.0: (0.2, "")}
+
+    def gaining(cell: Cell) -> bool:
+        return cell.place.method == "topk_phi" and cell.place.length == "4k" and cell.place.budget_percent in marks
+
+    def gain(cell: Cell) -> Cell:
+        value, mark = marks[cell.place.budget_percent or 0]
+        assert cell.gain
+        return replace(cell, gain=replace(cell.gain, value=value), mark=mark)
+
+    edit_cells(path := own.table("ruler_sweep"), gaining, gain)
+    table = load_table(path, "paper")
+    repeated = replace(changed(table, other_gain), label="stress_1pct")
+    found = gains_of([repeated, table])
+    assert found == gains_of([table]) and found.tested == 8
     (row,) = [row for row in found.rows if row.length == "4k"]
     assert [gain.mark if gain else None for gain in row.gains] == ["", "above", "below", ""]
     assert (found.marked("above"), found.marked("below")) == (1, 1)
@@ -331,8 +324,16 @@ def test_gains_beyond_chance_are_marked_and_cells_of_two_tables_count_once(own: 
     assert "+0.200†" in text and "−0.200‡" in text
 
 
+def other_gain(cell: Cell) -> Cell:
+    return replace(cell, gain=replace(cell.gain, value=0.9)) if cell.gain else cell
+
+
 def test_a_task_at_whose_floor_full_is_names_no_winner(own: Study) -> None:
-    edit_cells(own.cells("ruler_sweep"), {"method": "full", "length": "8k"}, flags="floor")
+    edit_cells(
+        own.table("ruler_sweep"),
+        lambda cell: (cell.place.method, cell.place.length) == ("full", "8k"),
+        lambda cell: replace(cell, flags=("floor",)),
+    )
     found = section(Page(own.page()).root, "findings")
     told = [row.all("th")[0].text for row in found.all("table")[0].all("tr")[1:]]
     assert told == ["RULER", "RULER §", "BABILong", "BABILong"]
@@ -354,7 +355,7 @@ def test_beside_another_backbone_the_paper_takes_a_sentence(tmp_path: Path) -> N
 
 def test_the_verdict_counts_every_published_cell(study: Study, page: Element) -> None:
     assert study.files.comparison and study.files.picture
-    _, facts = read(study.files.comparison)
+    facts = read(study.files.comparison)
     counted = Counter(re.sub(r" by .*", "", fact["verdict"]) for fact in facts)
     (tiles,) = page.all("ul", "tiles")
     words = {"agrees": "agree", "differs": "differ", "not comparable": "not comparable", "not run": "not run"}
@@ -362,7 +363,7 @@ def test_the_verdict_counts_every_published_cell(study: Study, page: Element) ->
         [str(counted[verdict]), text] for verdict, text in words.items()
     ]
     assert min(counted.values()) > 0 and f"prints {len(facts)} values that can be compared" in page.text
-    _, statements = read(study.files.picture)
+    statements = read(study.files.picture)
     same = Counter(row["same_direction"] for row in statements)
     text = " ".join(page.text.split())
     assert f"of {same['yes'] + same['no']} statements" in text and f"{same['yes']} have the same sign" in text
@@ -373,7 +374,7 @@ def test_the_verdict_counts_every_published_cell(study: Study, page: Element) ->
 
 
 def test_one_dot_stands_for_every_change(study: Study, page: Element) -> None:
-    rows = read(study.cells("ruler_sweep"))[1]
+    rows = study.lines("ruler_sweep")
     values = {(r["length"], r["method"], r["budget_percent"]): float(r["text"]) for r in rows}
     expected = sorted(values[key] - values[key[0], "topk", key[2]] for key in values if key[1] == "topk_phi")
     ours = next(strip for strip in page.all("svg", "ours") if strip.attributes["aria-label"].startswith("8 cells"))
@@ -418,11 +419,10 @@ def test_a_figure_is_embedded_as_it_is(study: Study, page: Element) -> None:
     assert "Llama, wiki." in page.all("figcaption")[-1].text
 
 
-def test_provenance_names_every_file_and_what_its_sidecar_says(study: Study, page: Element) -> None:
+def test_provenance_names_every_file_and_what_its_record_says(study: Study, page: Element) -> None:
     (section,) = [each for each in page.all("section") if each.attributes["aria-labelledby"] == "provenance"]
     rows = {row.all("th")[0].text: [cell.text for cell in row.all("td")] for row in section.all("tr")[1:]}
-    files = [study.files.comparison, study.files.picture, *study.files.tables, *study.files.cells]
-    files += [*study.files.figures, *study.files.claims, *study.files.sources]
+    files = study.files.recorded()
     assert set(rows) == {str(path) for path in files}
     for path in files:
         assert path and rows[str(path)][0] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -462,7 +462,7 @@ def test_nothing_is_read_that_is_not_an_input(own: Study) -> None:
 
 
 def test_a_study_of_one_half_has_a_page(own: Study) -> None:
-    without = own.with_files(tables=[], cells=[], comparison=None, picture=None, claims=[], sources=[])
+    without = own.with_files(tables=[], comparison=None, picture=None, claims=[], sources=[])
     text = " ".join(Page(without.page()).root.all("main")[0].text.split())
     assert "No table of this study has values that the paper prints as well." in text and "Directions:" not in text
     assert "<img" not in own.with_files(figures=[]).page()
@@ -470,8 +470,12 @@ def test_a_study_of_one_half_has_a_page(own: Study) -> None:
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     study = sample_study(tmp_path, title=HOSTILE, model_id=HOSTILE)
-    edit_cells(study.files.claims[0], {"primary": "1"}, statement=HOSTILE)
-    edit_cells(study.cells("ruler_sweep"), {"method": "topk"}, source=HOSTILE)
+    edit_lines(study.files.claims[0], {"primary": "1"}, statement=HOSTILE)
+    edit_cells(
+        study.table("ruler_sweep"),
+        lambda cell: cell.place.method == "topk",
+        lambda cell: replace(cell, notes=(f"from {HOSTILE}",)),
+    )
     html = study.page()
     page = Page(html).root
     assert len(page.all("script")) == 1 and page.all("title")[0].text.startswith("Study paper")
@@ -506,66 +510,27 @@ def test_an_open_point_without_a_row_is_refused(tmp_path: Path) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def cut(path: Path, size: int) -> None:
-    path.write_bytes(path.read_bytes()[:size])
-
-
-def swap_tables(study: Study) -> Study:
-    return study.with_files(cells=study.files.cells[::-1])
-
-
-def other_values(study: Study) -> None:
-    edit_cells(study.cells("ruler_sweep"), {"method": "full"}, text="0.501", value="0.501000")
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
 
 
 REFUSALS: dict[str, tuple[Callable[[Study], Study | None], str]] = {
-    "tex": (lambda s: s.files.tables[0].unlink(), "ruler_sweep.tex: no such file; run the table stage"),
-    "cells": (lambda s: s.files.cells[1].unlink(), "babilong_sweep.csv: no such file; run the table stage"),
-    "figure": (lambda s: s.files.figures[0].unlink(), "mass_curves.png: no such file; run the figure stage"),
-    "claims": (lambda s: s.files.claims[0].unlink(), "claims_1b.csv: no such file; run the findings stage"),
-    "source": (lambda s: s.files.sources[0].unlink(), "ruler_1b_4k.csv: no such file; run the stage that makes it"),
-    "picture": (lambda s: s.folder.joinpath("comparison_picture.csv").unlink(), "run the comparison stage"),
-    "cut figure": (lambda s: cut(s.files.figures[0], 500), "not a PNG file, or cut short"),
-    "cut table": (lambda s: cut(s.files.tables[0], 900), "0 tabulars"),
-    "cut cells": (lambda s: cut(s.cells("ruler_sweep"), -1), "its last line does not end"),
-    "other order": (swap_tables, "tables and cells are not of the same tables in the same order"),
-    "other values": (other_values, "is not where it should be in"),
+    "table": (lambda s: s.files.tables[0].unlink(), "ruler_sweep.json: no such file; rerun the rule that makes it"),
+    "cut figure": (lambda s: damage(s.files.figures[0]), "mass_curves.png: is not what mass_curves.png.meta.json"),
+    "cut claims": (lambda s: damage(s.files.claims[0]), "claims_1b.csv: is not what claims_1b.csv.meta.json recorded"),
+    "cut source": (lambda s: damage(s.files.sources[0]), "ruler_1b_4k.csv: is not what ruler_1b_4k.csv.meta.json"),
+    "cut comparison": (lambda s: damage(s.folder / "comparison.csv"), "is not what comparison.csv.meta.json recorded"),
     "another study": (
-        lambda s: edit_cells(s.cells("ruler_sweep"), {}, study="mini"), "is of study 'mini', not of 'paper'"
+        lambda s: Study(s.folder, replace(s.spec, study="mini"), s.files), "is of study 'paper', not of 'mini'"
     ),
-    "bold": (
-        lambda s: edit_cells(s.cells("ruler_sweep"), {"method": "full"}, bold="1"),
-        "'0.500' is bold here or in its CSV, but not in both",
-    ),
-    "old comparison": (
-        lambda s: edit_cells(s.folder / "comparison.csv", {"ours": "0.500"}, ours="0.499"),
-        "the comparison has '0.499' where '0.500' is printed",
-    ),
-    "no number": (
-        lambda s: edit_cells(s.cells("ruler_sweep"), {"method": "full"}, ci_low="nan"), "ci_low is 'nan', not a finite"
-    ),
-    "no test": (
-        lambda s: edit_cells(s.cells("ruler_sweep"), {"method": "topk_phi"}, gain_p="x"), "gain_p is 'x', not a finite"
-    ),
-    "verdict": (
-        lambda s: edit_cells(s.folder / "comparison.csv", {"verdict": "agrees"}, verdict="maybe"),
-        "unknown verdict 'maybe'; delete it and run the comparison stage again",
-    ),
-    "claim": (
-        lambda s: edit_cells(s.files.claims[0], {"verdict": "holds"}, verdict="<b>"),
-        "claims_1b.csv:2: unknown verdict '<b>'; delete it and run the findings stage again",
-    ),
-    "sidecar": (
-        lambda s: (s.folder / "ruler_1b_4k.csv.meta.json").write_text("[]"), "is not a record of a job; delete it"
-    ),
-    "nothing": (lambda s: s.with_files(tables=[], cells=[], figures=[]), "study paper: no table and no figure"),
+    "nothing": (lambda s: s.with_files(tables=[], figures=[]), "study paper: no table and no figure"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", REFUSALS)
 def test_what_is_missing_or_damaged_is_refused_in_one_line(fault: str, own: Study) -> None:
-    damage, message = REFUSALS[fault]
-    changed = damage(own)
+    spoil, message = REFUSALS[fault]
+    changed = spoil(own)
     with pytest.raises(ValueError) as caught:
         (changed if isinstance(changed, Study) else own).page()
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -584,7 +549,7 @@ def test_figures_have_a_limit(own: Study, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_command_line_makes_the_same_page(own: Study, capsys: pytest.CaptureFixture[str]) -> None:
     wanted, out = own.page(), own.folder / "again.html"
     arguments = ["report", "--spec", to_json(own.spec), "--template", str(TEMPLATE), "--out", str(out)]
-    for name in ("tables", "cells", "figures", "claims", "sources"):
+    for name in ("tables", "figures", "claims", "sources"):
         arguments += [f"--{name}", *map(str, getattr(own.files, name))]
     for name in ("comparison", "picture", "deviations"):
         arguments += [f"--{name}", str(getattr(own.files, name))]
@@ -594,6 +559,6 @@ def test_the_command_line_makes_the_same_page(own: Study, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main(arguments)
     assert capsys.readouterr().err == (
-        f"residual_mass report: error: {own.files.claims[0]}: no such file; run the findings stage\n"
+        f"residual_mass report: error: {own.files.claims[0]}: no such file; rerun the rule that makes it\n"
     )
     assert json.loads(to_json(own.spec))["study"] == "paper"

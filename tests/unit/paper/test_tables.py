@@ -7,11 +7,12 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from printed import METHODS, caption_of, open_braces, pdflatex, printed_cells, row_widths
+from printed import LEFT_OUT, METHODS, Printed, caption_of, open_braces, pdflatex, printed_cells, row_widths
 from sample_results import (
     BUDGETS,
     LABELS,
@@ -28,11 +29,14 @@ from sample_results import (
 )
 from tests.needs import LATEX, needs
 
+from residual_mass.cli import main
+from residual_mass.core.settings import to_json
 from residual_mass.holm import holm
-from residual_mass.paper.cells import LEFT_OUT, Cell
-from residual_mass.paper.tables.content import COLUMNS
+from residual_mass.paper.table import load_table
 from residual_mass.paper.tables.layouts import layout_of
-from residual_mass.paper.tables.render import render_published, run
+from residual_mass.paper.tables.render import make_published, run
+from residual_mass.paper.tables.score_table import COLUMNS
+from residual_mass.provenance import beside, recorded
 from residual_mass.study.specs import TableSpec
 
 _, TOPK, PHI, NOSUB = METHODS
@@ -40,7 +44,8 @@ _, TOPK, PHI, NOSUB = METHODS
 
 def table(tmp_path: Path, spec: TableSpec, *results: Path) -> str:
     out = tmp_path / f"{spec.label}.tex"
-    run(spec, list(results), TEMPLATES / f"{spec.label}.tex.j2", out, out.with_suffix(".csv"))
+    template, cells = TEMPLATES / f"{spec.label}.tex.j2", out.with_suffix(".csv")
+    run(spec, list(results), template, out, cells, out.with_suffix(".json"))
     return out.read_text(encoding="utf-8")
 
 
@@ -63,10 +68,10 @@ def test_a_sweep_shows_the_values_of_its_files(tmp_path: Path) -> None:
     cells = printed_cells(table(tmp_path, table_spec(lengths=("1k", "2k")), *files))
     assert len(cells) == 2 * 4 * 3
     assert [cells["1k", method, 0] for method in METHODS] == [
-        Cell("0.750"), Cell("0.100"), Cell("0.444", bold=True), Cell("0.444", bold=True)
+        Printed("0.750"), Printed("0.100"), Printed("0.444", bold=True), Printed("0.444", bold=True)
     ]  # fmt: skip
     assert [cells["2k", method, 2] for method in METHODS] == [
-        Cell("0.700"), Cell("0.600", bold=True), Cell("0.500"), Cell("0.500")
+        Printed("0.700"), Printed("0.600", bold=True), Printed("0.500"), Printed("0.500")
     ]  # fmt: skip
 
 
@@ -110,7 +115,7 @@ def test_a_task_that_does_not_fit_the_length_is_left_out(tmp_path: Path) -> None
     spec = table_spec("natural_main", benchmarks=("longbench",))
     cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "a.csv", rows)))
     assert {cells["MuSiQue", method, 1] for method in METHODS} == {LEFT_OUT}
-    assert cells["QMSum", TOPK, 1] == Cell("0.250", bold=True)
+    assert cells["QMSum", TOPK, 1] == Printed("0.250", bold=True)
     assert "does not evaluate (MuSiQue, HotpotQA)" in caption_of(tex)
 
 
@@ -166,11 +171,11 @@ def test_maps_trained_at_other_lengths_stand_in_rows(tmp_path: Path) -> None:
     )
     cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "cross_length_mismatch_smol.csv", rows)))
     assert {title: [cells["", title, column] for column in (0, 1)] for _, title, _ in cells} == {
-        "Full": [Cell("0.500"), Cell("0.500")],
-        TOPK: [Cell("0.500"), Cell("0.500")],
-        f"{PHI} (512-trained)": [Cell("0.800"), Cell("0.010")],
-        f"{PHI} (1k-trained)": [Cell("0.500"), Cell("0.700")],
-        rf"{PHI} (1k-residual\_loss)$^{{*}}$": [Cell("0.500"), Cell("0.500")],
+        "Full": [Printed("0.500"), Printed("0.500")],
+        TOPK: [Printed("0.500"), Printed("0.500")],
+        f"{PHI} (512-trained)": [Printed("0.800"), Printed("0.010")],
+        f"{PHI} (1k-trained)": [Printed("0.500"), Printed("0.700")],
+        rf"{PHI} (1k-residual\_loss)$^{{*}}$": [Printed("0.500"), Printed("0.500")],
     }
     assert r"    Method & 512 & 1k \\" in tex and "cells, equal in" not in caption_of(tex)
     assert {row["maps"] for row in traced(tmp_path, spec.label)} == {"", "512", "1k", "1k-residual_loss"}
@@ -200,15 +205,15 @@ def test_variants_of_the_maps_stand_in_rows(
     spec = table_spec(label, budgets=(4.0,), maps=maps, benchmarks=("ruler", "babilong"))
     cells = printed_cells(tex := table(tmp_path, spec, write_rows(tmp_path / "ablation.csv", rows)))
     assert [title for _, title, column in cells if column == 0] == ["Full", TOPK, *titles]
-    expected = [Cell(f"{0.1 * (index + 1):.3f}") for index in range(len(maps))]
+    expected = [Printed(f"{0.1 * (index + 1):.3f}") for index in range(len(maps))]
     ruler = {title: cells["", title, 0] for title in (TOPK, *titles)}
-    assert [Cell(cell.text) for cell in ruler.values()] == [Cell("0.500"), *expected]
+    assert [Printed(cell.text) for cell in ruler.values()] == [Printed("0.500"), *expected]
     theirs = {title: cell for title, cell in ruler.items() if "*" not in title}
     best = max(cell.text for cell in theirs.values())
     assert {title for title, cell in ruler.items() if cell.bold} == {
         t for t, cell in theirs.items() if cell.text == best
     }
-    assert all(cells["", title, 1] == Cell("0.500", bold="*" not in title) for title in ruler)
+    assert all(cells["", title, 1] == Printed("0.500", bold="*" not in title) for title in ruler)
     assert r"    Feature maps & RULER 1k & \shortstack[c]{BABILong 1k\\(simulated)} \\" in tex
 
 
@@ -303,7 +308,7 @@ def test_two_backbones_stand_side_by_side(tmp_path: Path) -> None:
     ]
     tex = table(tmp_path, spec, *files)
     assert r"& & \multicolumn{3}{c}{Small-LM} & \multicolumn{3}{c}{Big \& bold} \\" in tex
-    assert printed_cells(tex)["1k", TOPK, 3] == Cell("1.000", bold=True)
+    assert printed_cells(tex)["1k", TOPK, 3] == Printed("1.000", bold=True)
     assert r"\cmidrule(lr){3-5}" in tex and r"\cmidrule(lr){6-8}" in tex
 
 
@@ -330,7 +335,7 @@ def with_gains(**gains: tuple[float, float]) -> list[Row]:
 def test_a_dagger_marks_what_survives_correction_over_the_table(tmp_path: Path) -> None:
     rows = with_gains(topk_phi=(0.1, 0.001), topk_phi_nosub=(-0.1, 0.002))
     cells = printed_cells(tex := table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows)))
-    marked = {(row, column): cell.gain for (_, row, column), cell in cells.items() if cell.gain}
+    marked = {(row, column): cell.mark for (_, row, column), cell in cells.items() if cell.mark}
     assert marked == {(PHI, 0): "above", (NOSUB, 0): "below"}
     assert (
         r"Of 6 paired comparisons with Top-$K$ at the same budget, 2 remain at $p < 0.05$ after Holm's correction over "
@@ -341,7 +346,7 @@ def test_a_dagger_marks_what_survives_correction_over_the_table(tmp_path: Path) 
 def test_a_small_p_value_that_the_correction_removes_gets_no_dagger(tmp_path: Path) -> None:
     rows = with_gains(topk_phi=(0.1, 0.02))  # 0.02 alone would pass, 6 * 0.02 does not
     tex = table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows))
-    assert not any(cell.gain for cell in printed_cells(tex).values())
+    assert not any(cell.mark for cell in printed_cells(tex).values())
     assert r"Of 6 paired comparisons" in caption_of(tex) and "none remain at $p < 0.05$" in caption_of(tex)
     phi = [row for row in traced(tmp_path, "ruler_sweep") if row["gain_p"] == "0.020000"]
     assert [row["gain_p_holm"] for row in phi] == ["0.120000"]
@@ -384,6 +389,41 @@ def test_floor_ceiling_and_alarms_are_owned_up_to(tmp_path: Path) -> None:
     )
 
 
+# ---- the saved table -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_saved_table_is_the_table_that_was_made(tmp_path: Path, label: str) -> None:
+    spec, files = files_of(tmp_path, label)
+    tex = table(tmp_path, spec, *files)
+    loaded = load_table(path := tmp_path / f"{label}.json", "mini")
+    assert loaded.latex(TEMPLATES / f"{label}.tex.j2") == tex
+    assert loaded.csv() == (tmp_path / f"{label}.csv").read_text(encoding="utf-8")
+    loaded.save(again := tmp_path / "again.json")
+    assert again.read_bytes() == path.read_bytes() and recorded(path)
+
+
+def test_a_table_of_another_study_or_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", result_rows()))
+    path = tmp_path / "ruler_sweep.json"
+    with pytest.raises(ValueError, match=rf"^{path}: is of study 'mini', not of 'paper'; pass tables of one study$"):
+        load_table(path, "paper")
+    path.write_text(path.read_text().replace('"grids"', '"grid"'))
+    with pytest.raises(ValueError, match=rf"^{path}: not a table of this version \(.*\); delete it and rerun"):
+        load_table(path, "mini")
+
+
+def test_a_caption_that_the_page_could_not_show_is_refused(tmp_path: Path) -> None:
+    for name in ("frame", "ruler_sweep"):
+        text = (TEMPLATES / f"{name}.tex.j2").read_text(encoding="utf-8")
+        (tmp_path / f"{name}.tex.j2").write_text(text.replace("RULER score", r"\emph{RULER} score"))
+    results = [write_rows(tmp_path / "a.csv", result_rows())]
+    template, out = tmp_path / "ruler_sweep.tex.j2", tmp_path / "out"
+    with pytest.raises(ValueError, match=rf"^{template}: '.*emph.*': captions are plain text with mathematics between"):
+        run(table_spec(), results, template, out, out, out)
+    assert not out.exists()
+
+
 # ---- the cells file --------------------------------------------------------------------------------------------------
 
 
@@ -393,7 +433,7 @@ def test_every_printed_cell_is_traced_to_its_row(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "ruler_smol_1k.csv", rows)
     table(tmp_path, table_spec(), path)
     lines = traced(tmp_path, "ruler_sweep")
-    assert list(lines[0]) == COLUMNS and len(lines) == 10
+    assert list(lines[0]) == [*COLUMNS] and len(lines) == 10
     chosen = [row for row in rows if row["task"] == "all"]
     p_values = {row["method"] + row["budget_percent"]: float(row["gain_p"]) for row in chosen if row.get("gain_p")}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
@@ -509,9 +549,7 @@ def test_a_file_that_is_not_given_is_an_error(tmp_path: Path) -> None:
 
 def test_a_file_of_another_study_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.csv", result_rows(study="paper"))
-    assert refusal(tmp_path, table_spec(), path).startswith(
-        f"{path}: is of study 'paper', table ruler_sweep is of 'mini'"
-    )
+    assert refusal(tmp_path, table_spec(), path).startswith(f"{path}: is of study 'paper', table ruler_sweep of 'mini'")
 
 
 def test_files_that_the_table_does_not_show_change_nothing(tmp_path: Path) -> None:
@@ -521,7 +559,7 @@ def test_files_that_the_table_does_not_show_change_nothing(tmp_path: Path) -> No
 
 def test_two_files_for_one_place_are_an_error(tmp_path: Path) -> None:
     files = [write_rows(tmp_path / name, result_rows()) for name in ("a.csv", "b.csv")]
-    assert f"{files[1]}: a second file for ruler smol 1k, beside {files[0]}" in refusal(tmp_path, table_spec(), *files)
+    assert f"{files[1]}: has ruler smol 1k, as has another file; give one" in refusal(tmp_path, table_spec(), *files)
 
 
 def test_maps_that_a_file_lacks_are_an_error(tmp_path: Path) -> None:
@@ -530,18 +568,10 @@ def test_maps_that_a_file_lacks_are_an_error(tmp_path: Path) -> None:
     assert message.startswith(f"{path}: no cell for ruler smol 1k topk_phi at 4% with maps 1k-kl_only")
 
 
-def test_a_mixed_file_cut_between_its_parts_is_an_error(tmp_path: Path) -> None:
-    spec, (path,) = files_of(tmp_path, "cross_length_mismatch")
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[: 1 + len(lines) // 2]))
-    message = refusal(tmp_path, spec, path)
-    assert message.startswith(f"no cell for ruler smol 1k full: ruler smol 1k is in none of {path.name}; ")
-
-
 def test_a_sweep_does_not_choose_among_maps(tmp_path: Path) -> None:
     arms = [*sweep_arms(), *(("topk_phi", budget, "1k") for budget in BUDGETS)]
     path = write_rows(tmp_path / "a.csv", result_rows(None, arms))
-    assert "topk_phi at 2% is there with maps 2k and 1k" in refusal(tmp_path, table_spec(), path)
+    assert "has ruler smol 1k topk_phi at 2% with maps 2k and 1k" in refusal(tmp_path, table_spec(), path)
 
 
 @pytest.mark.parametrize(
@@ -566,6 +596,45 @@ def test_files_that_disagree_on_the_maps_are_an_error(tmp_path: Path) -> None:
     assert f"{files[1]}: phi_sha of maps 2k is 'ee', but {files[0]} has" in refusal(
         tmp_path, table_spec(lengths=("1k", "2k")), *files
     )
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def edited(path: Path) -> None:
+    path.write_text(path.read_text().replace("0.500000", "0.600000"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            cut,
+            "is not what a.csv.meta.json recorded: cut, damaged or edited; delete it and rerun the rule that makes it",
+        ),
+        (
+            edited,
+            "is not what a.csv.meta.json recorded: cut, damaged or edited; delete it and rerun the rule that makes it",
+        ),
+        (Path.unlink, "no such file; rerun the rule that makes it"),
+        (
+            lambda path: beside(path).unlink(),
+            "has no record (a.csv.meta.json) beside it; bring that too, or rerun the rule that makes it",
+        ),
+    ],
+)
+def test_a_file_that_is_not_what_was_recorded_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], message: str
+) -> None:
+    damage(path := write_rows(tmp_path / "a.csv", result_rows()))
+    out = {name: str(tmp_path / f"out.{name}") for name in ("tex", "csv", "json")}
+    command = ["table", "--spec", to_json(table_spec()), "--results", str(path)]
+    command += ["--template", str(TEMPLATES / "ruler_sweep.tex.j2")]
+    with pytest.raises(SystemExit):
+        main([*command, "--out", out["tex"], "--cells", out["csv"], "--data", out["json"]])
+    assert capsys.readouterr().err == f"residual_mass table: error: {path}: {message}\n"
+    assert not any(Path(name).exists() for name in out.values())
 
 
 @pytest.mark.parametrize("fact", [{"model_id": "org/Else"}, {"revision": "r2"}, {"weights": "random"}])
@@ -607,7 +676,7 @@ def test_latex_accepts_every_table_whatever_the_names(tmp_path: Path) -> None:
 
 @needs(LATEX)
 def test_the_papers_tables_fit_the_page(tmp_path: Path) -> None:
-    tables = [render_published(label, TEMPLATES / f"{label}.tex.j2") for label in LABELS]
+    tables = [make_published(label).latex(TEMPLATES / f"{label}.tex.j2") for label in LABELS]
     assert "Overfull" not in pdflatex(tmp_path, "\\clearpage\n".join(tables))
 
 
@@ -623,5 +692,5 @@ def test_the_widest_of_our_tables_fits_the_page(tmp_path: Path) -> None:
         files.append(write_rows(tmp_path / f"{backbone}.csv", rows))
     wide = {"backbones": ("smol", "big"), "lengths": ("2k",), "budgets": budgets, "benchmarks": ("longbench",)}
     tex = table(tmp_path, table_spec("natural_main", **wide), *files)
-    assert {cell.gain for (_, row, _), cell in printed_cells(tex).items() if row in (PHI, NOSUB)} == {"above"}
+    assert {cell.mark for (_, row, _), cell in printed_cells(tex).items() if row in (PHI, NOSUB)} == {"above"}
     assert "Overfull" not in pdflatex(tmp_path, tex)

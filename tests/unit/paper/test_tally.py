@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from residual_mass.paper.cells import Point
+from sample_results import place
+
+from residual_mass.paper.table import Place
 from residual_mass.paper.tables.tally import Tally, tally, tally_by_family
 
 
 def pair(
     topk: str, topk_phi: str, budget: float = 1.0, benchmark: str = "ruler", task: str = "all"
-) -> dict[Point, str]:
+) -> dict[Place, str]:
     texts = {"topk": topk, "topk_phi": topk_phi, "topk_phi_nosub": "1.000"}
-    return {Point(benchmark, "4k", "1b", method, budget, task): text for method, text in texts.items()}
+    return {place(benchmark, "4k", "1b", method, budget, task): text for method, text in texts.items()}
 
 
 def test_wins_ties_losses_and_the_mean_are_exact() -> None:
@@ -21,7 +23,7 @@ def test_wins_ties_losses_and_the_mean_are_exact() -> None:
 
 
 def test_without_a_pair_there_is_nothing_to_count() -> None:
-    alone = {point: text for point, text in pair("0.1", "0.2").items() if point.method != "topk"}
+    alone = {place: text for place, text in pair("0.1", "0.2").items() if place.method != "topk"}
     assert tally(alone) is None and tally_by_family(alone) == {} and tally({}) is None
 
 
@@ -46,5 +48,5 @@ def test_families_are_counted_apart() -> None:
 
 
 def test_variants_of_the_maps_do_not_count_as_the_method() -> None:
-    topk = Point("ruler", "4k", "1b", "topk", 1.0)
-    assert tally({topk: "0.1", Point("ruler", "4k", "1b", "topk_phi", 1.0, maps="4k-kl_only"): "0.9"}) is None
+    topk = place("ruler", "4k", "1b", "topk", 1.0)
+    assert tally({topk: "0.1", place("ruler", "4k", "1b", "topk_phi", 1.0, maps="4k-kl_only"): "0.9"}) is None

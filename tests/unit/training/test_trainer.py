@@ -30,7 +30,6 @@ from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
-from residual_mass.paper.readers import training_log
 from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
@@ -357,10 +356,6 @@ def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
         together.learners[i].maps.save(tmp_path / "together.safetensors")
         assert (tmp_path / "alone.safetensors").read_bytes() == (tmp_path / "together.safetensors").read_bytes()
         assert logged(together, variant.label) == logged(alone)
-
-
-def test_the_log_has_the_columns_that_figures_read() -> None:
-    assert COLUMNS == training_log.COLUMNS
 
 
 def test_learning_rate_schedules() -> None:

@@ -7,7 +7,7 @@ table `phi_param_count`, which is arithmetic, is not part of this; only an open 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -17,15 +17,22 @@ from residual_mass.paper import published
 from residual_mass.paper.comparison.comparability import OTHER_BACKBONE, obstacles, other_settings
 from residual_mass.paper.comparison.picture import COLUMNS as PICTURE_COLUMNS
 from residual_mass.paper.comparison.picture import picture as picture_of
-from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MAIN_MAPS, MODELS
-from residual_mass.paper.readers.runtime_file import PROTOTYPE
+from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
+from residual_mass.paper.table import Cell, Interval, format_score, load_table
 from residual_mass.paper.tables import accounting_table, parameter_table, runtime_table, training_cost_table
-from residual_mass.paper.tables.accounting_table import PUBLISHED_QUANTITIES
 from residual_mass.paper.tables.layouts import LAYOUTS
-from residual_mass.paper.tables.table_file import COMPARED, Measured, Place, load_table
+from residual_mass.paper.tables.render import make_published
 from residual_mass.paper.tables.training_cost_table import WALL_CLOCK
+from residual_mass.provenance import Record
 from residual_mass.study.specs import ComparisonSpec
 
+COMPARED = (
+    *(label for label in LAYOUTS if label in published.labels()),
+    accounting_table.LABEL,
+    training_cost_table.LABEL,
+    *runtime_table.PUBLISHED,
+)
+"""Labels of the tables that are compared."""
 COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
@@ -33,7 +40,7 @@ COLUMNS = (
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
 """How verdicts begin."""
 OF_MAPS = {5, 6, 7, 10, 11, 12, 16}
-"""What training and using feature maps leaves open."""
+"""Open points of docs/deviations.md on training and using feature maps."""
 OF_RULER, OF_BABILONG, OF_LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
 DEVIATIONS = {
     "natural_main": OF_MAPS | {1, 2, 13},
@@ -47,21 +54,10 @@ DEVIATIONS = {
     parameter_table.LABEL: {8},
     training_cost_table.LABEL: {12, 16},
 }
-"""Open points of docs/deviations.md that touch a table, by their number; those of latencies are OF_LATENCIES."""
+"""Numbers of the open points of docs/deviations.md that touch a table."""
 
-Row = dict[str, str]
-Tables = Mapping[str, Sequence[Measured]]
-"""The printed values of a study by the label of their table."""
-
-
-@dataclass(frozen=True)
-class PublishedCell:
-    """One published value."""
-
-    table: str
-    place: Place
-    text: str
-    bold: bool
+Tables = Mapping[str, Sequence[Cell]]
+"""The values of a study by the label of their table."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +66,29 @@ class Verdict:
 
     words: str
     reason: str = ""
-    ours: Measured | None = None
+    ours: Cell | None = None
 
 
-def run(spec: ComparisonSpec, cells: list[Path], out: Path, picture: Path) -> None:
-    """Writes to `out` one line per published cell, and to `picture` what the tables say as a whole, from the CSVs
-    beside the tables of a study.
+def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> None:
+    """Writes to `out` one line per published cell, and to `picture` what the tables say as a whole, from the saved
+    tables of a study.
 
     Raises:
-        ValueError: a table is given twice, or a file is damaged or of another study; names file and line.
+        ValueError: a file is not what was recorded, or of another study; names it.
     """
-    tables: dict[str, list[Measured]] = {}
-    for path in cells:
-        label, values = load_table(path, spec.study)
-        if label in tables:
-            raise ValueError(f"{path}: a second file for table {label}; give one")
-        tables[label] = values
-    facts = published_cells()
-    texts: dict[str, dict[Place, str]] = {}
-    for cell in facts:
-        texts.setdefault(cell.table, {})[cell.place] = cell.text
-    write_text(picture, csv_text(PICTURE_COLUMNS, picture_of(texts, tables, spec)))
-    write_text(out, csv_text(COLUMNS, (_row(cell, verdict_on(cell, tables, spec), spec) for cell in facts)))
+    record = Record("comparison", spec, tables)
+    values = {table.label: table.evaluated for table in (load_table(path, spec.study) for path in tables)}
+    papers = {label: make_published(label).cells for label in COMPARED}
+    texts = {label: {cell.place: cell.text for cell in cells} for label, cells in papers.items()}
+    rows = (
+        _row(label, cell, verdict_on(label, cell, values, spec), spec)
+        for label, cells in papers.items()
+        for cell in cells
+    )
+    write_text(picture, csv_text(PICTURE_COLUMNS, picture_of(texts, values, spec)))
+    write_text(out, csv_text(COLUMNS, rows))
+    for path in (out, picture):
+        record.write(path)
 
 
 def deviations_of(label: str) -> set[int]:
@@ -99,42 +96,38 @@ def deviations_of(label: str) -> set[int]:
     return OF_LATENCIES if runtime_table.is_label(label) else DEVIATIONS.get(label, set())
 
 
-def published_cells() -> list[PublishedCell]:
-    """Every value of the paper's score tables, of `exact_accounting` and of its costs, table by table."""
-    scores = (
-        PublishedCell(label, _place(fact), fact.text, fact.bold)
-        for label in COMPARED
-        if label in LAYOUTS
-        for fact in published.load(label)
-    )
-    return [*scores, *_accounting_cells(), *_training_cells(), *_latency_cells()]
-
-
-def verdict_on(cell: PublishedCell, tables: Tables, spec: ComparisonSpec) -> Verdict:
-    """Whether the study's value in the same place agrees with the published one at the printed precision.
+def verdict_on(label: str, cell: Cell, tables: Tables, spec: ComparisonSpec) -> Verdict:
+    """Whether the study's value in the same place of table `label` agrees with the published cell at the printed
+    precision.
 
     Only values of the paper's backbones under its protocol, from as many of the benchmark's own examples, are compared,
     and of costs those that were measured as the paper's were.
     """
     by_backbone = {
         value.place.backbone: value
-        for value in tables.get(cell.table, ())
+        for value in tables.get(label, ())
         if replace(value.place, backbone=cell.place.backbone) == cell.place
     }
     ours = by_backbone.get(cell.place.backbone)
     if ours is None or ours.model_id != MODELS[cell.place.backbone]:
-        return _without_the_backbone(cell, tables, ours, by_backbone)
+        return _without_the_backbone(cell, tables.get(label), ours, by_backbone)
     if reasons := [*obstacles(ours), *other_settings(ours, spec).values()]:
         return Verdict(NOT_COMPARABLE, "; ".join(reasons), ours)
-    if ours.low is None or ours.high is None:
+    interval = ours.interval or ours.range
+    if interval is None:
         return Verdict(NOT_COMPARABLE, "no interval", ours)
-    low, high = bounds_of_agreement(ours, ours.low, ours.high)
+    low, high = bounds_of_agreement(ours, interval)
     if low <= Decimal(cell.text) <= high:
         return Verdict(AGREES, ours=ours)
-    return Verdict(f"{DIFFERS} by {Decimal(ours.text) - Decimal(cell.text):+z.3f}", ours=ours)
+    return Verdict(f"{DIFFERS} by {Decimal(printed(ours)) - Decimal(cell.text):+z.3f}", ours=ours)
 
 
-def bounds_of_agreement(ours: Measured, low: str, high: str) -> tuple[Decimal, Decimal]:
+def printed(cell: Cell) -> str:
+    """A value in the unit and at the precision that the paper prints: times of training in hours."""
+    return format_score(cell.value or 0) if cell.place.quantity == WALL_CLOCK else cell.text
+
+
+def bounds_of_agreement(ours: Cell, interval: Interval) -> tuple[Decimal, Decimal]:
     """Between which the published value agrees: our 95 % interval, of a latency the range of its repeats.
 
     Where the paper drew examples of its own, its value has a sampling error as ours has, independent of it. Of two such
@@ -143,101 +136,48 @@ def bounds_of_agreement(ours: Measured, low: str, high: str) -> tuple[Decimal, D
     """
     benchmark = ours.place.benchmark
     factor = Decimal(math.sqrt(1 + ours.n / EXAMPLES[benchmark]) if benchmark in DRAWN_ANEW else 1)
-    value, ends = Decimal(ours.text), (Decimal(low), Decimal(high))
+    value, ends = Decimal(ours.text), tuple(map(Decimal, _bounds(ours, interval)))
     lower, upper = ((value + factor * (end - value)).quantize(end) for end in ends)
     return lower, upper
 
 
-def _place(fact: published.Fact) -> Place:
-    """Where a study would have a score; a method with feature maps that the paper does not name has its main ones."""
-    point = fact.point
-    implied = MAIN_MAPS if point.method.startswith("topk_phi") else None
-    return Place(
-        backbone=point.backbone,
-        benchmark=point.benchmark,
-        task=point.task,
-        corpus="",
-        length=point.length,
-        method=point.method,
-        budget_percent=point.budget_percent,
-        maps=point.maps or implied,
-    )
-
-
-def _accounting_cells() -> Iterator[PublishedCell]:
-    for row in published.rows_of(accounting_table.LABEL):
-        place = Place(
-            backbone=row["backbone"],
-            benchmark="",
-            task="",
-            corpus=row["corpus"],
-            length=row["length"],
-            method="",
-            budget_percent=float(row["budget_percent"]),
-            maps=row["trained_length"],
-            quantity=PUBLISHED_QUANTITIES[row["quantity"]],
-        )
-        yield PublishedCell(accounting_table.LABEL, place, row["value"], row["bold"] == "1")
-
-
-def _training_cells() -> Iterator[PublishedCell]:
-    """The time that training takes; steps and hardware are what it was measured with."""
-    for row in published.rows_of(training_cost_table.LABEL):
-        place = Place(backbone=row["backbone"], length=MAIN_MAPS, maps=MAIN_MAPS, quantity=WALL_CLOCK)
-        yield PublishedCell(training_cost_table.LABEL, place, row[WALL_CLOCK], bold=False)
-
-
-def _latency_cells() -> Iterator[PublishedCell]:
-    for label in runtime_table.PUBLISHED:
-        for row in published.rows_of(label):
-            place = Place(
-                backbone=row["backbone"],
-                length=row["context"],
-                method=row["method"],
-                budget_percent=None if row["method"] == "full" else runtime_table.PAPERS_BUDGET,
-                implementation=PROTOTYPE,
-                batch=runtime_table.PAPERS_BATCH,
-            )
-            for quantity in (runtime_table.STEP, runtime_table.END_TO_END):
-                yield PublishedCell(label, replace(place, quantity=quantity), row[quantity], bold=False)
+def _bounds(cell: Cell, interval: Interval) -> tuple[str, str]:
+    """Printed like the value."""
+    return f"{interval.low:z.{cell.decimals}f}", f"{interval.high:z.{cell.decimals}f}"
 
 
 def _without_the_backbone(
-    cell: PublishedCell, tables: Tables, namesake: Measured | None, there: Mapping[str, Measured]
+    cell: Cell, table: Sequence[Cell] | None, namesake: Cell | None, by_backbone: Mapping[str, Cell]
 ) -> Verdict:
-    """Of a cell that the study has on other backbones at most, one of which may bear the name of the paper's."""
-    others = [namesake] if namesake else [value for name, value in there.items() if name not in MODELS]
+    """The verdict on a cell that the study has on other backbones at most, one of which may bear the paper's name."""
+    others = [namesake] if namesake else [value for name, value in by_backbone.items() if name not in MODELS]
     if others:
         named = ", ".join(f"{value.place.backbone} ({value.model_id})" for value in others)
         return Verdict(NOT_COMPARABLE, f"{OTHER_BACKBONE}: {named}")
-    if cell.table not in tables:
+    if table is None:
         return Verdict(NOT_RUN, "the study leaves the table out")
-    backbones = dict.fromkeys(value.place.backbone for value in tables[cell.table])
+    backbones = dict.fromkeys(value.place.backbone for value in table)
     if cell.place.backbone not in backbones:
         return Verdict(NOT_RUN, f"the study's backbones are {', '.join(backbones)}")
     return Verdict(NOT_RUN, "the study has no such cell")
 
 
-def _row(cell: PublishedCell, verdict: Verdict, spec: ComparisonSpec) -> Row:
-    place, ours = cell.place, verdict.ours
-    examples = EXAMPLES.get(place.benchmark)
+def _row(label: str, cell: Cell, verdict: Verdict, spec: ComparisonSpec) -> dict[str, str]:
+    ours, examples = verdict.ours, EXAMPLES.get(cell.place.benchmark)
     row = {
-        "table": cell.table,
-        **{name: getattr(place, name) for name in ("backbone", "benchmark", "task", "corpus", "length", "method")},
-        "budget_percent": "" if place.budget_percent is None else f"{place.budget_percent:g}",
-        "maps": place.maps or "",
-        "implementation": place.implementation,
-        "batch": "" if place.batch is None else str(place.batch),
-        "quantity": place.quantity,
+        **{name: value for name, value in cell.fields.items() if name in COLUMNS[: COLUMNS.index("published")]},
+        "table": label,
         "published": cell.text,
         "published_bold": str(int(cell.bold)),
         "published_n": str(examples or ""),
         "verdict": verdict.words,
         "reason": verdict.reason,
-        "deviations": " ".join(map(str, sorted(deviations_of(cell.table)))),
+        "deviations": " ".join(map(str, sorted(deviations_of(label)))),
         "study": spec.study,
     }
     if ours:
-        row |= {"ours": ours.text, "ci_low": ours.low or "", "ci_high": ours.high or "", "n": str(ours.n)}
+        interval = ours.interval or ours.range
+        low, high = _bounds(ours, interval) if interval else ("", "")
+        row |= {"ours": printed(ours), "ci_low": low, "ci_high": high, "n": str(ours.n)}
         row |= {"model_id": ours.model_id, "weights": ours.weights, "source": ours.source}
     return row

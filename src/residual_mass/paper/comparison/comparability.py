@@ -10,8 +10,8 @@ from residual_mass.core.settings import length_and_variant
 from residual_mass.paper.published import EXAMPLES, MODELS
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, VARIANTS, text_of
 from residual_mass.paper.readers.runtime_file import PROTOTYPE
+from residual_mass.paper.table import Cell, Place
 from residual_mass.paper.tables import training_cost_table
-from residual_mass.paper.tables.table_file import Measured, Place
 from residual_mass.study.specs import ComparisonSpec
 
 OTHER_BACKBONE = "other backbone"
@@ -21,35 +21,32 @@ WITHOUT_MAPS = ("e_topk", "e_exact_nosub")
 """Quantities of a row with feature maps that these do not change."""
 SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
 """What latencies depend on of the feature maps, whose weights are random there."""
-NOT_TOLD = "not told"
+UNKNOWN = "not told"
 
 
-def obstacles(value: Measured) -> Iterator[str]:
-    """In words; none where backbone, examples and hardware are as in the paper."""
-    if value.model_id not in MODELS.values():
+def obstacles(cell: Cell) -> Iterator[str]:
+    """Why a value is not comparable, in words; nothing where backbone, examples and hardware are as in the paper."""
+    if cell.model_id not in MODELS.values():
         yield OTHER_BACKBONE
-    if value.weights == "random":
+    if cell.weights == "random":
         yield "random weights"
-    if value.n < EXAMPLES.get(value.place.benchmark, 0):
+    if cell.n < EXAMPLES.get(cell.place.benchmark, 0):
         yield "subsampled"
-    yield from (f"{kind} data" for kind in value.data if kind != "original")
-    yield from _other_conditions(value.conditions)
+    yield from (f"{kind} data" for kind in cell.data if kind != "original")
+    yield from _other_conditions(cell.conditions)
 
 
-def other_settings(value: Measured, spec: ComparisonSpec) -> dict[str, str]:
-    """Settings under which a value was made and the paper's was not: both of them in words, by key.
-
-    What a value itself says of its making counts, and what the study is told for all else.
-    """
-    _, variant = length_and_variant(value.place.maps or "")
-    paper = {key: text_of(each) for key, each in _of_texts(DECODING.get(value.place.benchmark, {}), value.place)}
+def other_settings(cell: Cell, spec: ComparisonSpec) -> dict[str, str]:
+    """Settings that differ from the paper's, in words and by key: as recorded with the value, or else the study's."""
+    _, variant = length_and_variant(cell.place.maps or "")
+    paper = {key: text_of(each) for key, each in _of_texts(DECODING.get(cell.place.benchmark, {}), cell.place)}
     paper |= {key: text_of(each) for key, each in (PROTOCOL | VARIANTS.get(variant, {})).items()}
-    recorded = decoding_settings(value.decoding) if value.decoding else {}
+    recorded = decoding_settings(cell.decoding) if cell.decoding else {}
     ours = spec.settings | spec.variants.get(variant, {})
-    ours |= {key: text_of(each) for key, each in _of_texts(recorded, value.place)}
-    if "steps" in value.conditions:
-        ours["phi.steps"] = value.conditions["steps"]
-    told = {key: ours.get(key, NOT_TOLD) for key in paper if _matters(key, value.place)}
+    ours |= {key: text_of(each) for key, each in _of_texts(recorded, cell.place)}
+    if "steps" in cell.conditions:
+        ours["phi.steps"] = cell.conditions["steps"]
+    told = {key: ours.get(key, UNKNOWN) for key in paper if _matters(key, cell.place)}
     return {key: f"{key} is {each}, {paper[key]} in the paper" for key, each in told.items() if each != paper[key]}
 
 
@@ -73,7 +70,7 @@ def _matters(key: str, place: Place) -> bool:
 
 
 def _other_conditions(measured: Mapping[str, str]) -> Iterator[str]:
-    """Of costs: how theirs were measured; a score has no such conditions."""
+    """Conditions of a cost's measurement that differ from the paper's; scores have none."""
     if measured.get("implementation", PROTOTYPE) != PROTOTYPE:
         yield f"other implementation: {measured['implementation']}"
     if not measured.get("device", GPU).endswith(GPU):

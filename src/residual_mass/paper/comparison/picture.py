@@ -14,10 +14,10 @@ from decimal import Decimal
 
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.paper.comparison.comparability import obstacles, other_settings
-from residual_mass.paper.readers import accounting_file
+from residual_mass.paper.readers.accounting_file import METHODS
+from residual_mass.paper.table import Cell, Place
 from residual_mass.paper.tables import accounting_table, runtime_table, training_cost_table
-from residual_mass.paper.tables.table_file import Measured, Place
-from residual_mass.paper.tables.tally import tally_by_family
+from residual_mass.paper.tables.tally import Texts, tally_by_family
 from residual_mass.paper.titles import family_title
 from residual_mass.study.specs import ComparisonSpec
 
@@ -28,9 +28,6 @@ COMPARED_WITH = {"topk": "TopK", "topk_phi_nosub": "NoSub"}
 """Methods that completion is counted against."""
 COMMON_WORDS = "cwe"
 """The corpus of accounting rows that is not running text."""
-
-Row = dict[str, str]
-Texts = Mapping[Place, str]
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ Findings = dict[tuple[str, str], Finding]
 
 
 def picture(
-    published: Mapping[str, Texts], ours: Mapping[str, Sequence[Measured]], spec: ComparisonSpec
-) -> Iterator[Row]:
+    published: Mapping[str, Texts], ours: Mapping[str, Sequence[Cell]], spec: ComparisonSpec
+) -> Iterator[dict[str, str]]:
     """One row per statement: what the paper's cells and those of a study say of it, and whether that has one sign.
 
     Args:
@@ -56,7 +53,7 @@ def picture(
     """
     for table, texts in published.items():
         values = ours.get(table, ())
-        own_texts = {value.place: value.text for value in values}
+        own_texts = {cell.place: cell.text for cell in values}
         notes = _notes(values, spec)
         if table in ABLATIONS:
             theirs, own = _ranks(texts, own_texts)
@@ -96,11 +93,11 @@ def _findings(table: str, texts: Texts) -> Findings:
 
 
 def _changes(texts: Texts) -> Findings:
-    """Completion against other methods. All its cells have the main maps, which therefore need no name."""
-    points = {replace(place.point, maps=None): text for place, text in texts.items()}
+    """Completion against other methods. All cells have the main maps, which therefore need no name."""
+    scores = {replace(place, maps=None): text for place, text in texts.items()}
     found: Findings = {}
     for method, name in COMPARED_WITH.items():
-        for family, counted in tally_by_family(points, method).items():
+        for family, counted in tally_by_family(scores, method).items():
             sides = f"{counted.wins} / {counted.ties} / {counted.losses}"
             mean = f"{counted.mean_change:+z.3f}"
             statement = f"cells with TopK+phi above / equal / below {name}"
@@ -127,7 +124,7 @@ def _accounting(texts: Texts) -> Findings:
     """Rows of errors, each a corpus at a length."""
     rows: dict[Place, dict[str, Decimal]] = {}
     for place, text in texts.items():
-        if place.quantity in accounting_file.METHODS:
+        if place.quantity in METHODS:
             rows.setdefault(replace(place, quantity=""), {})[place.quantity] = Decimal(text)
     found: dict[tuple[str, str], list[bool]] = {}
     for place, errors in rows.items():
@@ -205,7 +202,7 @@ def _share(holds: Sequence[bool]) -> Finding:
     return Finding(f"{sum(holds)} of {len(holds)}", _sign(2 * sum(holds) - len(holds)))
 
 
-def _notes(values: Iterable[Measured], spec: ComparisonSpec) -> dict[str, str]:
+def _notes(values: Iterable[Cell], spec: ComparisonSpec) -> dict[str, str]:
     """What keeps a family's values from being compared with the paper's one by one; empty where nothing does."""
     found: dict[str, dict[str, None]] = {}
     settings: dict[str, set[str]] = {}
@@ -224,7 +221,7 @@ def _family(place: Place) -> str:
         return f"{place.implementation}, batch {place.batch}"
     if place.corpus:
         return "common words" if place.corpus == COMMON_WORDS else "running text"
-    return family_title(place.point)
+    return family_title(place)
 
 
 def _same(theirs: Finding | None, own: Finding | None) -> str:

@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, with_minus_sign
 from residual_mass.paper.figures.summaries import bulk, head_means
-from residual_mass.paper.readers.diagnostics_file import HEAD, rows_at_budget, the_one
+from residual_mass.paper.readers.diagnostics_file import HEAD, check_same, rows_at_budget, the_one
 from residual_mass.study.specs import FigureSpec
 
 BINS = 40
@@ -147,18 +147,14 @@ def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> l
             f"figure {spec.label} shows 1 to {MOST_PANELS} files of heads, {len(data)} were given; "
             "pass so many to --data"
         )
+    frames = [rows_at_budget(path, ["backbone", *PANEL, *columns], spec.budget_percent) for path in data]
     seen: dict[tuple[object, object], Path] = {}
-    frames, backbones = [], []
-    for path in data:
-        frame = rows_at_budget(path, ["backbone", *PANEL, *columns], spec.budget_percent)
-        backbone, corpus, length, _ = (the_one(path, frame, name) for name in ("backbone", *PANEL))
-        backbones.append(backbone)
-        if backbone != backbones[0]:
-            raise ValueError(f"{path}: is about {backbone}, {data[0]} about {backbones[0]}; give files of one backbone")
+    for path, frame in zip(data, frames, strict=True):
+        check_same(["backbone"], path, frame, data[0], frames[0])
+        corpus, length = the_one(frame, "corpus"), the_one(frame, "length")
         if (corpus, length) in seen:
             raise ValueError(f"{path}: {corpus} at {length} is in {seen[corpus, length]} as well; give one of the two")
         seen[corpus, length] = path
-        frames.append(frame)
     return frames
 
 

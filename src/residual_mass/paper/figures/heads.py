@@ -15,13 +15,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from residual_mass.files import read_parquet
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
 from residual_mass.paper.figures.summaries import binned_medians, equal_parts, head_means
 from residual_mass.paper.readers.diagnostics_file import (
     HEAD,
     TEXT,
     only_file,
-    read_diagnostics,
     rows_at_budget,
     the_one,
 )
@@ -55,10 +55,10 @@ def entropy_gain_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     and of `gain`, e_topk - e_sub.
 
     Raises:
-        ValueError: a file is damaged, or they are not of different backbones on one text at the same K.
+        ValueError: the files are not of different backbones on one text at the same K.
     """
     columns = [*TEXT, *BUDGET, *HEAD, *ERRORS, "h_mid"]
-    frames = [read_diagnostics(path, columns) for path in data]
+    frames = [read_parquet(path, columns, "capture") for path in data]
     _check_comparable(data, frames)
     heads = [_head_errors(frame, ["backbone", *BUDGET, *HEAD]) for frame in frames]
     return pd.concat(heads, ignore_index=True).drop(columns=ERRORS)
@@ -66,19 +66,19 @@ def entropy_gain_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 
 def _check_comparable(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> None:
     """Raises ValueError unless the files differ in their backbone, and agree in corpus, length and budgets."""
-    texts = [_text_and_budgets(path, frame) for path, frame in zip(data, frames, strict=True)]
+    texts = [_text_and_budgets(frame) for frame in frames]
     backbones: set[object] = set()
     for path, frame, text in zip(data, frames, texts, strict=True):
         if text != texts[0]:
             raise ValueError(f"{path}: on {text}, but {data[0]} on {texts[0]}; give files of the same text and budgets")
-        backbone = the_one(path, frame, "backbone")
+        backbone = the_one(frame, "backbone")
         if backbone in backbones:
             raise ValueError(f"{path}: a second file of the backbone {backbone}; give one")
         backbones.add(backbone)
 
 
-def _text_and_budgets(path: Path, frame: pd.DataFrame) -> str:
-    corpus, length = (the_one(path, frame, name) for name in ("corpus", "length"))
+def _text_and_budgets(frame: pd.DataFrame) -> str:
+    corpus, length = (the_one(frame, name) for name in ("corpus", "length"))
     budgets = sorted(set(zip(frame["k"], frame["budget_percent"], strict=True)))
     return f"{corpus} {length} at K = {', '.join(f'{k:g} ({budget:g}%)' for k, budget in budgets)}"
 
@@ -88,7 +88,7 @@ def entropy_heatmap_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
     `residual_share_hat`, and their medians over the heads of the same bin of entropy, `bin_*`.
 
     Raises:
-        ValueError: there is not one file, or it is damaged or has no row of the budget.
+        ValueError: there is not one file, or it has no row of the budget.
     """
     columns = [*BUDGET, *HEAD, "h_mid", "residual_share_hat"]
     heads = head_means(rows_at_budget(only_file(spec, data), columns, spec.budget_percent), [*BUDGET, *HEAD])
@@ -100,7 +100,7 @@ def fixedk_breakdown_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFr
     and `gain`, and their medians over the heads of the same bin of entropy, `bin_*`.
 
     Raises:
-        ValueError: there is not one file, or it is damaged or has no row of the budget.
+        ValueError: there is not one file, or it has no row of the budget.
     """
     columns = [*BUDGET, *HEAD, *ERRORS, "h_mid"]
     rows = rows_at_budget(only_file(spec, data), columns, spec.budget_percent)
@@ -123,9 +123,9 @@ def quartile_error_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFram
     go by layer and number. Of fewer than four heads, some quartiles have none and no row.
 
     Raises:
-        ValueError: there is not one file, or it is damaged.
+        ValueError: there is not one file.
     """
-    rows = read_diagnostics(only_file(spec, data), [*BUDGET, *HEAD, *ERRORS, "h_mid"])
+    rows = read_parquet(only_file(spec, data), [*BUDGET, *HEAD, *ERRORS, "h_mid"], "capture")
     entropies = head_means(rows[[*HEAD, "h_mid"]], HEAD)
     entropies["quartile"] = equal_parts(entropies["h_mid"], QUARTILES)
     heads = head_means(rows[[*BUDGET, *HEAD, *ERRORS]], [*BUDGET, *HEAD]).merge(entropies, on=HEAD)

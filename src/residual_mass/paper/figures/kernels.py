@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from residual_mass.files import read_parquet
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -26,16 +27,14 @@ from residual_mass.paper.figures.style import (
     with_minus_sign,
 )
 from residual_mass.paper.figures.summaries import bulk, quartiles
-from residual_mass.paper.latex import escape
+from residual_mass.paper.marked import marked
 from residual_mass.paper.readers.diagnostics_file import (
     HEAD,
     TEXT,
     check_same,
+    exactly,
     only_file,
-    read_diagnostics,
     rows_at_budget,
-    the_one,
-    two_files,
 )
 from residual_mass.paper.titles import OURS, variant_title
 from residual_mass.study.specs import FigureSpec
@@ -78,9 +77,9 @@ def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame
     errors: a point per (pack, query), thinned, the same rows for either series, e_topk and e_sub; means: their mean.
 
     Raises:
-        ValueError: not a kernels file and a heads file of the same text and maps, or one of them is not sound.
+        ValueError: not a kernels file and a heads file of the same text and maps, or they lack what the figure shows.
     """
-    kernels, heads = two_files(spec, data, "a kernels file and a heads file")
+    kernels, heads = exactly(2, spec, data, "a kernels file and a heads file")
     keys = _keys(spec, kernels, spec.maps[:1])
     mass = _log_mass(keys)
     scores = pd.DataFrame({"x": keys["log_kernel"] - mass, "y": keys["log_phi"] - mass})
@@ -108,7 +107,7 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     queries.
 
     Raises:
-        ValueError: not one file, no variant, or the file is not sound or lacks maps or unretrieved keys.
+        ValueError: not one file, no variant, or the file lacks maps or unretrieved keys.
     """
     file = only_file(spec, data, "one kernels file")
     if len(spec.maps) < 2:
@@ -196,13 +195,11 @@ def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
     """The rows of the given maps, ordered by maps, query and position.
 
     Raises:
-        ValueError: no maps are asked for, or the file is not sound, of another budget than the figure's, or lacks maps.
+        ValueError: no maps are asked for, or the file is of another budget than the figure's, or lacks maps.
     """
     if not maps:
         raise ValueError(f"figure {spec.label}: spec.maps is empty; name the study's main maps")
-    frame = read_diagnostics(path, KEYS, "kernels")
-    for name in (*TEXT, *HEAD, "budget_percent", "k"):
-        the_one(path, frame, name, "kernels")
+    frame = read_parquet(path, KEYS, "kernels")
     budget = frame["budget_percent"].iloc[0]
     if spec.budget_percent not in (None, budget):
         raise ValueError(
@@ -373,4 +370,4 @@ def _fidelity(facts: pd.Series) -> str:
 def _variant(maps: str) -> str:
     """The variant's title, or the label of maps that have none of their own."""
     title = variant_title(maps)
-    return plain(maps) if title in (OURS, escape(maps)) else title
+    return plain(maps) if title in (OURS, marked(maps)) else title

@@ -8,14 +8,14 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from residual_mass.files import read_parquet
 from residual_mass.paper.figures.style import GREY, TEXT_WIDTH, make_x_logarithmic, plain
 from residual_mass.paper.figures.summaries import head_means, quartiles
 from residual_mass.paper.readers.diagnostics_file import (
     HEAD,
     TEXT,
     check_same,
-    read_diagnostics,
-    two_files,
+    exactly,
 )
 from residual_mass.study.specs import FigureSpec
 
@@ -33,25 +33,17 @@ def mass_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     packs; `all` is the median over heads with the quartiles `low` and `high`; `budgets` has the study's K and no y.
 
     Raises:
-        ValueError: not a mass file and a heads file of the same text, or one of them is not sound.
+        ValueError: not a mass file and a heads file of the same text.
     """
-    mass_file, heads_file = two_files(spec, data, "a mass file and a heads file")
-    mass = read_diagnostics(mass_file, [*TEXT, *HEAD, "k", "c_mid"])
-    heads = read_diagnostics(heads_file, [*TEXT, *HEAD, "k", "h_mid"])
+    mass_file, heads_file = exactly(2, spec, data, "a mass file and a heads file")
+    mass = read_parquet(mass_file, [*TEXT, *HEAD, "k", "c_mid"], "capture")
+    heads = read_parquet(heads_file, [*TEXT, *HEAD, "k", "h_mid"], "capture")
     check_same(TEXT, mass_file, mass, heads_file, heads)
-    if not mass["k"].gt(0).all():
-        raise ValueError(f"{mass_file}: k is 0 somewhere; delete it and run the capture stage again")
     curves = head_means(mass[[*HEAD, "k", "c_mid"]], [*HEAD, "k"]).rename(columns={"c_mid": "y"})
     parts = []
     for family, chosen in _representatives(head_means(heads[[*HEAD, "h_mid"]], HEAD)).items():
         for index in range(len(chosen)):
-            curve = chosen.iloc[[index]].merge(curves, on=HEAD)
-            if curve.empty:
-                layer, head = chosen[HEAD].iloc[index]
-                raise ValueError(
-                    f"{mass_file}: has no head {head} of layer {layer}; delete it and run the capture stage again"
-                )
-            parts.append(curve.assign(family=family))
+            parts.append(chosen.iloc[[index]].merge(curves, on=HEAD).assign(family=family))
     parts.append(quartiles(curves.groupby("k")["y"]).reset_index().assign(family="all"))
     budgets = sorted(set(heads["k"]) - {0})  # a logarithmic axis has no place for K = 0
     return pd.concat([*parts, pd.DataFrame({"k": budgets, "family": "budgets"})], ignore_index=True)

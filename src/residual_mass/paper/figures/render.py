@@ -38,6 +38,7 @@ from residual_mass.paper.figures.training import (
     recipe_costs_points,
     training_curves_points,
 )
+from residual_mass.provenance import Record
 from residual_mass.study.specs import FigureSpec
 
 Points = Callable[[FigureSpec, Sequence[Path]], pd.DataFrame]
@@ -62,12 +63,15 @@ def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
     """Draws a figure from its data, as PDF and PNG.
 
     Raises:
-        ValueError: the label is unknown, or the data are missing, incomplete or not numbers; names the file.
+        ValueError: the label is unknown, or the data are not what was recorded or lack what it shows; names the file.
     """
     points_of, draw = FIGURES[kind_of(spec.label)]
+    record = Record("figure", spec, data)
     points = points_of(spec, data)
     with paper_style():
         save(draw(spec, points), pdf, png)
+    for path in (pdf, png):
+        record.write(path)
 
 
 def kind_of(label: str) -> str:

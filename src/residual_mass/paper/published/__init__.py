@@ -8,7 +8,7 @@ from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.core.settings import length_and_variant, maps_label
-from residual_mass.paper.cells import ALL_TASKS, Point
+from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.paper.titles import model_name
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
@@ -38,9 +38,9 @@ TASKS = {task.title: task.name for task in BENCHMARKS["longbench"]}
 
 @dataclass(frozen=True)
 class Fact:
-    """One published cell."""
+    """One published score."""
 
-    point: Point
+    place: Place
     text: str
     bold: bool
 
@@ -57,7 +57,7 @@ def model_title(backbone: str) -> str:
 
 def variants_of(label: str) -> set[str]:
     """Variants of the feature maps in the paper's score table `label`; empty for maps of its own recipe."""
-    labels = (fact.point.maps for fact in load(label))
+    labels = (fact.place.maps for fact in load(label))
     return {length_and_variant(maps)[1] for maps in labels if maps is not None}
 
 
@@ -82,7 +82,7 @@ def rows_of(label: str) -> list[dict[str, str]]:
 def _fact(row: dict[str, str]) -> Fact:
     variant = row.get("variant", "")
     method = row["method"] if not variant else variant if variant in ("full", "topk") else "topk_phi"
-    point = Point(
+    place = Place(
         benchmark=row["benchmark"],
         length=row["length"],
         backbone=row["backbone"],
@@ -92,7 +92,7 @@ def _fact(row: dict[str, str]) -> Fact:
         task=TASKS[row["task"]] if "task" in row else ALL_TASKS,
         maps=_maps(row["trained_length"], variant) if method == "topk_phi" and "trained_length" in row else None,
     )
-    return Fact(point, row["value"], row["bold"] == "1")
+    return Fact(place, row["value"], row["bold"] == "1")
 
 
 def _maps(trained_length: str, variant: str) -> str:

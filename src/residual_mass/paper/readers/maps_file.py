@@ -3,47 +3,90 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors
 
-from residual_mass.core.settings import MAPS_HEADER
+from residual_mass.core.settings import MAPS_HEADER, MapSpec, maps_label
+from residual_mass.files import REMAKE
+from residual_mass.study.parsing import parsed
+from residual_mass.study.specs import TableSpec, TrainSpec
 
 OWN_RECIPE = "ours"
 """What a file calls maps of the study's own recipe, which have no variant in their label."""
-REMEDY = "delete it and run the train stage again"
-
-Shapes = dict[str, list[int]]
-"""Of every tensor, by its name."""
-T = TypeVar("T")
 
 
-def load_maps_file(path: Path, what: str, read: Callable[[Any, Shapes], T]) -> T:
-    """What `read` makes of the facts in the header of a file of feature maps and of the shapes of its tensors; `what`
-    says in words what that is.
+@dataclass(frozen=True)
+class MapsFile:
+    """A file of feature maps.
 
-    Raises:
-        ValueError: the file is missing or damaged, holds something else, or `read` cannot make sense of it.
+    Attributes:
+        map: shape of the maps.
+        per_head: parameters of one head's map.
+        query_heads, kv_heads: of all layers together.
     """
-    metadata, shapes = _header(path)
-    if MAPS_HEADER not in metadata:
-        raise ValueError(f"{path}: holds no phi maps (no {MAPS_HEADER} in its header); train them with the train stage")
-    try:
-        return read(json.loads(metadata[MAPS_HEADER]), shapes)
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path}: its header does not say {what} ({reason}); {REMEDY}") from None
+
+    path: Path
+    recipe: TrainSpec
+    map: MapSpec
+    per_head: int
+    query_heads: int
+    kv_heads: int
+
+    @property
+    def variant(self) -> str:
+        (variant,) = self.recipe.variants
+        return "" if variant.label == OWN_RECIPE else variant.label
+
+    @property
+    def label(self) -> str:
+        """Such as 2k or 1k-dphi_32."""
+        return maps_label(self.recipe.length, self.variant)
 
 
-def _header(path: Path) -> tuple[dict[str, str], Shapes]:
-    """Metadata, and the shapes of the tensors."""
+def load_maps_file(path: Path) -> MapsFile:
+    """Raises ValueError naming the file when it holds no feature maps, or those of another version."""
     try:
         with safetensors.safe_open(path, framework="numpy") as stream:
+            facts = json.loads(stream.metadata()[MAPS_HEADER])
             names = stream.keys()
-            return stream.metadata() or {}, {name: stream.get_slice(name).get_shape() for name in names}
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; run the train stage") from None
-    except (safetensors.SafetensorError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: damaged safetensors file ({error}); {REMEDY}") from None
+            sizes = [math.prod(stream.get_slice(name).get_shape()) for name in names]
+        return _maps_file(path, facts, sum(sizes))
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not feature maps of this version ({error!r}); delete it and {REMAKE}") from None
+
+
+def _maps_file(path: Path, facts: dict[str, Any], parameters: int) -> MapsFile:
+    """All heads have maps of one shape."""
+    shape = facts["shape"]
+    query_heads, kv_heads = (shape["layers"] * shape[f"{name}_heads"] for name in ("query", "kv"))
+    return MapsFile(
+        path=path,
+        recipe=parsed(TrainSpec, facts["training"]["recipe"]),
+        map=parsed(MapSpec, facts["map"]),
+        per_head=parameters // (query_heads + kv_heads),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+    )
+
+
+def check_shown(spec: TableSpec, files: Sequence[MapsFile]) -> None:
+    """Raises ValueError unless the files are what table `spec` shows: one per label, of each of its backbones."""
+    seen: set[tuple[str, str]] = set()
+    for file in files:
+        backbone = file.recipe.backbone
+        if backbone.study != spec.study or backbone.name not in spec.backbones:
+            raise ValueError(
+                f"{file.path}: is of backbone {backbone.name} of study {backbone.study!r}, table {spec.label} shows "
+                f"{', '.join(spec.backbones)} of {spec.study!r}; take it out of --results"
+            )
+        if (backbone.name, file.label) in seen:
+            raise ValueError(f"{file.path}: a second file of {backbone.name} {file.label}; give one")
+        seen.add((backbone.name, file.label))
+    for name in spec.backbones:
+        if name not in {backbone for backbone, _ in seen}:
+            raise ValueError(f"table {spec.label}: no file is of backbone {name}; pass its maps to --results")

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from residual_mass.paper.cells import format_score
 from residual_mass.paper.readers.accounting_file import METHODS
-from residual_mass.paper.report.verdicts import SWEEPS, sweep_texts
+from residual_mass.paper.report.verdicts import sweep_cells
+from residual_mass.paper.table import Cell, Interval, Mark, Table, format_score
 from residual_mass.paper.tables import accounting_table
-from residual_mass.paper.tables.content import ALPHA
-from residual_mass.paper.tables.tally import Tally, tally_by_family
+from residual_mass.paper.tables.tally import Tally, main_texts, tally_by_family
 from residual_mass.paper.titles import task_title
-
-Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Interval:
+class Bounded:
     """A number with its 95 % interval, as printed; `mark`: on which side of 0 it is by more than chance."""
 
     text: str
     low: str
     high: str
-    mark: Literal["", "above", "below"] = ""
+    mark: Mark = ""
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,14 @@ class GainRow:
     task: str
     length: str
     undecided: bool
-    gains: tuple[Interval | None, ...]
+    gains: tuple[Bounded | None, ...]
 
 
 @dataclass(frozen=True)
 class Gains:
-    """Of completion over TopK at the same budget, and the count of printed values by family."""
+    """Gains of completion over TopK at the same budget, and tallies of printed values by family."""
 
-    budgets: tuple[str, ...]
+    budgets: tuple[float, ...]
     rows: tuple[GainRow, ...]
     families: dict[str, Tally]
 
@@ -62,56 +58,55 @@ class ErrorRow:
     corpus: str
     length: str
     k: str
-    errors: tuple[Interval, ...]
+    errors: tuple[Bounded, ...]
     change: str
 
 
-def gains_of(lines: Iterable[Row]) -> Gains:
-    """Of the lines of the tables' CSVs; a cell that two tables show counts once."""
-    lines = sorted((line for line in lines if line["table"] in SWEEPS), key=lambda line: SWEEPS.index(line["table"]))
-    low = {_place(line) for line in lines if line["method"] == "full" and "floor" in line["flags"].split()}
-    found: dict[tuple[str, ...], dict[str, Interval]] = {}
-    for line in lines:
-        if line["method"] == "topk_phi" and line["gain"]:
-            found.setdefault(_place(line), {}).setdefault(line["budget_percent"], _gain(line))
-    budgets = sorted({budget for gains in found.values() for budget in gains}, key=float)
+def gains_of(tables: Sequence[Table]) -> Gains:
+    """Gains in the sweeps; a cell that two tables show counts once."""
+    cells = sweep_cells(tables)
+    low = {_task_of(cell) for cell in cells if cell.place.method == "full" and "floor" in cell.flags}
+    found: dict[tuple[str, str, str, str], dict[float, Bounded]] = {}
+    for cell in cells:
+        budget = cell.place.budget_percent
+        if cell.place.method == "topk_phi" and cell.gain and budget is not None:
+            bounds = _bounded(cell.gain.value, cell.gain.interval, cell.mark)
+            found.setdefault(_task_of(cell), {}).setdefault(budget, bounds)
+    budgets = sorted({budget for gains in found.values() for budget in gains})
     rows = tuple(
-        GainRow(backbone, task_title(benchmark, task), length, place in low, tuple(map(gains.get, budgets)))
-        for place, gains in found.items()
-        for backbone, benchmark, task, length in [place]
+        GainRow(where[0], task_title(where[1], where[2]), where[3], where in low, tuple(map(gains.get, budgets)))
+        for where, gains in found.items()
     )
-    return Gains(tuple(budgets), rows, tally_by_family(sweep_texts(lines, "text")) if rows else {})
+    return Gains(tuple(budgets), rows, tally_by_family(main_texts(cells)) if rows else {})
 
 
-def errors_of(lines: Iterable[Row]) -> list[ErrorRow]:
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for line in lines:
-        if line["table"] == accounting_table.LABEL:
-            place = tuple(line[name] for name in ("backbone", "corpus", "length", "k"))
-            found.setdefault(place, {})[line["quantity"]] = line
-    return [_errors(place, [quantities[name] for name in METHODS]) for place, quantities in found.items()]
+def errors_of(tables: Sequence[Table]) -> list[ErrorRow]:
+    """Rows of the table of accounting errors."""
+    cells = [cell for table in tables if table.label == accounting_table.LABEL for cell in table.evaluated]
+    found: dict[tuple[str, str, str, str], dict[str, Cell]] = {}
+    for cell in cells:
+        where = cell.place.backbone, cell.place.corpus, cell.place.length, cell.fields["k"]
+        found.setdefault(where, {})[cell.place.quantity] = cell
+    return [_errors(where, quantities) for where, quantities in found.items()]
 
 
-def _errors(place: Sequence[str], methods: Sequence[Row]) -> ErrorRow:
-    backbone, corpus, length, k = place
-    topk, completed = (float(line["value"]) for line in (methods[0], methods[-1]))
-    title = accounting_table.CORPUS_TITLES.get(corpus, corpus)
-    errors = tuple(
-        Interval(line["text"], *(format_score(float(line[end])) for end in ("ci_low", "ci_high"))) for line in methods
-    )
-    return ErrorRow(backbone, title, length, k, errors, _percent(completed / topk - 1) if topk else "")
+def _errors(where: tuple[str, str, str, str], quantities: Mapping[str, Cell]) -> ErrorRow:
+    backbone, corpus, length, k = where
+    topk, completed = (quantities[name].value or 0 for name in ("e_topk", "e_sub"))
+    errors = tuple(_error(quantities[name]) for name in METHODS)
+    change = f"{100 * (completed / topk - 1):+z.0f}".replace("-", "−") if topk else ""
+    return ErrorRow(backbone, accounting_table.corpus_title(corpus), length, k, errors, change)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:+z.0f}".replace("-", "−")
+def _error(cell: Cell) -> Bounded:
+    interval = cell.interval
+    assert interval is not None, "every error of a method has one"
+    return Bounded(cell.text, format_score(interval.low), format_score(interval.high))
 
 
-def _gain(line: Row) -> Interval:
-    value, low, high = (float(line[name]) for name in ("gain", "gain_ci_low", "gain_ci_high"))
-    chance = not line["gain_p_holm"] or float(line["gain_p_holm"]) >= ALPHA or value == 0
-    mark: Literal["", "above", "below"] = "" if chance else "above" if value > 0 else "below"
-    return Interval(f"{value:+z.3f}", f"{low:+z.3f}", f"{high:+z.3f}", mark)
+def _bounded(value: float, interval: Interval, mark: Mark) -> Bounded:
+    return Bounded(f"{value:+z.3f}", f"{interval.low:+z.3f}", f"{interval.high:+z.3f}", mark)
 
 
-def _place(line: Row) -> tuple[str, str, str, str]:
-    return line["backbone"], line["benchmark"], line["task"], line["length"]
+def _task_of(cell: Cell) -> tuple[str, str, str, str]:
+    return cell.place.backbone, cell.place.benchmark, cell.place.task, cell.place.length

@@ -16,23 +16,18 @@ import jinja2
 from markupsafe import Markup, escape
 
 from residual_mass import __version__
-from residual_mass.files import read_text, write_text
-from residual_mass.paper.cells import LEFT_OUT
+from residual_mass.diagnostics.columns import CLAIMS
+from residual_mass.files import read_csv, read_text, write_text
+from residual_mass.paper.comparison import picture
 from residual_mass.paper.comparison.by_cell import deviations_of
 from residual_mass.paper.document import figure_caption
+from residual_mass.paper.marked import to_html
 from residual_mass.paper.readers.accounting_file import METHODS
+from residual_mass.paper.report.entries import PageTable
 from residual_mass.paper.report.findings import errors_of, gains_of
-from residual_mass.paper.report.latex_html import to_html
 from residual_mass.paper.report.origins import provenance
-from residual_mass.paper.report.tables import PageTable, load_page_table, place_of
-from residual_mass.paper.report.verdicts import (
-    COUNTED,
-    changes_figure,
-    load_claims,
-    load_comparison,
-    load_picture,
-    standing,
-)
+from residual_mass.paper.report.verdicts import COUNTED, Compared, changes_figure, load_comparison, standing
+from residual_mass.paper.table import Table, load_table
 from residual_mass.paper.tables.captions import KIND_NOTES, model_warnings
 from residual_mass.paper.templating import RESTORE, fill
 from residual_mass.paper.titles import METHOD_TITLES, task_title
@@ -41,9 +36,6 @@ from residual_mass.study.specs import ReportSpec
 
 LARGEST = 8_000_000
 """Bytes of all figures together; they grow by a third in the page."""
-SIGNATURE, END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-
-Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -51,13 +43,12 @@ class ReportFiles:
     """What a page shows, and `sources`, which it only names.
 
     Attributes:
-        tables, cells: LaTeX and CSV of every table, in one order.
+        tables: saved tables.
         comparison, picture: where the study has a table that the paper's values can be compared with.
         deviations: docs/deviations.md.
     """
 
     tables: Sequence[Path]
-    cells: Sequence[Path]
     figures: Sequence[Path]
     comparison: Path | None
     picture: Path | None
@@ -65,10 +56,10 @@ class ReportFiles:
     sources: Sequence[Path]
     deviations: Path
 
-    def shown(self) -> Iterator[Path]:
-        """What the page shows of paper_tables/."""
-        compared = filter(None, (self.comparison, self.picture))
-        yield from itertools.chain(self.tables, self.cells, self.figures, compared)
+    def recorded(self) -> list[Path]:
+        """The outputs of other stages."""
+        compared = [path for path in (self.comparison, self.picture) if path]
+        return [*self.tables, *self.figures, *compared, *self.claims, *self.sources]
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class Examples:
 
     task: str
     length: str
-    count: str
+    count: int
     data: str
     decoding: str
 
@@ -101,49 +92,46 @@ class Deviations:
     of_study: tuple[tuple[Markup, ...], ...]
 
 
-def run(spec: ReportSpec, *paths: Any) -> None:
-    """The stage: `write` with its files in the order of the flags."""
-    *shown, template, out = paths
-    write(spec, ReportFiles(*shown), template, out)
+def run(spec: ReportSpec, *files: Any) -> None:
+    """The `report` stage, with its files in the order of its flags."""
+    *shown, template, out = files
+    write_page(spec, ReportFiles(*shown), template, out)
 
 
-def write(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None:
+def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) -> None:
     """Writes the page.
 
     Raises:
-        ValueError: there is neither a table nor a figure, the figures are too large, or a file is missing, damaged or
-            of another study; names the file.
+        ValueError: there is neither a table nor a figure, the figures are too large, or a file is not what was recorded
+            or of another study; names the file.
     """
     if not files.tables and not files.figures:
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
-    record = Record(
-        "report", spec, [*files.claims, *files.sources], sources=[*files.shown(), files.deviations, template]
-    )
-    compared = load_comparison(files.comparison, spec.study) if files.comparison else []
-    tables = list(_tables(spec, files, compared))
-    claims = [row for path in files.claims for row in load_claims(path, spec.study)]
-    lines = [line for table in tables for line in table.lines]
+    record = Record("report", spec, files.recorded(), sources=[files.deviations, template])
+    compared = load_comparison(files.comparison) if files.comparison else []
+    tables = [load_table(path, spec.study) for path in files.tables]
+    claims = [row for path in files.claims for row in read_csv(path, CLAIMS, "findings")]
     page = _render(
         template,
         spec=spec,
         version=__version__,
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         kinds=KIND_NOTES,
-        gains=gains_of(lines),
-        errors=errors_of(lines),
+        gains=gains_of(tables),
+        errors=errors_of(tables),
         error_methods=list(METHODS.values()),
-        examples=list(_examples(lines)),
+        examples=list(_examples(tables)),
         standing=standing(compared),
         verdicts=COUNTED,
-        changes=changes_figure(compared, lines, files.comparison) if files.comparison else None,
+        changes=changes_figure(compared, tables) if compared else None,
         methods={name: to_html(title) for name, title in METHOD_TITLES.items()},
-        picture=load_picture(files.picture) if files.picture else [],
+        picture=read_csv(files.picture, picture.COLUMNS, "comparison") if files.picture else [],
         claims=claims,
         claimed=Counter(row["verdict"] for row in claims if row["primary"] == "1"),
-        tables=tables,
+        tables=[_page_table(table, compared) for table in tables],
         figures=list(_figures(spec, files.figures)),
         deviations=load_deviations(files.deviations, spec.study, _open_points(tables)),
-        provenance=provenance([*files.shown(), *files.claims, *files.sources]),
+        provenance=provenance(files.recorded()),
     )
     write_text(out, page)
     record.write(out)
@@ -160,31 +148,22 @@ def load_deviations(path: Path, study: str, numbers: Iterable[int]) -> Deviation
     wanted = sorted(set(numbers))
     if missing := [number for number in wanted if number not in points]:
         raise ValueError(f"{path}: has no open point {missing[0]}, which its tables name; add its row")
-    _, _, of_study = text.partition(f"## The `{study}` study\n")
-    rows = list(_markdown_rows(of_study.partition("\n## ")[0]))
-    return Deviations({number: tuple(map(_markdown, points[number][1:])) for number in wanted},
-                      tuple(tuple(map(_markdown, row)) for row in rows[1:]))  # fmt: skip
+    _, _, section = text.partition(f"## The `{study}` study\n")
+    rows = list(_markdown_rows(section.partition("\n## ")[0]))
+    return Deviations(
+        {number: tuple(map(_markdown, points[number][1:])) for number in wanted},
+        tuple(tuple(map(_markdown, row)) for row in rows[1:]),
+    )
 
 
-def _tables(spec: ReportSpec, files: ReportFiles, compared: Iterable[Row]) -> Iterator[PageTable]:
-    if [path.stem for path in files.tables] != [path.stem for path in files.cells]:
-        raise ValueError("tables and cells are not of the same tables in the same order; give both alike")
-    by_place = {place_of(row): row for row in compared}
-    for tex, cells in zip(files.tables, files.cells, strict=True):
-        yield load_page_table(tex, cells, spec.study, by_place)
+def _page_table(table: Table, compared: Iterable[Compared]) -> PageTable:
+    return PageTable(table, {value.place: value for value in compared if value.table == table.label and value.ours})
 
 
 def _figures(spec: ReportSpec, paths: Sequence[Path]) -> Iterator[PageFigure]:
     total = 0
     for path in paths:
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; run the figure stage") from None
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}); run the figure stage") from None
-        if not content.startswith(SIGNATURE) or not content.endswith(END):
-            raise ValueError(f"{path}: not a PNG file, or cut short; delete it and run the figure stage again")
+        content = path.read_bytes()
         total += len(content)
         if total > LARGEST:
             raise ValueError(
@@ -197,17 +176,22 @@ def _figures(spec: ReportSpec, paths: Sequence[Path]) -> Iterator[PageFigure]:
         yield PageFigure(path.stem, caption, image, width, height)
 
 
-def _examples(lines: Iterable[Row]) -> Iterator[Examples]:
+def _examples(tables: Iterable[Table]) -> Iterator[Examples]:
     """Once per task and length, or more often where backbones or tables differ."""
-    found = dict.fromkeys(
-        Examples(task_title(line["benchmark"], line["task"]), line["length"], line["n"], line["data"], line["decoding"])
-        for line in lines
-        if line.get("benchmark") and line["text"] != LEFT_OUT.text
+    cells = (cell for table in tables for cell in table.evaluated if cell.place.benchmark)
+    yield from dict.fromkeys(
+        Examples(
+            task=task_title(cell.place.benchmark, cell.place.task),
+            length=cell.place.length,
+            count=cell.n,
+            data="+".join(cell.data),
+            decoding=cell.decoding,
+        )
+        for cell in cells
     )
-    yield from found
 
 
-def _open_points(tables: Iterable[PageTable]) -> set[int]:
+def _open_points(tables: Iterable[Table]) -> set[int]:
     """Numbers of the open points that touch the tables shown."""
     return {number for table in tables for number in deviations_of(table.label)}
 
@@ -220,7 +204,7 @@ def _markdown_rows(text: str) -> Iterator[list[str]]:
 
 
 def _markdown(text: str) -> Markup:
-    """Code between backticks stays code, links become their text: they lead nowhere from the page."""
+    """Code between backticks stays code, and links become their text: they lead nowhere from the page."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     parts = [
         Markup("<code>{}</code>").format(part) if code else escape(part)
@@ -234,4 +218,5 @@ def _render(template: Path, **context: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined, autoescape=True, loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
+    environment.filters["html"] = to_html
     return fill(environment, template, context)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from residual_mass.benchmarks.catalogue import CEILING, FLOOR, LEVEL, POWER
-from residual_mass.paper.cells import ALL_TASKS, Point
-from residual_mass.paper.latex import Latex, escape
-from residual_mass.paper.published import MODELS, model_title
+from residual_mass.paper.marked import Marked, marked
+from residual_mass.paper.published import MODELS
 from residual_mass.paper.readers.results import Result, Score
-from residual_mass.paper.tables.content import ALPHA, Content
+from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.paper.tables.tally import Tally, tally_by_family
-from residual_mass.paper.titles import OWN_ROW, PHI, TOPK, backbone_title, benchmark_title, task_title
+from residual_mass.paper.titles import OWN_ROW, PHI, TOPK, benchmark_title, task_title
 from residual_mass.study.specs import TableSpec
 
+if TYPE_CHECKING:
+    from residual_mass.paper.tables.score_table import Content
+
+ALPHA = 0.05
+"""Chance of any false mark in a table."""
 NAMED_ALARMS = 3
 """A caption names so many cells that beat full attention, and counts the others."""
 KIND_NOTES = {
@@ -27,41 +32,33 @@ KIND_NOTES = {
 OF_THE_PAPER = "All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here."
 
 
-@dataclass(frozen=True)
-class Caption:
-    """Plain text or LaTeX; plain text is escaped where it is printed."""
-
-    header: tuple[str, ...]
-    notes: tuple[str, ...]
-    backbone_titles: dict[str, str]
-
-
-def caption_of_results(spec: TableSpec, results: list[Result], content: Content) -> Caption:
-    """Raises ValueError when two files disagree on what a backbone or its feature maps are."""
-    models = _models(results)
-    notes = [
-        f"Study {spec.study}, backbone {', '.join(result.model_id for result in models.values())}.",
-        *model_warnings((model.model_id, model.weights) for model in models.values()),
-        *_kinds(content),
-        f"Examples per value: {'; '.join(_sizes(results, content.scores, len(spec.backbones)))}.",
-        *_cuts(content.scores, len(spec.backbones)),
-        *_own_rows(content),
-        *_uncertainty(content),
-        *_tallies(content),
-        *_flagged(content.scores),
-        *_full_at_floor(results, content, len(spec.backbones)),
-        *_left_out(content),
-    ]
-    titles = {name: backbone_title(spec, name, model.model_id) for name, model in models.items()}
-    return Caption(tuple(_header(spec, results)), tuple(notes), titles)
+def notes(spec: TableSpec, results: Sequence[Result], content: Content) -> Iterator[str]:
+    """The notes of a table of results."""
+    models = {result.backbone: result for result in results}
+    yield f"Study {spec.study}, backbone {', '.join(result.model_id for result in models.values())}."
+    yield from model_warnings((model.model_id, model.weights) for model in models.values())
+    yield from _kinds(content)
+    yield f"Examples per value: {'; '.join(_sizes(results, content.scores, len(spec.backbones)))}."
+    yield from _cuts(content.scores, len(spec.backbones))
+    yield from _own_rows(content)
+    yield from _uncertainty(content)
+    yield from tallies(content.texts)
+    yield from _flagged(content.scores)
+    yield from _full_at_floor(results, content, len(spec.backbones))
+    yield from _left_out(content)
 
 
-def caption_of_published(spec: TableSpec, content: Content) -> Caption:
-    return Caption(
-        header=(header_of_published(spec.label),),
-        notes=(OF_THE_PAPER, *_tallies(content)),
-        backbone_titles={name: model_title(name) for name in spec.backbones},
-    )
+def header(spec: TableSpec, results: Sequence[Result]) -> Iterator[str]:
+    """The files of a table. Raises ValueError when two of them disagree on what a backbone or its feature maps are."""
+    _check_same_models(results)
+    yield header_of_study(spec)
+    for result in results:
+        maps = ", ".join(f"{label} {sha[:12]}" for label, sha in result.phi_shas.items()) or "none"
+        yield (
+            f"{result.path.name}: {result.benchmark} {result.length}, {result.model_id} at {result.revision}, "
+            f"{result.weights} weights, phi maps {maps}, prompts {result.prompts_sha[:12]}, {len(result.tasks)} tasks, "
+            f"n = {result.examples(ALL_TASKS)} over all of them"
+        )
 
 
 def header_of_published(label: str) -> str:
@@ -72,23 +69,16 @@ def header_of_study(spec: TableSpec) -> str:
     return f"Table {spec.label} of study {spec.study}; generated, changes are overwritten."
 
 
-def _models(results: Iterable[Result]) -> dict[str, Result]:
-    """The first file of each backbone, all its others having the same model and the same feature maps."""
-    models: dict[str, Result] = {}
-    maps: dict[tuple[str, str], tuple[str, Result]] = {}
+def _check_same_models(results: Iterable[Result]) -> None:
+    """Files of one backbone are of one model, and those with one label of one set of feature maps."""
+    known: dict[tuple[str, str], tuple[str, Path]] = {}
     for result in results:
-        first = models.setdefault(result.backbone, result)
-        for name in ("model_id", "revision", "weights"):
-            if (ours := getattr(result, name)) != (other := getattr(first, name)):
-                raise ValueError(f"{result.path}: {name} is {ours!r}, but {first.path} has {other!r}; rerun the older")
-        for label, sha in result.phi_shas.items():
-            other, holder = maps.setdefault((result.backbone, label), (sha, result))
-            if sha != other:
-                raise ValueError(
-                    f"{result.path}: phi_sha of maps {label} is {sha!r}, but {holder.path} has {other!r}; "
-                    "rerun the older"
-                )
-    return models
+        facts = {name: getattr(result, name) for name in ("model_id", "revision", "weights")}
+        facts |= {f"phi_sha of maps {label}": sha for label, sha in result.phi_shas.items()}
+        for name, value in facts.items():
+            other, path = known.setdefault((result.backbone, name), (value, result.path))
+            if value != other:
+                raise ValueError(f"{result.path}: {name} is {value!r}, but {path} has {other!r}; rerun the older")
 
 
 def model_warnings(models: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -108,27 +98,27 @@ def not_evaluated(model_ids: Iterable[str]) -> Iterator[str]:
 def _kinds(content: Content) -> Iterator[str]:
     """Owns up to examples that are not the benchmark's own."""
     for kind, meaning in KIND_NOTES.items():
-        points = [point for point, score in content.scores.items() if kind in score.data]
-        if points:
-            yield f"Examples of {', '.join(dict.fromkeys(map(_name, points)))} are {meaning}."
+        places = [place for place, score in content.scores.items() if kind in score.data]
+        if places:
+            yield f"Examples of {', '.join(dict.fromkeys(map(_name, places)))} are {meaning}."
 
 
-def _sizes(results: Iterable[Result], scores: Mapping[Point, Score], backbones: int) -> Iterable[str]:
+def _sizes(results: Iterable[Result], scores: Mapping[Place, Score], backbones: int) -> Iterable[str]:
     """Examples behind a value, once per benchmark or task and length."""
     sizes = []
     for result in results:
-        for task in dict.fromkeys(point.task for point in scores if place_of(point) == place_of(result)):
+        for task in dict.fromkeys(place.task for place in scores if where(place) == where(result)):
             size = f"{task_title(result.benchmark, task)} {result.length}: {result.examples(task)}"
             size += f" from {len(result.tasks)} tasks" if task == ALL_TASKS else ""
             sizes.append((size, result.backbone))
     return _shared(sizes, backbones)
 
 
-def _cuts(scores: Mapping[Point, Score], backbones: int) -> Iterator[str]:
+def _cuts(scores: Mapping[Place, Score], backbones: int) -> Iterator[str]:
     """Share of truncated prompts, once per benchmark or task and length: it is the same for all arms of an example."""
     cuts = dict.fromkeys(
-        (f"{_name(point)} {point.length} {score.cut_share:.1%}", point.backbone)
-        for point, score in scores.items()
+        (f"{_name(place)} {place.length} {score.cut_share:.1%}", place.backbone)
+        for place, score in scores.items()
         if score.cut_share > 0
     )
     if cuts:
@@ -145,40 +135,41 @@ def _shared(facts: Iterable[tuple[str, str]], backbones: int) -> Iterator[str]:
 
 
 def _uncertainty(content: Content) -> Iterator[str]:
-    width = max((score.high - score.low) / 2 for score in content.scores.values())
+    width = max((score.interval.high - score.interval.low) / 2 for score in content.scores.values())
     yield f"Largest half-width of a {LEVEL:.0%} bootstrap interval over examples: {width:.3f}."
-    if not content.adjusted:
+    tested = [score for score in content.scores.values() if score.gain is not None]
+    if not tested:
         return
-    above, below = (sum(cell.gain == side for cell in content.cells.values()) for side in ("above", "below"))
+    above, below = (sum(cell.mark == side for cell in content.cells.values()) for side in ("above", "below"))
     survive = above + below
-    yield Latex(
-        f"Of {len(content.adjusted)} paired comparisons with {TOPK} at the same budget, {survive or 'none'} "
+    yield Marked(
+        f"Of {len(tested)} paired comparisons with {TOPK} at the same budget, {survive or 'none'} "
         f"{'remains' if survive == 1 else 'remain'} at $p < {ALPHA:g}$ after Holm's correction over this table"
         + (rf" ({above} above, $\dagger$; {below} below, $\ddagger$)." if survive else ".")
     )
-    detectable = (content.scores[point].mde for point in content.adjusted)
-    if known := [each for each in detectable if each is not None]:
+    if known := [score.mde for score in tested if score.mde is not None]:
         yield (
             f"Median smallest gain that so many examples would show (one comparison, two-sided {1 - LEVEL:.0%}, power "
             f"{POWER:.0%}): {statistics.median(known):.3f}."
         )
 
 
-def _tallies(content: Content) -> Iterator[str]:
-    for family, counted in tally_by_family(content.texts).items():
-        yield Latex(f"{escape(family)}: {_tally(counted)}")
+def tallies(texts: Mapping[Place, str]) -> Iterator[Marked]:
+    """How often completion is above top-k, family by family."""
+    for family, counted in tally_by_family(texts).items():
+        yield Marked(f"{marked(family)}: {_tally(counted)}")
 
 
-def _tally(counted: Tally) -> Latex:
-    return Latex(
+def _tally(counted: Tally) -> Marked:
+    return Marked(
         f"{PHI} is above {TOPK} in {counted.wins} of {counted.cells} cells, equal in {counted.ties}, "
         f"mean change ${counted.mean_change:+z.3f}$."
     )
 
 
-def _flagged(scores: Mapping[Point, Score]) -> Iterator[str]:
+def _flagged(scores: Mapping[Place, Score]) -> Iterator[str]:
     floor, ceiling, alarms = (
-        [point for point, score in scores.items() if flag in score.flags] for flag in ("floor", "ceiling", "beats_full")
+        [place for place, score in scores.items() if flag in score.flags] for flag in ("floor", "ceiling", "beats_full")
     )
     if floor or ceiling:
         yield (
@@ -197,7 +188,7 @@ def _full_at_floor(results: Iterable[Result], content: Content, backbones: int) 
     """Names the tasks that tell nothing of any method, those behind a mean included."""
     found = []
     for result in results:
-        shown = {point.task for point in content.scores if place_of(point) == place_of(result)}
+        shown = {place.task for place in content.scores if where(place) == where(result)}
         tasks = [task for task in result.tasks if task in shown or ALL_TASKS in shown]
         if low := [task for task in tasks if _is_at_floor(result, task)]:
             titles = ", ".join(task_title(result.benchmark, task) for task in low)
@@ -213,30 +204,21 @@ def _is_at_floor(result: Result, task: str) -> bool:
 
 def _own_rows(content: Content) -> Iterator[str]:
     if any(row.own for row in content.layout.rows):
-        yield Latex(f"Rows with {OWN_ROW} are our additions to the paper's table: they stand apart and are never bold.")
+        yield Marked(
+            f"Rows with {OWN_ROW} are our additions to the paper's table: they stand apart and are never bold."
+        )
 
 
 def _left_out(content: Content) -> Iterator[str]:
-    names = dict.fromkeys(_name(point) for point in content.cells if point not in content.scores)
+    names = dict.fromkeys(_name(place) for place in content.cells if place not in content.scores)
     if names:
         yield f"A dash stands for what the study does not evaluate ({', '.join(names)})."
 
 
-def _header(spec: TableSpec, results: Iterable[Result]) -> Iterator[str]:
-    yield header_of_study(spec)
-    for result in results:
-        maps = ", ".join(f"{label} {sha[:12]}" for label, sha in result.phi_shas.items()) or "none"
-        yield (
-            f"{result.path.name}: {result.benchmark} {result.length}, {result.model_id} at {result.revision}, "
-            f"{result.weights} weights, phi maps {maps}, prompts {result.prompts_sha[:12]}, {len(result.tasks)} tasks, "
-            f"n = {result.examples(ALL_TASKS)} over all of them"
-        )
+def _name(place: Place) -> str:
+    return task_title(place.benchmark, place.task)
 
 
-def _name(point: Point) -> str:
-    return task_title(point.benchmark, point.task)
-
-
-def place_of(item: Point | Result) -> tuple[str, str, str]:
-    """Benchmark, backbone and length: what one result has and a point needs."""
+def where(item: Place | Result) -> tuple[str, str, str]:
+    """Benchmark, backbone and length: what one result has and a cell needs."""
     return item.benchmark, item.backbone, item.length

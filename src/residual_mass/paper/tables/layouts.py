@@ -1,17 +1,17 @@
-"""What each score table shows: blocks of rows by groups of columns, and the point behind every cell."""
+"""What each score table shows: blocks of rows by groups of columns, and the place of every cell."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS, too_long
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.paper import published
-from residual_mass.paper.cells import Point
-from residual_mass.paper.latex import Latex
+from residual_mass.paper.marked import Marked
+from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.paper.titles import (
     METHOD_TITLES,
     OURS,
@@ -32,10 +32,10 @@ PUBLISHED_D_PHI = 64
 
 @dataclass(frozen=True)
 class Slice:
-    """A block, a row or a column: its title, and what it fixes of the points in it.
+    """A block, a row or a column: its title, and the fields of a Place that it fixes.
 
     Attributes:
-        own: of a row, whether the paper's table lacks it; such rows come last, and never win.
+        own: of a row, whether the paper's table lacks it; such rows come last and are never bold.
     """
 
     title: str
@@ -45,40 +45,41 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layout:
-    """Blocks of rows by one group of columns per backbone."""
+    """Blocks of rows by one group of columns per backbone.
 
+    Attributes:
+        heads: titles of the columns before the values: that of the blocks' titles, where they have any, and that of the
+            rows.
+        blocks: a table that is not divided has one, without a title.
+        budget_percent: the budget of the whole table, where the columns do not fix it.
+        bold: whether the best of a column is set in bold.
+    """
+
+    heads: tuple[str, ...]
     backbones: tuple[str, ...]
     blocks: tuple[Slice, ...]
-    """A table that is not divided has one block, without a title."""
     rows: tuple[Slice, ...]
     columns: tuple[Slice, ...]
     budget_percent: float | None = None
-    """The budget of the whole table, where the columns do not fix it."""
     bold: bool = True
-    """Whether the best of a column is set in bold."""
 
-    @property
-    def titled(self) -> bool:
-        """Whether blocks have titles, and so a column for them."""
-        return any(block.title for block in self.blocks)
-
-    def points(self, block: Slice, row: Slice, backbone: str) -> tuple[Point, ...]:
-        """Points in a row of a group, one per column; a single one where the columns do not tell them apart."""
-        table = {"backbone": backbone, "budget_percent": self.budget_percent}
+    def places(self, block: Slice, row: Slice, backbone: str) -> tuple[Place, ...]:
+        """Places in a row of a group, one per column; a single one where the columns do not tell them apart."""
+        table = {"backbone": backbone, "budget_percent": self.budget_percent, "task": ALL_TASKS}
         merged = (table | block.fixed | column.fixed | row.fixed for column in self.columns)
-        return tuple(dict.fromkeys(Point(**fields) for fields in merged))
+        return tuple(dict.fromkeys(Place(**fields) for fields in merged))
 
-    def all_points(self) -> Iterator[Point]:
-        """Every point of the table, block by block."""
-        yield from self._points_of(self.rows)
+    def all_places(self) -> tuple[Place, ...]:
+        """Every place of the table, block by block."""
+        return self._places_of(self.rows)
 
-    def own_points(self) -> set[Point]:
-        """Points of rows that the paper's table lacks."""
-        return set(self._points_of(row for row in self.rows if row.own))
+    def own_places(self) -> set[Place]:
+        """Places in rows that the paper's table lacks."""
+        return set(self._places_of(row for row in self.rows if row.own))
 
-    def _points_of(self, rows: Iterable[Slice]) -> Iterator[Point]:
-        for block, row, backbone in itertools.product(self.blocks, rows, self.backbones):
-            yield from self.points(block, row, backbone)
+    def _places_of(self, rows: Iterable[Slice]) -> tuple[Place, ...]:
+        each = itertools.product(self.blocks, rows, self.backbones)
+        return tuple(dict.fromkeys(place for where in each for place in self.places(*where)))
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,16 @@ class ScoreTable:
 
 
 def layout_of(spec: TableSpec) -> Layout:
-    """Of a table of LAYOUTS. Raises ValueError when the spec does not fit the table."""
+    """The layout of a score table. Raises ValueError when the spec does not fit it."""
     return LAYOUTS[spec.label].layout(spec)
 
 
-def evaluated(point: Point, spec: TableSpec) -> bool:
-    """Whether the study has this point: its benchmark at the length, and a task that fits it."""
+def evaluated(place: Place, spec: TableSpec) -> bool:
+    """Whether the study has this cell: its benchmark at the length, and a task that fits into it."""
     return (
-        point.benchmark in spec.benchmarks
-        and point.length in spec.lengths_of.get(point.benchmark, spec.lengths)
-        and point.task not in too_long(point.benchmark, tokens_of(point.length))
+        place.benchmark in spec.benchmarks
+        and place.length in spec.lengths_of.get(place.benchmark, spec.lengths)
+        and place.task not in too_long(place.benchmark, tokens_of(place.length))
     )
 
 
@@ -108,7 +109,7 @@ def _sweep(benchmark: str) -> Callable[[TableSpec], Layout]:
 
     def layout(spec: TableSpec) -> Layout:
         blocks = tuple(Slice(length, {"length": length, "benchmark": benchmark}) for length in spec.lengths)
-        return Layout(spec.backbones, blocks, _method_rows(), _budget_columns(spec))
+        return Layout(("Length", "Method"), spec.backbones, blocks, _method_rows(), _budget_columns(spec))
 
     return layout
 
@@ -117,14 +118,14 @@ def _natural_main(spec: TableSpec) -> Layout:
     """LongBench's tasks by budgets."""
     place = {"benchmark": "longbench", "length": _only(spec, "lengths")}
     blocks = tuple(Slice(task.title, place | {"task": task.name}) for task in BENCHMARKS["longbench"])
-    return Layout(spec.backbones, blocks, _method_rows(), _budget_columns(spec))
+    return Layout(("Task", "Method"), spec.backbones, blocks, _method_rows(), _budget_columns(spec))
 
 
 def _stress_1pct(spec: TableSpec) -> Layout:
     """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
     blocks = tuple(Slice(benchmark_title(name), {"benchmark": name}) for name in ("ruler", "babilong"))
     middle = sorted(spec.budgets)[(len(spec.budgets) - 1) // 2]
-    return Layout(spec.backbones, blocks, _method_rows(), _length_columns(spec), middle)
+    return Layout(("Benchmark", "Method"), spec.backbones, blocks, _method_rows(), _length_columns(spec), middle)
 
 
 def _cross_length_mismatch(spec: TableSpec) -> Layout:
@@ -133,7 +134,8 @@ def _cross_length_mismatch(spec: TableSpec) -> Layout:
     """
     rows = _maps_rows(spec, trained_at_title)
     block = Slice("", {"benchmark": "ruler"})
-    return Layout(spec.backbones, (block,), rows, _length_columns(spec), _only(spec, "budgets"), bold=False)
+    budget = _only(spec, "budgets")
+    return Layout(("Method",), spec.backbones, (block,), rows, _length_columns(spec), budget, bold=False)
 
 
 def _ablation(spec: TableSpec) -> Layout:
@@ -143,12 +145,13 @@ def _ablation(spec: TableSpec) -> Layout:
     columns = tuple(Slice(f"{benchmark_title(name)} {length}", {"benchmark": name}) for name in names)
     names_width = spec.study == PUBLISHED and spec.label == "dphi_ablation"
     rows = _maps_rows(spec, _published_width_title if names_width else variant_title)
-    return Layout(spec.backbones, (Slice("", {"length": length}),), rows, columns, _only(spec, "budgets"))
+    block = Slice("", {"length": length})
+    return Layout(("Feature maps",), spec.backbones, (block,), rows, columns, _only(spec, "budgets"))
 
 
-def _published_width_title(maps: str) -> Latex:
+def _published_width_title(maps: str) -> Marked:
     title = variant_title(maps)
-    return Latex(f"{OURS} ({width_title(PUBLISHED_D_PHI)})") if title == OURS else title
+    return Marked(f"{OURS} ({width_title(PUBLISHED_D_PHI)})") if title == OURS else title
 
 
 LAYOUTS = {
@@ -167,7 +170,7 @@ def _method_rows() -> tuple[Slice, ...]:
     return tuple(Slice(METHOD_TITLES[method], _fixed_by(method)) for method in METHODS)
 
 
-def _maps_rows(spec: TableSpec, title_of: Callable[[str], Latex]) -> tuple[Slice, ...]:
+def _maps_rows(spec: TableSpec, title_of: Callable[[str], Marked]) -> tuple[Slice, ...]:
     """The two baselines, then one row per feature maps: those of the paper's table, then any others."""
     if not spec.maps:
         raise ValueError(f"table {spec.label}: maps is empty; list the labels of the feature maps to compare")
@@ -175,7 +178,7 @@ def _maps_rows(spec: TableSpec, title_of: Callable[[str], Latex]) -> tuple[Slice
     theirs = published.variants_of(spec.label) if spec.label in published.labels() else None
     rows = [(maps, theirs is not None and length_and_variant(maps)[1] not in theirs) for maps in spec.maps]
     return baselines + tuple(
-        Slice(Latex(title_of(maps) + OWN_ROW * own), {"method": "topk_phi", "maps": maps}, own)
+        Slice(Marked(title_of(maps) + OWN_ROW * own), {"method": "topk_phi", "maps": maps}, own)
         for maps, own in sorted(rows, key=lambda row: row[1])
     )
 

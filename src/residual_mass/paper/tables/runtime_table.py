@@ -7,24 +7,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import LEFT_OUT
-from residual_mass.paper.latex import Latex, escape, render
+from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.published import MODELS
-from residual_mass.paper.readers.runtime_file import (
-    FUSED,
-    PROTOTYPE,
-    REMEDY,
-    Block,
-    Row,
-    Runtime,
-    floor_of,
-    is_measured,
-    load_runtime,
-)
+from residual_mass.paper.readers.runtime_file import FUSED, PROTOTYPE, Latency, load_latencies
+from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place, Row, Table
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
 from residual_mass.study.config import METHODS
@@ -36,16 +26,18 @@ PUBLISHED = tuple(f"{PREFIX}{backbone}" for backbone in MODELS)
 """Labels of the paper's own tables."""
 PAPERS_BATCH, PAPERS_BUDGET = 1, 1.0
 STEP, END_TO_END, TRAFFIC, FLOOR, OVER_FLOOR = "per_step_ms", "end_to_end_ms", "step_bytes", "floor_ms", "over_floor"
-QUANTITIES = (STEP, END_TO_END, TRAFFIC, FLOOR, OVER_FLOOR)
+TIMES, COSTS = (STEP, END_TO_END), (TRAFFIC, FLOOR, OVER_FLOOR)
 """What is printed of a measurement: `step / end to end`, then `traffic / floor / step over floor`."""
-CELL_COLUMNS = (
+QUANTITIES = (*TIMES, *COSTS)
+COLUMNS = tuple(
     "table backbone implementation method length batch budget_percent k quantity text bold value low high repeats "
     "source study model_id revision weights phi_weights dtype device bandwidth_gb_s recording_ms peak_memory_mib "
-    "tokens_as_prototype not_measured"
-).split()
-RUNTIME_CONDITIONS = Latex(
+    "tokens_as_prototype not_measured".split()
+)
+CONDITIONS = ("implementation", "dtype", "device")
+RUNTIME_CONDITIONS = Marked(
     "One H200, bfloat16, greedy decoding, batch size 1, 32 generated tokens, an implementation without fused kernels; "
-    "a step is the mean over tokens 2 to 32, end to end is the prefill and 31 steps; $K$ is that of a budget of 1\\%."
+    "a step is the mean over tokens 2 to 32, end to end is the prefill and 31 steps; $K$ is that of a budget of 1%."
 )
 """What the paper says of its measurements."""
 IMPLEMENTATION_TITLES = {PROTOTYPE: "Prototype", FUSED: "Fused"}
@@ -55,53 +47,109 @@ IMPLEMENTATION_NOTES = {
     FUSED: "Fused: decoding of our own in buffers of fixed size; Full is attention over the same buffers. On a GPU it "
     "has fused kernels, and its steps are CUDA graphs, which are recorded once per prompt length and are not counted.",
 }
+IN_WORDS = {
+    STEP: ("ms", "one decoding step"),
+    END_TO_END: ("ms", "the prefill and 31 steps, end to end"),
+    TRAFFIC: ("GB", "read and written in a step"),
+    FLOOR: ("ms", "that traffic at the measured bandwidth"),
+    OVER_FLOOR: ("times", "the measured step over that floor"),
+}
+"""Unit and meaning of the quantities."""
+NOTES = {
+    "k": "k {}",
+    "repeats": "{} repeats",
+    "phi_weights": "{} feature maps",
+    "dtype": "dtype {}",
+    "device": "device {}",
+    "bandwidth_gb_s": "bandwidth of copies {} GB/s",
+    "recording_ms": "its steps recorded as CUDA graphs in {} ms",
+    "peak_memory_mib": "peak memory {} MiB",
+    "tokens_as_prototype": "share of tokens that are the prototype's {}",
+    "not_measured": "not measured: {}",
+}
+"""What the page says of fields of a measurement that are not empty."""
 
-Line = tuple[str, ...]
-"""One printed row: a context, of latencies the K that its budget makes, and a text for each of METHODS."""
-Part = tuple[str, list[Line]]
-"""Rows with their title; the only ones of a table have none."""
+
+@dataclass(frozen=True)
+class _Measurements:
+    """What a table shows of a file: latencies of one backbone."""
+
+    path: Path
+    latencies: tuple[Latency, ...]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Fields that are constant in a file."""
+        return self.latencies[0].row
+
+    @property
+    def blocks(self) -> dict[tuple[str, int], dict[str, list[Latency]]]:
+        """By implementation and batch size, and by context; in the order of METHODS."""
+        found: dict[tuple[str, int], dict[str, list[Latency]]] = {}
+        for each in self.latencies:
+            found.setdefault(each.block, {}).setdefault(each.context, []).append(each)
+        return found
+
+    def fields(self, name: str) -> list[str]:
+        return [latency.row[name] for latency in self.latencies if latency.row[name]]
 
 
 def is_label(label: str) -> bool:
     return re.fullmatch(rf"{PREFIX}[a-z0-9][a-z0-9._-]*", label) is not None
 
 
-def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: Path) -> None:
-    """Writes the table from the backbone's one file, and to `cells` one CSV line per printed value.
-
-    Shown are the contexts of the spec, beside them the paper's values where it measured that backbone.
+def make(spec: TableSpec, results: list[Path]) -> Table:
+    """The table from the backbone's one file: the contexts of the spec, with the paper's values where it measured that
+    backbone.
 
     Raises:
-        ValueError: the file is not one alone, of another study or backbone, or damaged, or lacks a context; names file
-            and line.
+        ValueError: the file is not one alone, of another study or backbone, or lacks a context; names it.
     """
-    file = _shown(_only(spec, results), spec)
-    blocks = [(_block_title(block), [_latencies(of) for of in block.rows.values()]) for block in file.blocks]
-    table = _render(
-        spec.label,
-        template,
-        header=_header(spec, file),
-        notes=_notes(spec, file),
-        backbone=_title(spec, file),
-        blocks=[*blocks, *_published_block(file)],
-        traffic=[(_traffic_title(block), [_traffic(of) for of in block.rows.values()]) for block in file.blocks],
+    file = _shown(spec, results)
+    title = backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
+    times, costs = [], []
+    for (implementation, batch), contexts in file.blocks.items():
+        block = f"{IMPLEMENTATION_TITLES[implementation]}, batch {batch}"
+        budget = _budgets(latency for latencies in contexts.values() for latency in latencies)
+        rows = [Row((context, _k(each)), _entries(file, each, TIMES)) for context, each in contexts.items()]
+        times.append(Block(tuple(rows), block))
+        rows = [Row((context,), _entries(file, each, COSTS)) for context, each in contexts.items()]
+        costs.append(Block(tuple(rows), f"{block}, budget {budget}"))
+    return Table(
+        label=spec.label,
+        study=spec.study,
+        grids=(_grid([*times, *_published_block(file)]), Grid(("Context",), _methods(), tuple(costs))),
+        columns=COLUMNS,
+        header=tuple(_header(spec, file)),
+        notes=tuple(_notes(spec, file)),
+        facts={"backbone": title},
     )
-    write_text(cells, csv_text(CELL_COLUMNS, (line for row in file.rows for line in _cell_lines(spec, file, row))))
-    write_text(out, table)
 
 
-def render_published(label: str, template: Path) -> str:
+def make_published(label: str) -> Table:
     """One of PUBLISHED with the paper's values."""
-    rows = published.rows_of(label)
-    return _render(
-        label,
-        template,
-        header=[header_of_published(label)],
-        notes=[OF_THE_PAPER, RUNTIME_CONDITIONS],
-        backbone=published.model_title(rows[0]["backbone"]),
-        blocks=[("", _published_lines(rows))],
-        traffic=[],
+    facts = published.rows_of(label)
+    return Table(
+        label=label,
+        study="published",
+        grids=(_grid([Block(_published_rows(facts))]),),
+        header=(header_of_published(label),),
+        notes=(OF_THE_PAPER, RUNTIME_CONDITIONS),
+        facts={"backbone": published.model_title(facts[0]["backbone"])},
     )
+
+
+def _published_cell(fact: Mapping[str, str], quantity: str) -> Cell:
+    place = Place(
+        backbone=fact["backbone"],
+        length=fact["context"],
+        method=fact["method"],
+        budget_percent=None if fact["method"] == "full" else PAPERS_BUDGET,
+        quantity=quantity,
+        implementation=PROTOTYPE,
+        batch=PAPERS_BATCH,
+    )
+    return Cell(place, fact[quantity])
 
 
 def printed(quantity: str, value: float) -> str:
@@ -111,122 +159,126 @@ def printed(quantity: str, value: float) -> str:
     return f"{value:.2f}" if value < 1e4 else f"{value:.0f}"
 
 
-def _only(spec: TableSpec, results: Sequence[Path]) -> Runtime:
+def _grid(blocks: Sequence[Block]) -> Grid:
+    return Grid(("Context", Marked("$K$")), _methods(), tuple(blocks))
+
+
+def _methods() -> tuple[Marked, ...]:
+    return tuple(METHOD_TITLES[method] for method in METHODS)
+
+
+def _shown(spec: TableSpec, results: Sequence[Path]) -> _Measurements:
+    """The contexts that the table shows, all of which every block has."""
     if len(results) != 1:
         given = ", ".join(path.name for path in results)
         raise ValueError(f"table {spec.label}: shows one file, --results has {len(results)} ({given}); give one")
-    file = load_runtime(results[0])
-    wanted = {"study": spec.study, "backbone": spec.label.removeprefix(PREFIX)}
-    for name, value in wanted.items():
-        if file.facts[name] != value:
+    (path,) = results
+    latencies = load_latencies(path)
+    for name, value in {"study": spec.study, "backbone": spec.label.removeprefix(PREFIX)}.items():
+        if (found := latencies[0].row[name]) != value:
+            raise ValueError(f"{path}: is of {name} {found!r}, table {spec.label} of {value!r}; give its own")
+    measured = dict.fromkeys((latency.block, latency.context) for latency in latencies)
+    for block, context in itertools.product(dict.fromkeys(latency.block for latency in latencies), spec.lengths):
+        if (block, context) not in measured:
             raise ValueError(
-                f"{file.path}: is of {name} {file.facts[name]!r}, table {spec.label} is of {value!r}; {REMEDY}"
+                f"{path}: no row for {block[0]}, batch {block[1]}, at {context}; measure it, or leave it out"
             )
-    return file
+    return _Measurements(path, tuple(latency for latency in latencies if latency.context in spec.lengths))
 
 
-def _shown(file: Runtime, spec: TableSpec) -> Runtime:
-    """The contexts that the table shows, all of which every block has."""
-    for block, context in itertools.product(file.blocks, spec.lengths):
-        if context not in block.rows:
-            place = f"{block.implementation}, batch {block.batch}, at {context}"
-            raise ValueError(f"{file.path}: no row for {place}; {REMEDY}")
-    blocks = (
-        Block(block.implementation, block.batch, {c: of for c, of in block.rows.items() if c in spec.lengths})
-        for block in file.blocks
-    )
-    return Runtime(file.path, file.facts, tuple(blocks))
+def _entries(file: _Measurements, latencies: Iterable[Latency], quantities: Sequence[str]) -> tuple[Entry, ...]:
+    return tuple(_entry([_cell(file, latency, name) for name in quantities]) for latency in latencies)
 
 
-def _render(
-    label: str,
-    template: Path,
-    header: Iterable[str],
-    notes: Iterable[str],
-    backbone: str,
-    blocks: list[Part],
-    traffic: list[Part],
-) -> str:
-    return render(
-        template,
-        label=Latex(f"tab:{label}"),  # an escaped underscore would be another label
-        header=list(header),
-        notes=list(notes),
-        backbone=backbone,
-        methods=[METHOD_TITLES[method] for method in METHODS],
-        blocks=blocks,
-        traffic=traffic,
-    )
+def _entry(cells: Sequence[Cell]) -> Entry:
+    """Several quantities of a measurement."""
+    return Entry(" / ".join(cell.text for cell in cells), tuple(cells))
 
 
-def _block_title(block: Block) -> str:
-    return f"{IMPLEMENTATION_TITLES[block.implementation]}, batch {block.batch}"
+def _k(latencies: Iterable[Latency]) -> str:
+    """Of the methods that have a budget, which share it."""
+    return next(latency.row["k"] for latency in latencies if latency.budget is not None)
 
 
-def _traffic_title(block: Block) -> str:
-    return f"{_block_title(block)}, budget {_budgets(of['topk'] for of in block.rows.values())}"
-
-
-def _latencies(rows: Mapping[str, Row]) -> Line:
-    """Step and end to end of every method at one context."""
-    return rows["topk"]["context"], rows["topk"]["k"], *_texts(rows, (STEP, END_TO_END))
-
-
-def _traffic(rows: Mapping[str, Row]) -> Line:
-    """Bytes of a step, what they cost, and the measured step over that."""
-    return rows["topk"]["context"], *_texts(rows, (TRAFFIC, FLOOR, OVER_FLOOR))
-
-
-def _texts(rows: Mapping[str, Row], quantities: Sequence[str]) -> Iterator[str]:
-    for method in METHODS:
-        yield " / ".join(_text(rows[method], name) for name in quantities)
-
-
-def _text(row: Row, quantity: str) -> str:
-    """As printed; what was not measured has its traffic and floor all the same."""
-    return LEFT_OUT.text if _is_lacking(row, quantity) else printed(quantity, _value(row, quantity))
-
-
-def _is_lacking(row: Row, quantity: str) -> bool:
-    return not is_measured(row) and quantity in (STEP, END_TO_END, OVER_FLOOR)
-
-
-def _value(row: Row, quantity: str) -> float:
-    """Rounded where it is computed, so that what is printed is the print of what the CSV has."""
-    if quantity == OVER_FLOOR:
-        return round(float(row[STEP]) / floor_of(row), 6)
-    return float(row[quantity])
-
-
-def _budgets(rows: Iterable[Row]) -> str:
+def _budgets(latencies: Iterable[Latency]) -> str:
     """Each once; full attention has none."""
-    return _listed(f"{float(row['budget_percent']):g}%" for row in rows if row["budget_percent"])
+    return _listed(f"{latency.budget:g}%" for latency in latencies if latency.budget is not None)
 
 
-def _published_block(file: Runtime) -> Iterator[Part]:
-    """The paper's values, where it measured this model."""
+def _value(latency: Latency, quantity: str) -> float | None:
+    """What was not measured has its traffic and floor all the same."""
+    if quantity in (STEP, END_TO_END, OVER_FLOOR) and not latency.measured:
+        return None
+    if quantity == OVER_FLOOR:
+        return round(latency.step / latency.floor, 6)
+    return float(latency.row[quantity])
+
+
+def _cell(file: _Measurements, latency: Latency, quantity: str) -> Cell:
+    row, value = latency.row, _value(latency, quantity)
+    implementation, batch = latency.block
+    copied = {name: row[name] for name in COLUMNS if name in row}
+    copied["value"] = "" if value is None else f"{value:.6f}" if quantity == OVER_FLOOR else row[quantity]
+    if quantity == STEP:
+        copied |= {"low": row["per_step_low_ms"], "high": row["per_step_high_ms"]}
+    text = LEFT_OUT if value is None else printed(quantity, value)
+    return Cell(
+        place=Place(
+            backbone=row["backbone"],
+            length=latency.context,
+            method=latency.method,
+            budget_percent=latency.budget,
+            quantity=quantity,
+            implementation=implementation,
+            batch=batch,
+        ),
+        text=text,
+        value=value,
+        range=latency.repeats if quantity == STEP and latency.measured else None,
+        n=int(row["repeats"]),
+        counted="repeats",
+        conditions={name: row[name] for name in CONDITIONS},
+        model_id=row["model_id"],
+        weights=row["weights"],
+        source=file.path.name,
+        notes=(f"{text} {_words(quantity, copied)}", *_notes_on(row), f"from {file.path.name}"),
+        row=copied,
+    )
+
+
+def _words(quantity: str, row: Mapping[str, str]) -> str:
+    """Unit and meaning of a quantity, with the fastest and the slowest repeat."""
+    unit, meaning = IN_WORDS[quantity]
+    repeats = f", repeats from {row['low']} to {row['high']} {unit}" if row.get("low") else ""
+    return f"{unit}: {meaning}{repeats}"
+
+
+def _notes_on(row: Mapping[str, str]) -> Iterator[str]:
+    yield from (words.format(row[name]) for name, words in NOTES.items() if row[name])
+
+
+def _published_block(file: _Measurements) -> Iterator[Block]:
+    """The paper's values, where it measured this model, as text: they are no cells of the study."""
     for backbone in _papers_name(file):
-        yield f"The paper, batch {PAPERS_BATCH}", _published_lines(published.rows_of(f"{PREFIX}{backbone}"))
+        rows = _published_rows(published.rows_of(f"{PREFIX}{backbone}"))
+        shown = (replace(row, entries=tuple(Entry(entry.text) for entry in row.entries)) for row in rows)
+        yield Block(tuple(shown), f"The paper, batch {PAPERS_BATCH}")
 
 
-def _papers_name(file: Runtime) -> list[str]:
+def _papers_name(file: _Measurements) -> list[str]:
     """What the paper's own table calls the model; nothing for one that it did not measure."""
     return [name for name, model_id in MODELS.items() if model_id == file.facts["model_id"]]
 
 
-def _published_lines(rows: Iterable[Row]) -> list[Line]:
-    texts: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        of_context = texts.setdefault((row["context"], row["k"]), {})
-        of_context[row["method"]] = f"{row[STEP]} / {row[END_TO_END]}"
-    return [(context, k, *(of[method] for method in METHODS)) for (context, k), of in texts.items()]
+def _published_rows(facts: Iterable[Mapping[str, str]]) -> tuple[Row, ...]:
+    entries: dict[tuple[str, str], dict[str, Entry]] = {}
+    for fact in facts:
+        methods = entries.setdefault((fact["context"], fact["k"]), {})
+        methods[fact["method"]] = _entry([_published_cell(fact, quantity) for quantity in TIMES])
+    return tuple(Row(heads, tuple(found[method] for method in METHODS)) for heads, found in entries.items())
 
 
-def _title(spec: TableSpec, file: Runtime) -> str:
-    return backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
-
-
-def _header(spec: TableSpec, file: Runtime) -> Iterator[str]:
+def _header(spec: TableSpec, file: _Measurements) -> Iterator[str]:
     facts = file.facts
     yield header_of_study(spec)
     yield (
@@ -235,8 +287,8 @@ def _header(spec: TableSpec, file: Runtime) -> Iterator[str]:
     )
 
 
-def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
-    facts, rows = file.facts, file.rows
+def _notes(spec: TableSpec, file: _Measurements) -> Iterator[str]:
+    facts = file.facts
     yield f"Study {spec.study}, backbone {facts['model_id']}, {facts['dtype']}, on {facts['device']}."
     yield from not_evaluated([facts["model_id"]])
     if facts["weights"] == "random":
@@ -245,25 +297,18 @@ def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
         "The feature maps are random and in float32, in every implementation; time hardly depends on the values of "
         "weights, and accuracy is not measured here."
     )
-    yield from (IMPLEMENTATION_NOTES[name] for name in dict.fromkeys(block.implementation for block in file.blocks))
-    if recorded := [float(row["recording_ms"]) / 1e3 for row in rows if row["recording_ms"]]:
+    yield from (IMPLEMENTATION_NOTES[name] for name in dict.fromkeys(name for name, _ in file.blocks))
+    if recorded := [float(text) / 1e3 for text in file.fields("recording_ms")]:
         yield f"Recording took {min(recorded):.1f} to {max(recorded):.1f} s."
-    repeats = _listed(row["repeats"] for row in rows)
-    furthest = max((_spread(row) for row in rows if is_measured(row)), default=0.0)
-    yield (
-        "Greedy decoding of 32 tokens after random ones; a step is the mean over tokens 2 to 32, end to end is the "
-        "prefill, prompt by prompt, and 31 steps. "
-        f"Steps are medians of {repeats} {'repeats' if repeats != '1' else 'repeat'}, the furthest of which is "
-        f"{furthest:.0%} from its median."
-    )
-    if lacking := _listed(_place(row) for row in rows if not is_measured(row)):
+    yield _timing(file)
+    if lacking := _listed(_setting(latency) for latency in file.latencies if not latency.measured):
         yield f"What has no times does not fit into the memory that was free: {lacking}."
-    yield Latex(f"$K$ is that of a budget of {escape(_budgets(rows))}.")
+    yield Marked(f"$K$ is that of a budget of {marked(_budgets(file.latencies))}.")
     yield (
         "Budgets count positions; the traffic is all that a step has to read and write, the model's weights included. "
-        f"The bandwidth is that of copies, {_listed(_rounded(row['bandwidth_gb_s']) for row in rows)} GB/s."
+        f"The bandwidth is that of copies, {_listed(map(_rounded, file.fields('bandwidth_gb_s')))} GB/s."
     )
-    fused = [row["tokens_as_prototype"] for row in rows if row["implementation"] == FUSED]
+    fused = [latency.row["tokens_as_prototype"] for latency in file.latencies if latency.block[0] == FUSED]
     if shares := [float(share) for share in fused if share]:
         places = "everywhere" if min(shares) == 1 else f"in {100 * min(shares):g}% of all places at least"
         yield f"Fused decoding gives the prototype's tokens {places}."
@@ -271,9 +316,21 @@ def _notes(spec: TableSpec, file: Runtime) -> Iterator[str]:
         yield "The paper's values are of its own prototype in bfloat16 on one H200, at a budget of 1%."
 
 
-def _place(row: Row) -> str:
+def _timing(file: _Measurements) -> str:
+    repeats = _listed(file.fields("repeats"))
+    furthest = max((_spread(latency) for latency in file.latencies if latency.measured), default=0.0)
+    return (
+        "Greedy decoding of 32 tokens after random ones; a step is the mean over tokens 2 to 32, end to end is the "
+        "prefill, prompt by prompt, and 31 steps. "
+        f"Steps are medians of {repeats} {'repeats' if repeats != '1' else 'repeat'}, the furthest of which is "
+        f"{furthest:.0%} from its median."
+    )
+
+
+def _setting(latency: Latency) -> str:
     """Methods of a context mostly fit together or not at all, so they are not told apart here."""
-    return f"{IMPLEMENTATION_TITLES[row['implementation']].lower()} at {row['context']} with batch {row['batch']}"
+    implementation, batch = latency.block
+    return f"{IMPLEMENTATION_TITLES[implementation].lower()} at {latency.context} with batch {batch}"
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -285,16 +342,6 @@ def _rounded(bandwidth: str) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _spread(row: Row) -> float:
-    step = float(row[STEP])
-    return max(float(row["per_step_high_ms"]) - step, step - float(row["per_step_low_ms"])) / step
-
-
-def _cell_lines(spec: TableSpec, file: Runtime, row: Row) -> Iterator[Row]:
-    origin = {column: row[column] for column in CELL_COLUMNS if column in row}
-    origin |= {"table": spec.label, "length": row["context"], "bold": "0", "source": file.path.name}
-    origin["budget_percent"] = f"{float(row['budget_percent']):g}" if row["budget_percent"] else ""
-    for name in QUANTITIES:
-        value = "" if _is_lacking(row, name) else f"{_value(row, name):.6f}" if name == OVER_FLOOR else row[name]
-        range_ = {"low": row["per_step_low_ms"], "high": row["per_step_high_ms"]} if name == STEP else {}
-        yield origin | {"quantity": name, "text": _text(row, name), "value": value} | range_
+def _spread(latency: Latency) -> float:
+    step, repeats = latency.step, latency.repeats
+    return max(repeats.high - step, step - repeats.low) / step

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from residual_mass.paper.cells import Point
+from residual_mass.paper.table import Cell, Place
 from residual_mass.paper.titles import family_title
+
+Texts = Mapping[Place, str]
+"""Printed values. Of scores, places that name their maps are variants, which do not stand for the method."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,13 @@ class Tally:
         return self.wins + self.ties + self.losses
 
 
-def tally(texts: Mapping[Point, str], other: str = "topk") -> Tally | None:
-    """Counts over the cells with one of the method `other` beside them, at the printed precision; None when there is
-    none.
-    """
+def main_texts(cells: Iterable[Cell]) -> dict[Place, str]:
+    """The scores of tables that have one set of feature maps, which therefore need no name."""
+    return {replace(cell.place, maps=None): cell.text for cell in cells if cell.value is not None}
+
+
+def tally(texts: Texts, other: str = "topk") -> Tally | None:
+    """Counts at the printed precision, over the cells that the method `other` has, too; None when there is none."""
     found = list(changes(texts, other))
     if not found:
         return None
@@ -37,18 +43,22 @@ def tally(texts: Mapping[Point, str], other: str = "topk") -> Tally | None:
     return Tally(wins, len(found) - wins - losses, losses, sum(found, Decimal()) / len(found))
 
 
-def tally_by_family(texts: Mapping[Point, str], other: str = "topk") -> dict[str, Tally]:
+def tally_by_family(texts: Texts, other: str = "topk") -> dict[str, Tally]:
     """One tally per benchmark, or per family of LongBench's tasks, in the table's order."""
-    families: dict[str, dict[Point, str]] = {}
-    for point, text in texts.items():
-        families.setdefault(family_title(point), {})[point] = text
-    counted = {family: tally(of_family, other) for family, of_family in families.items()}
-    return {family: each for family, each in counted.items() if each is not None}
+    tallies = {family: tally(each, other) for family, each in by_family(texts).items()}
+    return {family: each for family, each in tallies.items() if each is not None}
 
 
-def changes(texts: Mapping[Point, str], other: str = "topk") -> Iterable[Decimal]:
-    """Printed differences. A point that names its maps has no partner: variants do not stand for the method."""
-    for point, text in texts.items():
-        partner = replace(point, method=other)
-        if point.method == "topk_phi" and partner in texts:
+def by_family(texts: Texts) -> dict[str, dict[Place, str]]:
+    families: dict[str, dict[Place, str]] = {}
+    for place, text in texts.items():
+        families.setdefault(family_title(place), {})[place] = text
+    return families
+
+
+def changes(texts: Texts, other: str = "topk") -> Iterator[Decimal]:
+    """Printed differences from the method `other` to completion."""
+    for place, text in texts.items():
+        partner = replace(place, method=other)
+        if place.method == "topk_phi" and partner in texts:
             yield Decimal(text) - Decimal(texts[partner])

@@ -1,0 +1,70 @@
+"""What a reader may want to know of a single value, in words: the page shows it with the value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from residual_mass.paper.readers import optional
+from residual_mass.paper.readers.results import Score
+from residual_mass.paper.table import Interval, format_score
+
+FLAGS = {
+    "floor": "at the floor, where methods cannot be told apart",
+    "ceiling": "at the ceiling, where methods cannot be told apart",
+    "beats_full": "above Full by more than chance, which is suspicious",
+}
+
+
+def on_score(score: Score, p_holm: float | None) -> Iterator[str]:
+    """
+    Args:
+        p_holm: the p-value of the gain, corrected for all those of the table.
+    """
+    row = score.row
+    yield within(score.interval)
+    if row["stderr"]:
+        yield f"standard error {format_score(float(row['stderr']))}"
+    original = optional(row["original_value"])
+    if original is not None and format_score(original) != format_score(score.value):
+        yield f"by the authors' scorer {format_score(original)}"
+    yield f"{score.examples} examples"
+    yield from _tests(score, p_holm)
+    yield from (FLAGS.get(flag, flag) for flag in score.flags)
+    if score.data != ("original",):
+        yield f"{' and '.join(score.data)} examples"
+    if score.maps:
+        yield feature_maps(score.maps, row["phi_sha"])
+    yield from exactly(row["value"], score.source.name)
+
+
+def within(interval: Interval) -> str:
+    return f"95% interval {format_score(interval.low)} to {format_score(interval.high)}"
+
+
+def feature_maps(label: str, phi_sha: str = "") -> str:
+    return f"feature maps {label} {phi_sha[:12]}".rstrip()
+
+
+def exactly(value: str, source: str) -> Iterator[str]:
+    """The value as its file has it."""
+    if value:
+        yield f"unrounded {value}"
+    yield f"from {source}"
+
+
+def _tests(score: Score, p_holm: float | None) -> Iterator[str]:
+    """Paired differences with their p-values."""
+    row = score.row
+    if score.gain is not None:
+        low, high = (_signed(row[f"gain_ci_{side}"]) for side in ("low", "high"))
+        corrected = "" if p_holm is None else f", {round(p_holm, 6):.3g} after Holm's correction"
+        p = f"p {score.gain_p:.3g}{corrected}"
+        yield f"difference to Top-K at the same budget {_signed(row['gain'])} ({low} to {high}), {p}"
+    if score.mde is not None:
+        yield f"smallest gain that so many examples would show {format_score(score.mde)}"
+    if row["full_gap"]:
+        yield f"difference to Full {_signed(row['full_gap'])}, p {float(row['full_gap_p']):.3g}"
+
+
+def _signed(number: str) -> str:
+    return f"{float(number):+z.3f}"
