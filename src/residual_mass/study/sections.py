@@ -78,7 +78,7 @@ class Backbone(Settings):
     """Label of the tokenizer; backbones of a study that share it share the frozen prompts."""
     context: Count
     """Longest sequence that the backbone was made for, in tokens."""
-    requires_gpu: bool
+    requires_gpu: bool = False
     """Whether jobs of this backbone ask for a GPU."""
 
 
