@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -163,6 +164,7 @@ def test_a_killed_generate_job_continues_where_it_was(study: Path) -> None:
     assert (study / CSV).read_bytes() == undisturbed
 
 
+@pytest.mark.slow
 def test_more_examples_keep_what_is_there(study: Path) -> None:
     before = (study / STORE).read_bytes()
     code, output = snakemake(study, CSV, "--config", "examples=3")
@@ -186,13 +188,17 @@ def test_the_readme_script_runs(study: Path) -> None:
     assert run.returncode == 0 and run.stdout.strip(), run.stderr
 
 
+def slow(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("results/phi/tiny_1k.safetensors", "damaged safetensors file"),
-        ("results/assets/models/tiny-llama/model.safetensors", "damaged safetensors file"),
-        ("results/prompts/ruler_tiny_1k/niah_single_1.jsonl", "niah_single_1.jsonl"),
+        ("results/phi/tiny_1k.safetensors", "is not what tiny_1k.safetensors.meta.json recorded"),
         (STORE, "all.jsonl:1: not a generation row"),
+        slow("results/assets/models/tiny-llama/model.safetensors", "damaged safetensors file"),
+        slow("results/prompts/ruler_tiny_1k/niah_single_1.jsonl", "niah_single_1.jsonl"),
     ],
 )
 def test_a_damaged_input_is_named_in_one_line(study: Path, path: str, says: str) -> None:

@@ -270,18 +270,18 @@ def test_a_header_that_describes_no_maps_is_refused(header: str, tmp_path: Path)
 MAPS, PLACE = (MapsSpec("1k", 1024),), {"corpus": "wiki", "length": "256"}
 DIAGNOSTICS: dict[str, Callable[[Path, Path, Path], None]] = {
     "capture": lambda assets, phi, out: capture.run(
-        CaptureSpec("test", TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS[0], packs=1, queries=2,
-                    audited=2, seed=0, recipe=1),
+        CaptureSpec(study="test", backbone=TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS[0], packs=1,
+                    queries=2, audited=2, seed=0, recipe=1),
         assets, phi, None, out / "heads.parquet", out / "mass.parquet", out / "rows.safetensors",
     ),
     "kernels": lambda assets, phi, out: kernels.run(
-        KernelsSpec("test", TINY, **PLACE, budget_percent=25.0, anchors=AnchorSpec(), maps=MAPS, layer=1, head=0,
-                    queries=2, seed=0, recipe=1),
+        KernelsSpec(study="test", backbone=TINY, **PLACE, budget_percent=25.0, anchors=AnchorSpec(), maps=MAPS, layer=1,
+                    head=0, queries=2, seed=0, recipe=1),
         assets, [phi], None, out / "kernels.parquet",
     ),
     "map-errors": lambda assets, phi, out: map_errors.run(
-        MapErrorsSpec(TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS, packs=1, queries=2, seed=0,
-                      recipe=1),
+        MapErrorsSpec(backbone=TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS, packs=1, queries=2,
+                      seed=0, recipe=1),
         assets, [phi], out / "errors.csv",
     ),
 }  # fmt: skip

@@ -21,7 +21,17 @@ from residual_mass.diagnostics import CWE
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.config import Configuration, Study
-from residual_mass.study.sections import Backbone, Benchmark, Decoding, Latencies, Phi, Resampling, Training
+from residual_mass.study.sections import (
+    Backbone,
+    Benchmark,
+    Decoding,
+    Head,
+    Latencies,
+    Phi,
+    Resampling,
+    Sampling,
+    Training,
+)
 from residual_mass.study.specs import (
     AuditSpec,
     BackboneSpec,
@@ -104,6 +114,11 @@ class Computed:
     def backbone_of(self, wildcards: Wildcards) -> BackboneSpec:
         known("backbone", wildcards.backbone, self.configuration.main.backbones, "config/config.yaml")
         return self.backbone_spec(wildcards.backbone)
+
+    def identity(self, wildcards: Wildcards) -> dict[str, Any]:
+        """The study and the backbone of a job, as most specs have them."""
+        backbone = self.backbone_of(wildcards)
+        return {"study": backbone.study, "backbone": backbone}
 
     def study_named(self, wildcards: Wildcards) -> Study:
         return self.studies[known("study", wildcards.study, self.studies, "config/studies")]
@@ -277,8 +292,7 @@ class Computed:
         benchmark = study.benchmarks[wildcards.benchmark]
         every_task = tasks_of(wildcards.benchmark, tokens_of(wildcards.length))
         spec = GenerateSpec(
-            study=self.backbone_of(wildcards).study,
-            backbone=self.backbone_of(wildcards),
+            **self.identity(wildcards),
             benchmark=wildcards.benchmark,
             length=wildcards.length,
             tasks=every_task if wildcards.tasks == "all" else (wildcards.tasks,),
@@ -310,8 +324,7 @@ class Computed:
         decoding = shared(Decoding, benchmark)
         del decoding["batch_tokens"]
         spec = ScoreSpec(
-            study=self.backbone_of(wildcards).study,
-            backbone=self.backbone_of(wildcards),
+            **self.identity(wildcards),
             benchmark=wildcards.benchmark,
             length=wildcards.length,
             data_source=benchmark.data_source,
@@ -348,18 +361,15 @@ class Computed:
         captured = study.diagnostics
         (maps,) = maps_specs([study.maps.main])
         spec = CaptureSpec(
-            study=self.backbone_of(wildcards).study,
-            backbone=self.backbone_of(wildcards),
+            **self.identity(wildcards),
             corpus=wildcards.corpus,
             length=wildcards.length,
             budgets=study.budgets,
             anchors=study.anchors,
             maps=maps,
-            packs=captured.packs,
-            queries=captured.queries,
             audited=captured.audited,
-            seed=captured.seed,
             recipe=RECIPES["capture"],
+            **shared(Sampling, captured),
         )
         return to_json(spec)
 
@@ -380,18 +390,16 @@ class Computed:
         study = self.study_of(wildcards)
         captured = study.diagnostics
         spec = KernelsSpec(
-            study=self.backbone_of(wildcards).study,
-            backbone=self.backbone_of(wildcards),
+            **self.identity(wildcards),
             corpus=wildcards.corpus,
             length=wildcards.length,
             budget_percent=captured.budget,
             anchors=study.anchors,
             maps=maps_specs(self.kernel_maps(wildcards)),
-            layer=captured.head.layer,
-            head=captured.head.head,
             queries=captured.queries,
             seed=captured.seed,
             recipe=RECIPES["kernels"],
+            **shared(Head, captured.head),
         )
         return to_json(spec)
 
@@ -439,18 +447,15 @@ class Computed:
             budgets=study.budgets,
             anchors=study.anchors,
             maps=maps_specs(self.maps_at(wildcards)),
-            packs=captured.packs,
-            queries=captured.queries,
-            seed=captured.seed,
             recipe=RECIPES["map_errors"],
+            **shared(Sampling, captured),
         )
         return to_json(spec)
 
     def runtime_spec(self, wildcards: Wildcards) -> str:
         study = self.study_of(wildcards)
         spec = RuntimeSpec(
-            study=self.backbone_of(wildcards).study,
-            backbone=self.backbone_of(wildcards),
+            **self.identity(wildcards),
             anchors=study.anchors,
             map=study.phi.map,
             recipe=RECIPES["runtime"],

@@ -313,8 +313,20 @@ class Head(Settings):
     """The query head in the layer."""
 
 
-@dataclass(frozen=True)
-class Diagnostics(Settings):
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Settings):
+    """How many decode queries are measured."""
+
+    packs: Count
+    """Sequences; for `cwe` as many as there are prompts, if those are fewer."""
+    queries: Count
+    """Teacher-forced decode queries per sequence, right after the prefill."""
+    seed: Natural
+    """Seed of the sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics(Sampling):
     """Per-head quantities on packed held-out text."""
 
     backbones: Distinct[Name]
@@ -327,14 +339,8 @@ class Diagnostics(Settings):
     budget: Percent
     """One of the budgets: what the table, the claims and the figures of a single K show."""
     head: Head
-    packs: Count
-    """Sequences; for `cwe` as many as there are prompts, if those are fewer."""
-    queries: Count
-    """Teacher-forced decode queries per sequence."""
     audited: Count
     """Attention rows of each text and length that are measured a second time, in float64, spread over the layers."""
-    seed: Natural
-    """Seed of the sequences."""
 
     def __post_init__(self) -> None:
         if self.corpora[0] == CWE:

@@ -11,7 +11,16 @@ from typing import Literal, TypeVar
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
 from residual_mass.study.parsing import Slip, parsed
-from residual_mass.study.sections import Backbone, Decoding, Latencies, ObjectiveSpec, Resampling, Training
+from residual_mass.study.sections import (
+    Backbone,
+    Decoding,
+    Head,
+    Latencies,
+    ObjectiveSpec,
+    Resampling,
+    Sampling,
+    Training,
+)
 
 Spec = TypeVar("Spec")
 
@@ -116,8 +125,8 @@ class TrainSpec(Training):
     recipe: int
 
 
-@dataclass(frozen=True)
-class CaptureSpec(Settings):
+@dataclass(frozen=True, kw_only=True)
+class CaptureSpec(Sampling):
     """Quantities of every head on packed held-out text."""
 
     study: str
@@ -127,12 +136,8 @@ class CaptureSpec(Settings):
     budgets: tuple[float, ...]
     anchors: AnchorSpec
     maps: MapsSpec
-    packs: int
-    queries: int
-    """Teacher-forced decode queries right after the prefill, per pack."""
     audited: int
     """Attention rows whose query, keys and values are stored, to be measured again in float64."""
-    seed: int
     recipe: int
     allow_extrapolation: bool = False
 
@@ -149,8 +154,8 @@ class AuditSpec(Settings):
     recipe: int
 
 
-@dataclass(frozen=True)
-class KernelsSpec(Settings):
+@dataclass(frozen=True, kw_only=True)
+class KernelsSpec(Head):
     """Exact kernels and scores of feature maps, key by key, of one query head."""
 
     study: str
@@ -161,8 +166,6 @@ class KernelsSpec(Settings):
     """Which keys count as retrieved."""
     anchors: AnchorSpec
     maps: tuple[MapsSpec, ...]
-    layer: int
-    head: int
     queries: int
     seed: int
     recipe: int
@@ -181,8 +184,8 @@ class FindingsSpec(Resampling):
     recipe: int
 
 
-@dataclass(frozen=True)
-class MapErrorsSpec(Settings):
+@dataclass(frozen=True, kw_only=True)
+class MapErrorsSpec(Sampling):
     """Attention-output errors of several feature maps on one and the same held-out text."""
 
     backbone: BackboneSpec
@@ -191,9 +194,6 @@ class MapErrorsSpec(Settings):
     budgets: tuple[float, ...]
     anchors: AnchorSpec
     maps: tuple[MapsSpec, ...]
-    packs: int
-    queries: int
-    seed: int
     recipe: int
 
 

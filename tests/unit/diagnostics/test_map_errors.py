@@ -21,7 +21,10 @@ from residual_mass.study.specs import MapErrorsSpec
 @pytest.fixture
 def spec() -> MapErrorsSpec:
     maps = (MapsSpec("512", 512), MapsSpec("64-hedgehog", 64))
-    return MapErrorsSpec(TINY, "wiki", str(LENGTH), (25.0, 40.0), AnchorSpec(4, 16), maps, 2, QUERIES, 0, 1)
+    return MapErrorsSpec(
+        backbone=TINY, corpus="wiki", length=str(LENGTH), budgets=(25.0, 40.0), anchors=AnchorSpec(4, 16), maps=maps,
+        packs=2, queries=QUERIES, seed=0, recipe=1,
+    )  # fmt: skip
 
 
 def test_means_are_those_of_the_captured_rows(

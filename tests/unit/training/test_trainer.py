@@ -526,6 +526,7 @@ with processes() as group:
 """
 
 
+@pytest.mark.slow
 def test_no_process_goes_before_the_checkpoint_is_written(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SLOW_WRITER)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -536,6 +537,7 @@ def test_no_process_goes_before_the_checkpoint_is_written(tmp_path: Path) -> Non
     assert run.stdout.split("\n")[:2] == ["there"] * 2
 
 
+@pytest.mark.slow
 def test_two_processes_are_resumed_by_one(assets: Path, tmp_path: Path) -> None:
     spec = replace(TWO, steps=40, eval_every=40, checkpoint_every=10)
     assert train(spec, assets, tmp_path / "undisturbed").returncode == 0
@@ -556,6 +558,7 @@ def test_a_process_that_fails_alone_ends_the_others(assets: Path, tmp_path: Path
     assert done.returncode != 0 and "cannot be written" in done.stderr
 
 
+@pytest.mark.slow
 def test_sequences_that_cannot_be_shared_out_are_refused(assets: Path, tmp_path: Path) -> None:
     done = train(replace(TWO, sequences_per_step=1), assets, tmp_path / "out", 2)
     assert done.returncode != 0
