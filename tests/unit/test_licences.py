@@ -48,7 +48,7 @@ def test_no_licence_is_left_open() -> None:
 
 def test_every_source_of_the_assets_is_listed() -> None:
     pins = read_pins(ROOT / "config" / "assets.txt")
-    listed = [tuple(cells) for cells in rows("Models and data out of pinned wheels")]
+    listed = [tuple(cells) for cells in rows("Models and data from pinned wheels")]
     assert listed == [(s.note, f"{s.package} {pins[s.package]}", s.licence) for s in SOURCES]
 
 
