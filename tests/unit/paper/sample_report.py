@@ -10,8 +10,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from sample_results import TEMPLATES, Arm, result_rows, table_spec, write_rows
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.diagnostics.columns import ACCOUNTING, CLAIMS
 from residual_mass.paper import published
 from residual_mass.paper.comparison import by_cell as comparison

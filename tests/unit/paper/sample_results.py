@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.config import METHODS

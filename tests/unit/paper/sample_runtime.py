@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from records import recorded
+from tests.records import recorded
+
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec

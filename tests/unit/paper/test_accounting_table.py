@@ -12,8 +12,8 @@ import pytest
 from printed import caption_of, open_braces, pdflatex, row_widths, without_comments
 from sample_results import TEMPLATES, table_spec
 from tests.needs import LATEX, needs
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.diagnostics.columns import ACCOUNTING
 from residual_mass.paper import published
 from residual_mass.paper.tables.accounting_table import COLUMNS, QUANTITIES

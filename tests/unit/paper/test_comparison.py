@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.cli import main
 from residual_mass.core.settings import to_json

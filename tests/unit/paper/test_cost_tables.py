@@ -25,8 +25,8 @@ from sample_runtime import (
     write_runtime,
 )
 from tests.needs import LATEX, needs
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.cli import main
 from residual_mass.core.settings import to_json

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from printed import open_braces
 from sample_results import TEMPLATES
 from tests.needs import LATEX, needs
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.files import sha256_of
 from residual_mass.paper import typesetting
 from residual_mass.paper.document import CAPTIONS, run

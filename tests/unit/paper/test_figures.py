@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.files import csv_text
 from residual_mass.paper.figures.render import FIGURES, kind_of, run
 from residual_mass.paper.figures.style import round_ticks

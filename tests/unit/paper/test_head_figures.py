@@ -16,8 +16,8 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from sample_results import diagnostics
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.paper.figures.heads import (
     draw_entropy_gain,
     draw_entropy_heatmap,

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from sample_results import TEMPLATES, table_spec
 from sample_runtime import TRAINED
 from tests.needs import LATEX, needs
+from tests.records import recorded
 
-from records import recorded
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import MapSpec
