@@ -10,9 +10,15 @@ from residual_mass.provenance import MANIFEST, beside, named
 
 
 def record(*files: Path) -> None:
-    """Writes the sidecar of each file, so that stages take it for an output of another one."""
+    """Writes the record of each file, so that stages take it for an output of another one."""
     for file in files:
-        write_json(beside(file), {"outputs": {named(file): sha256_of(file)}})
+        recorded(file)
+
+
+def recorded(file: Path, **facts: Any) -> Path:
+    """The file, with the record that its stage would leave beside it."""
+    write_json(beside(file), {"outputs": {named(file): sha256_of(file)}, **facts})
+    return file
 
 
 def recorded(path: Path, **facts: Any) -> Path:

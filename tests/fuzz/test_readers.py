@@ -118,7 +118,7 @@ def binaries(folder: Path) -> dict[str, Case]:
 
 
 NAMES = (
-    "store", "any JSON", "any JSON lines", "maps", "maps' header", "checkpoint",
+    "store", "any JSON", "any JSON lines", "maps", "checkpoint",
 )  # fmt: skip
 
 

@@ -126,27 +126,39 @@ def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"study": "mini; touch pwned"}, "study 'mini; touch pwned' is not known"),
-    ({"assets": "-rf"}, "configuration: assets: '-rf' does not match"),
-    ({"assets": "results/{x}"}, "configuration: assets: 'results/{x}' does not match"),
-    ({"assets": "results\ntouch pwned"}, "configuration: 'results\\ntouch pwned' has a line break or another control"),
-    ({"examples": "1; touch pwned"}, "configuration: examples: '1; touch pwned' is not of type"),
-    ({"backbones": {"$(touch pwned)": {}}}, "configuration: backbones: '$(touch pwned)' does not match"),
-    ({"backbones": {"smol\n": {}}}, "configuration: 'smol\\n' has a line break"),
-    ({"backbones": {"smol": {"title": "a\x1b[2J"}}}, "configuration: 'a\\x1b[2J' has a line break"),
+    ({"assets": "-rf"}, "configuration: assets: String should match pattern"),
+    ({"assets": "results/{x}"}, "configuration: assets: String should match pattern"),
+    ({"assets": "results\ntouch pwned"}, "configuration: assets: String should match pattern"),
+    ({"examples": "1; touch pwned"}, "configuration: examples: Input should be a valid integer, not '1; touch pwned'"),
+    ({"backbones": {"$(touch pwned)": {}}}, "configuration: backbones.$(touch pwned): String should match pattern"),
+    ({"backbones": {"smol\n": {}}}, "configuration: backbones.smol: String should match pattern"),
+    (
+        {"backbones": {"smol": {"title": "a\x1b[2J"}}},
+        "configuration: backbones.smol.title: String should match pattern",
+    ),
     (
         {"backbones": {"smol": {"model_id": "../../etc"}}},
-        "configuration: backbones.smol.model_id: '../../etc' does not",
+        "configuration: backbones.smol.model_id: String should match pattern",
     ),
-    ({"backbones": {"smol": {"model_id": "a/.."}}}, "configuration: backbones.smol.model_id: 'a/..' does not match"),
-    ({"backbones": {"smol": {"revision": "`id`"}}}, "configuration: backbones.smol.revision: '`id`' does not match"),
-    ({"backbones": {"smol": {"tokenizer": "t;id"}}}, "configuration: backbones.smol.tokenizer: 't;id' does not match"),
+    (
+        {"backbones": {"smol": {"model_id": "a/.."}}},
+        "configuration: backbones.smol.model_id: String should match pattern",
+    ),
+    (
+        {"backbones": {"smol": {"revision": "`id`"}}},
+        "configuration: backbones.smol.revision: String should match pattern",
+    ),
+    (
+        {"backbones": {"smol": {"tokenizer": "t;id"}}},
+        "configuration: backbones.smol.tokenizer: String should match pattern",
+    ),
     (
         {"backbones": {"1b": {"revision": "main"}}},
         "config/config.yaml: backbones.1b.revision: main may move; write the",
     ),
-    ({"variants": {"x;touch pwned": {}}}, "configuration: variants: 'x;touch pwned' does not match"),
-    ({"recipes": {"$HOME": {}}}, "configuration: recipes: '$HOME' does not match"),
-    ({"ablations": {"loss": ["ours", "a b"]}}, "configuration: ablations.loss.1: 'a b' does not match"),
+    ({"variants": {"x;touch pwned": {}}}, "configuration: variants.x;touch pwned: String should match pattern"),
+    ({"recipes": {"$HOME": {}}}, "configuration: recipes.$HOME: String should match pattern"),
+    ({"ablations": {"loss": ["ours", "a b"]}}, "configuration: ablations.loss.1: String should match pattern"),
 ]
 
 
@@ -157,13 +169,13 @@ def test_a_setting_that_could_be_run_is_refused(settings: dict[str, Any], line: 
 
 
 STUDY_REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
-    (("diagnostics", "corpora"), ["wiki; touch pwned"], "diagnostics.corpora.0: 'wiki; touch pwned' does not match"),
-    (("mismatch", "backbones"), ["--help"], "mismatch.backbones.0: '--help' does not match"),
-    (("tables",), ["$(touch pwned)"], "tables.0: '$(touch pwned)' does not match"),
-    (("lengths",), ["1k\n"], "'1k\\n' has a line break or another control character"),
-    (("maps", "trained"), ["1k;id"], "maps.trained.0: '1k;id' does not match"),
-    (("phi", "corpora"), ["`id`"], "phi.corpora.0: '`id`' does not match"),
-    (("methods",), ["full", "topk", "topk_phi", "$(id)"], "methods: $(id) is not one of"),
+    (("diagnostics", "corpora"), ["wiki; touch pwned"], "diagnostics.corpora.0: String should match pattern"),
+    (("mismatch", "backbones"), ["--help"], "mismatch.backbones.0: String should match pattern"),
+    (("tables",), ["$(touch pwned)"], "tables.0: String should match pattern"),
+    (("lengths",), ["1k\n"], "lengths.0: String should match pattern"),
+    (("maps", "trained"), ["1k;id"], "maps.trained.0: String should match pattern"),
+    (("phi", "corpora"), ["`id`"], "phi.corpora.0: String should match pattern"),
+    (("methods",), ["full", "topk", "topk_phi", "$(id)"], "methods.3: String should match pattern"),
 ]
 
 
@@ -187,7 +199,7 @@ def test_a_study_file_with_a_hostile_name_is_refused(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(tmp_path / "config/studies/mini.yaml", tmp_path / "config/studies/$(touch pwned).yaml")
     said = configuration_error(tmp_path)
-    assert said.startswith("config/studies: '$(touch pwned).yaml': a study's name has letters, digits, _ and - alone")
+    assert said.startswith("config/studies: '$(touch pwned).yaml': a study's name has letters, digits, _ and - only")
 
 
 SLOW = pytest.mark.slow

@@ -68,7 +68,7 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
 
 def study_jobs(plan: Plan, rules: Any, study: str, recipes: bool = False) -> StudyJobs:
     """All jobs of a study, with `recipes` those of the target `recipes` as well."""
-    targets = [*plan.targets(study), *(plan.recipe_targets(study) if recipes else [])]
+    targets = [*plan.results(study), *plan.rendered(study), *(plan.recipe_targets(study) if recipes else [])]
     return StudyJobs(study, plan.backbone_specs(study), tuple(jobs_behind(rules, targets)))
 
 
