@@ -21,12 +21,6 @@ def recorded(file: Path, **facts: Any) -> Path:
     return file
 
 
-def recorded(path: Path, **facts: Any) -> Path:
-    """The file, with the record that its stage would leave beside it."""
-    write_json(beside(path), {"outputs": {path.name: sha256_of(path)}, **facts})
-    return path
-
-
 def give_manifest(assets: Path) -> None:
     """Makes a folder of assets complete: its manifest lists no file, so all of them are the user's own."""
     write_json(assets / MANIFEST, {"pins": {}, "files": []})
