@@ -61,7 +61,7 @@ def page() -> str:
         "",
         "## Packages",
         "",
-        "All packages of `requirements.lock`, with the licence in their metadata. This repository distributes none of them.",
+        "Packages of `requirements.lock`, with the licence in their metadata. This repository contains none of them.",
         "With torch for CUDA, pip also installs NVIDIA's libraries, which are not locked and have NVIDIA's licences.",
         "",
         *table(("package", "version", "licence"), package_rows()),
