@@ -471,7 +471,7 @@ def hostile_tables(folder: Path) -> list[str]:
     facts = {"model_id": HOSTILE, "revision": HOSTILE, "device": f"{HOSTILE}\n\\end{{table}}", "dtype": HOSTILE}
     path = write_runtime(folder / "hostile.csv", runtime_rows(study=HOSTILE, **facts))
     latencies = table(folder, replace(SMOL, study=HOSTILE), path)
-    spec = replace(TRAINED, backbone=replace(SMALL, study=HOSTILE, model_id=HOSTILE, revision=HOSTILE))
+    spec = replace(TRAINED, backbone=replace(SMALL, study=HOSTILE, model_id="org/a_b", revision="r_1"))
     files = trained(folder, spec, ran_on=GPU | {"hardware": HOSTILE})
     titles = {"smol": f"{HOSTILE}\n\\end{{table}}"}
     return [latencies, table(folder, replace(TRAINING_SMOL, study=HOSTILE, backbone_titles=titles), *files)]

@@ -224,12 +224,13 @@ HOSTILE = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]\n\\end{table}'
 
 
 def hostile_table(folder: Path) -> str:
-    facts = {"backbone": HOSTILE, "study": HOSTILE, "model_id": HOSTILE, "shape": SHAPE}
+    study = HOSTILE.replace("\n", " ")  # what a configuration may say
+    facts = {"backbone": HOSTILE, "study": study, "model_id": "org/a_b", "shape": SHAPE}
     files = [
         phi_file(folder, variant=HOSTILE, length=HOSTILE, name="a & b_c.safetensors", **facts),
         phi_file(folder, MapSpec(kind="hedgehog", d_phi=2), length="1k", name="b.safetensors", **facts),
     ]
-    return table(folder, spec(backbones=(HOSTILE,), study=HOSTILE), *files)
+    return table(folder, spec(backbones=(HOSTILE,), study=study), *files)
 
 
 def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from tests.conftest import TINY, save_tiny, tiny_llama
+from tests.records import give_manifest
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 from torch import Tensor
 
@@ -589,6 +590,8 @@ def test_a_killed_run_and_a_full_disk_lose_nothing(assets: Path, tmp_path: Path)
 
 
 def test_specs_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    give_manifest(tmp_path)
+
     def refused(match: str, **changes: Any) -> None:
         with pytest.raises(ValueError, match=match):
             trainer_module.run(replace(SPEC, **changes), tmp_path, tmp_path / "c", [tmp_path / "o"], tmp_path / "l")
