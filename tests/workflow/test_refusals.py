@@ -77,6 +77,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "configuration: backbones.smol.contxt: unknown key",
     ),
     ({"backbones": {"Smol": {}}}, "configuration: backbones.Smol: String should match pattern '^[a-z0-9]"),
+    (
+        {"backbones": {"smol": {"dtype": "bfloat16"}}},
+        "configuration: backbones.smol.requires_gpu: a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`",
+    ),
     ({"backbones": {"smol": {"study": "small"}}}, "config/config.yaml: backbones.smol.study: 'small' is not a study"),
     (
         {"backbones": {"smol": {"context": 1024}}},

@@ -89,6 +89,10 @@ class RegisteredBackbone(Backbone):
     title: Text
     """Name in tables and figures."""
 
+    def __post_init__(self) -> None:
+        if self.dtype == "bfloat16" and not self.requires_gpu:
+            raise Slip("requires_gpu", "a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`")
+
 
 # ---- training --------------------------------------------------------------------------------------------------------
 

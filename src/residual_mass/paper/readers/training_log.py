@@ -10,9 +10,8 @@ import pandas as pd
 
 from residual_mass.files import csv_text, read_csv, write_text
 from residual_mass.provenance import Record
+from residual_mass.training.columns import RUN
 
-RUN = ["recipe", "variant", "seed"]
-"""What tells one training from another."""
 ALL_LAYERS = "all"
 
 
