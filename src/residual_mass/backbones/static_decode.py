@@ -83,7 +83,7 @@ class StaticDecoder:
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
-        self.shared: dict[str, torch_path.Layout] = {}
+        self.shared: dict[str, torch_path.FixedColumns] = {}
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
         self.positions = torch.arange(length, length + steps, device=self.device).expand(batch, -1)
@@ -161,9 +161,9 @@ class StaticDecoder:
 
     def _advance(self, step: int) -> None:
         self.step, self.shared = step, {}
-        if self.attention is torch_path.decode_attention:  # kernels find their columns by themselves
-            layout = torch_path.layout_of(self.caches[0], self.anchors.sink, self.anchors.tail, step + 1)
-            self.shared = {"layout": layout}
+        if self.attention is torch_path.decode_attention:  # kernels compute their own columns
+            fixed = torch_path.fixed_columns(self.caches[0], self.anchors.sink, self.anchors.tail, step + 1)
+            self.shared = {"fixed": fixed}
         position = self.positions[:, step : step + 1]
         output = self.model(self.token, position_ids=position, attention_mask=self.mask, use_cache=False)
         self.logits = output.logits[:, -1]

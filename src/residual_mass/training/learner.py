@@ -54,7 +54,7 @@ class Learner:
         """Adds one sequence's gradient of one layer, divided by the number of sequences of a step."""
         started = time.perf_counter()
         if self.objective.name == "residual" and trace.targets is not None:
-            trace = dataclasses.replace(trace, targets=trace.targets.of_supports(self.supports))
+            trace = dataclasses.replace(trace, targets=trace.targets.select_supports(self.supports))
         query_map, key_map = self.maps.query[layer], self.maps.key[layer]
         losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors)
         losses = losses.mean(-1) / self.spec.sequences_per_step
