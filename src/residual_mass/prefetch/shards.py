@@ -28,7 +28,7 @@ def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], 
         shards: number of shards of the corpus.
         document_tokens: tokens of each document of a shard; called once per shard.
     """
-    from residual_mass.backbones.hub_stream import BLOCK, lanes_of
+    from residual_mass.backbones.hub_stream import BLOCK, assign_lanes
 
     known = cache(document_tokens)
     used: dict[int, None] = {}
@@ -41,7 +41,7 @@ def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], 
     for slot in range(need.slots):
         left = need.tokens * MARGIN
         for epoch in itertools.count():
-            lanes = lanes_of(need.corpus, shards, need.seed, slot, need.slots, epoch)
+            lanes = assign_lanes(need.corpus, shards, need.seed, slot, need.slots, epoch)
             if left <= 0 or used.keys() >= set(itertools.chain(*lanes)):
                 break
             readers = [entered(lane) for lane in lanes]
