@@ -70,7 +70,7 @@ class ArmDecoder:
         self.arms = [self.arms[a] for a in arms]
 
     def require_calls(self, steps: int) -> None:
-        """Raises RuntimeError unless every layer was called once per step: a bypassed hook would give Full's numbers."""
+        """Raises RuntimeError unless every layer was called once per step: a bypassed hook gives Full's numbers."""
         if self.calls != [steps] * len(self.calls):
             raise RuntimeError(f"attention hook calls per layer {sorted(set(self.calls))}, expected {steps} in each")
 
