@@ -49,7 +49,7 @@ class Study:
 
     def page(self) -> str:
         out = self.folder / "report.html"
-        report.run(self.spec, self.files, TEMPLATE, out)
+        report.write_page(self.spec, self.files, TEMPLATE, out)
         return out.read_text(encoding="utf-8")
 
     def with_files(self, **changes: Any) -> Study:
