@@ -586,6 +586,8 @@ def test_a_killed_run_and_a_full_disk_lose_nothing(assets: Path, tmp_path: Path)
 
 
 def test_specs_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+
     def refused(match: str, **changes: Any) -> None:
         with pytest.raises(ValueError, match=match):
             trainer_module.run(replace(SPEC, **changes), tmp_path, tmp_path / "c", [tmp_path / "o"], tmp_path / "l")
