@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from sample_results import diagnostics
 
-from residual_mass.diagnostics.settings import Setting, read_settings
+from residual_mass.diagnostics.settings import CapturedSetting, read_settings
 from residual_mass.paper.figures.heads import quartile_error_points
 from residual_mass.paper.figures.summaries import bulk, equal_parts, head_means
 from residual_mass.study.specs import FigureSpec, FindingsSpec
@@ -60,7 +60,7 @@ ENTROPIES: dict[str, Callable[[np.random.Generator, pd.DataFrame], object]] = {
 }
 
 
-def claimed(folder: Path, frame: pd.DataFrame) -> Setting:
+def claimed(folder: Path, frame: pd.DataFrame) -> CapturedSetting:
     """As the claims read the rows."""
     mass = frame[["backbone", "corpus", "length", "layer", "head", "pack"]].drop_duplicates().assign(k=1, c_mid=0.5)
     frame.to_parquet(heads := folder / "heads.parquet")
