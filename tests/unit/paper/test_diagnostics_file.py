@@ -65,7 +65,9 @@ def claimed(folder: Path, frame: pd.DataFrame) -> CapturedSetting:
     mass = frame[["backbone", "corpus", "length", "layer", "head", "pack"]].drop_duplicates().assign(k=1, c_mid=0.5)
     frame.to_parquet(heads := folder / "heads.parquet")
     mass.to_parquet(folder / "mass.parquet")
-    spec = FindingsSpec("mini", 4.0, "wiki", "1k", bootstrap_resamples=10, seed=0, recipe=1)
+    spec = FindingsSpec(
+        study="mini", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=10, seed=0, recipe=1
+    )
     (setting,) = read_settings(spec, [heads], [folder / "mass.parquet"])
     return setting
 
