@@ -1,10 +1,10 @@
-"""What a study will cost, from the rates that its own finished jobs measured; imports nothing heavy.
+"""Estimates the cost of a study from the rates of its finished jobs; imports nothing heavy.
 
-A finished job leaves its tokens and seconds in its `.meta.json`. Prompt tokens and generated tokens are charged at the
-rates of the finished generate job of the same backbone whose length is nearest, training at the seconds per step of the
-nearest finished training, in proportion to length and number of variants. That is too little for lengths far above the
-measured one, where attention takes the most time, and too much where answers end early. A backbone that has measured
-nothing yet gets its amount of work and no hours: a rate of another model or machine would be a guess.
+A finished job records its tokens and seconds in its `.meta.json`. Generation is estimated with the prompt and decode
+rates of the finished job of the same backbone with the nearest length, training with the seconds per step of the
+nearest finished training, in proportion to length and number of variants. Estimates are too low for lengths far above
+the measured one, where attention dominates, and too high if answers end early. A backbone without finished jobs gets
+its amount of work but no hours, because rates of another model or machine would be a guess.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PlannedJob:
     examples: int = 0
     """Prompts, over all tasks of the job."""
     generated: int = 0
-    """Generated tokens at most, over all prompts and arms."""
+    """Most generated tokens, over all prompts and arms."""
     sequences: int = 0
-    """Of a training, over all its steps; each counts as if its variant were trained alone."""
+    """Sequences of a training over all steps, per variant, as if each were trained alone."""
     variants: int = 0
 
 
@@ -56,32 +56,32 @@ class Finished:
 
 
 def run(jobs: Path, results: Path) -> None:
-    """Prints one line per result of a study, and the hours that are left by backbone and stage.
+    """Prints one line per result of each study, and the remaining hours by backbone and stage.
 
     Args:
-        jobs: the study's, as `study.start` writes them.
+        jobs: jobs of the studies, as `study.start` writes them.
     """
     for study in read_studies(jobs):
         print_costs(study.name, list(filter(None, map(planned, study.jobs))), list(finished_jobs(results)))
 
 
 def print_costs(study: str, work: Iterable[PlannedJob], finished: Sequence[Finished]) -> None:
-    lines = [("result", "there", "prompt tokens", "generated, at most", "hours, about")]
+    lines = [("result", "present", "prompt tokens", "generated, at most", "hours, about")]
     left: dict[tuple[str, str], list[float | None]] = {}
     used: dict[str, None] = {}
     for target, jobs in by_result(work).items():
         rates = [nearest_job(job, finished) for job in jobs]
-        hours = [None if rate is None else hours_of(job, rate) for job, rate in zip(jobs, rates, strict=True)]
+        hours = [None if rate is None else estimate_hours(job, rate) for job, rate in zip(jobs, rates, strict=True)]
         used |= {describe(rate): None for rate in rates if rate is not None}
         missing = [not Path(job.target).exists() for job in jobs]
         for job, missed, cost in zip(jobs, missing, hours, strict=True):
             if missed:
                 left.setdefault((job.backbone, job.stage), []).append(cost)
-        there = "no" if all(missing) else "partly" if any(missing) else "yes"
+        present = "no" if all(missing) else "partly" if any(missing) else "yes"
         prompts = sum(job.examples * tokens_of(job.length) for job in jobs)
         known = [cost for cost in hours if cost is not None]
         shown = f"{sum(known):.2f}" if len(known) == len(jobs) else "no rate yet"
-        lines.append((target, there, f"{prompts:,}", f"{sum(job.generated for job in jobs):,}", shown))
+        lines.append((target, present, f"{prompts:,}", f"{sum(job.generated for job in jobs):,}", shown))
     print("\n".join(aligned(lines)))
     print(f"\nLeft to do in study {study}:")
     print("\n".join(summary(left, finished)) or "nothing that trains or generates")
@@ -89,7 +89,7 @@ def print_costs(study: str, work: Iterable[PlannedJob], finished: Sequence[Finis
 
 
 def by_result(jobs: Iterable[PlannedJob]) -> dict[str, list[PlannedJob]]:
-    """The jobs of each line: the tasks of one benchmark at one length together, every training alone."""
+    """Groups jobs by line: the tasks of a benchmark at one length together, every training separately."""
     results: dict[str, list[PlannedJob]] = {}
     for job in jobs:
         results.setdefault(str(Path(job.target).parent) if job.stage == "generate" else job.target, []).append(job)
@@ -97,12 +97,12 @@ def by_result(jobs: Iterable[PlannedJob]) -> dict[str, list[PlannedJob]]:
 
 
 def finished_jobs(results: Path) -> Iterator[Finished]:
-    """Every finished job under `results` that measured its own rate."""
+    """Yields every finished job under `results` that recorded its rate."""
     for path in sorted([*results.glob("generations/*/*.meta.json"), *results.glob("phi/*.meta.json")]):
         try:
             yield from _measured(path, read_json(path))
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: does not say what a job took ({error!r}); delete it") from None
+            raise ValueError(f"{path}: has no usable timings of its job ({error!r}); delete it") from None
 
 
 def _measured(path: Path, meta: dict[str, Any]) -> Iterator[Finished]:
@@ -118,14 +118,14 @@ def _measured(path: Path, meta: dict[str, Any]) -> Iterator[Finished]:
 
 
 def nearest_job(job: PlannedJob, finished: Iterable[Finished]) -> Finished | None:
-    """The finished job of the same backbone and stage whose length is nearest; among equals the last by name."""
+    """Returns the finished job of the same backbone and stage with the nearest length; of equals the last by name."""
     fitting = [f for f in finished if (f.backbone, f.stage) == (job.backbone, job.stage)]
     length = tokens_of(job.length)
     return min(reversed(fitting), key=lambda f: abs(math.log(f.length / length)), default=None)
 
 
-def hours_of(job: PlannedJob, rate: Finished) -> float:
-    """Hours of `job` at the rates of a finished one."""
+def estimate_hours(job: PlannedJob, rate: Finished) -> float:
+    """Estimates the hours of `job` from the rates of a finished one."""
     length = tokens_of(job.length)
     if job.stage == "train":
         return job.sequences * job.variants * rate.step_seconds * length / rate.length / 3600
@@ -160,7 +160,7 @@ def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def planned(job: Job) -> PlannedJob | None:
-    """The work of a job; None unless it trains or generates."""
+    """Returns the work of a job; None unless it trains or generates."""
     if job.rule not in TRAIN and job.rule != "generate":
         return None
     spec, target = job.spec, job.outputs[0]

@@ -1,7 +1,7 @@
-"""How a result came to be: the record that every stage leaves beside what it writes, in a sidecar `<result>.meta.json`.
+"""Records of how results were made: every stage writes a sidecar `<result>.meta.json` next to its output.
 
-No rule has a sidecar among its inputs, so it may hold times and machines. It names files as seen from the working
-directory, and holds no environment variables, so neither tokens nor home directories.
+Sidecars may hold times and machines, because no rule has one as input. They name files relative to the working
+directory and hold no environment variables, so neither tokens nor home directories.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ PACKAGES = (
 
 
 class Record:
-    """What one run of a stage is told, reads and runs on. Made before the work: its clock starts here, and the inputs
-    are hashed as the stage finds them.
+    """Spec, inputs and machine of one run of a stage. Create it before the work: its clock starts here, and it hashes
+    the inputs as the stage finds them.
     """
 
     def __init__(self, stage: str, spec: Any, inputs: Iterable[Path | None], sources: Iterable[Path] = ()) -> None:
         """
         Args:
-            stage: its name, that in `recipes.RECIPES` where it has one.
-            spec: a spec dataclass or a mapping; empty for a stage that has no spec.
-            inputs: outputs of other stages, checked by `recorded`; None where the stage was given none.
-            sources: files of the repository that the stage reads, templates for one.
+            stage: its name, as in `recipes.RECIPES` if it has a recipe.
+            spec: a spec dataclass or a mapping; empty for a stage without a spec.
+            inputs: outputs of other stages, checked by `recorded`; None for an optional input that is not given.
+            sources: files of the repository that the stage reads, such as templates.
 
         Raises:
-            ValueError: an input is missing, has no record or is not what was recorded.
+            ValueError: an input is missing, has no record or differs from it.
         """
         self._started = time.monotonic()
         checked = {named(path): recorded(path) for path in inputs if path is not None}
@@ -75,12 +75,12 @@ class Record:
         processes: int | None = None,
         **facts: Any,
     ) -> None:
-        """Writes `<output>.meta.json`, with the hash of `output` and of `members`, further files that it stands for.
+        """Writes `<output>.meta.json` with the hashes of `output` and `members`, the files that it represents.
 
         Args:
-            device: what a stage that uses torch ran on.
-            processes: how many of them did, where there may be several.
-            facts: what this stage alone can tell.
+            device: device of a stage that uses torch.
+            processes: number of processes of a stage that may have several.
+            facts: further facts of the stage.
         """
         seconds = time.monotonic() - self._started
         on_a_gpu = device is not None and device.type == "cuda"
@@ -97,10 +97,11 @@ class Record:
 
 
 def recorded(path: Path) -> str:
-    """The sha256 of a stage's output, checked against its record. The manifest of the assets is a record itself.
+    """Returns the sha256 of a stage's output after checking it against its record. The assets' manifest is its own
+    record.
 
     Raises:
-        ValueError: the file is missing, has no record, or is not what was recorded; names it and the remedy.
+        ValueError: the file is missing, has no record or differs from it; names file and remedy.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {REMAKE}")
@@ -117,12 +118,12 @@ def recorded(path: Path) -> str:
 
 
 def beside(output: Path) -> Path:
-    """Where the record of a file lies."""
+    """Returns the path of a file's record."""
     return output.with_name(output.name + SUFFIX)
 
 
 def named(path: Path) -> str:
-    """A file as records name it: as seen from the working directory, or from `~` where only that is above it."""
+    """Returns a file's name in records: relative to the working directory, or to `~` if only that contains it."""
     path, here, home = Path(os.path.abspath(path)), Path.cwd(), Path(os.path.expanduser("~"))
     if path.is_relative_to(home) and not here.is_relative_to(home):
         return f"~/{path.relative_to(home).as_posix()}"
@@ -130,8 +131,8 @@ def named(path: Path) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU, or the processor and the threads that torch uses of it."""
-    import torch  # only here: most readers of records do without
+    """Returns the name of the GPU, or of the processor with the number of threads that torch uses."""
+    import torch  # here, because most readers of records do without torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -140,11 +141,9 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def code_version() -> dict[str, Any]:
-    """The package's `version`; in a git checkout the `commit`, and whether the package's own files are `changed` since;
-    None where git does not say.
-    """
+    """Returns the package's `version`, git `commit` and whether its files have `changed` since; None without git."""
     package = Path(__file__).parent
-    # A checkout of something else may hold the environment that this package is installed in.
+    # The package may be installed in an environment within another project's checkout.
     ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     commit = _git(package, "rev-parse", "HEAD") if ours else None
     status = _git(package, "status", "--porcelain", "--", ".") if ours else None
@@ -152,7 +151,7 @@ def code_version() -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says of a folder; None where there is no git, no checkout or no answer."""
+    """Runs git in a folder and returns its output; None without git, checkout or answer."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -186,7 +185,7 @@ def _processor() -> str:
 
 
 def _peak_memory(gpu: torch.device | None) -> dict[str, float]:
-    """MiB that this process held at most: of the machine's memory and, on a GPU, of what torch took of the GPU's."""
+    """Returns this process's peak memory in MiB: of the host and, on a GPU, of what torch allocated."""
     units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB elsewhere
     peak = {"host": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units, 1)}
     if gpu is not None:

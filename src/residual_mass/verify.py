@@ -1,7 +1,7 @@
-"""Whether results are still what their records say, and belong to this code and configuration; imports nothing heavy.
+"""Checks that results match their records, this code and this configuration; imports nothing heavy.
 
-A result is judged by its record (`provenance.Record`), and so is everything that it was made from, up to the assets,
-whose manifest is a record in itself. Every file is hashed once.
+Judges a result by its record (`provenance.Record`), and also everything that it was made from, up to the assets, whose
+manifest is a record itself. Hashes every file once.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from residual_mass.study.parsing import Slip, parsed
 
 WORDS = OK, CHANGED, STALE, NO_RECORD = "ok", "changed", "stale", "no record"
 RESULTS = "results"
-"""The folder in which every file has a record; what else a stage reads is the project's own or brought along."""
+"""The folder in which every file has a record; other inputs belong to the project or the user."""
 
 Expected = Mapping[str, Job]
-"""By the name of a result, the job that would make it now."""
+"""Job that would make a result now, by the result's name."""
 
 
 def run(results: Sequence[Path], expected: Path | None) -> bool:
-    """Prints one line per result, the files of a folder one by one, and how many there are of each kind.
+    """Prints one line per result, expanding folders, and the number of results by status.
 
     Args:
-        expected: a JSON file of `Expected`; None compares recipes alone.
+        expected: a JSON file of `Expected`; None compares only recipes.
 
     Returns:
         Whether all are ok.
 
     Raises:
-        ValueError: a result is not there, or `expected` is not such JSON; names it.
+        ValueError: a result is missing, or `expected` is not such JSON; names it.
     """
     verifier = Verifier(None if expected is None else _read_expected(expected))
-    verdicts = [(path, verifier.verdict(path)) for path in dict.fromkeys(_results(results))]
-    for path, verdict in verdicts:
-        print(f"{verdict.word:<9}  {path}{': ' * bool(verdict.reason)}{verdict.reason}")
-    counts = Counter(verdict.word for _, verdict in verdicts)
+    statuses = [(path, verifier.status(path)) for path in dict.fromkeys(_results(results))]
+    for path, status in statuses:
+        print(f"{status.word:<9}  {path}{': ' * bool(status.reason)}{status.reason}")
+    counts = Counter(status.word for _, status in statuses)
     print(", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word]) or "no result")
     if expected is None:
-        print("Of the code, recipes alone were compared; `snakemake --cores 1 verify` asks the configuration as well.")
+        print("Compared only recipes; `snakemake --cores 1 verify` also compares the configuration.")
     return set(counts) == {OK}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One of `ok`, `changed`, `stale` and `no record`, and why; ok needs no reason."""
+class Status:
+    """One of `ok`, `changed`, `stale` and `no record`, and the reason unless ok."""
 
     word: str
     reason: str = ""
@@ -62,11 +62,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the record of a file says.
+    """The record of a file.
 
     Attributes:
-        base: the folder that names in it start from.
-        spec: what the stage was told.
+        base: folder to which its file names are relative.
+        spec: spec of the stage.
         inputs, outputs: sha256 by name.
     """
 
@@ -82,41 +82,41 @@ class Recorded:
 
 @dataclass
 class Verifier:
-    """Judges files, each of them once."""
+    """Judges files, each only once."""
 
     expected: Expected | None
     hashes: dict[Path, str] = field(default_factory=dict)
-    verdicts: dict[Path, Verdict] = field(default_factory=dict)
+    statuses: dict[Path, Status] = field(default_factory=dict)
 
-    def verdict(self, path: Path) -> Verdict:
+    def status(self, path: Path) -> Status:
         path = Path(os.path.abspath(path))
-        if path not in self.verdicts:
-            self.verdicts[path] = Verdict(STALE)  # holds meanwhile, for records that lead back to themselves
-            self.verdicts[path] = self._judge(path)
-        return self.verdicts[path]
+        if path not in self.statuses:
+            self.statuses[path] = Status(STALE)  # placeholder that ends cycles of records
+            self.statuses[path] = self._judge(path)
+        return self.statuses[path]
 
-    def _judge(self, path: Path) -> Verdict:
+    def _judge(self, path: Path) -> Status:
         try:
             record = _record_of(path)
         except ValueError as error:
-            return Verdict(NO_RECORD, str(error))
+            return Status(NO_RECORD, str(error))
         if not path.is_file():
-            return Verdict(CHANGED, "it is not there, its record is")
+            return Status(CHANGED, "missing, but its record exists")
         for name, recorded in record.outputs.items():
             if self._sha256(output := record.path(name)) != recorded:
-                return Verdict(CHANGED, "it is not what was recorded" if output == path else f"{name} is not its own")
+                return Status(CHANGED, f"{'it' if output == path else name} differs from the record")
         reason = next(self._reasons(path, record), None)
-        return Verdict(OK) if reason is None else Verdict(STALE, reason)
+        return Status(OK) if reason is None else Status(STALE, reason)
 
     def _reasons(self, path: Path, record: Recorded) -> Iterator[str]:
-        """Why a file that is as it was recorded is no longer what this code and configuration would make."""
+        """Yields why this code and configuration would no longer make a file that matches its record."""
         yield from _other_recipe(record) if self.expected is None else self._unexpected(path, record)
         for name, recorded in record.inputs.items():
             source = record.path(name)
             if (found := self._sha256(source)) is None or found != recorded:
-                yield f"made from {name}, which is {'gone' if found is None else 'another one now'}"
-            elif _has_record(name, source) and (verdict := self.verdict(source)).word != OK:
-                yield f"made from {name}, which is {'without record' if verdict.word == NO_RECORD else verdict.word}"
+                yield f"made from {name}, which {'is missing' if found is None else 'has changed since'}"
+            elif _has_record(name, source) and (status := self.status(source)).word != OK:
+                yield f"made from {name}, which {'has' if status.word == NO_RECORD else 'is'} {status.word}"
 
     def _unexpected(self, path: Path, record: Recorded) -> Iterator[str]:
         now = self._expected_by_path.get(path)
@@ -136,7 +136,7 @@ class Verifier:
         return {Path(os.path.abspath(name)): now for name, now in (self.expected or {}).items()}
 
     def _sha256(self, path: Path) -> str | None:
-        """None where there is no such file."""
+        """Returns None if there is no such file."""
         if path not in self.hashes and path.is_file():
             self.hashes[path] = sha256_of(path)
         return self.hashes.get(path)
@@ -153,9 +153,9 @@ def _results(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def _results_below(folder: Path) -> Iterator[Path]:
-    """Every file that ought to have a record, and every one that a record is left of.
+    """Yields every file that should have a record, and every missing one with a record.
 
-    Not those that another one's record stands for, and no working files, whose folders begin with an underscore.
+    Skips files covered by the manifest of their folder, and working files, whose folders begin with an underscore.
     """
     if (folder / MANIFEST).is_file():
         yield folder / MANIFEST
@@ -172,10 +172,10 @@ def _results_below(folder: Path) -> Iterator[Path]:
 
 
 def _record_of(path: Path) -> Recorded:
-    """The record beside a file, or that of the manifest which vouches for it.
+    """Returns a file's own record, or that of the manifest that lists it.
 
     Raises:
-        ValueError: there is none, or it lacks what it needs to be compared; says which.
+        ValueError: there is none, or it has no hashes.
     """
     manifest = next((folder / MANIFEST for folder in path.parents if (folder / MANIFEST).is_file()), None)
     if manifest is not None and (path == manifest or not beside(path).is_file()):
@@ -188,29 +188,29 @@ def _record_of(path: Path) -> Recorded:
 def _read_record(path: Path) -> Recorded:
     sidecar = beside(path)
     if not sidecar.is_file():
-        raise ValueError("none lies beside it")
+        raise ValueError(f"{sidecar.name} is missing")
     meta = read_json(sidecar)
     parts = [meta.get(name) for name in ("spec", "inputs", "outputs")] if isinstance(meta, dict) else [None]
     if not all(isinstance(part, dict) for part in parts):
-        raise ValueError("the one beside it is an earlier version's, without hashes")
+        raise ValueError(f"{sidecar.name} has no hashes, as written by an earlier version")
     spec, inputs, outputs = parts
     own = next((name for name in outputs if Path(name).name == path.name), None)
     if own is None:
-        raise ValueError("the one beside it is of another file")
+        raise ValueError(f"{sidecar.name} belongs to another file")
     base = _base(path, own)
-    if base is None:  # moved away from the others, which are sought where they were
+    if base is None:  # moved without the others, which are looked up at their old place
         base, outputs = Path.cwd(), {str(path): outputs[own]}
     return Recorded(base, str(meta.get("stage", "")), spec, inputs, outputs)
 
 
 def _base(path: Path, name: str) -> Path | None:
-    """The folder from which `name` names `path`, wherever the two were moved together; None if it does not."""
+    """Returns the folder to which `name` is relative if it ends `path`, even after both were moved; else None."""
     parts = Path(name).parts
     return path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else None
 
 
 def _assets_record(manifest: Path) -> Recorded | None:
-    """Of the assets, whose manifest lists the hashes of all files; None for any other manifest, or a damaged one."""
+    """Reads the assets' manifest, which lists the hashes of all files; None for another or a damaged manifest."""
     try:
         content = read_json(manifest)
         hashes = {entry["path"]: entry["sha256"] for entry in content["files"]}
@@ -220,7 +220,7 @@ def _assets_record(manifest: Path) -> Recorded | None:
 
 
 def _has_record(name: str, source: Path) -> bool:
-    """Whether an input is a result itself, or has a record though it lies elsewhere."""
+    """Whether an input is a result, or has a record elsewhere."""
     return Path(name).parts[:1] == (RESULTS,) or beside(source).is_file() or source.name == MANIFEST
 
 
@@ -231,7 +231,7 @@ def _other_recipe(record: Recorded) -> Iterator[str]:
 
 
 def _differences(recorded: Any, now: Any, where: str) -> Iterator[str]:
-    """Places where two specs differ."""
+    """Yields the differences of two specs."""
     if isinstance(recorded, dict) and isinstance(now, dict):
         for key in sorted(recorded.keys() | now.keys()):
             if key in recorded and key in now:

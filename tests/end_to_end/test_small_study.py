@@ -164,16 +164,6 @@ def test_a_killed_generate_job_continues_where_it_was(study: Path) -> None:
     assert (study / CSV).read_bytes() == undisturbed
 
 
-@pytest.mark.slow
-def test_more_examples_keep_what_is_there(study: Path) -> None:
-    before = (study / STORE).read_bytes()
-    code, output = snakemake(study, CSV, "--config", "examples=3")
-    assert code == 0, output
-    after = (study / STORE).read_bytes()
-    assert after.startswith(before) and after.count(b"\n") == before.count(b"\n") * 3 // 2
-    assert set(pd.read_csv(study / CSV).query("task != 'all'").n) == {3}
-
-
 def test_the_estimate_uses_the_rates_that_were_measured(study: Path) -> None:
     code, output = snakemake(study, "estimate", "--config", "examples=100")
     assert code == 0 and "no rate" not in output and "Left to do in study mini:\nnothing" in output, output
@@ -206,7 +196,7 @@ def test_a_damaged_input_is_named_in_one_line(study: Path, path: str, says: str)
     times = (study / path).stat()
     (study / path).write_bytes(b"{" + whole[: len(whole) // 2] + b"\n")
     try:
-        code, output = snakemake(study, GENERATIONS, "--force", "--rerun-triggers", "mtime", "--config", "examples=3")
+        code, output = snakemake(study, GENERATIONS, "--force", "--rerun-triggers", "mtime")
         log = (study / "logs" / "generate" / "ruler_tiny_1k_main" / "all.log").read_text()
     finally:
         (study / path).write_bytes(whole)
@@ -214,3 +204,13 @@ def test_a_damaged_input_is_named_in_one_line(study: Path, path: str, says: str)
     errors = [line for line in log.splitlines() if "error:" in line]
     assert code != 0 and len(errors) == 1 and says in errors[0], output + log
     assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_more_examples_keep_what_is_there(study: Path) -> None:
+    before = (study / STORE).read_bytes()
+    code, output = snakemake(study, CSV, "--config", "examples=3")
+    assert code == 0, output
+    after = (study / STORE).read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == before.count(b"\n") * 3 // 2
+    assert set(pd.read_csv(study / CSV).query("task != 'all'").n) == {3}

@@ -45,14 +45,14 @@ def test_hours_are_work_over_the_nearest_measured_rate(results: Path) -> None:
     job = PlannedJob("x", "generate", "smol", "512", examples=5, generated=400)
     rate = estimate.nearest_job(job, finished)
     assert rate is not None and rate.length == 1024 and rate.backbone == "smol"
-    assert estimate.hours_of(job, rate) == pytest.approx((5 * 512 / 100 + 400 / 20) / 3600)
+    assert estimate.estimate_hours(job, rate) == pytest.approx((5 * 512 / 100 + 400 / 20) / 3600)
     longer = PlannedJob("x", "generate", "smol", "8k", examples=1, generated=20)
     rate = estimate.nearest_job(longer, finished)
     assert rate is not None and rate.length == 4096
-    assert estimate.hours_of(longer, rate) == pytest.approx((8192 / 25 + 20 / 20) / 3600)
+    assert estimate.estimate_hours(longer, rate) == pytest.approx((8192 / 25 + 20 / 20) / 3600)
     training = PlannedJob("x", "train", "smol", "2k", sequences=150, variants=6)
     rate = estimate.nearest_job(training, finished)
-    assert rate is not None and estimate.hours_of(training, rate) == pytest.approx(150 * 6 * 2.0 * 2 / 3600)
+    assert rate is not None and estimate.estimate_hours(training, rate) == pytest.approx(150 * 6 * 2.0 * 2 / 3600)
     assert estimate.nearest_job(PlannedJob("x", "generate", "3b", "4k"), finished) is None
 
 
@@ -67,7 +67,7 @@ def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureF
     jobs += [PlannedJob("results/phi/3b_64k.safetensors", "train", "3b", "64k", sequences=5, variants=1)]
     estimate.print_costs("mini", jobs, list(estimate.finished_jobs(results)))
     said = capsys.readouterr().out
-    assert re.search(rf"{folder}  partly +307,200 +21,600 +1.15\n", said)
+    assert re.search(rf"{folder} +partly +307,200 +21,600 +1.15\n", said)
     one = (100 * 1024 / 100 + 7200 / 20) / 3600
     assert f"smol, generate: 2 jobs, about {2 * one:.2f} hours\n" in said
     assert f"1b, generate: 1 jobs, about {(10 * 4096 / 100 + 72000 / 20) / 3600:.2f} GPU-hours\n" in said
@@ -88,5 +88,7 @@ def test_planned_work_counts_tasks_examples_and_arms() -> None:
 @pytest.mark.parametrize("meta", [{}, [], {"spec": {}}, {"spec": 3}])
 def test_a_record_that_says_nothing_is_named(meta: object, tmp_path: Path) -> None:
     write_json(tmp_path / "phi" / "smol_1k.safetensors.meta.json", meta)
-    with pytest.raises(ValueError, match=r"smol_1k\.safetensors\.meta\.json: does not say what a job took .*delete it"):
+    with pytest.raises(
+        ValueError, match=r"smol_1k\.safetensors\.meta\.json: has no usable timings of its job .*delete it"
+    ):
         list(estimate.finished_jobs(tmp_path))

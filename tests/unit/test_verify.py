@@ -107,11 +107,15 @@ def test_a_study_that_nobody_touched_is_ok(study: Path, said: Said) -> None:
 
 
 def another(path: Path) -> str:
-    return f"stale: made from {path}, which is another one now"
+    return f"stale: made from {path}, which has changed since"
 
 
 def stale(path: Path, word: str = "stale") -> str:
     return f"stale: made from {path}, which is {word}"
+
+
+def unrecorded(path: Path) -> str:
+    return f"stale: made from {path}, which has no record"
 
 
 def forget(path: Path) -> None:
@@ -122,16 +126,16 @@ def forget(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[], Any], dict[Path, str]]] = {
     "result": (
         lambda: SCORES.write_text("0.9"),
-        {SCORES: "changed: it is not what was recorded", JOINED: another(SCORES)},
+        {SCORES: "changed: it differs from the record", JOINED: another(SCORES)},
     ),
     "maps": (
         lambda: PHI.write_text("other maps"),
-        {PHI: "changed: it is not what was recorded", TEXTS: another(PHI), SCORES: stale(TEXTS), JOINED: stale(SCORES)},
+        {PHI: "changed: it differs from the record", TEXTS: another(PHI), SCORES: stale(TEXTS), JOINED: stale(SCORES)},
     ),
     "asset": (
         lambda: SPEECH.write_text("Fellow travellers"),
         {
-            MANIFEST: "changed: corpora/sotu/a.txt is not its own", PROMPTS: stale(MANIFEST, "changed"),
+            MANIFEST: "changed: corpora/sotu/a.txt differs from the record", PROMPTS: stale(MANIFEST, "changed"),
             PHI: stale(MANIFEST, "changed"), TEXTS: stale(MANIFEST, "changed"), SCORES: stale(TEXTS),
             JOINED: stale(SCORES),
         },
@@ -139,35 +143,35 @@ DAMAGES: dict[str, tuple[Callable[[], Any], dict[Path, str]]] = {
     "a task's prompts": (
         lambda: TASK.write_text("other prompts"),
         {
-            PROMPTS: f"changed: {TASK} is not its own", TEXTS: stale(PROMPTS, "changed"), SCORES: stale(TEXTS),
+            PROMPTS: f"changed: {TASK} differs from the record", TEXTS: stale(PROMPTS, "changed"), SCORES: stale(TEXTS),
             JOINED: stale(SCORES),
         },
     ),
     "no maps": (
         PHI.unlink,
         {
-            PHI: "changed: it is not there, its record is", TEXTS: stale(PHI, "gone"), SCORES: stale(TEXTS),
+            PHI: "changed: missing, but its record exists", TEXTS: stale(PHI, "missing"), SCORES: stale(TEXTS),
             JOINED: stale(SCORES),
         },
     ),
     "no record": (
         beside(SCORES).unlink,
-        {SCORES: "no record: none lies beside it", JOINED: stale(SCORES, "without record")},
+        {SCORES: f"no record: {beside(SCORES).name} is missing", JOINED: unrecorded(SCORES)},
     ),
     "an earlier version's": (
         lambda: forget(SCORES),
         {
-            SCORES: "no record: the one beside it is an earlier version's, without hashes",
-            JOINED: stale(SCORES, "without record"),
+            SCORES: f"no record: {beside(SCORES).name} has no hashes, as written by an earlier version",
+            JOINED: unrecorded(SCORES),
         },
     ),
     "another file's": (
         lambda: shutil.copy(beside(PHI), beside(JOINED)),
-        {JOINED: "no record: the one beside it is of another file"},
+        {JOINED: f"no record: {beside(JOINED).name} belongs to another file"},
     ),
     "a user's file": (
         lambda: Path("results/notes.csv").write_text("1"),
-        {Path("results/notes.csv"): "no record: none lies beside it"},
+        {Path("results/notes.csv"): "no record: notes.csv.meta.json is missing"},
     ),
 }  # fmt: skip
 
@@ -190,7 +194,7 @@ def test_a_record_that_names_what_no_stage_would_is_stale(name: str, study: Path
     record = read_json(beside(JOINED))
     path = Path(name)
     write_json(beside(JOINED), record | {"inputs": {name: sha256_of(path) if path.is_file() else None}})
-    assert said(JOINED)[str(JOINED)].startswith(f"stale: made from {name}, which is ")
+    assert said(JOINED)[str(JOINED)].startswith(f"stale: made from {name}, which ")
 
 
 def test_a_bumped_recipe_makes_its_results_stale(study: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +265,7 @@ def test_a_single_result_that_was_moved_is_compared_with_what_it_was_made_of(stu
         shutil.copy(path, "paper")
     assert said("paper") == {"paper/ruler_t_1k.csv": "ok"}
     Path("paper/ruler_t_1k.csv").write_text("0.9")
-    assert said("paper") == {"paper/ruler_t_1k.csv": "changed: it is not what was recorded"}
+    assert said("paper") == {"paper/ruler_t_1k.csv": "changed: it differs from the record"}
 
 
 def test_every_file_is_hashed_once(study: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +344,7 @@ def test_neither_tokens_nor_home_directories_are_recorded(
     assert set(json.loads(text)["inputs"]) == {"~/assets/manifest.json"}
     assert said() == {"results/runtime_t.csv": "ok"}
     write_json(brought, {"pins": {}, "files": [], "more": 1})
-    assert said()["results/runtime_t.csv"] == "stale: made from ~/assets/manifest.json, which is another one now"
+    assert said()["results/runtime_t.csv"] == "stale: made from ~/assets/manifest.json, which has changed since"
 
 
 def test_without_a_home_directory_names_are_those_from_the_working_directory(tmp_path: Path) -> None:

@@ -11,21 +11,21 @@ from residual_mass.inputs.assets import require_whole
 
 MAKE = "run the assets stage"
 SEPARATOR = "\n\n"
-"""Between documents, and between the paragraphs of one."""
+"""Separates documents, and the paragraphs of a document."""
 ASSET_CORPORA = ("sotu", "wiki", "pydoc")
-"""Corpora of the assets to train on, except for their held-out documents."""
+"""Corpora of the assets to train on, without their held-out documents."""
 BOOK_CHARACTERS = 20_000
-"""Minimum length of a run of paragraphs that makes a document, about 5,000 tokens."""
+"""Minimum length of a document made of consecutive paragraphs, about 5,000 tokens."""
 BOOK_BEGINS = re.compile(r"\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG", re.IGNORECASE)
 BOOK_IS_OVER = re.compile(
     r"The Project Gutenberg eBook of|End of (the )?Project Gutenberg|\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG",
     re.IGNORECASE,
 )
-"""Lines around the text of a book of Project Gutenberg; headers and licences are outside."""
+"""Lines around the text of a Project Gutenberg book; headers and licences are outside."""
 
 
-def documents_of(name: str, assets: Path) -> list[str]:
-    """The documents of a corpus; raises ValueError where its files are missing or changed."""
+def read_documents(name: str, assets: Path) -> list[str]:
+    """Reads the documents of a corpus; raises ValueError if its files are missing or changed."""
     readers = {"sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts}
     require_whole(assets, f"corpora/{name}", *(["qa/hotpotqa.json"] if name == "wiki" else []))
     return readers[name](assets)
@@ -36,7 +36,7 @@ def _speeches(assets: Path) -> list[str]:
 
 
 def _paragraphs(assets: Path) -> list[str]:
-    """The distinct Wikipedia paragraphs in HotpotQA's contexts, with their titles."""
+    """Returns the distinct Wikipedia paragraphs in HotpotQA's contexts, with their titles."""
     file = assets / "qa" / "hotpotqa.json"
     if not file.is_file():
         raise ValueError(f"{file}: no such file; run the assets stage")
@@ -48,20 +48,20 @@ def _paragraphs(assets: Path) -> list[str]:
 
 
 def _topics(assets: Path) -> list[str]:
-    """Python's language reference as shipped with the interpreter: technical prose."""
+    """Returns the sections of Python's language reference as shipped with the interpreter: technical prose."""
     from pydoc_data.topics import topics
 
     return [text for _, text in sorted(topics.items())]
 
 
 def _book_parts(assets: Path) -> list[str]:
-    """Runs of paragraphs in order, so that a sequence longer than one continues in the same book."""
+    """Returns runs of paragraphs in order, so that a sequence longer than a run continues in the same book."""
     files = _files(assets / "corpora" / "books")
     return [part for file in files for book in _books(read_text(file, MAKE)) for part in _runs(book)]
 
 
 def _books(text: str) -> list[list[str]]:
-    """The paragraphs of each book of a file."""
+    """Returns the paragraphs of each book in a file."""
     books: list[list[str]] = [[]]
     inside = True  # the first book may have lost its header
     for line in text.splitlines():
@@ -76,7 +76,7 @@ def _books(text: str) -> list[list[str]]:
 
 
 def _runs(paragraphs: Sequence[str]) -> list[str]:
-    """Consecutive paragraphs joined to documents of at least BOOK_CHARACTERS; the last may be shorter."""
+    """Joins consecutive paragraphs to documents of at least BOOK_CHARACTERS; the last may be shorter."""
     runs: list[list[str]] = []
     size = BOOK_CHARACTERS
     for paragraph in paragraphs:

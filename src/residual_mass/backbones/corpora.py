@@ -1,7 +1,7 @@
-"""Texts as token sequences of one exact length, addressable by index so that an interrupted run can be resumed.
+"""Texts as token sequences of a fixed length, addressable by index so that an interrupted run can be resumed.
 
-A corpus is a list of documents (assets) or a stream of them (hub), which are packed until the length is reached.
-Several slots may read one corpus in parallel, each with its own draws of documents or its own part of the stream.
+A corpus packs documents, from a list (assets) or a stream (hub), into sequences. Several slots may read one corpus in
+parallel, each with its own draws of documents or its own part of the stream.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR, documents_of
-from residual_mass.backbones.hub_stream import HubStream, one_of, too_small
+from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR, read_documents
+from residual_mass.backbones.hub_stream import HubStream, either, too_small
 from residual_mass.backbones.loading import special_prefix
 from residual_mass.inputs.hub_data import HUB
 from residual_mass.inputs.hub_folder import HubFolder
@@ -23,27 +23,27 @@ from residual_mass.inputs.hub_folder import HubFolder
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
 HELD_OUT_ONLY = ("books", "wikitext")
-"""Corpora that no recipe trains on, to measure progress on unseen sources."""
+"""Corpora that no recipe trains on, for measurements on unseen sources."""
 
 
 class Corpus(Protocol):
     def sequence(self, index: int) -> list[int]:
-        """Token ids of the index-th sequence."""
+        """Returns the token ids of the index-th sequence."""
 
     def begins_again(self) -> bool:
-        """Whether the text has ended, so that the last sequence repeats text of earlier ones."""
+        """Whether the text was exhausted, so that the last sequence repeats earlier text."""
 
     def position(self) -> Any:
-        """A JSON value: where the next sequence begins."""
+        """Returns where the next sequence begins, as a JSON value."""
 
     def seek(self, position: Any) -> None:
-        """Continues from a `position`, so that the next sequence costs no more than it would have."""
+        """Continues from a `position`, without reading the text before it again."""
 
 
 class PackedDocuments:
-    """Sequences from a random start document on, at a random offset where it is longer than needed.
+    """Sequences that begin at a random document, or at a random offset within one that is long enough.
 
-    Each depends on its index only, so there is no position.
+    A sequence depends only on its index, so the position is None.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Cycle:
         return [corpus.position() for corpus in self.corpora]
 
     def seek(self, position: list[Any]) -> None:
-        for corpus, of_corpus in zip(self.corpora, position, strict=True):
-            corpus.seek(of_corpus)
+        for corpus, own in zip(self.corpora, position, strict=True):
+            corpus.seek(own)
 
 
 def training_corpus(
@@ -118,7 +118,7 @@ def training_corpus(
     slot: int = 0,
     slots: int = 1,
 ) -> Cycle:
-    """The named corpora in turn, as read by one of `slots` parallel readers.
+    """Builds the cycle over the named corpora for one of `slots` parallel readers.
 
     Raises:
         ValueError: a corpus is unknown or held out, or its files are missing.
@@ -129,18 +129,18 @@ def training_corpus(
     def corpus(name: str) -> Corpus:
         if name in HUB:
             return HubStream(name, tokenizer, length, seed, slot, slots, HubFolder(assets))
-        documents = [d for d in documents_of(name, assets) if not is_held_out(d)]
+        documents = [d for d in read_documents(name, assets) if not is_held_out(d)]
         return PackedDocuments(name, documents, tokenizer, length, seed, slot, slots)
 
     return Cycle([corpus(name) for name in names])
 
 
 def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path) -> Corpus:
-    """Text that is never trained on: the held-out documents of a corpus, or all of one in HELD_OUT_ONLY."""
+    """Builds a corpus that is never trained on: the held-out documents of `name`, or all of one in HELD_OUT_ONLY."""
     _check_held_out(name)
     if name in HUB:
         return HubStream(name, tokenizer, length, seed, hub=HubFolder(assets))
-    held_out = [d for d in documents_of(name, assets) if name in HELD_OUT_ONLY or is_held_out(d)]
+    held_out = [d for d in read_documents(name, assets) if name in HELD_OUT_ONLY or is_held_out(d)]
     return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)
 
 
@@ -160,11 +160,11 @@ def check_corpora(names: Sequence[str], assets: Path, held_out: Sequence[str] = 
         _check_held_out(name)
     for name in dict.fromkeys([*names, *held_out]):
         if name not in HUB:
-            documents_of(name, assets)
+            read_documents(name, assets)
 
 
 def is_held_out(document: str) -> bool:
-    """Depends on the text only, not on order or on the other documents."""
+    """Whether a document is held out; depends only on its text, not on order or other documents."""
     return hashlib.sha256(document.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
@@ -179,6 +179,6 @@ def _check_trained(name: str) -> None:
 def _check_held_out(name: str) -> None:
     known = [*ASSET_CORPORA, *HELD_OUT_ONLY]
     if name in HUB and name not in HELD_OUT_ONLY:
-        raise ValueError(f"all of corpus {name!r} is trained on, none is held out; choose {one_of(known)}")
+        raise ValueError(f"all of corpus {name!r} is trained on, none is held out; choose {either(known)}")
     if name not in known:
         raise ValueError(f"corpus {name!r} is unknown; known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The attention of one decode step: a batch of E * A rows of one new token each, read against the shared prefixes.
+"""Attention of a decode step: E * A rows with one new token each attend to the shared prefixes.
 
 Shape letters: E = examples, A = arms, P = partial arms (all but `full`), Hq / Hkv = query / KV heads, G = Hq / Hkv, L =
 prefix columns, T = generated tokens, D = head dimension.
@@ -31,8 +31,8 @@ class ArmDecoder:
     """Attention handler of the decode steps; every arm has its own generated keys and values.
 
     Args:
-        full: the rows of the arms that are `full`, None without such an arm.
-        partial: the rows of the other arms, in their order; None without one.
+        full: rows of the `full` arms, None if there are none.
+        partial: rows of the other arms, in their order; None if there are none.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ArmDecoder:
         output = query.new_empty(*by_arm[0].shape[:2], 1, query.shape[1], query.shape[3])
         if self.full is not None:
             whole = _places(self.arms, full=True)
-            rows = (x[:, whole[0]] for x in by_arm)  # several such arms would have equal rows
+            rows = (x[:, whole[0]] for x in by_arm)  # several full arms would have equal rows
             output[:, whole] = self.full.attend(module, *rows, step, scale).unsqueeze(1)
         if self.partial is not None:
             places = _places(self.arms, full=False)
@@ -60,7 +60,7 @@ class ArmDecoder:
         return output.flatten(0, 1)
 
     def keep(self, examples: list[int], arms: list[int]) -> None:
-        """Goes on with some examples and arms, given by their present places; the rest is forgotten."""
+        """Keeps some examples and arms, given by their current indices, and drops the others."""
         whole, partial = (_places(self.arms, full) for full in (True, False))
         if self.full is not None:
             self.full = self.full.at(examples) if set(arms) & set(whole) else None
@@ -70,9 +70,7 @@ class ArmDecoder:
         self.arms = [self.arms[a] for a in arms]
 
     def require_calls(self, steps: int) -> None:
-        """Raises RuntimeError unless every layer went through here once per step: a bypassed hook would report Full's
-        numbers.
-        """
+        """Raises RuntimeError unless every layer was called once per step: a bypassed hook gives Full's numbers."""
         if self.calls != [steps] * len(self.calls):
             raise RuntimeError(f"attention hook calls per layer {sorted(set(self.calls))}, expected {steps} in each")
 
@@ -82,17 +80,17 @@ def _places(arms: Sequence[ArmSpec], full: bool) -> list[int]:
 
 
 class FullRows:
-    """One row per example: its prompt and generated tokens in one buffer, which the unmodified backbone's attention
-    reads as it would alone, without padding.
+    """One row per example, with prompt and generated tokens in one buffer without padding, so that the unmodified
+    backbone's attention reads it as a batch of one.
     """
 
     def __init__(self, caches: list[list[tuple[Tensor, Tensor]]], lengths: list[int]) -> None:
-        """caches: keys and values [1, Hkv, L_e + steps, D] by layer and example."""
+        """Takes caches of keys and values [1, Hkv, L_e + steps, D] by layer and example."""
         self.caches, self.lengths = caches, lengths
 
     @classmethod
-    def of(cls, layers: Sequence[PrefixLayer], lengths: Sequence[int], steps: int) -> FullRows:
-        """Copies the prompts, for all other arms share them, with room for generated tokens."""
+    def copy(cls, layers: Sequence[PrefixLayer], lengths: Sequence[int], steps: int) -> FullRows:
+        """Copies the prompts, which the other arms share, into buffers with room for generated tokens."""
 
         def with_room(x: Tensor, e: int, length: int) -> Tensor:
             buffer = x.new_empty(1, x.shape[1], length + steps, x.shape[3])
@@ -106,7 +104,7 @@ class FullRows:
         return cls(caches, list(lengths))
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
-        """query [E, Hq, 1, D], key and value [E, Hkv, 1, D] of the new tokens -> [E, 1, Hq, D]."""
+        """Attends with query [E, Hq, 1, D], key and value [E, Hkv, 1, D] of the new tokens: [E, 1, Hq, D]."""
         outputs = []
         for e, (keys, values) in enumerate(self.caches[module.layer_idx]):
             new = self.lengths[e] + step
@@ -116,16 +114,17 @@ class FullRows:
         return torch.cat(outputs)
 
     def at(self, examples: list[int]) -> FullRows:
-        """The rows of a subset of the examples."""
+        """Selects the rows of some examples."""
         return FullRows([[layer[e] for e in examples] for layer in self.caches], [self.lengths[e] for e in examples])
 
 
 @dataclass
 class ArmGroup:
-    """Partial arms that share a set of maps, by their place among the partial arms.
+    """Partial arms that share a set of maps.
 
     Attributes:
-        summaries, query_maps: one per layer; None where no arm of the group uses phi.
+        arms: indices among the partial arms.
+        summaries, query_maps: one per layer; None if no arm of the group uses phi.
         rows: set by `PartialRows`, which knows the prefixes.
     """
 
@@ -135,13 +134,13 @@ class ArmGroup:
     rows: ArmRows | None = None
 
     def at(self, examples: Tensor, arms: list[int]) -> ArmGroup:
-        """The group on a subset of the examples and of all partial arms; it may be left without arms."""
+        """Selects examples and, among all partial arms, arms; the group may lose all of its arms."""
         summaries = self.summaries and [summary.at(examples) for summary in self.summaries]
         return ArmGroup([arms.index(a) for a in self.arms if a in arms], summaries, self.query_maps)
 
 
 class PartialRows:
-    """E * P rows that read the shared prefixes through their methods, and their own generated tokens exactly."""
+    """E * P rows that attend to the shared prefixes through their methods, and to their generated tokens exactly."""
 
     def __init__(
         self,
@@ -153,14 +152,18 @@ class PartialRows:
         nominal_length: int | None,
         generated: list[tuple[Tensor, Tensor]],
     ) -> None:
-        """generated: keys and values [E * P, Hkv, steps, D] by layer, see `room_for`."""
+        """Takes buffers `generated` of keys and values [E * P, Hkv, steps, D] by layer, see `generated_buffers`."""
         self.layers, self.groups, self.arms, self.lengths = layers, groups, list(arms), list(lengths)
         self.anchors, self.nominal_length, self.generated = anchors, nominal_length, generated
         order = [a for group in groups for a in group.arms]
         self.order = torch.tensor(order).argsort().to(layers[0].keys.device)
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
-        """query [E * P, Hq, 1, D], key and value [E * P, Hkv, 1, D] of the new tokens -> [E * P, 1, Hq, D] float32."""
+        """Attends with query [E * P, Hq, 1, D], key and value [E * P, Hkv, 1, D] of the new tokens.
+
+        Returns:
+            [E * P, 1, Hq, D] float32.
+        """
         keys, values = self.generated[index]
         keys[:, :, step], values[:, :, step] = key[:, :, 0], value[:, :, 0]
         grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [E * P, Hkv, G, D]
@@ -169,36 +172,37 @@ class PartialRows:
         return merge(prefix, new).flatten(1, 2).unsqueeze(1)
 
     def _prefix_terms(self, index: int, query: Tensor, grouped: Tensor, scale: float) -> Terms:
-        """Terms of all rows, [E * P, Hkv, G, ...], from each group's."""
+        """Collects the groups' terms for all rows, [E * P, Hkv, G, ...]."""
         parts = []
         for group in self.groups:
-            chosen = self._of_arms(grouped, group.arms)
+            chosen = self._select_arms(grouped, group.arms)
             log_query, summary = None, None
             if group.summaries is not None and group.query_maps is not None:
                 summary = group.summaries[index]
-                log_query = map_queries(group.query_maps[index], self._of_arms(query, group.arms), grouped.shape[1])
+                chosen_query = self._select_arms(query, group.arms)
+                log_query = map_queries(group.query_maps[index], chosen_query, grouped.shape[1])
                 log_query = _by_example(log_query, len(group.arms))
             terms = prefix_terms(
                 _by_example(chosen, len(group.arms)), log_query, self.layers[index], summary,
-                self._rows_of(group, grouped.shape[2]), scale,
+                self._arm_rows(group, grouped.shape[2]), scale,
             )  # fmt: skip
             parts.append([_by_arm(term, len(group.arms)) for term in terms])
         return Terms(*(torch.cat(pieces, dim=1)[:, self.order].flatten(0, 1) for pieces in zip(*parts, strict=True)))
 
-    def _rows_of(self, group: ArmGroup, heads: int) -> ArmRows:
-        """Made at the first call, which tells the number of query heads of a KV head."""
+    def _arm_rows(self, group: ArmGroup, heads: int) -> ArmRows:
+        """Builds the group's rows at the first call, when the number of query heads per KV head is known."""
         if group.rows is None:
             arms = [self.arms[a] for a in group.arms]
             device = self.layers[0].keys.device
             group.rows = arm_rows(arms, heads, self.lengths, self.anchors, self.nominal_length, device)
         return group.rows
 
-    def _of_arms(self, x: Tensor, arms: list[int]) -> Tensor:
-        """The rows of some arms: [E * P, ...] -> [E * len(arms), ...]."""
+    def _select_arms(self, x: Tensor, arms: list[int]) -> Tensor:
+        """Selects the rows of some arms: [E * P, ...] -> [E * len(arms), ...]."""
         return x.unflatten(0, (-1, len(self.arms)))[:, arms].flatten(0, 1)
 
     def at(self, examples: list[int], arms: list[int]) -> PartialRows:
-        """The rows of a subset of the examples and arms."""
+        """Selects the rows of some examples and arms."""
         chosen = torch.tensor(examples, device=self.layers[0].keys.device)
         rows = [e * len(self.arms) + a for e in examples for a in arms]
         groups = [group.at(chosen, arms) for group in self.groups]
@@ -213,8 +217,8 @@ class PartialRows:
         )
 
 
-def room_for(layers: Sequence[PrefixLayer], num_arms: int, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Buffers for the generated keys and values [E * P, Hkv, steps, D] of every layer."""
+def generated_buffers(layers: Sequence[PrefixLayer], num_arms: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Allocates the generated keys and values [E * P, Hkv, steps, D] of every layer."""
     buffers = []
     for layer in layers:
         examples, kv_heads, _, d = layer.keys.shape

@@ -1,8 +1,8 @@
-"""Shared-prefill decoding: every arm of an evaluation from one exact prefill, as one batch.
+"""Shared-prefill decoding: all arms of an evaluation decode greedily from one exact prefill, as one batch.
 
-Greedy. The prefix's keys, values and summaries are read-only and shared by all arms; each arm has its own buffer of
-generated keys and values, so no arm can contaminate another. The first generated token comes from the shared exact
-prefill. Examples and arms that are finished leave the batch.
+All arms share the prefix's keys, values and summaries, which are read-only; each arm has its own buffer of generated
+keys and values, so no arm can contaminate another. The first generated token comes from the shared exact prefill.
+Finished examples and arms leave the batch.
 
 Shape letters: E = examples, A = arms, Hkv = KV heads, L = prefix columns, D = head dimension.
 """
@@ -17,25 +17,25 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from residual_mass.backbones.decoder import ArmDecoder, ArmGroup, FullRows, PartialRows, room_for
+from residual_mass.backbones.decoder import ArmDecoder, ArmGroup, FullRows, PartialRows, generated_buffers
 from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.backbones.prefill import Prefill, greedy, model_at_fault, prefill
+from residual_mass.backbones.prefill import Prefill, end_tokens, greedy, model_at_fault, prefill
 from residual_mass.backbones.prefix import PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
 from residual_mass.core.settings import AnchorSpec, ArmSpec
 
 Finish = Literal["length", "eos", "saturated"]
 Saturated = Callable[[int, list[int]], bool]
-"""Whether the tokens generated for the prompt of that index settle its score, whatever follows."""
+"""Whether the tokens generated for the prompt of that index settle its score, whatever comes next."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one arm generated for one prompt."""
+    """Output of one arm for one prompt."""
 
     tokens: list[int]
-    """Generated ids, an end-of-sequence token included."""
+    """Generated ids, including an end-of-sequence token."""
     k: int
     """Mid-region tokens retrieved per query head and step (all of them for `full`)."""
     finish: Finish
@@ -43,7 +43,7 @@ class Generation:
 
 @dataclass
 class Work:
-    """What an engine has done so far, for rates and estimates."""
+    """Tokens and seconds of an engine so far, for rates and estimates."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -53,12 +53,12 @@ class Work:
 
 
 class NotFiniteError(ValueError):
-    """A NaN or an infinity where the text of a prompt was to come from."""
+    """A NaN or an infinity in the computation of a prompt's text."""
 
     def __init__(self, prompt: int, what: str, cause: str) -> None:
         super().__init__(f"{what} not finite; {cause}")
         self.prompt = prompt
-        """Its place among those of the call."""
+        """Index among the prompts of the call."""
 
 
 class SharedPrefillEngine:
@@ -66,16 +66,16 @@ class SharedPrefillEngine:
 
     Args:
         backbone: the frozen model.
-        arms: what to run; order is kept in the results.
+        arms: arms to run; results keep their order.
         anchors: sink and tail tokens that are always exact.
-        phi: maps of this backbone by the label that arms name, or the one set of maps of arms that name none.
-        nominal_length: L in the budget formula; None takes each prompt's own length.
+        phi: maps of this backbone by the label that arms name, or one set of maps for arms without a label.
+        nominal_length: L in the budget formula; None uses each prompt's own length.
 
     Attributes:
         work: tokens and seconds of all calls.
 
     Raises:
-        ValueError: an arm's maps are not there, or belong to another backbone.
+        ValueError: an arm's maps are missing, or belong to another backbone.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class SharedPrefillEngine:
     ) -> None:
         self.backbone, self.arms, self.anchors, self.nominal_length = backbone, list(arms), anchors, nominal_length
         self.work = Work()
-        there: Mapping[str | None, PhiMaps] = phi if isinstance(phi, Mapping) else {} if phi is None else {None: phi}
+        given: Mapping[str | None, PhiMaps] = phi if isinstance(phi, Mapping) else {} if phi is None else {None: phi}
         self.maps = {
-            label: self._checked(there, label, arm).folded()
+            label: self._checked(given, label, arm).folded()
             for label, arm in {arm.maps: arm for arm in arms if arm.uses_phi}.items()
         }
 
@@ -104,15 +104,15 @@ class SharedPrefillEngine:
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int | Sequence[int], saturated: Saturated | None = None
     ) -> list[list[Generation]]:
-        """Generations indexed [example][arm]. Each prompt is prefilled once, alone; all rows then decode as one
+        """Generates with all arms, indexed [example][arm]: prefills prompts one by one, then decodes all rows as one
         batch.
 
         Args:
-            max_new_tokens: one limit, or one for each prompt.
-            saturated: stops an arm as soon as its score is settled; without it arms run to a limit or an end token.
+            max_new_tokens: one limit, or one per prompt.
+            saturated: stops an arm once its score is settled; without it, arms run to a limit or an end token.
 
         Raises:
-            NotFiniteError: the model or the maps give a NaN or an infinity.
+            NotFiniteError: the model or the maps return a NaN or an infinity.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         started = time.monotonic()
@@ -124,21 +124,21 @@ class SharedPrefillEngine:
         lengths = [len(ids) for ids in prompts]
         decoder = self._decoder(read, lengths, max(limits) - 1)
         del read
-        batch = _Batch(first, limits, len(self.arms), self._end_tokens(), saturated)
+        batch = _Batch(first, limits, len(self.arms), end_tokens(self.backbone.model), saturated)
         self._decode(decoder, batch, lengths)
-        # Only here: a try that runs out of memory counts for nothing.
+        # Not earlier: an attempt that runs out of memory must not count.
         self.work.prefill_tokens += sum(map(len, prompts))
         self.work.prefill_seconds += read_seconds
-        self.work.decode_rows += sum(len(tokens) for of_example in batch.tokens for tokens in of_example)
+        self.work.decode_rows += sum(len(tokens) for by_arm in batch.tokens for tokens in by_arm)
         self.work.decode_seconds += time.monotonic() - started
         return [[self._generation(batch, e, a, lengths[e]) for a in range(len(self.arms))] for e in range(len(prompts))]
 
     def _check_read(self, read: Sequence[Prefill]) -> None:
-        """Nearly always a key or value that is not finite shows in the logits, so the layers are only looked at where
-        those are not.
+        """Checks the logits of each prompt, where a key or value that is not finite nearly always shows, and only then
+        looks for the layer at fault.
 
         Raises:
-            NotFiniteError: of the first such prompt.
+            NotFiniteError: names the first such prompt.
         """
         for prompt, one in enumerate(read):
             if not one.finite:
@@ -159,17 +159,17 @@ class SharedPrefillEngine:
             build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors)
             for index in range(self.backbone.shape.layers)
         ]
-        full = FullRows.of(layers, lengths, steps) if any(arm.is_full for arm in self.arms) else None
+        full = FullRows.copy(layers, lengths, steps) if any(arm.is_full for arm in self.arms) else None
         arms = [arm for arm in self.arms if not arm.is_full]
         partial = None
         if arms:
-            room = room_for(layers, len(arms), steps)
+            buffers = generated_buffers(layers, len(arms), steps)
             groups = self._groups(layers, arms)
-            partial = PartialRows(layers, groups, arms, lengths, self.anchors, self.nominal_length, room)
+            partial = PartialRows(layers, groups, arms, lengths, self.anchors, self.nominal_length, buffers)
         return ArmDecoder(self.arms, full, partial, len(layers))
 
     def _groups(self, layers: list[PrefixLayer], arms: Sequence[ArmSpec]) -> list[ArmGroup]:
-        """Partial arms by their maps. Those without phi need no summary and join the first group."""
+        """Groups partial arms by their maps. Arms without phi need no summary and join the first group."""
         if not self.maps:
             return [ArmGroup(list(range(len(arms))), None, None)]
         first = next(iter(self.maps))
@@ -182,11 +182,11 @@ class SharedPrefillEngine:
         return groups
 
     def _check_summaries(self, label: str | None, summaries: Sequence[Summary], layers: Sequence[PrefixLayer]) -> None:
-        """Raises NotFiniteError naming the first prompt and layer of which the maps make no finite summary; blames the
-        model where it gave them keys or values that are not.
+        """Raises NotFiniteError for the first prompt and layer whose summary is not finite; blames the model if its
+        keys or values are not finite, else the maps.
         """
         states = [torch.stack([part.flatten(1).isfinite().all(1) for part in each.state]).all(0) for each in summaries]
-        finite = torch.stack(states).cpu()  # [layers, E], and the one wait for the device
+        finite = torch.stack(states).cpu()  # [layers, E], with a single wait for the device
         if not finite.all():
             layer, prompt = (~finite).nonzero()[0].tolist()
             if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
@@ -195,7 +195,7 @@ class SharedPrefillEngine:
             raise NotFiniteError(prompt, f"the summary of layer {layer}{_under(label)} is", MAPS_AT_FAULT)
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
-        """Adds tokens to `batch` until every row is finished; finished examples and arms leave `decoder`."""
+        """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
         device, model = self.backbone.device, self.backbone.model
         steps = 0
         with attention_hook(model, decoder):
@@ -204,7 +204,7 @@ class SharedPrefillEngine:
                 current = torch.tensor([[batch.newest(e, a)] for e, a in rows], device=device)
                 positions = torch.tensor([[lengths[e] + steps] for e, _ in rows], device=device)
                 logits = model(current, position_ids=positions, use_cache=False).logits
-                # One transfer for both: a wait for the device of its own would cost as much as the step's.
+                # One transfer for both: a second wait for the device would cost as much as the first.
                 tokens, finite = torch.stack(greedy(logits)).tolist()
                 if not all(finite):
                     self._refuse_unless_finished(
@@ -215,7 +215,7 @@ class SharedPrefillEngine:
         decoder.require_calls(steps)
 
     def _refuse_unless_finished(self, bad: list[tuple[int, int]], batch: _Batch, step: int) -> None:
-        """Raises NotFiniteError of the first of the rows whose text goes on: what the others decode is not used."""
+        """Raises NotFiniteError for the first unfinished row; tokens of finished rows are not used."""
         for prompt, a in bad:
             if batch.finish[prompt][a] is None:
                 arm = self.arms[a]
@@ -224,19 +224,15 @@ class SharedPrefillEngine:
                     prompt, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.backbone.spec)
                 )
 
-    def _end_tokens(self) -> set[int]:
-        ends = self.backbone.model.generation_config.eos_token_id
-        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
 
 class _Batch:
-    """The rows (example, arm) of one call: what they generated, which are finished and why, and which still decode.
+    """The rows (example, arm) of one call: their tokens, the reason why they finished, and the ones still decoding.
 
-    A finished row decodes on, unheeded, while its example and its arm both have unfinished rows.
+    A finished row keeps decoding, with its tokens ignored, while its example and its arm both have unfinished rows.
     """
 
     def __init__(
-        self, first: list[int], limits: list[int], num_arms: int, ends: set[int], saturated: Saturated | None
+        self, first: list[int], limits: list[int], num_arms: int, ends: frozenset[int], saturated: Saturated | None
     ) -> None:
         self.limits, self.ends, self.saturated = limits, ends, saturated
         self.examples, self.arms = list(range(len(first))), list(range(num_arms))
@@ -245,7 +241,7 @@ class _Batch:
         self.add([token for token in first for _ in self.arms])
 
     def add(self, tokens: list[int]) -> None:
-        """One token for each row that decodes, in the order of examples, then arms."""
+        """Adds a token to each unfinished row; `tokens` has one per decoding row, by example, then arm."""
         rows = ((e, a) for e in self.examples for a in self.arms)
         for (e, a), token in zip(rows, tokens, strict=True):
             if self.finish[e][a] is None:
@@ -263,7 +259,7 @@ class _Batch:
         return self.tokens[e][a][-1]
 
     def shrink(self, decoder: ArmDecoder) -> bool:
-        """Takes finished examples and arms out of `decoder`; False when nothing is left to decode."""
+        """Drops finished examples and arms from `decoder`; returns False when nothing is left to decode."""
         examples = [e for e in self.examples if any(self.finish[e][a] is None for a in self.arms)]
         arms = [a for a in self.arms if any(self.finish[e][a] is None for e in examples)]
         if not examples:
@@ -279,12 +275,12 @@ def _under(label: str | None) -> str:
 
 
 def _padded_mask(lengths: list[int], device: torch.device) -> Tensor:
-    """[E, Lmax] bool, True on real tokens (padding on the right)."""
+    """Returns a mask [E, Lmax] bool, True on real tokens (padding on the right)."""
     return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
 
 
 def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """[1, Hkv, L_e, D] keys and values of each example as [E, Hkv, Lmax, D]."""
+    """Pads and stacks keys and values [1, Hkv, L_e, D] of each example to [E, Hkv, Lmax, D]."""
     longest = max(key.shape[2] for key, _ in pairs)
 
     def pad(x: Tensor) -> Tensor:

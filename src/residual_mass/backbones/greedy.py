@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.hook import device_of
-from residual_mass.backbones.partial import arm_of
+from residual_mass.backbones.partial import make_arm
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefill import prefill
+from residual_mass.backbones.prefill import end_tokens, prefill
 from residual_mass.backbones.prefix import retrieved_by
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.settings import AnchorSpec
@@ -27,21 +27,24 @@ def partial_generate(
     num_sink: int = 4,
     num_tail: int = 16,
 ) -> Tensor:
-    """The prompt and up to `max_new_tokens` greedy tokens, [1, L + T]: what `model.generate` gives within `partial_kv`,
-    from buffers that are filled once. On a GPU the attention runs in our kernels.
+    """Generates greedily, as `model.generate` within `partial_kv`, but from static buffers and, on a GPU, with fused
+    kernels.
 
     Args:
         input_ids: [1, L], one prompt without padding.
-        method, budget, phi, num_sink, num_tail: as of `partial_kv`; methods with a residual of their own are refused.
+        method, budget, phi, num_sink, num_tail: as for `partial_kv`, except methods with a residual of their own.
+
+    Returns:
+        The prompt and up to `max_new_tokens` new tokens, [1, L + T].
 
     Raises:
-        ValueError: as `partial_kv`; several prompts; no token asked for.
+        ValueError: as for `partial_kv`; several prompts; max_new_tokens below 1.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
-    arm, anchors = arm_of(method, budget), AnchorSpec(num_sink, num_tail)
+    arm, anchors = make_arm(method, budget), AnchorSpec(num_sink, num_tail)
     if arm.uses_phi and phi is None:
         raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
     prompt = input_ids.to(device_of(model))
@@ -53,8 +56,3 @@ def partial_generate(
     k = retrieved_by(arm, length, anchors, None)
     decoder = StaticDecoder(model, fill_buffers([read], steps), method, k, anchors, phi, steps)
     return torch.cat((prompt, first.unsqueeze(1), decoder.run(first, ends)), dim=1)
-
-
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    ends = model.generation_config.eos_token_id
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -1,7 +1,7 @@
-"""Routes a model's attention through one handler, and always routes it back.
+"""Routes a model's attention through a handler, and restores it afterwards.
 
-The handler sees what every transformers attention function sees: rotary-applied queries and keys, keys and values not
-yet repeated over the query heads of a group. It owns whatever state it needs, by `module.layer_idx`.
+The handler gets the arguments of a transformers attention function: rotary-applied queries and keys, with keys and
+values not yet repeated over the query heads of a group. It keeps its own state by `module.layer_idx`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ mask: None (plain causal) or bool [B, 1, Lq, L], True where a query may look.
 
 @contextmanager
 def attention_hook(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
-    """Within the context every attention layer of `model` calls `handler`; afterwards, and after an exception, none
-    does.
+    """Makes every attention layer of `model` call `handler` within the context, and restores them on exit.
 
     Raises:
         ValueError: the model has no layers of the supported kind, or is hooked already.
@@ -52,10 +51,10 @@ def attention_hook(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
 
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's self-attention modules in layer order.
+    """Returns the model's self-attention modules in layer order.
 
     Raises:
-        ValueError: none found, or a layer uses a sliding window, whose prefix is not the whole prompt.
+        ValueError: there are none, or a layer has a sliding window, so that its prefix is not the whole prompt.
     """
     layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
     if not layers:
@@ -68,10 +67,10 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
 def exact_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """The unmodified backbone's attention (scaled_dot_product_attention); arguments and result as for a handler."""
+    """Computes the unmodified backbone's attention (scaled_dot_product_attention); same signature as a handler."""
     groups = query.shape[1] // key.shape[1]
     if query.device.type == "cuda" and query.dtype == torch.float32 and groups > 1:
-        # No fused kernel takes grouped heads in float32; the one that does writes all scores to memory.
+        # No fused kernel supports grouped heads in float32; the unfused one writes all scores to memory.
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         causal = mask is None and query.shape[2] > 1
         output = F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=scaling)

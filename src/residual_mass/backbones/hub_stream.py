@@ -1,4 +1,4 @@
-"""A text corpus streamed from the hub in a reproducible random order, so that an interrupted run can be resumed."""
+"""Streams a text corpus from the hub in a reproducible random order, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK = 1024
-"""Documents that are shuffled together. So many are read before the first sequence, and after a resume."""
+"""Documents shuffled together; all of them are read before the first sequence, and after a resume."""
 LANES = 8
-"""Shards that are read in parallel, as the documents of one may be alike (one class of patents)."""
+"""Shards read in parallel, because documents of one shard may be alike (one class of patents)."""
 WAITS = (5.0, 20.0, 60.0)
-"""Seconds before each retry after a network failure, in addition to the library's own retries."""
+"""Seconds before each retry after a network failure, on top of the library's own retries."""
 
 
 @dataclass
 class _Place:
-    """A position in a stream, from which its tokens can be read again.
+    """A position in a stream from which to read again.
 
     Attributes:
-        index: of the sequence that begins here.
+        index: number of the sequence that begins here.
         block: number of the block within the epoch.
         lanes: for every lane, [place in the lane, the library's state of that shard] at the start of the block; None at
             the start of the epoch.
         document: index within the shuffled block.
         token: index within the document.
-        shards: number of shards of the data set; 0 before anything of the epoch is read.
+        shards: number of shards of the data set; 0 until the epoch's first read.
     """
 
     index: int = 0
@@ -57,7 +57,7 @@ class _Place:
 
 
 class _Lane:
-    """Some shards of a streamed data set, read one after the other."""
+    """Some shards of a streamed data set, read one after another."""
 
     def __init__(
         self, open_shard: Callable[[int], IterableDataset], shards: Sequence[int], place: int = 0, state: Any = None
@@ -66,7 +66,7 @@ class _Lane:
         self._enter(place, state)
 
     def take(self, count: int) -> list[dict[str, Any]]:
-        """The next rows: `count`, or fewer where the lane ends."""
+        """Returns the next `count` rows, or fewer at the end of the lane."""
         taken: list[dict[str, Any]] = []
         while len(taken) < count and self.place < len(self.shards):
             row = next(self.iterator, None)
@@ -77,7 +77,7 @@ class _Lane:
         return taken
 
     def position(self) -> list[Any]:
-        """[place, state] after the last row taken."""
+        """Returns [place, state] after the last row taken."""
         return [self.place, None if self.rows is None else self.rows.state_dict()]
 
     def _enter(self, place: int, state: Any) -> None:
@@ -90,13 +90,13 @@ class _Lane:
 
 
 class HubStream:
-    """Sequences packed from a streamed data set, in another order in each epoch; an earlier index restarts the stream.
+    """Sequences packed from a streamed data set, in a new order in each epoch; an earlier index restarts the stream.
 
-    The library's shuffle buffer cannot be saved, so shuffling is done here: the shards of a train split are put into a
-    random order, LANES of them are read in parallel, and each BLOCK of documents is shuffled. The library's own state
-    says where in its shards a block begins. A test split is read in order, as its rows may be lines of one text.
+    The library cannot save its shuffle buffer, so this class shuffles: it puts the shards of a train split into a
+    random order, reads LANES of them in parallel, and shuffles each BLOCK of documents. The library's own state tells
+    where in its shards a block begins. A test split is read in order, because its rows may be lines of one text.
 
-    Prefetched shards are read from their folder, others from the hub; the sequences are the same.
+    Reads prefetched shards from their folder and others from the hub, with the same sequences.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HubStream:
         self.seek(asdict(_Place()))
 
     def sequence(self, index: int) -> list[int]:
-        """Token ids of the index-th sequence; those between the last one and it are made and dropped.
+        """Returns the token ids of the index-th sequence, skipping the ones before it.
 
         Raises:
             ValueError: the data set cannot be read, lacks the column or is shorter than one sequence, or a shard was
@@ -141,7 +141,7 @@ class HubStream:
         return asdict(self.at)
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Reads nothing until the next sequence is requested."""
+        """Moves to a position; reads nothing until the next sequence is requested."""
         self.at = _Place(**position)
         self.lanes: list[_Lane] | None = None
         self.texts: list[str] | None = None
@@ -151,7 +151,7 @@ class HubStream:
         front = special_prefix(self.tokenizer)
         wanted = self.length - len(front)
         ids: list[int] = []
-        whole_epoch = self.at.index == 0  # only the first sequence is sure to begin with an epoch
+        whole_epoch = self.at.index == 0  # only the first sequence surely begins with an epoch
         while len(ids) < wanted:
             if self.texts is None:
                 self.texts = self._read_block()
@@ -168,7 +168,7 @@ class HubStream:
         return front + ids
 
     def _take(self, count: int) -> list[int]:
-        """The next tokens of the current document, at most `count`; after the last one, moves to the next document."""
+        """Takes at most `count` tokens of the current document; moves to the next document after the last one."""
         if self.tokens is None:
             text = self.texts[self.at.document]
             self.tokens = self.tokenizer(text + SEPARATOR, add_special_tokens=False).input_ids if text.strip() else []
@@ -184,14 +184,14 @@ class HubStream:
         self.texts = None
 
     def _read_block(self) -> list[str]:
-        """The shuffled documents of the current block; none at the end of the epoch."""
+        """Reads and shuffles the documents of the current block; returns none at the end of the epoch."""
         texts = [self._text(row) for row in self._read_rows()]
         if self._shuffles():
             self._rng(f"{self.at.epoch}/{self.at.block}").shuffle(texts)
         return texts
 
     def _read_rows(self) -> list[dict[str, Any]]:
-        """The rows of the block, read again from its start after a temporary failure."""
+        """Reads the rows of the block, again from its start after a temporary failure."""
         if self.at.shards not in (0, self._shards):
             raise ValueError(
                 f"corpus {self.name!r}: data set {self.source.path} has {self._shards} shards, but had "
@@ -204,7 +204,7 @@ class HubStream:
             try:  # only calls of the library, which raises a dozen unrelated classes
                 if self.lanes is None:
                     lanes = zip(shards, positions, strict=True)
-                    self.lanes = [_Lane(self._open_shard, of_lane, *position) for of_lane, position in lanes]
+                    self.lanes = [_Lane(self._open_shard, own, *position) for own, position in lanes]
                 return [row for lane in self.lanes for row in lane.take(BLOCK // len(self.lanes))]
             except NotPrefetchedError:
                 self.lanes = None
@@ -221,7 +221,7 @@ class HubStream:
         if self.source.column not in row:
             raise ValueError(
                 f"corpus {self.name!r}: data set {self.source.path} has no column {self.source.column!r}, only "
-                f"{', '.join(row)}; name the one with the text in hub_data.HUB, or choose {one_of(ASSET_CORPORA)}"
+                f"{', '.join(row)}; name the one with the text in hub_data.HUB, or choose {either(ASSET_CORPORA)}"
             )
         return row[self.source.column] or ""
 
@@ -235,7 +235,7 @@ class HubStream:
 
     @cached_property
     def _rows(self) -> IterableDataset:
-        """The data set on the hub, at the commit that the record names."""
+        """Opens the data set on the hub at the recorded commit."""
         import datasets
 
         path, configuration, split, _ = self.source
@@ -273,10 +273,10 @@ class HubStream:
         return self._shards >= self.slots
 
     def _shards_of_lanes(self) -> list[list[int]]:
-        """The shards of each lane of this slot, in the order of the epoch."""
+        """Returns the shards of each lane of this slot, in the order of the epoch."""
         if not self._shuffles():
             return [list(range(self._shards))]
-        return lanes_of(self.name, self._shards, self.seed, self.slot, self.slots, self.at.epoch)
+        return assign_lanes(self.name, self._shards, self.seed, self.slot, self.slots, self.at.epoch)
 
     def _shuffles(self) -> bool:
         return self.source.split == "train"
@@ -285,15 +285,15 @@ class HubStream:
         return _rng(self.seed, self.name, self.slot, what)
 
     def _shortage(self, tokens: int, wanted: int) -> str:
-        of_slot = f" (slot {self.slot} of {self.slots})" if self.slots > 1 else ""
+        slot = f" (slot {self.slot} of {self.slots})" if self.slots > 1 else ""
         if tokens == 0:
             empty = f"data set {self.source.path} has no text in column {self.source.column!r}"
-            return f"corpus {self.name!r}{of_slot} is empty: {empty}; choose {one_of(ASSET_CORPORA)}"
-        return too_small(self.name, tokens, wanted) + of_slot
+            return f"corpus {self.name!r}{slot} is empty: {empty}; choose {either(ASSET_CORPORA)}"
+        return too_small(self.name, tokens, wanted) + slot
 
 
-def lanes_of(name: str, shards: int, seed: int, slot: int, slots: int, epoch: int) -> list[list[int]]:
-    """The shards that each lane of a slot reads in an epoch, in order.
+def assign_lanes(name: str, shards: int, seed: int, slot: int, slots: int, epoch: int) -> list[list[int]]:
+    """Assigns to each lane of a slot the shards that it reads in an epoch, in order.
 
     A slot keeps its shards over the epochs, so that slots never share text. With fewer shards than slots, every slot
     reads some rows of all shards.
@@ -305,10 +305,10 @@ def lanes_of(name: str, shards: int, seed: int, slot: int, slots: int, epoch: in
 
 
 def open_file(file: Path) -> IterableDataset:
-    """The rows of a local data file."""
+    """Opens a local data file as a stream of rows."""
     import datasets
 
-    files = [glob.escape(str(file))]  # the library takes names for patterns
+    files = [glob.escape(str(file))]  # the library expands names as patterns
     return datasets.load_dataset(reader_of(file), data_files=files, split="train", streaming=True)
 
 
@@ -316,7 +316,8 @@ def _rng(seed: int, name: str, slot: int, what: str) -> random.Random:
     return random.Random(f"{seed}/{name}/{slot}/{what}")
 
 
-def one_of(names: Sequence[str]) -> str:
+def either(names: Sequence[str]) -> str:
+    """Joins names as "a, b or c"."""
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
@@ -330,18 +331,18 @@ def too_small(name: str, tokens: int, wanted: int) -> str:
 def _unreadable(name: str, error: Exception) -> str:
     return (
         f"corpus {name!r}: data set {HUB[name].path} cannot be read ({_in_one_line(error)}); check the network, log in "
-        f"with `hf auth login` if the data set asks for access, or choose {one_of(ASSET_CORPORA)}"
+        f"with `hf auth login` if the data set asks for access, or choose {either(ASSET_CORPORA)}"
     )
 
 
 def _in_one_line(error: Exception) -> str:
-    """Class and first line of an error; the hub's messages have several."""
+    """Returns class and first line of an error; the hub's messages have several lines."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {first}"
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a retry may succeed: after a failure of network or server, not of access or data."""
+    """Whether a retry may succeed: after failures of network or server, not of access or data."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

@@ -1,4 +1,4 @@
-"""Frozen language models: from a folder of the assets, from the hub, or with random weights at a given shape."""
+"""Loads frozen language models from a folder of the assets or the hub, or with random weights of a given shape."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.study.specs import BackboneSpec
 
 TEMPLATE_DATE = "26 Jul 2024"
-"""For chat templates that tell the date (Llama 3's do): prompts must not change from day to day."""
+"""Date for chat templates that contain one (Llama 3's do), so that prompts do not change from day to day."""
 SMALL_FILES = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json merges.txt tokenizer.model chat_template.jinja"
 ).split()
-"""What transformers reads of a model's folder besides the weights."""
+"""Files that transformers reads from a model's folder besides the weights."""
 GAP = "\ue000"
-"""Stands for a message while its template is taken apart."""
+"""Placeholder for the message when a chat template is split around it."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Backbone:
     """A frozen model with its tokenizer.
 
     Attributes:
-        identity: hash over everything about the model that can change its outputs (id, revision, dtype, weights).
+        identity: hash of everything about the model that can change its outputs (id, revision, dtype, weights).
     """
 
     spec: BackboneSpec
@@ -50,16 +50,16 @@ class Backbone:
         return next(self.model.parameters()).device
 
     def encode(self, text: str) -> list[int]:
-        """Token ids with the tokenizer's own special tokens.
+        """Returns token ids with the tokenizer's own special tokens.
 
         Raises:
-            ValueError: not exactly one BOS at the front (none at all where the tokenizer adds none).
+            ValueError: not exactly one BOS at the front (or any BOS, if the tokenizer adds none).
         """
         return encode(self.tokenizer, text)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """As `Backbone.encode`: a repeated BOS token is the kind of slip that makes a sparse arm beat the full model."""
+    """See `Backbone.encode`; checks BOS because a repeated one can make a sparse arm beat the full model."""
     ids = tokenizer(text).input_ids
     _check_bos(tokenizer, ids, text)
     return ids
@@ -76,7 +76,7 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) ->
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of `text` as a user's only message in the model's chat template, and those of what stands before it.
+    """Returns token ids of `text` as the only user message in the model's chat template, and of the template before it.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the BOS tokens are not as in `encode`.
@@ -94,21 +94,21 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
         return tokenizer(part, add_special_tokens=False).input_ids
 
     ids, front = ids_of(rendered(text)), ids_of(rendered(GAP).partition(GAP)[0])
-    if special_prefix(tokenizer):  # elsewhere the template may well use the BOS token for something else
+    if special_prefix(tokenizer):  # otherwise the template may use the BOS token for something else
         _check_bos(tokenizer, ids, text)
     return ids, front
 
 
 def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[BOS] for tokenizers that add one, else []."""
+    """Returns [BOS] for tokenizers that add one, else []."""
     first = tokenizer("a").input_ids[0]
     return [first] if first == tokenizer.bos_token_id else []
 
 
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
-    """The backbone's tokenizer; `source` as in BackboneSpec."""
+    """Loads the backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
-    with _told_in_one_line(where):
+    with _one_line_errors(where):
         return AutoTokenizer.from_pretrained(where, **options)
 
 
@@ -116,7 +116,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     """Loads the model in evaluation mode, without gradients, on the GPU if there is one.
 
     Raises:
-        ValueError: the files are missing or damaged, in one line.
+        ValueError: files are missing or damaged, or a bfloat16 backbone finds no GPU.
     """
     if device is None:
         if spec.dtype == "bfloat16" and not torch.cuda.is_available():
@@ -129,7 +129,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
     identity = backbone_identity(spec, assets)
     dtype = getattr(torch, spec.dtype)
-    with _told_in_one_line(where):
+    with _one_line_errors(where):
         if spec.source == "random":
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
@@ -141,8 +141,8 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
 
 
 @contextmanager
-def _told_in_one_line(where: str) -> Iterator[None]:
-    """Has what transformers raises of a model's files, which may be anything, name the model and the remedy."""
+def _one_line_errors(where: str) -> Iterator[None]:
+    """Turns any error of transformers about a model's files into one line with the model and the remedy."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -153,13 +153,11 @@ def _told_in_one_line(where: str) -> Iterator[None]:
 
 
 def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
-    """`Backbone.identity` without loading the model; raises ValueError naming the weights when they are missing or
-    damaged.
-    """
+    """Computes `Backbone.identity` without loading the model; raises ValueError if weights are missing or damaged."""
     weights = {"random": "random seed 0", "hub": spec.revision}.get(spec.source)
     if weights is None:
         file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
-        with open_safetensors(file):  # refuses a damaged file in one line; transformers needs a page
+        with open_safetensors(file):  # reports a damaged file in one line, transformers on a page
             weights = sha256_of(file)
         require_listed(assets, file, weights)
     return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))

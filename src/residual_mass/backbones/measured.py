@@ -30,13 +30,13 @@ def layer_measures(
     ks: Sequence[int],
     anchors: AnchorSpec,
 ) -> dict[str, Tensor]:
-    """`core.row_measures` of every query head at every K; entries [Hq, Q, len(ks)].
+    """Computes `core.row_measures` of every query head at every K; entries [Hq, Q, len(ks)].
 
     Args:
-        queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all float32.
+        queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all finite float32.
 
     Raises:
-        ValueError: what the maps make of the vectors, which must be finite, is not; names the layer.
+        ValueError: errors with the maps are not finite; names the layer.
     """
     kv_heads, length, _ = keys.shape
     masks = partition(full_prefix(length, keys.device), anchors.sink, anchors.tail)
@@ -57,5 +57,5 @@ def layer_measures(
 
 
 def grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """Query rows by the KV head that they share: [Hq, Q, C] -> [Hkv, G * Q, C]."""
+    """Groups query rows by KV head: [Hq, Q, C] -> [Hkv, G * Q, C]."""
     return x.unflatten(0, (kv_heads, -1)).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""`partial_kv`: a method under transformers' own `model.generate`.
+"""`partial_kv`: runs a method under transformers' own `model.generate`.
 
 Shape letters: N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = all key columns, D =
 head dimension.
@@ -43,22 +43,24 @@ def partial_kv(
     num_sink: int = 4,
     num_tail: int = 16,
 ) -> Iterator[PartialKV]:
-    """Within the context, prompts are read exactly and generated tokens attend to the prompt through `method`.
+    """Context in which prompts are read exactly and generated tokens attend to the prompt through `method`.
 
     Works with `model.generate` (greedy, sampling or beams, left-padded batches, the default dynamic cache) on
-    decoder-only models with rotary positions whose attention goes through transformers' attention interface. A
-    prompt is read in one piece (no `prefill_chunk_size`): a token alone is taken for a generated one.
+    decoder-only models with rotary positions that use transformers' attention interface. Prompts must be read in one
+    piece (no `prefill_chunk_size`), because a call with a single token counts as a generated one.
 
     Args:
-        method: full, topk, topk_phi, topk_phi_nosub, or what else is in `core.estimators`.
-        budget: exact-support budget as a share of each row's own prompt, in (0, 1], anchors included; ignored for full.
-        phi: maps trained for this backbone; needed by the topk_phi methods.
+        method: full, topk, topk_phi, topk_phi_nosub, or another name in `core.estimators`.
+        budget: exact-support budget as a share of each row's own prompt, in (0, 1], including anchors; ignored for
+            full.
+        phi: maps trained for this backbone; required by the topk_phi methods.
+        num_sink, num_tail: first and last positions of the prompt that are always exact.
 
     Raises:
         ValueError: unknown method, budget out of range, maps missing or of another head shape, model not supported or
-        hooked.
+            already hooked.
     """
-    arm = arm_of(method, budget)
+    arm = make_arm(method, budget)
     if getattr(model.generation_config, "prefill_chunk_size", None):
         raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
     attention_layers(model)
@@ -72,10 +74,10 @@ def partial_kv(
         yield session
 
 
-def arm_of(method: str, budget: float | None) -> ArmSpec:
-    """The method with its budget in percent; raises ValueError for an unknown method or a budget out of range."""
+def make_arm(method: str, budget: float | None) -> ArmSpec:
+    """Converts the budget to percent; raises ValueError for an unknown method or a budget out of range."""
     estimator_named(method)
-    # In exact arithmetic: 100 * 0.07 is a little above 7, and the ceiling of the budget formula would take it for 8.
+    # Exact arithmetic: 100 * 0.07 is a little above 7 in floats, and the budget formula would round it up to 8.
     return ArmSpec(method, None if method == "full" or budget is None else float(Fraction(str(budget)) * 100))
 
 
@@ -84,7 +86,7 @@ class PartialKV:
     """State of one `partial_kv` context, by layer.
 
     Attributes:
-        partial_calls: decode-step attention calls served per layer; stays 0 if the model bypasses the hook.
+        partial_calls: number of decode-step attention calls per layer; 0 if the model bypasses the hook.
     """
 
     arm: ArmSpec
@@ -99,7 +101,7 @@ class PartialKV:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         index = module.layer_idx
-        if query.shape[2] > 1 or key.shape[2] == 1:  # reading a prompt, or more of it
+        if query.shape[2] > 1 or key.shape[2] == 1:  # a prompt, or more of it
             self._real[index] = _real_columns(key, mask)
             self._prefix.pop(index, None)
             return exact_attention(module, query, key, value, mask, scale)
@@ -132,7 +134,7 @@ class PartialKV:
 
 
 def _real_columns(key: Tensor, mask: Tensor | None) -> Tensor:
-    """[N, L] bool: which prompt columns hold real tokens. The last query of a left-padded prompt sees exactly those."""
+    """Returns the mask [N, L] of real prompt tokens: exactly those that a left-padded prompt's last query sees."""
     if mask is None:
         return torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     return mask[:, 0, -1].expand(key.shape[0], -1)

@@ -1,7 +1,7 @@
-"""The feature maps of a whole backbone, and their file.
+"""The feature maps of a whole backbone, and their safetensors file.
 
-A safetensors file with tensors `query.{layer}.{name}` and `key.{layer}.{name}`, stacked over heads, and a JSON header
-with their shapes and their training.
+The file holds tensors `query.{layer}.{name}` and `key.{layer}.{name}`, stacked over heads, and a JSON header with the
+maps' shapes and training.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import replacing, sha256_of
 
-HEADER = MAPS_HEADER
-"""The only key: the library writes several in random order, and files must be reproducible."""
-
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What maps and backbone must agree on."""
+    """Numbers of layers and heads, and head dimension; maps and backbone must agree on them."""
 
     layers: int
     query_heads: int
@@ -40,7 +37,7 @@ class HeadShape:
 
     @classmethod
     def of(cls, config: Any) -> HeadShape:
-        """Read from a transformers model configuration."""
+        """Reads the shape from a transformers model configuration."""
         query_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
@@ -51,10 +48,10 @@ class PhiMaps(nn.Module):
     """phi_q per query head and phi_k per KV head, for every layer.
 
     Attributes:
-        query, key: one stacked map per layer, H = query heads and H = KV heads.
+        query, key: one stacked map per layer, with H = query heads and H = KV heads.
         shape, map: head shape and map shape.
         training_facts: backbone model_id and revision, length in tokens, recipe; empty before training.
-        sha256: hash of the file they were loaded from, or None.
+        sha256: hash of the file that the maps were loaded from, or None.
     """
 
     def __init__(self, shape: HeadShape, map_spec: MapSpec, training: dict[str, Any] | None = None) -> None:
@@ -65,18 +62,16 @@ class PhiMaps(nn.Module):
         self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
 
     def on(self, device: torch.device) -> PhiMaps:
-        """These maps if they are on `device`, otherwise a copy there (`to` would move the caller's)."""
+        """Returns these maps if they are on `device`, otherwise a copy (`to` would move the caller's maps)."""
         return self if next(self.parameters()).device == device else copy.deepcopy(self).to(device)
 
     @torch.no_grad()
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:
-        """(phi_q, phi_k) per layer with the linear chains multiplied out once, for decoding."""
+        """Returns (phi_q, phi_k) per layer with linear chains multiplied out, for decoding."""
         return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
 
     def require(self, shape: HeadShape, model_id: str | None = None, revision: str | None = None) -> None:
-        """Raises ValueError unless these maps belong to a backbone of that shape (and, where given, of that
-        identity).
-        """
+        """Raises ValueError unless these maps fit a backbone's shape and, if given, its model id and revision."""
         if shape != self.shape:
             raise ValueError(
                 f"phi maps are for heads {asdict(self.shape)}, the backbone has {asdict(shape)}; "
@@ -91,21 +86,21 @@ class PhiMaps(nn.Module):
 
     def save(self, path: Path) -> None:
         facts = {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}
-        write_safetensors(path, self.state_dict(), {HEADER: json.dumps(facts, sort_keys=True)})
+        write_safetensors(path, self.state_dict(), {MAPS_HEADER: json.dumps(facts, sort_keys=True)})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> PhiMaps:
-        """Raises ValueError where the file is missing, damaged or something else."""
+        """Loads maps without gradients; raises ValueError if the file is missing, damaged or holds something else."""
         path = Path(path)
         header, tensors = read_safetensors(path)
-        if HEADER not in header:
-            raise ValueError(f"{path}: holds no phi maps (no {HEADER} in its header); train them with `train`")
+        if MAPS_HEADER not in header:
+            raise ValueError(f"{path}: holds no phi maps (no {MAPS_HEADER} in its header); train them with `train`")
         remedy = "delete the file and train again"
         try:
-            facts = json.loads(header[HEADER])
+            facts = json.loads(header[MAPS_HEADER])
             shape, map_spec = HeadShape(**facts["shape"]), MapSpec(**facts["map"])
             training = dict(facts["training"])
-            if shape.layers > len(tensors):  # before a damaged number makes millions of them
+            if shape.layers > len(tensors):  # a damaged number would build millions of them
                 raise ValueError(f"{shape.layers} layers, but {len(tensors)} tensors")
             with torch.device("meta"):
                 expected = {name: (t.shape, t.dtype) for name, t in cls(shape, map_spec).state_dict().items()}
@@ -122,14 +117,14 @@ class PhiMaps(nn.Module):
 
 
 def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None:
-    """Raises ValueError unless there is one file for each of the spec's maps."""
+    """Raises ValueError unless there is one file per entry of the spec's maps."""
     if len(phi) != len(maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file; raises ValueError naming the file when it is missing or damaged."""
+    """Opens a safetensors file; raises ValueError naming it if it is missing or damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as stream:
             yield stream
@@ -140,7 +135,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Writes the file atomically; raises OSError naming it where that fails (a full disk)."""
+    """Writes the file atomically; raises OSError naming it on failure (a full disk)."""
     with replacing(path) as temporary:
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
@@ -149,7 +144,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Header metadata and all tensors; errors as for `open_safetensors`."""
+    """Reads header metadata and all tensors; errors as for `open_safetensors`."""
     with open_safetensors(path) as stream:
         return stream.metadata() or {}, {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
 

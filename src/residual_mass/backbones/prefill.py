@@ -1,4 +1,4 @@
-"""The exact reading of a prompt: every layer's keys and values, and the token that follows.
+"""Exact prefill of a prompt: keys and values of every layer, and the next token.
 
 Shape letters: B = batch rows, Hkv = KV heads, L = prompt tokens, D = head dimension.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prefill:
-    """What a prompt leaves behind; as an attention handler it fills itself.
+    """State of a model after a prompt; an attention handler that fills itself.
 
     Attributes:
         layers: keys and values [B, Hkv, L, D] by layer.
         next_token: [B], the greedy continuation.
-        finite: [B] bool, False where its logits are not.
+        finite: [B] bool, False where its logits are not finite.
     """
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Prefill:
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
-    """Reads prompts of one length in one pass, with the logits of the last position alone."""
+    """Reads prompts of equal length in one pass; computes logits only at the last position."""
     read = Prefill()
     with attention_hook(model, read):
         inputs = torch.tensor(prompts, device=device_of(model))
@@ -51,14 +51,20 @@ def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
 
 
 def model_at_fault(spec: BackboneSpec) -> str:
-    """Why a model may give values that are not finite, and what to do."""
+    """Says why a model may return values that are not finite, and what to do."""
     return f"{spec.model_id} has damaged weights or overflows in {spec.dtype}: fetch it again, or choose another dtype"
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Likeliest next tokens [B] of logits [B, L, V], and whether they are that: False [B] where a logit is NaN or the
-    largest infinite.
+    """Returns the likeliest next tokens [B] of logits [B, L, V], and whether they are valid [B]: False if a logit is
+    NaN or the largest one is infinite.
     """
     last = logits[:, -1]
-    token = last.argmax(-1)  # of a NaN, where there is one
+    token = last.argmax(-1)  # index of a NaN if there is one
     return token, last.gather(-1, token.unsqueeze(-1)).squeeze(-1).isfinite()
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Returns the ids that end a generation."""
+    ends = model.generation_config.eos_token_id
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

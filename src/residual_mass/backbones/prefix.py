@@ -1,9 +1,7 @@
-"""One decode step's attention terms: a read-only prefix that any number of query rows read, and the tokens generated so
-far.
+"""Attention terms of a decode step: over a read-only prefix shared by query rows, and over the generated tokens.
 
-Shape letters: E = examples, B = Hkv = KV heads, G = query heads of a KV head, A = arms, R = A * G query rows of a KV
-head,
-    L = prefix columns (right- or left-padded), D = head dimension, M = features.
+Shape letters: E = examples, N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, A = arms, R = A * G query rows
+of a KV head, L = prefix columns (right- or left-padded), T = generated tokens, D = head dimension, M = features.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from residual_mass.core.support import Partition, partition, retrieved_count
 
 Map = FoldedMap | nn.Module
 KEY_CHUNK = 8192
-"""Keys mapped at once: bounds the inner activations (d_emb wide) of a 64k prefix."""
+"""Keys mapped at once, which bounds the inner activations (d_emb wide) of a 64k prefix."""
 
 
 @dataclass(frozen=True)
 class PrefixLayer:
-    """One layer's prefix: keys and values [E, Hkv, L, D], and who is an anchor."""
+    """One layer's prefix: keys and values [E, Hkv, L, D], and its anchors."""
 
     keys: Tensor
     values: Tensor
@@ -48,7 +46,7 @@ class PrefixLayer:
     """The anchors again, as indices [E, 1, 1, |A|]."""
 
     def at(self, examples: Tensor) -> PrefixLayer:
-        """The prefix of a subset of the examples, given as indices."""
+        """Selects examples, given as indices."""
         masks, slots = self.partition, self.anchors
         return PrefixLayer(
             self.keys[examples],
@@ -60,20 +58,20 @@ class PrefixLayer:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one set of maps makes of one layer's prefix."""
+    """Summary state and features of one layer's prefix under one set of maps."""
 
     state: SummaryState
     features: Tensor
-    """[E, Hkv, L, M] cached key features; exactly these are summed into the state."""
+    """[E, Hkv, L, M] cached key features, exactly those summed into the state."""
 
     def at(self, examples: Tensor) -> Summary:
-        """The summary of a subset of the examples, given as indices."""
+        """Selects examples, given as indices."""
         return Summary(SummaryState(*(part[examples] for part in self.state)), self.features[examples])
 
 
 @dataclass(frozen=True)
 class ArmRows:
-    """How the query rows of a KV head divide over partial arms (all G heads of an arm alike)."""
+    """Settings of each query row of a KV head; all G heads of an arm are alike."""
 
     adds_residual: Tensor
     """[R] bool."""
@@ -83,7 +81,7 @@ class ArmRows:
     """[E, 1, R] int64, tokens to retrieve."""
     any_residual: bool
     own: tuple[tuple[Residual, Tensor], ...]
-    """Residuals that need no summary, each with the indices of its rows."""
+    """Residuals without a summary, each with the indices of its rows."""
 
 
 def arm_rows(
@@ -94,7 +92,9 @@ def arm_rows(
     nominal_length: int | None,
     device: torch.device,
 ) -> ArmRows:
-    """Rows of `group` heads per partial arm; L in K's formula is `nominal_length`, or each prefix's own without one."""
+    """Builds rows of `group` heads per partial arm; L in the formula of K is `nominal_length`, or each prefix's own
+    length if that is None.
+    """
     rules = [estimator_named(arm.method) for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:
@@ -112,7 +112,7 @@ def arm_rows(
 
 
 def retrieved_by(arm: ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_length: int | None) -> int:
-    """K of one arm on one prefix, at most |M|; for `full` the whole mid-region counts as retrieved."""
+    """Returns K of an arm on a prefix, at most |M|; `full` retrieves the whole mid-region."""
     num_anchors = min(prefix_length, anchors.sink + anchors.tail)
     mid = prefix_length - num_anchors
     if arm.budget_percent is None:
@@ -121,7 +121,7 @@ def retrieved_by(arm: ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_
 
 
 def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
-    """One layer's prefix.
+    """Builds one layer's prefix.
 
     Args:
         keys, values: [E, Hkv, L, D].
@@ -133,7 +133,7 @@ def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec
 
 
 def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
-    """Features and summary state of one layer's mid-region; `key_map` is phi_k stacked over Hkv."""
+    """Computes features and summary state of one layer's mid-region; `key_map` is phi_k stacked over Hkv."""
     features, log_shift = key_features(map_heads(key_map, layer.keys), layer.partition.mid[:, :, 0])
     return Summary(summarise(features, log_shift, layer.values.float()), features)
 
@@ -141,7 +141,7 @@ def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
 def prefix_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
-    """Unnormalised terms of partial arms over the prefix, in float32.
+    """Computes unnormalised terms of partial arms over the prefix, in float32.
 
     Args:
         queries: [E, Hkv, R, D].
@@ -162,7 +162,7 @@ def prefix_terms(
 
 
 def _with_own_residuals(terms: Terms, unread: Unread, arms: ArmRows) -> Terms:
-    """The terms [E, Hkv, R, ...] with what needs no summary added in its rows."""
+    """Adds residuals that need no summary to the terms [E, Hkv, R, ...] of their rows."""
     for residual, rows in arms.own:
         estimate = residual(Unread(unread.mask[:, :, rows], unread.scores[:, :, rows], unread.values))
         both = added(Terms(*(part[:, :, rows] for part in terms)), Terms(*estimate))
@@ -171,9 +171,7 @@ def _with_own_residuals(terms: Terms, unread: Unread, arms: ArmRows) -> Terms:
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:
-    """log phi of [E, H, N, D] -> [E, H, N, M] float32: maps are stacked over H and take one batch of vectors per
-    head.
-    """
+    """Computes log phi of vectors [E, H, N, D] with maps stacked over H: [E, H, N, M] float32."""
     examples, heads, n, d = x.shape
     stacked = x.float().transpose(0, 1).reshape(heads, examples * n, d)
     parts = [feature_map(chunk) for chunk in stacked.split(KEY_CHUNK, dim=1)]
@@ -181,11 +179,11 @@ def map_heads(feature_map: Map, x: Tensor) -> Tensor:
 
 
 def generated_terms(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Terms:
-    """Exact branch of the tokens generated so far: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D]."""
+    """Computes exact terms of the generated tokens: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D]."""
     scores = attention_scores(queries.float(), keys.float(), scale)
     return exact_terms(scores, values.float(), torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device))
 
 
 def map_queries(query_map: Map, query: Tensor, kv_heads: int) -> Tensor:
-    """log phi_q of [N, Hq, 1, D] as [N, Hkv, G, M]."""
+    """Computes log phi_q of queries [N, Hq, 1, D]: [N, Hkv, G, M]."""
     return map_heads(query_map, query).squeeze(2).unflatten(1, (kv_heads, -1))

@@ -1,7 +1,7 @@
-"""Greedy decoding of one method from static buffers, on a GPU as one CUDA graph per step.
+"""Greedy decoding of one method from static buffers, with one CUDA graph per step on a GPU.
 
-Nothing in a step depends on values that the host would have to wait for: sizes are known before the first step, the
-chosen token stays on the device, and the graph of step t fills column L + t of the buffers and reads up to it.
+No step makes the host wait for values: sizes are known before the first step, the chosen token stays on the device, and
+the graph of step t fills column L + t of the buffers and reads up to it.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T = decoded steps, D = head dimension.
 """
@@ -26,7 +26,7 @@ from residual_mass.core.settings import AnchorSpec
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
-    """One layer's cache each, from prompts of one length; what `read` holds is given up on the way.
+    """Moves prompts of equal length into one cache per layer, emptying `read` to save memory.
 
     Raises:
         ValueError: the prompts differ in length.
@@ -46,11 +46,11 @@ class StaticDecoder:
     """Decodes a batch of prompts under one method.
 
     Args:
-        caches: of every layer; several decoders may share the prefix, since each run writes the generated columns anew.
-        method: an estimator's name.
+        caches: one per layer; decoders may share them, because each run overwrites the generated columns.
+        method: name of an estimator.
         k: retrieved tokens per query head; unused by `full`.
-        phi: needed by methods that add a residual.
-        steps: tokens after the first; the buffers have room for so many.
+        phi: required by methods that add a residual.
+        steps: tokens after the first, at most the room of the buffers.
     """
 
     @torch.no_grad()
@@ -83,11 +83,11 @@ class StaticDecoder:
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
-        self.shared: dict[str, torch_path.Layout] = {}
+        self.shared: dict[str, torch_path.FixedColumns] = {}
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
         self.positions = torch.arange(length, length + steps, device=self.device).expand(batch, -1)
-        # A mask with four dimensions is taken as it is; without one, transformers looks at values on the host.
+        # transformers passes a 4D mask through; without a mask it would inspect values on the host.
         self.mask = torch.ones(batch, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -120,7 +120,7 @@ class StaticDecoder:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Records every step as a CUDA graph, after one run outside of graphs; on a CPU there is nothing to record."""
+        """Records every step as a CUDA graph, after one run without graphs; does nothing on a CPU."""
         if self.device.type != "cuda" or self.graphs:
             return
         stream = torch.cuda.Stream()
@@ -140,10 +140,10 @@ class StaticDecoder:
 
     @torch.no_grad()
     def run(self, first: Tensor, ends: Collection[int] = ()) -> Tensor:
-        """Tokens [B, T] that follow the tokens `first` [B], in a buffer that the next run writes again.
+        """Decodes tokens [B, T] after the tokens `first` [B], into a buffer that the next run overwrites.
 
-        Queues the work; the caller waits for the device. With end tokens it looks at every token, and stops when each
-        row has met one: [B, <= T].
+        Queues the work without waiting for the device. With end tokens `ends` it waits for every step, and stops once
+        each row has generated one: [B, <= T].
         """
         self.token.copy_(first.unsqueeze(1))
         ended = torch.zeros_like(first, dtype=torch.bool)
@@ -161,9 +161,9 @@ class StaticDecoder:
 
     def _advance(self, step: int) -> None:
         self.step, self.shared = step, {}
-        if self.attention is torch_path.decode_attention:  # kernels find their columns by themselves
-            layout = torch_path.layout_of(self.caches[0], self.anchors.sink, self.anchors.tail, step + 1)
-            self.shared = {"layout": layout}
+        if self.attention is torch_path.decode_attention:  # kernels compute their own columns
+            fixed = torch_path.fixed_columns(self.caches[0], self.anchors.sink, self.anchors.tail, step + 1)
+            self.shared = {"fixed": fixed}
         position = self.positions[:, step : step + 1]
         output = self.model(self.token, position_ids=position, attention_mask=self.mask, use_cache=False)
         self.logits = output.logits[:, -1]

@@ -1,4 +1,4 @@
-"""The paper's mathematics on tensors. Needs torch alone: no files, no models, no configuration.
+"""The paper's mathematics on tensors. Depends only on torch: no files, no models, no configuration.
 
 Shape letters used throughout (leading dimensions `...` are free, for instance prefix and KV head):
     R = query rows that read the same keys   L = keys of the prefix   T = generated keys
@@ -71,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads torch only when something is asked for: the estimators' names are known without."""
+    """Imports lazily, so that the estimators' names are available without torch."""
     if name in __all__:
         for home in ("accounting", "feature_maps", "measures", "selection", "support"):
             module = importlib.import_module(f"{__name__}.{home}")

@@ -1,7 +1,7 @@
 """Residual-mass accounting: exact terms, residual terms, subtraction, one normalisation.
 
-Everything is kept unnormalised as (numerator, denominator, shift) until `merge` divides once: a subtractive estimate
-cannot pass through interfaces that merge normalised states.
+Terms stay unnormalised as (numerator, denominator, shift) until `merge` divides once: interfaces that merge normalised
+states cannot carry a subtractive estimate.
 
 Shape letters: R = query rows sharing keys, L = keys, D = value dimension, M = features. Leading `...` are free.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from residual_mass.core.selection import Selected
 
 CLAMP_RELATIVE = 1e-6
-"""The residual is dropped when its mass falls below this share of the mid-region's: what is left is rounding of the
-subtraction.
+"""Drop the residual when its mass falls below this share of the mid-region's: only rounding errors of the subtraction
+are left.
 """
 
 
@@ -31,7 +31,7 @@ class Terms(NamedTuple):
     denominator: Tensor
     """[..., R]."""
     shift: Tensor
-    """[..., R], finite; of an empty set any finite value."""
+    """[..., R], finite, and arbitrary for an empty set."""
 
     def log_mass(self) -> Tensor:
         """log Z [..., R]; -inf for an empty set."""
@@ -53,7 +53,7 @@ class SummaryState(NamedTuple):
 
 
 class Retrieved(NamedTuple):
-    """The retrieved tokens of every row: K = slots, unused slots have zero features."""
+    """Features and values of every row's retrieved tokens in K slots; unused slots have zero features."""
 
     features: Tensor
     """[..., R, K, M] cached key features."""
@@ -62,17 +62,17 @@ class Retrieved(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What rows need to add a residual estimate, and which of them do."""
+    """Inputs of the residual estimate, and the rows that add it."""
 
     state: SummaryState
     features: Tensor
-    """[..., L, M] the cached key features that were summed into the state."""
+    """[..., L, M] cached key features, exactly those summed into the state."""
     log_query: Tensor
     """[..., R, M] log phi_q."""
     adds_residual: Tensor
     """[R] bool."""
     subtracts: Tensor
-    """[R] bool, rows that take the retrieved tokens' share out of the summaries first."""
+    """[R] bool, rows that first subtract the retrieved tokens from the summaries."""
 
 
 def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -81,7 +81,7 @@ def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
-    """nu_E and Z_E of the tokens in `support` (the paper's eq. 3).
+    """Computes nu_E and Z_E of the tokens in `support` (the paper's eq. 3).
 
     Args:
         scores: [..., R, L].
@@ -94,7 +94,7 @@ def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
 
 
 def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
-    """Key features of the mid-region in a gauge that cannot overflow.
+    """Scales the key features of the mid-region so that they cannot overflow.
 
     Args:
         log_features: [..., L, M] log phi_k(k).
@@ -110,7 +110,7 @@ def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def summarise(features: Tensor, log_shift: Tensor, values: Tensor) -> SummaryState:
-    """S_M and u_M from exactly the features that are cached, so that subtracting all of them leaves rounding alone.
+    """Sums S_M and u_M from exactly the cached features, so that subtracting all of them leaves only rounding errors.
 
     Args:
         features: [..., L, M], zero outside the mid-region; log_shift: [..., M]; values: [..., L, D].
@@ -119,10 +119,10 @@ def summarise(features: Tensor, log_shift: Tensor, values: Tensor) -> SummarySta
 
 
 def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved | None = None) -> Terms:
-    """nu_R hat and Z_R hat as the paper writes them: S_R and u_R are formed for every row, then multiplied by phi_q.
+    """Computes nu_R hat and Z_R hat as in the paper: forms S_R and u_R for every row, then multiplies by phi_q.
 
-    Without `retrieved` nothing is subtracted (NoSub). When the subtraction leaves less than CLAMP_RELATIVE of the
-    mid-region's mass, numerator and denominator are both zero.
+    Without `retrieved`, subtracts nothing (NoSub). Numerator and denominator are zero when the subtraction leaves less
+    than CLAMP_RELATIVE of the mid-region's mass.
 
     Args:
         log_query: [..., R, M] log phi_q(q).
@@ -137,12 +137,12 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     residual_mass = state.mass.unsqueeze(-2) - retrieved.features.sum(-2)
     numerator = (weights.unsqueeze(-2) @ residual_numerator).squeeze(-2)
     denominator = (weights * residual_mass).sum(-1)
-    kept = ~(denominator <= CLAMP_RELATIVE * whole_mass)  # so that a NaN does not pass for a dropped residual
+    kept = ~(denominator <= CLAMP_RELATIVE * whole_mass)  # negated, so that NaN is kept and not dropped silently
     return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
 
 
 def gather_retrieved(features: Tensor, values: Tensor, retrieved: Selected) -> Retrieved:
-    """Rows of the cached features [..., L, M] and values [..., L, D] at a selector's choice."""
+    """Gathers the selected rows of the cached features [..., L, M] and values [..., L, D]."""
     indices, valid = retrieved
     return Retrieved(_rows_at(features, indices) * valid.unsqueeze(-1), _rows_at(values, indices))
 
@@ -150,7 +150,7 @@ def gather_retrieved(features: Tensor, values: Tensor, retrieved: Selected) -> R
 def one_gather_terms(
     scores: Tensor, values: Tensor, anchors: Selected, retrieved: Selected, estimate: Estimate | None
 ) -> Terms:
-    """Exact and residual terms of every arm from one pass over the values.
+    """Computes exact and residual terms of all rows in one pass over the values.
 
     By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed:
     token i of K enters the numerator with weight e^{s_i} - z_i. z = 0 gives NoSub; leaving S, u out as well gives TopK.
@@ -158,8 +158,9 @@ def one_gather_terms(
     Args:
         scores: [..., R, L].
         values: [..., L, D].
-        anchors: the set A, indices [..., 1 or R, A]; retrieved: the set K(q), indices [..., R, K]; disjoint.
-        estimate: of the residual; None when no row adds one.
+        anchors: the set A, indices [..., 1 or R, A].
+        retrieved: the set K(q), indices [..., R, K], disjoint from the anchors.
+        estimate: inputs of the residual estimate; None when no row adds one.
     """
     num_anchors = anchors.indices.shape[-1]
     indices = torch.cat((anchors.indices.expand(*scores.shape[:-1], -1), retrieved.indices), dim=-1)
@@ -168,8 +169,7 @@ def one_gather_terms(
     shift = _finite_max(exact_scores, valid)
     if estimate is not None:
         residual = _residual_weights(retrieved, estimate)
-        # The common unit is chosen after the clamp: a dropped residual, however large phi made it, must not push e^s
-        # below the floats.
+        # Choose the common unit after the clamp: a dropped residual with a huge phi must not make e^s underflow.
         shift = torch.where(residual.kept, torch.maximum(shift, residual.shift), shift)
     weights = torch.where(valid, (exact_scores - shift.unsqueeze(-1)).exp(), 0)
     denominator = weights.sum(-1)
@@ -191,24 +191,24 @@ class _ResidualWeights(NamedTuple):
     mass: Tensor
     shift: Tensor
     kept: Tensor
-    """[..., R] bool, False where nothing but rounding is left or the row adds no residual."""
+    """[..., R] bool, False where only rounding errors are left or the row adds no residual."""
 
 
 def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeights:
     log_weights = estimate.log_query + estimate.state.log_shift.unsqueeze(-2)
     shift = log_weights.amax(-1)
     query = (log_weights - shift.unsqueeze(-1)).exp()
-    query = torch.where(estimate.adds_residual.unsqueeze(-1), query, 0)  # no NaN of the maps reaches the other rows
+    query = torch.where(estimate.adds_residual.unsqueeze(-1), query, 0)  # keeps NaNs of the maps out of other rows
     whole_mass = (query * estimate.state.mass.unsqueeze(-2)).sum(-1)
     z = _products_at(query, estimate.features, retrieved.indices)
     z = torch.where(retrieved.valid & estimate.subtracts.unsqueeze(-1), z, 0)
     mass = whole_mass - z.sum(-1)
-    dropped = mass <= CLAMP_RELATIVE * whole_mass  # no NaN is: it shall not pass for nothing left
+    dropped = mass <= CLAMP_RELATIVE * whole_mass  # False for NaN, which must stay visible
     return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & ~dropped)
 
 
 def _weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
-    """sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D]."""
+    """Returns sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D]."""
     if _few(indices, x):
         return (weights.unsqueeze(-2) @ _rows_at(x, indices)).squeeze(-2)
     dense = weights.new_zeros(*indices.shape[:-1], x.shape[-2])
@@ -216,35 +216,34 @@ def _weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
 
 
 def _products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
-    """<query, x_i> for the columns `indices` [..., R, K] of x [..., L, D], query [..., R, D]: [..., R, K]."""
+    """Returns <query, x_i> for the columns `indices` [..., R, K] of x [..., L, D], query [..., R, D]: [..., R, K]."""
     if _few(indices, x):
         return (_rows_at(x, indices) @ query.unsqueeze(-1)).squeeze(-1)
     return (query @ x.transpose(-1, -2)).gather(-1, indices)
 
 
 def _few(indices: Tensor, x: Tensor) -> bool:
-    """Whether the rows' tokens are best gathered. Else a dense product reads each token once for all rows."""
+    """Whether gathering is cheaper than a dense product, which reads each token once for all rows."""
     return indices.shape[-2] * indices.shape[-1] <= x.shape[-2]
 
 
 def _rows_at(x: Tensor, indices: Tensor) -> Tensor:
-    """Columns `indices` [..., R, K] of x [..., L, D]: [..., R, K, D]."""
+    """Gathers the columns `indices` [..., R, K] of x [..., L, D]: [..., R, K, D]."""
     flat = indices.flatten(-2).unsqueeze(-1)
     return x.gather(-2, flat.expand(*flat.shape[:-1], x.shape[-1])).unflatten(-2, indices.shape[-2:])
 
 
 def merge(*terms: Terms) -> Tensor:
-    """One normalisation over all branches (the paper's eqs. for y_TopK+phi and y_impl): [..., R, D].
+    """Normalises all branches together (the paper's eqs. for y_TopK+phi and y_impl): [..., R, D].
 
-    Terms may carry different shifts; empty branches (denominator 0) do not count. At least one must be non-empty in
-    every row.
+    Shifts may differ; branches with denominator 0 are ignored, and every row needs at least one other.
     """
     total = added(*terms)
     return total.numerator / total.denominator.unsqueeze(-1)
 
 
 def added(*terms: Terms) -> Terms:
-    """All branches together, not yet normalised; as in `merge`, shifts may differ and empty branches do not count."""
+    """Adds up all branches without normalising; as in `merge`, shifts may differ and empty branches are ignored."""
     lowest = torch.finfo(terms[0].shift.dtype).min
     shifts = [torch.where(t.denominator > 0, t.shift, lowest) for t in terms]
     common = torch.stack(torch.broadcast_tensors(*shifts)).amax(0)
@@ -255,7 +254,7 @@ def added(*terms: Terms) -> Terms:
 
 
 def _finite_max(scores: Tensor, mask: Tensor) -> Tensor:
-    """Largest score in the mask along the last dimension, 0 where the mask is empty or there are no columns."""
+    """Returns the largest masked score along the last dimension, 0 for an empty mask or no columns."""
     if scores.shape[-1] == 0:
         return scores.new_zeros(scores.shape[:-1])
     highest = scores.masked_fill(~mask, -torch.inf).amax(-1)

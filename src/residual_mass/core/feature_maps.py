@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LEAST = -80.0
-"""Exponents are held above this: float32 has the exponential, and what underflows takes CPUs thirty times as long."""
+"""Lower bound of exponents: exp(LEAST) is a normal float32, and subnormal numbers are thirty times slower on CPUs."""
 
 
 class FoldedMap:
@@ -44,14 +44,14 @@ class ReZeroMap(nn.Module):
         self.alpha = nn.Parameter(torch.zeros(heads, 1, 1))  # ReZero: the block starts as the identity
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """log phi as the paper writes it: [H, N, D] -> [H, N, M]."""
+        """Computes log phi layer by layer as in the paper: [H, N, D] -> [H, N, M]."""
         stem = torch.baddbmm(self.stem_bias, x, self.stem)
         inner = F.gelu(torch.baddbmm(self.up_bias, stem, self.up))
         mixed = stem + self.alpha * torch.baddbmm(self.down_bias, inner, self.down)
         return torch.baddbmm(self.out_bias, mixed, self.out)
 
     def fold(self) -> FoldedMap:
-        """The same function with 8 times fewer multiplications; differentiable in the original parameters."""
+        """Folds the map into one with 8 times fewer multiplications, differentiable in the original parameters."""
         a = self.stem @ self.out
         b = self.alpha * (self.down @ self.out)
         c = self.stem @ self.up
@@ -60,12 +60,16 @@ class ReZeroMap(nn.Module):
         return FoldedMap(a, b, c, c_bias, e_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """log phi through the fold: [H, N, D] -> [H, N, M]."""
+        """Computes log phi through the folded map: [H, N, D] -> [H, N, M]."""
         return self.fold()(x)
 
     @torch.no_grad()
     def set_log_linear(self, directions: Tensor, bias: Tensor) -> None:
-        """Makes log phi(x) = directions x + bias exactly: directions [H, M, D], bias [H, M]. Needs d_emb >= D."""
+        """Sets log phi(x) = directions x + bias exactly, for directions [H, M, D] and bias [H, M].
+
+        Raises:
+            ValueError: d_emb is smaller than D.
+        """
         heads, _, d_in = directions.shape
         d_emb = self.stem.shape[-1]
         if d_emb < d_in:
@@ -89,21 +93,21 @@ class HedgehogMap(nn.Module):
         self.width = d_phi // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """log phi: [H, N, D] -> [H, N, M]."""
+        """Computes log phi: [H, N, D] -> [H, N, M]."""
         z = torch.baddbmm(self.bias, x, self.weight)
         return torch.cat((z, -z), dim=-1)
 
     def fold(self) -> HedgehogMap:
-        """Nothing to fold: the map is linear before the exponential."""
+        """Returns the map itself, which is already linear before the exponential."""
         return self
 
 
 def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Generator) -> Tensor:
-    """[H, M, D]: Gaussian-length rows, orthogonal in blocks of D (orthogonal positive random features)."""
+    """Draws rows [H, M, D] with Gaussian lengths, orthogonal in blocks of D (orthogonal positive random features)."""
     blocks = []
     for _ in range(math.ceil(d_phi / d_in)):
         q, r = torch.linalg.qr(torch.randn(heads, d_in, d_in, generator=generator))
-        # Without the signs QR's Q is not uniform over rotations.
+        # QR's Q is uniform over rotations only with the signs fixed.
         q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         lengths = torch.randn(heads, d_in, d_in, generator=generator).norm(dim=-1, keepdim=True)
         blocks.append(q * lengths)
@@ -111,10 +115,9 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
 
 
 def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
-    """log z = log <phi_q, phi_k>: [..., R, M] and [..., L, M] -> [..., R, L].
+    """Computes log z = log <phi_q, phi_k>: [..., R, M] and [..., L, M] -> [..., R, L].
 
-    Row maxima are taken out first; what remains below 1e-30 of them is a floor, so that 1/z stays finite in the
-    gradient.
+    Factors out row maxima and clamps the rest at 1e-30, so that 1/z stays finite in the gradient.
     """
     query_shift = log_query.amax(-1, keepdim=True).detach()
     key_shift = log_key.amax(-1, keepdim=True).detach()
@@ -124,7 +127,7 @@ def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
 
 
 def _linear(heads: int, d_in: int, d_out: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight [H, in, out] and bias [H, 1, out] with torch.nn.Linear's default initialisation."""
+    """Creates weight [H, in, out] and bias [H, 1, out] with torch.nn.Linear's default initialisation."""
     bound = 1 / math.sqrt(d_in)
     weight = torch.empty(heads, d_in, d_out).uniform_(-bound, bound)
     bias = torch.empty(heads, 1, d_out).uniform_(-bound, bound)

@@ -1,4 +1,4 @@
-"""Quantities that the paper measures on attention rows.
+"""Measures of attention rows from the paper.
 
 Shape letters: R = query rows, L = keys, D = value dimension.
 """
@@ -26,12 +26,12 @@ REL_L1_EPS = 1e-12
 
 
 def rel_l1(estimate: Tensor, full: Tensor) -> Tensor:
-    """||estimate - full||_1 / (||full||_1 + 1e-12) over the last dimension: [..., D] -> [...]."""
+    """Returns ||estimate - full||_1 / (||full||_1 + 1e-12) over the last dimension: [..., D] -> [...]."""
     return (estimate - full).abs().sum(-1) / (full.abs().sum(-1) + REL_L1_EPS)
 
 
 def subset_bias(exact: Terms, residual: Terms) -> Tensor:
-    """y_full - y_TopK from its decomposition: Z_R / (Z_E + Z_R) * (y_R - y_TopK) (the paper's eq. 5). [..., R, D].
+    """Returns y_full - y_TopK = Z_R / (Z_E + Z_R) * (y_R - y_TopK) (the paper's eq. 5): [..., R, D].
 
     Both sets must be non-empty in every row.
     """
@@ -42,15 +42,15 @@ def subset_bias(exact: Terms, residual: Terms) -> Tensor:
 
 
 def residual_share(exact: Terms, residual: Terms) -> Tensor:
-    """Z_R / (Z_E + Z_R): [..., R], in [0, 1]."""
+    """Returns Z_R / (Z_E + Z_R): [..., R] in [0, 1]."""
     return torch.sigmoid(residual.log_mass() - exact.log_mass())
 
 
 def mid_entropy(scores: Tensor, mid: Tensor) -> Tensor:
-    """H_mid: entropy of teacher attention restricted to the mid-region over log |M| (the paper's eq. in its entropy
+    """Returns H_mid, the entropy of teacher attention within the mid-region divided by log |M| (the paper's entropy
     analysis).
 
-    scores [..., R, L], mid [..., 1 or R, L] bool -> [..., R] in [0, 1]; NaN where |M| < 2, for which it is not defined.
+    scores [..., R, L], mid [..., 1 or R, L] bool -> [..., R] in [0, 1]; NaN where |M| < 2, which leaves it undefined.
     """
     log_p = scores.masked_fill(~mid, -torch.inf).log_softmax(-1)
     entropy = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(-1)
@@ -59,13 +59,13 @@ def mid_entropy(scores: Tensor, mid: Tensor) -> Tensor:
 
 
 def mass_recovery(scores: Tensor, mid: Tensor, retrieved: Tensor) -> Tensor:
-    """C_mid(K): share of the mid-region's softmax mass that the retrieved tokens hold. [..., R] in [0, 1]."""
+    """Returns C_mid(K), the retrieved tokens' share of the mid-region's softmax mass: [..., R] in [0, 1]."""
     p = scores.masked_fill(~mid, -torch.inf).softmax(-1)
     return torch.where(retrieved, p, 0).sum(-1)
 
 
 def mass_curve(scores: Tensor, mid: Tensor, ks: Sequence[int]) -> Tensor:
-    """C_mid(K) of every row for several K at once, each in [1, |M|]: [..., R, len(ks)] float64.
+    """Returns C_mid(K) of every row for several K in [1, |M|]: [..., R, len(ks)] float64.
 
     scores [..., R, L], mid [..., 1 or R, L] bool.
     """
@@ -83,13 +83,13 @@ def row_measures(
     features: Tensor,
     log_query: Tensor,
 ) -> dict[str, Tensor]:
-    """Everything the diagnostics report about attention rows over one prefix; each entry is [..., R, len(ks)].
+    """Computes all measures that the diagnostics report on one prefix; each entry is [..., R, len(ks)].
 
     e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without (nosub)
     subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are
-    log Z_R estimated and true (-inf where nothing is left), residual_share* their share of the total, h_mid and c_mid
-    entropy and mass recovery of the teacher, clamped whether the subtraction left nothing but rounding. What depends on
-    the summaries is there a second time, *_bf16, with summaries rounded to bfloat16.
+    the estimated and the true log Z_R (-inf where nothing is left), residual_share* their shares of the total, h_mid
+    and c_mid the teacher's entropy and mass recovery; clamped is True where the subtraction left only rounding errors.
+    Entries that depend on the summaries are repeated as *_bf16 with summaries rounded to bfloat16.
 
     Args:
         scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R,
@@ -105,7 +105,7 @@ def row_measures(
     states = {"": state, "_bf16": in_bfloat16(state)}
     of_k: list[dict[str, Tensor]] = []
     for k in ks:
-        # Slots are in falling order of score, so the first k of them are the top k.
+        # Slots are in descending order of score, so the first k are the top k.
         selected = Selected(most.indices[..., :k], most.valid[..., :k])
         of_selected = Retrieved(gathered.features[..., :k, :], gathered.values[..., :k, :])
         retrieved = selected.mask(scores.shape[-1])
@@ -133,8 +133,6 @@ def row_measures(
 
 
 def in_bfloat16(state: SummaryState) -> SummaryState:
-    """The summaries as the paper stores them: S and u rounded to bfloat16 once they are summed; the shift, a choice of
-    unit, is kept.
-    """
+    """Rounds the summed S and u to bfloat16, as the paper stores them; the shift is only a unit and stays exact."""
     numerator, mass = (x.bfloat16().to(x.dtype) for x in (state.numerator, state.mass))
     return SummaryState(numerator, mass, state.log_shift)

@@ -1,8 +1,8 @@
-"""The paper's training objectives as it writes them (its appendix on the training objective).
+"""The paper's training objectives, written as in its appendix on the training objective.
 
-Every term is a mean over query rows of something computed from teacher scores s and student scores s_hat = log <phi_q,
-phi_k> over the keys a row may see; inside the top-band and far-region terms the mean is taken within a row first.
-Training itself goes through `score_matching`, which gives the same numbers without a matrix of all scores.
+Every term is a mean over query rows, computed from teacher scores s and student scores s_hat = log <phi_q, phi_k> over
+the visible keys; the top-band and far-region terms average within each row first. Training uses `score_matching`, which
+gives the same numbers without a matrix of all scores.
 
 Shape letters: R = query rows, L = keys.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MASKED = -1e9
-"""Stands for a key that a row may not see; finite, so that differences of two masked scores are not NaN."""
+"""Score of an invisible key; finite, so that the difference of two masked scores is not NaN."""
 
 
 class Weights(NamedTuple):
@@ -42,7 +42,7 @@ class Shifted(NamedTuple):
 
 
 def shifted(scores: Tensor, student: Tensor, visible: Tensor) -> Shifted:
-    """scores, student: [..., R, L]; visible: broadcastable bool with at least one key in every row."""
+    """Shifts scores and student [..., R, L]; visible: broadcastable bool with at least one key in every row."""
     visible = visible.expand(scores.shape)
     b = scores.masked_fill(~visible, MASKED).amax(-1, keepdim=True)
     return Shifted((scores - b).masked_fill(~visible, MASKED), (student - b).masked_fill(~visible, MASKED), visible)
@@ -90,6 +90,6 @@ def huber(x: Tensor, delta: float) -> Tensor:
 
 
 def _row_mean(values: Tensor, where: Tensor) -> Tensor:
-    """Mean within each row over `where`, then over all rows; a row with nothing in it contributes 0."""
+    """Averages over `where` within each row, then over all rows; an empty row contributes 0."""
     count = where.sum(-1).clamp_min(1)
     return (torch.where(where, values, 0).sum(-1) / count).mean()

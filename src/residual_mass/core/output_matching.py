@@ -1,12 +1,13 @@
-"""Objectives on attention outputs: per query and key they need one product, where scores need a dozen functions.
+"""Objectives on attention outputs, which need one product per query and key; objectives on scores need a dozen
+functions.
 
-The student's share of an output is a sum of phi(k) v^T over a prefix, multiplied by phi(q): exactly the summaries that
-decoding uses. So one pass over the keys serves every query position, and the retrieved tokens' share is subtracted as
-in decoding. What the teacher contributes is computed once per teacher pass (`exact_targets`).
+The student's share of an output is a sum of phi(k) v^T over a prefix, multiplied by phi(q): exactly the summaries of
+decoding. One pass over the keys therefore serves every query position, and the retrieved tokens are subtracted as in
+decoding. The teacher's side is computed once per teacher pass (`exact_targets`).
 
 Shape letters: H = KV heads, Q = query positions, G = query heads of a KV head, S = supports, L = keys, D = value
 dimension, M = features, K = most tokens that a support retrieves. `D + 1`: values with a one appended, whose weighted
-sums are numerator and denominator at once.
+sums hold numerator and denominator.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Targets(NamedTuple):
     """The teacher's side of every query row, in units of e^shift."""
 
     shift: Tensor
-    """[H, Q, G] largest visible score."""
+    """[H, Q, G] largest score of a visible key."""
     output: Tensor
     """[H, Q, G, D] full attention."""
     exact: Tensor
@@ -46,17 +47,17 @@ class Targets(NamedTuple):
     log_rest: Tensor
     """[H, Q, G, S] log Z_R; -inf where the support leaves nothing."""
     best: Tensor
-    """[H, Q, G, K] int32, mid-region keys in falling score order."""
+    """[H, Q, G, K] int32, mid-region keys in descending order of score."""
     ks: Tensor
-    """[Q, S] tokens that each support retrieves, |M| at most."""
+    """[Q, S] tokens that each support retrieves, at most |M|."""
 
     def at(self, chosen: Tensor) -> Targets:
-        """The targets at a subset of the query positions, given as indices into them."""
-        of_rows = (self.shift, self.output, self.exact, self.log_rest, self.best)
-        return Targets(*(x[:, chosen] for x in of_rows), self.ks[chosen])
+        """Selects query positions, given as indices."""
+        by_row = (self.shift, self.output, self.exact, self.log_rest, self.best)
+        return Targets(*(x[:, chosen] for x in by_row), self.ks[chosen])
 
-    def of_supports(self, chosen: list[int]) -> Targets:
-        """The targets of some of the supports."""
+    def select_supports(self, chosen: list[int]) -> Targets:
+        """Selects supports, given as indices."""
         exact, log_rest = self.exact[..., chosen, :], self.log_rest[..., chosen]
         return self._replace(exact=exact, log_rest=log_rest, ks=self.ks[:, chosen])
 
@@ -65,7 +66,7 @@ class Completion(NamedTuple):
     """The student's residual terms, in units of e^unit."""
 
     rest: Tensor
-    """[H, Q, G, S, D + 1] after subtraction; zero where the subtraction left nothing but rounding."""
+    """[H, Q, G, S, D + 1] after subtraction; zero where it left only rounding errors."""
     whole: Tensor
     """[H, Q, G, 1, D + 1] of the whole mid-region (NoSub)."""
     unit: Tensor
@@ -74,12 +75,12 @@ class Completion(NamedTuple):
 
 @torch.no_grad()
 def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) -> Targets:
-    """What full attention gives, and the exact part of each support.
+    """Computes full attention and the exact terms of each support.
 
     Args:
         scores: [H, Q, G, L] of the teacher; values: [H, L, D].
         ks: [Q, S] integer, tokens that the supports retrieve from the mid-region; more than |M| retrieves all of it.
-            S = 0 leaves full attention alone.
+            S = 0 computes only full attention.
     """
     columns = torch.arange(scores.shape[-1], device=scores.device)
     last = window.last[:, None, None]
@@ -107,7 +108,7 @@ def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) ->
 
 
 def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Completion:
-    """Residual terms of every row and support; differentiable in log_query and log_key.
+    """Computes residual terms of every row and support, differentiable in log_query and log_key.
 
     Args:
         log_query: [H, Q, G, M] log phi_q; log_key: [H, L, M] log phi_k; values: [H, L, D].
@@ -118,12 +119,12 @@ def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window,
     states = _prefix_sums(features, values[:, window.sink :], ends - window.sink)
     weights, largest = _query_weights(log_query, log_shift)
     whole = weights @ states
-    # All of the kernel to read a few entries: no slower than gathering those keys' features.
-    if not features.shape[1]:  # no row has a mid-region, but its slots must point somewhere
+    # The whole kernel for a few entries is no slower than gathering those keys' features.
+    if not features.shape[1]:  # no row has a mid-region, but slots need a valid index
         features = F.pad(features, (0, 0, 0, 1))
     kernel = (weights.flatten(1, 2) @ features.transpose(-1, -2)).unflatten(1, weights.shape[1:3])
     best = targets.best.long()
-    # A slot that no support counts may point anywhere.
+    # Slots that no support counts may hold any index.
     of_best = kernel.gather(-1, (best - window.sink).clamp(0, kernel.shape[-1] - 1))
     taken = _sum_of_first(of_best, targets.ks, values, best)
     rest = whole.unsqueeze(-2) - taken
@@ -132,15 +133,15 @@ def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window,
 
 
 def residual_losses(completion: Completion, targets: Targets, weight_z: float, relative: bool = False) -> Tensor:
-    """Ours, not the paper's: what subtractive completion gets wrong, [H, Q, G], the mean over the supports.
+    """Computes the error of subtractive completion, averaged over the supports: [H, Q, G]. Ours, not the paper's.
 
-    Per support the relative l1 error of the completed output against full attention, plus `weight_z` times the Huber of
-    log Z_R hat - log Z_R. A support that leaves no residual contributes 0; where the subtraction leaves nothing but
-    rounding, as in decoding, the error is TopK's and has no gradient.
+    Per support: the relative l1 error of the completed output against full attention, plus `weight_z` times the Huber
+    of log Z_R hat - log Z_R. A support that leaves no residual contributes 0. Where the subtraction leaves only
+    rounding errors, the error is TopK's, as in decoding, and has no gradient.
 
     Args:
-        relative: divide a support's errors by TopK's mean error with it, over the rows at hand. Otherwise the supports
-            with the smallest K, where most is missing, take nearly all of the loss.
+        relative: divide a support's errors by TopK's mean error with it, over the given rows. Otherwise the supports
+            with the smallest K, where most is missing, dominate the loss.
     """
     errors = output_errors(completion.rest, completion.unit, targets)
     if relative:
@@ -152,8 +153,8 @@ def residual_losses(completion: Completion, targets: Targets, weight_z: float, r
 
 
 def output_errors(residual: Tensor, unit: Tensor, targets: Targets) -> Tensor:
-    """[H, Q, G, S]: relative l1 error of the exact terms and `residual` [H, Q, G, 1 or S, D + 1] under one division."""
-    common = unit.clamp_min(0)[..., None, None]  # exact terms are in units of e^0, and neither may overflow
+    """Relative l1 error of the exact terms merged with `residual` [H, Q, G, 1 or S, D + 1]: [H, Q, G, S]."""
+    common = unit.clamp_min(0)[..., None, None]  # exact terms are in units of e^0; neither may overflow
     both = (
         targets.exact * (-common).clamp_min(LEAST).exp()
         + residual * (unit[..., None, None] - common).clamp_min(LEAST).exp()
@@ -162,15 +163,15 @@ def output_errors(residual: Tensor, unit: Tensor, targets: Targets) -> Tensor:
 
 
 def log_mass_error(completion: Completion, targets: Targets) -> Tensor:
-    """[H, Q, G, S]: log Z_R hat - log Z_R; not finite where a support leaves nothing or the estimate was dropped."""
+    """Returns log Z_R hat - log Z_R, [H, Q, G, S]; not finite for an empty or a dropped residual."""
     mass = completion.rest[..., -1]
     estimated = torch.where(mass > 0, mass, 1).log() + completion.unit.unsqueeze(-1)
     return torch.where(mass > 0, estimated, -torch.inf) - targets.log_rest
 
 
 def lolcats_losses(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Tensor:
-    """L_lolcats of every row, [H, Q, G]: mean squared error of feature-map attention over all visible keys against full
-    attention. Arguments as for `complete`.
+    """Computes L_lolcats of every row, [H, Q, G]: the mean squared error of feature-map attention over all visible keys
+    against full attention. Arguments as for `complete`.
     """
     features, log_shift = _key_features(log_key)
     weights, _ = _query_weights(log_query, log_shift)
@@ -179,7 +180,7 @@ def lolcats_losses(log_query: Tensor, log_key: Tensor, values: Tensor, window: W
 
 
 def _prefix_sums(features: Tensor, values: Tensor, ends: Tensor) -> Tensor:
-    """[H, Q, M, D + 1]: sum of phi(k) v^T over the first ends[i] keys, for every i."""
+    """Sums phi(k) v^T over the first ends[i] keys for every i: [H, Q, M, D + 1]."""
     order = ends.argsort()
     bounds = [0, *ends[order].tolist()]
     widths = [stop - start for start, stop in pairwise(bounds)]
@@ -189,7 +190,7 @@ def _prefix_sums(features: Tensor, values: Tensor, ends: Tensor) -> Tensor:
 
 
 def _key_features(log_key: Tensor) -> tuple[Tensor, Tensor]:
-    """Features [H, L, M] in [0, 1] and their log scale [H, M], as decoding keeps them."""
+    """Returns features [H, L, M] in [0, 1] and their log scale [H, M], as in decoding."""
     if not log_key.shape[1]:
         return log_key, log_key.new_zeros(log_key.shape[0], log_key.shape[2])
     log_shift = log_key.amax(1).detach()
@@ -197,7 +198,9 @@ def _key_features(log_key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _query_weights(log_query: Tensor, log_shift: Tensor) -> tuple[Tensor, Tensor]:
-    """phi_q [H, Q, G, M] times the keys' scale, in units of e^(its largest entry [H, Q, G])."""
+    """Returns phi_q [H, Q, G, M] times the keys' scale, in units of e^largest, and its log maximum `largest`
+    [H, Q, G].
+    """
     log_weights = log_query + log_shift[:, None, None]
     largest = log_weights.amax(-1).detach()
     return (log_weights - largest.unsqueeze(-1)).clamp_min(LEAST).exp(), largest
@@ -208,7 +211,7 @@ def _with_one(values: Tensor) -> Tensor:
 
 
 def _sum_of_first(weights: Tensor, ks: Tensor, values: Tensor, best: Tensor) -> Tensor:
-    """[H, Q, G, S, D + 1]: per support, the weighted sum of the values [H, L, D + 1] at its first K of `best`.
+    """Sums the weighted values [H, L, D + 1] of each support's first K entries of `best`: [H, Q, G, S, D + 1].
 
     weights, best: [H, Q, G, K].
     """
@@ -227,7 +230,7 @@ def _sum_of_first(weights: Tensor, ks: Tensor, values: Tensor, best: Tensor) -> 
 
 
 def _log_rest(of_mid: Tensor, best: Tensor, ks: Tensor) -> Tensor:
-    """[H, Q, G, S]: log of the mid-region's mass that a support leaves, summed over what it leaves, not subtracted."""
+    """Log of the mid-region mass outside each support, [H, Q, G, S], summed directly rather than by subtraction."""
     rank = torch.arange(best.shape[-1], device=best.device)
     rest = [
         of_mid.scatter(-1, best, of_mid.gather(-1, best).mul_(rank >= k[:, None, None])).sum(-1).log()

@@ -1,7 +1,7 @@
 """The paper's weighted objective and its gradient, streamed over keys: memory grows with the block, not with L.
 
-Three passes over blocks of keys: the teacher's row maxima; the sums behind every term, hence the loss; the gradient in
-closed form, for which the blocks' scores are made again. Nothing of size [R, L] is ever kept.
+Three passes over blocks of keys compute the teacher's row maxima, then the sums behind every term and so the loss, then
+the gradient in closed form, recomputing each block's scores. No tensor of size [R, L] is kept.
 
 Shape letters: H = KV heads, R = query rows of a KV head (of all its query heads), L = keys, D = head dimension, M =
 features, B = keys of a block.
@@ -21,26 +21,26 @@ from residual_mass.core.feature_maps import LEAST
 from residual_mass.core.objectives import MASKED, Weights, huber
 
 PAIRS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
-"""Query-key pairs of a block: on CPUs what a core's cache holds, on GPUs enough to fill the device."""
+"""Query-key pairs of a block: as many as fit a core's cache on CPUs, enough to fill the device on GPUs."""
 
 
 class Pairs(NamedTuple):
-    """A block's scores relative to the teacher's row maximum; r = r_hat = MASKED where a row does not see the key."""
+    """A block's scores relative to the teacher's row maximum; r = r_hat = MASKED for invisible keys."""
 
     rows: slice
-    """The rows that see any of the block; T of them."""
+    """The T rows that see any key of the block."""
     teacher: Tensor
     """r [H, T, B]."""
     student: Tensor
     """r_hat [H, T, B]."""
     kernel: Tensor
-    """z [H, T, B] in units of its row's and its key's largest feature."""
+    """z [H, T, B] in units of the largest features of its row and key."""
     hidden: Tensor | None
-    """[T, B] bool; None where all of them see all of the block."""
+    """[T, B] bool, True for invisible keys; None if all rows see the whole block."""
 
 
 class Sums(NamedTuple):
-    """What the loss and its gradient need to know of a row's keys; all [H, R]."""
+    """Sums over each row's keys for the loss and its gradient; all [H, R]."""
 
     log_warm: Tensor
     """log sum exp(r / tau)."""
@@ -57,11 +57,11 @@ class Sums(NamedTuple):
     beyond: Tensor
     """Number of visible keys beyond the band."""
     false_positive: Tensor
-    """Sum of Huber errors beyond it."""
+    """Sum of Huber errors beyond the band."""
 
 
 class _Blocks:
-    """The score matrices of one layer, a block of keys at a time; rows are in rising order of `last`."""
+    """The score matrices of one layer, one block of keys at a time; rows are in ascending order of `last`."""
 
     def __init__(self, log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, last: Tensor, scale: float):
         self.order = last.argsort()
@@ -77,7 +77,7 @@ class _Blocks:
         self.maxima = self._maxima()
 
     def __iter__(self) -> Iterator[slice]:
-        """Keys that every row sees come in blocks of their own: nothing needs to be hidden in these."""
+        """Yields blocks that every row sees completely, which need no mask, before the others."""
         all_see, length = self.last_seen[0] + 1, self.last_seen[-1] + 1
         for start, stop in ((0, all_see), (all_see, length)):
             for first in range(start, stop, self.width):
@@ -98,7 +98,7 @@ class _Blocks:
         return Pairs(rows, teacher, student, kernel, hidden)
 
     def key_mass(self, block: slice, rows: slice) -> tuple[Tensor, Tensor]:
-        """Of a block that all its rows see, exp(r_hat) = z * mass * e^unit with mass [H, B] and unit [H, T]."""
+        """Returns mass [H, B] and unit [H, T] with exp(r_hat) = z * mass * e^unit, for a block that all rows see."""
         shift = self.key_shift[:, block]
         largest = shift.amax(-1, keepdim=True)
         unit = (self.query_shift - self.maxima)[:, rows, 0] + largest
@@ -146,7 +146,7 @@ class _ScoreMatching(torch.autograd.Function):
         blocks: _Blocks = ctx.blocks
         for_query, for_key = torch.zeros_like(blocks.query), torch.zeros_like(blocks.key)
         upstream, newest = upstream[:, blocks.order], ctx.newest
-        # From the last block to the first: the last one's scores are still there, so a single block is made once.
+        # Backwards, because the last block's scores are still in memory: a single block is computed only once.
         for block in blocks.backwards():
             pairs = newest if newest is not None else blocks.pairs(block)
             newest = None
@@ -167,20 +167,20 @@ def score_matching_losses(
     last: Tensor,
     weights: Weights,
 ) -> Tensor:
-    """lambda_KL L_KL + lambda_top L_top + lambda_fp L_fp + lambda_Z L_Z of every row, [H, R].
+    """Computes lambda_KL L_KL + lambda_top L_top + lambda_fp L_fp + lambda_Z L_Z of every row, [H, R].
 
-    Differentiable, once, in log_query and log_key.
+    Differentiable once in log_query and log_key.
 
     Args:
         log_query: [H, R, M] log phi_q of the rows; log_key: [H, L, M] log phi_k.
         queries: [H, R, D]; keys: [H, L, D]; the teacher's scores are scale * q . k.
-        last: [R] integer, the last key that a row sees; at least 0.
+        last: [R] integer, index of the last visible key, at least 0.
     """
     return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights)
 
 
 def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
-    """The rows' sums over all blocks, and the last block's scores."""
+    """Returns the rows' sums over all blocks, and the last block's scores."""
     shape = blocks.queries.shape[:2]
     warm, cold, crossed, in_band, top, false_positive = blocks.queries.new_zeros(6, *shape)
     warm_hat, cold_hat = _RunningLogSum(shape, blocks.queries), _RunningLogSum(shape, blocks.queries)
@@ -203,7 +203,7 @@ def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
             cold_hat.add(rows, share.sum(-1), largest)
         band = _band(r, weights.band)
         in_band[:, rows] += band.sum(-1)
-        # A hidden key counts as a far one with r_hat = MASKED, where the false-positive error vanishes.
+        # A hidden key counts as far with r_hat = MASKED, where the false-positive error is zero.
         errors = huber((r_hat + weights.band).clamp_min_(0).lerp_(gap, band), weights.huber_delta)
         false_positive[:, rows] += errors.sum(-1)
         top[:, rows] += errors.mul_(band).sum(-1)
@@ -216,14 +216,14 @@ def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
 
 
 def _band(r: Tensor, width: float) -> Tensor:
-    """1 within the top band and 0 beyond it, as numbers: `lerp` between two values is several times faster than
+    """Returns 1.0 within the top band and 0.0 beyond it: `lerp` with these weights is several times faster than
     `where`.
     """
     return torch.ge(r, -width, out=torch.empty_like(r))
 
 
 class _RunningLogSum:
-    """log of a sum over blocks, in units of the largest exponent so far."""
+    """Streaming logsumexp over blocks, in units of the largest exponent so far."""
 
     def __init__(self, shape: torch.Size, like: Tensor):
         self.unit, self.sum = like.new_full(shape, MASKED), like.new_zeros(shape)
@@ -251,7 +251,7 @@ def _losses(sums: Sums, weights: Weights) -> Tensor:
 
 
 def _slopes(blocks: _Blocks, block: slice, pairs: Pairs, sums: Sums, weights: Weights, upstream: Tensor) -> Tensor:
-    """[H, T, B]: derivative of the rows' losses, times `upstream` [H, R], by z."""
+    """Derivative of the rows' losses with respect to z, times `upstream` [H, R]: [H, T, B]."""
     rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
     delta = weights.huber_delta
     sums = Sums(*(x[:, rows] for x in sums))
@@ -261,14 +261,14 @@ def _slopes(blocks: _Blocks, block: slice, pairs: Pairs, sums: Sums, weights: We
     slope *= (weights.kl * weights.tau * upstream).unsqueeze(-1)
     band = _band(r, weights.band)
     error = (r_hat + weights.band).clamp_min_(0).lerp_(r_hat - r, band).clamp_(-delta, delta)
-    of_band = (weights.top * upstream / sums.in_band).unsqueeze(-1)
+    within = (weights.top * upstream / sums.in_band).unsqueeze(-1)
     beyond = (weights.fp * upstream / sums.beyond.clamp_min(1)).unsqueeze(-1)
-    slope += error.mul_(torch.lerp(beyond, of_band, band))
+    slope += error.mul_(torch.lerp(beyond, within, band))
     excess = weights.z * (sums.log_z_hat - sums.log_z).clamp(0, delta) * upstream
     if pairs.hidden is not None:
         slope += (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_().mul_(excess.unsqueeze(-1))
         return slope.masked_fill_(pairs.hidden, 0).div_(pairs.kernel)
-    # d exp(r_hat) / dz does not depend on z: this term's slope is a row's factor times a key's.
+    # d exp(r_hat) / dz does not depend on z: the slope of this term is a row factor times a key factor.
     mass, unit = blocks.key_mass(block, rows)
-    of_row = (excess * (unit - sums.log_z_hat).exp()).unsqueeze(-1)
-    return slope.div_(pairs.kernel).addcmul_(of_row, mass.unsqueeze(-2))
+    row_factor = (excess * (unit - sums.log_z_hat).exp()).unsqueeze(-1)
+    return slope.div_(pairs.kernel).addcmul_(row_factor, mass.unsqueeze(-2))

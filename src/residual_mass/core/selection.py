@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 LONG_ROW = 16384
-"""Columns from which on a selection in two levels is faster."""
+"""Number of columns above which two-level selection is faster."""
 BLOCK = 8
 
 
 class Selected(NamedTuple):
-    """Tokens chosen per row, as slots: indices into L, of which only the valid ones count."""
+    """Tokens chosen per row, as slots with indices into L; only valid slots count."""
 
     indices: Tensor
     """[..., R, K] int64."""
@@ -24,13 +24,13 @@ class Selected(NamedTuple):
     """[..., R, K] bool."""
 
     def mask(self, length: int) -> Tensor:
-        """The chosen set as [..., R, length] bool."""
+        """Returns the chosen set as a mask [..., R, length] bool."""
         mask = torch.zeros(*self.indices.shape[:-1], length, dtype=torch.int8, device=self.indices.device)
         return mask.scatter_add_(-1, self.indices, self.valid.to(torch.int8)) > 0
 
 
 def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
-    """The paper's oracle selector: the K highest-scoring mid-region tokens of every query row.
+    """Selects the K highest-scoring mid-region tokens of every query row, the paper's oracle selector.
 
     Args:
         scores: [..., R, L] attention scores.
@@ -38,7 +38,7 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
         k: [..., R] or [R] integer, tokens wanted per row; more than |M| retrieves all of M.
 
     Returns:
-        Slots in falling score order; a row's slots beyond its own K or |M| are not valid.
+        Slots in descending order of score; slots beyond a row's own K or |M| are invalid.
     """
     most = min(int(k.max()), scores.shape[-1]) if k.numel() else 0
     candidates = scores.masked_fill(~mid, -torch.inf)
@@ -49,10 +49,10 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Columns [..., K] and values [..., K] of the k highest of scores [..., L], in no order; all L where k is more.
+    """Returns columns [..., K] and values [..., K] of the k highest scores [..., L], unordered; K = min(k, L).
 
-    Long rows go through the maxima of blocks first. That is exact: a token among the k highest stands in one of the k
-    blocks with the highest maxima, for k better maxima would be k better tokens.
+    Long rows compare the maxima of blocks first. This is exact: each of the k highest tokens lies in one of the k
+    blocks with the highest maxima, because k higher maxima would be k higher tokens.
     """
     length = scores.shape[-1]
     k = min(k, length)
@@ -71,6 +71,6 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def members(mask: Tensor, most: int) -> Selected:
-    """The True columns of a mask [..., L] that has at most `most` of them in a row."""
+    """Returns the True columns of a mask [..., L] with at most `most` of them per row."""
     found, indices = mask.to(torch.int8).topk(min(most, mask.shape[-1]), dim=-1)
     return Selected(indices, found > 0)

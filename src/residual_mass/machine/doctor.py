@@ -1,4 +1,4 @@
-"""What this machine can run and what it lacks, each lack with its remedy; prints, makes no file."""
+"""Prints what this machine can run, and what it lacks with a remedy for each; writes no file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from residual_mass.estimate import aligned
 from residual_mass.machine import preflight
 from residual_mass.machine.disk import (
     ASSETS_BYTES,
-    KIND_OF,
+    KIND_BY_RULE,
     KINDS,
     Need,
-    bytes_or_unknown,
-    existing,
+    estimate_need,
+    format_bytes,
     has_assets,
     has_weights,
     hub_cache,
-    in_words,
-    need_of,
+    nearest_existing,
     sum_known,
     total_of,
     weights_bytes,
 )
-from residual_mass.machine.facts import Machine, look, version_of
+from residual_mass.machine.facts import Machine, inspect_machine, version_of
 from residual_mass.paper import typesetting
 from residual_mass.prefetch import missing
 from residual_mass.prefetch.needs import needs_of
@@ -34,15 +33,15 @@ from residual_mass.study.specs import BackboneSpec
 
 
 def run(jobs: Path, assets: Path) -> None:
-    """Prints what this machine is, the room that every study takes, and a line per study: can run here, or why not.
+    """Prints the machine, the disk space of every study, and whether each study can run here.
 
     Args:
-        jobs: those of all studies, as `study.start` writes them.
+        jobs: jobs of all studies, as `study.start` writes them.
     """
     studies = read_studies(jobs)
-    machine = look()
+    machine = inspect_machine()
     print("\n".join(_described(machine)))
-    needs = {(s.name, b.name): need_of(s, b, assets) for s in studies for b in s.backbones}
+    needs = {(s.name, b.name): estimate_need(s, b, assets) for s in studies for b in s.backbones}
     print("\n".join(_disk_table(needs, assets)))
     verdicts = {study.name: list(problems(study, machine, needs, assets)) for study in studies}
     found = list(dict.fromkeys(problem for lacks in verdicts.values() for problem in lacks))
@@ -55,14 +54,14 @@ def run(jobs: Path, assets: Path) -> None:
 
 
 def _described(machine: Machine) -> Iterator[str]:
-    gpus = ", ".join(f"{gpu.name} ({in_words(gpu.memory)})" for gpu in machine.gpus) or "none"
+    gpus = ", ".join(f"{gpu.name} ({format_bytes(gpu.memory)})" for gpu in machine.gpus) or "none"
     slurm = f"yes, {'with' if machine.accounting else 'without'} accounting (sacct)" if machine.slurm else "no"
     facts = {
         "Python": platform.python_version(),
         "torch": version_of("torch"),
         "transformers": version_of("transformers"),
         "CPU cores": str(machine.cores),
-        "RAM": in_words(machine.memory),
+        "RAM": format_bytes(machine.memory),
         "GPU": gpus + ("; " * bool(machine.gpu_fault)) + machine.gpu_fault,
         "Triton": f"{version_of('triton')} (kernels of the fused decode; without it or a GPU torch does the same)",
         "Hugging Face": f"{machine.hub or 'reachable'}; {'a token is set' if machine.token else 'no token'}",
@@ -74,22 +73,22 @@ def _described(machine: Machine) -> Iterator[str]:
 
 
 def _disk_table(needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
-    rows = [("study, backbone", *KINDS, "in all", "to come")]
+    rows = [("study, backbone", *KINDS, "total", "missing")]
     for (study, backbone), need in needs.items():
         numbers = [*(need.total[kind] for kind in KINDS), total_of(need.total), total_of(need.left)]
-        rows.append((f"{study}, {backbone}", *map(bytes_or_unknown, numbers)))
-    yield "\nDisk (estimates; src/residual_mass/machine/disk.py says how)"
+        rows.append((f"{study}, {backbone}", *map(format_bytes, numbers)))
+    yield "\nDisk (estimates, explained in src/residual_mass/machine/disk.py)"
     yield from (f"  {line}" for line in aligned(rows))
-    yield f"  assets, for every study: {in_words(ASSETS_BYTES)}, {'there' if has_assets(assets) else 'to come'}"
+    yield f"  assets, for every study: {format_bytes(ASSETS_BYTES)}, {'present' if has_assets(assets) else 'missing'}"
     for folder in (Path("results"), assets, hub_cache()):
-        yield f"  free for {folder}: {in_words(shutil.disk_usage(existing(folder)).free)}"
+        yield f"  free for {folder}: {format_bytes(shutil.disk_usage(nearest_existing(folder)).free)}"
 
 
 # ---- what a study lacks ----------------------------------------------------------------------------------------------
 
 
 def problems(study: StudyJobs, machine: Machine, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
-    """One line for everything that keeps a study from running here, with its remedy."""
+    """Yields one line per reason why a study cannot run here, with its remedy."""
     yield from preflight.problems(study.backbones, assets, asks_hub=not machine.hub)
     yield from (problem for backbone in study.backbones for problem in _licence_problems(backbone, machine, assets))
     yield from _memory_problems(study, machine, assets)
@@ -98,7 +97,7 @@ def problems(study: StudyJobs, machine: Machine, needs: dict[tuple[str, str], Ne
 
 
 def _licence_problems(backbone: BackboneSpec, machine: Machine, assets: Path) -> Iterator[str]:
-    """A token alone opens nothing: the licence of a gated model is accepted by its holder."""
+    """Asks the hub, because a token is not enough: its owner must also accept a gated model's licence."""
     if backbone.source != "hub" or machine.hub or not machine.token or has_weights(backbone, assets):
         return
     from huggingface_hub import HfApi
@@ -111,7 +110,7 @@ def _licence_problems(backbone: BackboneSpec, machine: Machine, assets: Path) ->
             f"backbone {backbone.name}: the token has no access to {backbone.model_id}: accept the licence on the "
             "model's page under the account of the token"
         )
-    except Exception as error:  # the clients of the library's versions raise unrelated classes
+    except Exception as error:  # error classes differ between versions of the library
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404):
             yield (
@@ -126,10 +125,10 @@ def _licence_problems(backbone: BackboneSpec, machine: Machine, assets: Path) ->
 
 
 def _memory_problems(study: StudyJobs, machine: Machine, assets: Path) -> Iterator[str]:
-    """Lower bounds: the weights have to fit."""
+    """Checks a lower bound: the weights must fit."""
     for backbone in study.backbones:
         weights = weights_bytes(backbone, assets) or 0
-        what = f"backbone {backbone.name}: its weights ({in_words(weights)}) do not fit"
+        what = f"backbone {backbone.name}: its weights ({format_bytes(weights)}) do not fit"
         on_gpu = backbone.requires_gpu and machine.gpus
         if on_gpu and weights > max(gpu.memory for gpu in machine.gpus):
             yield f"{what} into a GPU here: use a machine with a larger one"
@@ -143,9 +142,9 @@ def _memory_problems(study: StudyJobs, machine: Machine, assets: Path) -> Iterat
 
 
 def _hub_problems(study: StudyJobs, machine: Machine, assets: Path) -> Iterator[str]:
-    """What is read of the hub has been prefetched where the hub is out of reach."""
+    """Checks that files of the hub have been prefetched if the hub cannot be reached."""
     hub = needs_of(study)
-    outputs = [path for job in study.jobs if job.rule in KIND_OF for path in job.outputs]
+    outputs = [path for job in study.jobs if job.rule in KIND_BY_RULE for path in job.outputs]
     if not machine.hub or not (hub.models or hub.parts or hub.streams) or all(Path(path).exists() for path in outputs):
         return
     if missing.problems(hub, assets):
@@ -157,21 +156,21 @@ def _hub_problems(study: StudyJobs, machine: Machine, assets: Path) -> Iterator[
 
 
 def _disk_problems(study: StudyJobs, needs: dict[tuple[str, str], Need], assets: Path) -> Iterator[str]:
-    """For each file system, what is yet to come against what is free."""
-    of_study = [needs[study.name, backbone.name].left for backbone in study.backbones]
+    """Compares missing files with the free space of each file system."""
+    lefts = [needs[study.name, backbone.name].left for backbone in study.backbones]
     wanted = [
-        (Path("results"), sum_known(left[kind] for left in of_study for kind in KINDS if kind != "model")),
-        (hub_cache(), sum_known(left["model"] for left in of_study)),
+        (Path("results"), sum_known(left[kind] for left in lefts for kind in KINDS if kind != "model")),
+        (hub_cache(), sum_known(left["model"] for left in lefts)),
         (assets, 0 if has_assets(assets) else ASSETS_BYTES),
     ]
     systems: dict[int, list[tuple[Path, int]]] = {}
     for folder, number in wanted:
-        systems.setdefault(existing(folder).stat().st_dev, []).append((folder, number))
+        systems.setdefault(nearest_existing(folder).stat().st_dev, []).append((folder, number))
     for parts in systems.values():
-        needed, free = sum(number for _, number in parts), shutil.disk_usage(existing(parts[0][0])).free
+        needed, free = sum(number for _, number in parts), shutil.disk_usage(nearest_existing(parts[0][0])).free
         if needed > free:
             folders = ", ".join(str(folder) for folder, number in parts if number)
             yield (
-                f"disk: {folders} will take {in_words(needed)}, but {in_words(free)} are free: make room, or use "
-                "another disk"
+                f"disk: {folders} will take {format_bytes(needed)}, but {format_bytes(free)} are free: make room, or "
+                "use another disk"
             )

@@ -1,4 +1,4 @@
-"""What a machine is: cores, memory, GPUs, the hub, SLURM; imports torch only to ask it for a GPU that is there."""
+"""Facts about this machine: cores, memory, GPUs, the hub, SLURM; imports torch only if there is a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from residual_mass.machine import preflight, slurm
 
 REACH = 5.0
-"""Seconds after which the hub counts as out of reach."""
+"""Timeout in seconds for reaching the hub."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found.
+    """Facts about a machine.
 
     Attributes:
         memory: bytes of RAM that this process may use.
-        gpu_fault: nothing where torch can use the GPUs or there are none, else why it cannot.
-        hub: nothing where the Hugging Face hub answers, else why it does not.
-        token: whether there is one; what it is, is nobody's business.
+        gpu_fault: why torch cannot use the GPUs; empty if it can, or without GPUs.
+        hub: why the Hugging Face hub does not answer; empty if it does.
+        token: whether a token is set; its value is never stored.
         slurm, accounting: whether jobs can be submitted, and whether `sacct` answers.
     """
 
@@ -44,7 +44,7 @@ class Machine:
     accounting: bool
 
 
-def look() -> Machine:
+def inspect_machine() -> Machine:
     from huggingface_hub import get_token
 
     gpus = tuple(_gpus())
@@ -57,14 +57,14 @@ def look() -> Machine:
         hub=_why_no_hub(),
         token=get_token() is not None,
         slurm=submits,
-        accounting=submits and _answers(slurm.ASKS_ACCOUNTS),
+        accounting=submits and _stdout(slurm.ASKS_ACCOUNTS) is not None,
     )
 
 
 def _gpus() -> Iterator[Gpu]:
-    """As nvidia-smi lists them."""
+    """Lists GPUs with nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    for line in (_said(query) or "").splitlines():
+    for line in (_stdout(query) or "").splitlines():
         name, _, mebibytes = line.rpartition(",")
         if mebibytes.strip().isdecimal():
             yield Gpu(name.strip(), int(mebibytes) * 2**20)
@@ -73,13 +73,13 @@ def _gpus() -> Iterator[Gpu]:
 def _gpu_fault() -> str:
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError where a library of CUDA's does not load
+    except (ImportError, OSError) as error:  # OSError if a CUDA library does not load
         return f"torch cannot be imported ({' '.join(str(error).split())})"
     return "" if torch.cuda.is_available() else f"torch {version_of('torch')} cannot use the GPU"
 
 
 def _memory() -> int:
-    """Bytes of RAM, or of the container's share of it."""
+    """Returns bytes of RAM, or of the container's limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.is_file() else "max"
@@ -94,17 +94,13 @@ def _why_no_hub() -> str:
         return "offline: HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=REACH)
-    except Exception as error:  # the clients of the library's versions raise unrelated classes
+    except Exception as error:  # error classes differ between versions of the library
         return f"cannot be reached ({type(error).__name__})"
     return ""
 
 
-def _answers(command: Sequence[str]) -> bool:
-    return _said(command) is not None
-
-
-def _said(command: Sequence[str]) -> str | None:
-    """Standard output of a program, or None where it is not installed, fails or does not come to an end."""
+def _stdout(command: Sequence[str]) -> str | None:
+    """Returns the standard output of a program, or None if it is not installed, fails or times out."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

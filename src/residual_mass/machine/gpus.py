@@ -1,7 +1,7 @@
-"""Which GPU is a job's own on a machine without a scheduler: the first that is free.
+"""Assigns free GPUs to jobs on a machine without a scheduler.
 
-A scheduler gives a job its GPUs in CUDA_VISIBLE_DEVICES. Elsewhere jobs side by side would all take the first, so each
-locks a file per GPU and sees no other. The lock ends with the process, however that ends.
+A scheduler assigns GPUs with CUDA_VISIBLE_DEVICES. Without one, parallel jobs would all use the first GPU, so each job
+locks one file per GPU and sees only those GPUs. The lock ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN = 1.0
-"""Seconds between two looks for a free GPU."""
+"""Seconds between two checks for a free GPU."""
 
 
 def take(count: int) -> None:
-    """Makes `count` GPUs the only ones that this process, and what it starts, can see; waits until so many are free.
+    """Waits for `count` free GPUs and hides all others from this process and its children.
 
-    Must come before CUDA starts. Nothing is done where there are no GPUs, where CUDA_VISIBLE_DEVICES leaves no choice,
-    and in processes of torchrun, for which its parent chose.
+    Call it before CUDA is initialised. Does nothing without GPUs, if CUDA_VISIBLE_DEVICES leaves no choice, or in
+    processes of torchrun, whose parent has chosen.
 
     Raises:
-        ValueError: there are fewer than `count`.
+        ValueError: the machine has fewer than `count` GPUs.
     """
     visible = visible_gpus()
     if not visible or "LOCAL_RANK" in os.environ:
@@ -39,24 +39,24 @@ def take(count: int) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES writes them: numbers, or what it says itself."""
+    """Returns names of the usable GPUs: those in CUDA_VISIBLE_DEVICES if set, else numbers."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number in range(len(device_files()))]
 
 
 def device_files() -> list[Path]:
-    """One per NVIDIA GPU of this machine."""
+    """Returns one device file per NVIDIA GPU of this machine."""
     return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _locked(visible: Sequence[str], count: int) -> list[str]:
-    """The first `count` that are free, locked for as long as this process lives."""
+    """Locks the first `count` free GPUs for the lifetime of this process."""
     folder = Path(tempfile.gettempdir(), f"residual_mass_gpus_{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     waited = False
     while True:
-        # One chooses at a time: two that want two of two GPUs would each hold one and wait for the other.
+        # One process chooses at a time: two that want two of two GPUs could each hold one and wait for the other.
         choosing = os.open(folder / "choosing", os.O_RDWR | os.O_CREAT)
         fcntl.flock(choosing, fcntl.LOCK_EX)
         held = _free(visible, count, folder)
@@ -71,7 +71,7 @@ def _locked(visible: Sequence[str], count: int) -> list[str]:
 
 
 def _free(visible: Sequence[str], count: int, folder: Path) -> dict[str, int]:
-    """The first `count` free GPUs with the open files that lock them; empty where there are not so many."""
+    """Returns the first `count` free GPUs with the open files that lock them; empty if too few are free."""
     held: dict[str, int] = {}
     for name in visible:
         file = os.open(folder / f"{name.replace('/', '-')}.lock", os.O_RDWR | os.O_CREAT)
@@ -80,7 +80,7 @@ def _free(visible: Sequence[str], count: int, folder: Path) -> dict[str, int]:
         except BlockingIOError:
             os.close(file)
             continue
-        os.set_inheritable(file, True)  # the lock passes on to the command that this process becomes
+        os.set_inheritable(file, True)  # keeps the lock after exec
         held[name] = file
         if len(held) == count:
             return held
@@ -90,7 +90,7 @@ def _free(visible: Sequence[str], count: int, folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    """`python -m residual_mass.machine.gpus COUNT COMMAND ...`: becomes the command, which sees GPUs of its own."""
+    """`python -m residual_mass.machine.gpus COUNT COMMAND ...`: runs the command with its own GPUs."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         take(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What this machine lacks for a backbone, told before hours of jobs start; imports no torch."""
+"""Checks that this machine can run backbones, before hours of jobs start; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from residual_mass.study.specs import BackboneSpec
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 CLOCKS_APART = 60
-"""Seconds by which the clocks of machines that share files may differ."""
+"""Tolerated clock difference in seconds between machines that share files."""
 
 
 def run(backbone: BackboneSpec, assets: Path) -> None:
-    """Raises ValueError saying what this machine lacks to run a backbone, if anything."""
+    """Raises ValueError if this machine lacks something to run a backbone."""
     if found := problems([backbone], assets):
         raise ValueError("; ".join(found))
 
@@ -29,14 +29,14 @@ def run(backbone: BackboneSpec, assets: Path) -> None:
 def problems(
     backbones: Sequence[BackboneSpec], assets: Path, asks_hub: bool = True, submits: bool | None = None
 ) -> list[str]:
-    """One line per missing thing, with its remedy; empty when the jobs of these backbones can start here.
+    """Returns one line per problem, with its remedy; empty if jobs of these backbones can start here.
 
     Args:
-        asks_hub: whether models that are on the hub may be asked for there; else they are not looked at.
-        submits: whether jobs are run elsewhere; None where they may be, if there is SLURM.
+        asks_hub: whether to ask the hub about its models; otherwise they are not checked.
+        submits: whether jobs run elsewhere; None assumes so if there is SLURM.
     """
-    looked_at = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
-    found = [problem for backbone in looked_at for problem in _access_problems(backbone, assets)]
+    checked = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
+    found = [problem for backbone in checked for problem in _access_problems(backbone, assets)]
     names = ", ".join(backbone.name for backbone in backbones if backbone.requires_gpu)
     if names and not (has_gpu() or (has_slurm() if submits is None else submits)):
         found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
@@ -47,8 +47,8 @@ def problems(
 
 
 def from_the_future(inputs: Iterable[Path]) -> list[str]:
-    """One line for the newest input that is dated later than now, as after a clock was set back: once its job is done,
-    Snakemake finds the results older than their input and deletes them.
+    """Returns one line for the newest input if it is dated in the future, as after a clock was set back: Snakemake
+    would find results older than their input and delete them.
     """
     dated = {path: path.stat().st_mtime for path in inputs if path.exists()}
     newest = max(dated, key=dated.__getitem__, default=None)
@@ -60,7 +60,7 @@ def from_the_future(inputs: Iterable[Path]) -> list[str]:
 
 
 def unwritable(outputs: Iterable[Path]) -> list[str]:
-    """One line per folder that is there and that outputs cannot be written to."""
+    """Returns one line per existing folder in which outputs cannot be written."""
     folders = {next(folder for folder in path.parents if folder.is_dir()) for path in outputs}
     refused = sorted(str(folder) for folder in folders if not os.access(folder, os.W_OK))
     return [f"{folder}: cannot be written to; make the folder or its disk writable" for folder in refused]
@@ -71,7 +71,7 @@ def has_gpu() -> bool:
 
 
 def has_slurm() -> bool:
-    """A machine that can submit SLURM jobs needs no GPU of its own."""
+    """Whether SLURM jobs can be submitted, so that this machine needs no GPU."""
     return shutil.which("sbatch") is not None
 
 
@@ -95,12 +95,12 @@ def _on_hub(backbone: BackboneSpec) -> bool:
 
 
 def _is_public(backbone: BackboneSpec) -> bool:
-    """Whether the hub hands the model to anyone; False, too, where the hub cannot be reached."""
+    """Whether the model is not gated; also False if the hub cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
         return not HfApi().model_info(backbone.model_id, revision=backbone.revision, timeout=10, token=False).gated
-    except Exception:  # whatever is wrong with network or repository, the jobs could not fetch it either
+    except Exception:  # any problem with network or repository would also stop the jobs
         return False
 
 

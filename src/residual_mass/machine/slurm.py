@@ -1,4 +1,4 @@
-"""What keeps a run from being handed to SLURM and watched there, told before its first job; imports no torch."""
+"""Checks that SLURM accepts and reports jobs, before the first one; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 PROFILE = "workflow/profiles/slurm/config.yaml"
 ASKS_ACCOUNTS = ("sacct", "--noheader", "--starttime", "now")
-"""Fails where SLURM keeps no accounts."""
+"""Fails without SLURM accounting."""
 REMEMBERED = 240
-"""Seconds for which SLURM must know a finished job (MinJobAge) where squeue is all there is: Snakemake asks every 180 s
-at the latest, and waits for ever for a job that was forgotten before it asked.
+"""Seconds for which SLURM must remember a finished job (MinJobAge) if there is only squeue: Snakemake asks at least
+every 180 s, and waits forever for a job that was forgotten before.
 """
 
 
 def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> list[str]:
-    """One line per obstacle, with its remedy; empty where jobs can be submitted and watched.
+    """Returns one line per problem, with its remedy; empty if jobs can be submitted and watched.
 
     Args:
-        status_command: what Snakemake asks for its jobs, sacct or squeue.
-        sites: partition and account of the jobs, each "" where none is given.
+        status_command: command that Snakemake uses to ask for its jobs, sacct or squeue.
+        sites: partition and account of the jobs, each "" if not given.
     """
     if shutil.which("sbatch") is None:
         return ["no sbatch here: run on a machine that submits to SLURM, or without the profile slurm"]
@@ -36,7 +36,7 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
             f"set slurm-status-command: squeue, as {PROFILE} does by itself"
         )
     if status_command == "squeue" and accounting:
-        found += _forgetfulness(min_job_age())
+        found += _memory_problems(min_job_age())
     for partition, account in sorted(set(sites)):
         if account and accounting:
             found.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
@@ -46,7 +46,7 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
 
 
 def unfinished(folder: Path) -> list[str]:
-    """One line if jobs that an earlier run submitted from `folder` are still there: they write what a new run would."""
+    """Returns one line if jobs of an earlier run from `folder` still exist, which would write the same files."""
     if shutil.which("squeue") is None:
         return []
     run = _run("squeue", "--noheader", "--user", getuser(), "--format", "%i|%k|%Z")
@@ -61,15 +61,15 @@ def unfinished(folder: Path) -> list[str]:
 
 
 def see_cancelled_jobs() -> None:
-    """Lets Snakemake see that a job was cancelled, where it asks sacct.
+    """Patches Snakemake's SLURM plugin so that it recognises cancelled jobs in the output of sacct.
 
-    sacct says "CANCELLED by 1000". Snakemake's plugin for SLURM, from 2.4 to at least 2.8, knows "CANCELLED" alone and
-    would take the job for a running one for ever.
+    sacct prints "CANCELLED by 1000". The plugin, from 2.4 to at least 2.8, only knows "CANCELLED" and would consider
+    the job running forever.
     """
     import snakemake_executor_plugin_slurm as plugin
 
     original = getattr(plugin, "query_job_status", None)
-    if original is None:  # before 2.4, where the first word of a state was read
+    if original is None:  # before 2.4, the plugin read only the first word of a state
         return
 
     async def query(command: str, logger: Any) -> tuple[dict[str, str] | None, float | None]:
@@ -80,12 +80,12 @@ def see_cancelled_jobs() -> None:
 
 
 def min_job_age() -> int | None:
-    """Seconds for which SLURM remembers a finished job, 0 if for ever; None where it does not say."""
+    """Returns the seconds for which SLURM remembers a finished job, 0 if forever; None if unknown."""
     found = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
     return int(found[1]) if found else None
 
 
-def _forgetfulness(remembered: int | None) -> list[str]:
+def _memory_problems(remembered: int | None) -> list[str]:
     if remembered == 0 or (remembered is not None and remembered >= REMEMBERED):
         return []
     after = "at a time that scontrol does not tell" if remembered is None else f"after {remembered} s"
@@ -96,8 +96,8 @@ def _forgetfulness(remembered: int | None) -> list[str]:
 
 
 def _refusal(partition: str, account: str) -> str:
-    """What SLURM has against the two; empty where it refuses this job for what the real ones may carry, a GPU or a
-    quality of service.
+    """Returns SLURM's complaint about partition or account; empty if it refuses this test job for something that the
+    real ones may request, a GPU or a quality of service.
     """
     given = [f"--partition={partition}"] * bool(partition) + [f"--account={account}"] * bool(account)
     run = _run("sbatch", "--test-only", "--time=1", *given, "--wrap=true")
@@ -106,7 +106,7 @@ def _refusal(partition: str, account: str) -> str:
 
 
 def _failure(*command: str) -> str:
-    """The last line of what a command said when it failed; empty when it did not."""
+    """Returns the last line of a failed command's error output; empty if it succeeded."""
     run = _run(*command)
     return (run.stderr.strip() or "no message").splitlines()[-1] if run.returncode else ""
 

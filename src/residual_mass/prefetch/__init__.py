@@ -1,1 +1,1 @@
-"""Fetches what a study reads of the hub into its assets folder, and lists what the folder lacks."""
+"""Fetches a study's files from the hub into its assets folder, and lists missing ones."""

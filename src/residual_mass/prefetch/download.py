@@ -1,4 +1,4 @@
-"""Downloads single files of the hub and checks them; turns errors of its libraries into one line."""
+"""Downloads single files from the hub and checks them; turns errors of its libraries into one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def download(repository: str, repo_type: str, commit: str, info: RepoFile, path: Path) -> None:
     """Downloads one file, resuming an interrupted download.
 
-    Not `hf_hub_download` or `snapshot_download`, which start a file again and compare no hash.
+    Unlike `hf_hub_download` and `snapshot_download`, it resumes files and compares hashes.
 
     Raises:
         ValueError: the download fails, or the file's hash is not the hub's.
@@ -42,7 +42,7 @@ def download(repository: str, repo_type: str, commit: str, info: RepoFile, path:
 
 
 def part_of(path: Path, commit: str) -> Path:
-    """The partial download of a file."""
+    """Returns the path of a file's partial download."""
     return path.with_name(f".{path.name}{part_suffix(commit)}")
 
 
@@ -51,7 +51,7 @@ def part_suffix(commit: str) -> str:
 
 
 def bytes_begun(part: Path, info: RepoFile) -> int:
-    """Bytes of an interrupted download that can be resumed; 0 where it is larger than the file."""
+    """Returns the bytes of an interrupted download that can be resumed; 0 if it is larger than the file."""
     size = part.stat().st_size if part.is_file() else 0
     return size if size <= info.size else 0
 
@@ -61,7 +61,7 @@ def has_size(file: Path, size: int) -> bool:
 
 
 def matches_hub(path: Path, info: RepoFile) -> bool:
-    """Compares the sha256 of a file with the hub's, or git's hash of a small file."""
+    """Whether the file's sha256, or git hash for a small file, is the hub's."""
     if info.lfs is not None:
         return sha256_of(path) == info.lfs.sha256
     content = path.read_bytes()
@@ -72,7 +72,7 @@ def matches_hub(path: Path, info: RepoFile) -> bool:
 def asking(repository: str) -> Iterator[None]:
     """Turns errors of the hub's libraries into a ValueError of one line without the token.
 
-    To be put around their calls only, as they raise a dozen unrelated classes.
+    Wrap only their calls in it, because it catches all exceptions: the libraries raise a dozen unrelated classes.
     """
     from huggingface_hub import get_token
 

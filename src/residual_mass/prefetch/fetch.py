@@ -1,7 +1,7 @@
-"""Fetches what a study reads of the hub into its assets folder.
+"""Fetches a study's files from the hub into its assets folder.
 
-Models and the parts of data sets that benchmarks use are fetched whole. Of a training corpus, the shards that the
-study's trainings read are fetched in their order, until they hold the required tokens and a margin.
+Fetches models, and the parts of data sets that benchmarks use, completely. For a training corpus, fetches shards in the
+order in which the study's trainings read them, until they hold the required tokens and a margin.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ MODEL_FILES = (
 """Patterns of the files fetched from the top folder of a model's repository."""
 REPO_TYPES: dict[RepoKind, str] = {"models": "model", "data_sets": "dataset"}
 BYTES_PER_TOKEN = 3
-"""Of compressed text, roughly, to estimate sizes before anything is read."""
+"""Rough size of compressed text, to estimate sizes before reading it."""
 TYPICAL_TOKENS = 1000
-"""Tokens of a document, for the same estimate."""
+"""Rough number of tokens per document, for the same estimate."""
 GB = 1e9
 
 
 def run(spec: PrefetchSpec, assets: Path) -> None:
-    """The `prefetch` stage: fetches what the folder lacks or, offline, lists it.
+    """Fetches what the folder lacks; offline, lists it instead.
 
-    Files with the right sha256 are kept, and an interrupted download is resumed.
+    Keeps files with the right sha256 and resumes interrupted downloads.
 
     Raises:
-        ValueError: something cannot be fetched or does not fit on the disk; in one line.
+        ValueError: something is missing offline, cannot be fetched or does not fit on the disk; in one line.
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -78,7 +78,7 @@ class Fetcher:
         self.damaged = set(hub.damaged())
 
     def fetch(self, spec: PrefetchSpec) -> None:
-        """Fetches everything, after a check of access to all repositories and of the disk."""
+        """Fetches everything, after checking access to all repositories and disk space."""
         self._open(spec)
         self._drop_old_parts()
         models = {need: self._model_files(need) for need in spec.models}
@@ -101,12 +101,12 @@ class Fetcher:
             log.warning("%s: changed since it was prefetched (sha256), but study %s does not read it", file, spec.study)
 
     def save(self) -> None:
-        """Writes the manifest, without incomplete models. Data sets are listed at once, to keep their commit."""
+        """Writes the manifest without incomplete models, but with all data sets, to keep their commits."""
         models = {name: entry for name, entry in self.content["models"].items() if entry["files"]}
         write_json(self.hub.manifest, self.content | {"models": models})
 
     def _open(self, spec: PrefetchSpec) -> None:
-        """Settles the commit of every repository; raises ValueError for all inaccessible ones at once."""
+        """Resolves the commit of every repository; raises ValueError listing all inaccessible ones."""
         streamed = [HUB[need.corpus].part for need in spec.streams]
         wanted: dict[tuple[RepoKind, str], str | None] = {}
         wanted |= {("models", need.model_id): need.revision for need in spec.models}
@@ -135,7 +135,7 @@ class Fetcher:
         return entry if kind == "models" else entry | {"parts": {}}
 
     def _drop_old_parts(self) -> None:
-        """Removes partial downloads of other commits, which are never resumed."""
+        """Removes partial downloads of other commits, which would never be resumed."""
         for kind, repositories in self.content.items():
             for name, entry in repositories.items():
                 for part in self.hub.folder(kind, name).rglob(".*.part"):
@@ -155,7 +155,7 @@ class Fetcher:
         return sorted(chosen)
 
     def _files_of(self, part: HubPart) -> list[str]:
-        """The data files of a part, in the order of the library."""
+        """Returns the data files of a part, in the library's order."""
         if part not in self.shards:
             held = self._held(part)
             whole = len(held["files"]) == held["shards"]
@@ -165,11 +165,11 @@ class Fetcher:
         return self.shards[part]
 
     def _held(self, part: HubPart) -> dict[str, Any]:
-        """The manifest's entry of a part; -1 shards where there is none."""
+        """Returns the manifest's entry of a part; -1 shards if there is none."""
         return self.content["data_sets"][part.data_set]["parts"].get(key_of(part), {"shards": -1, "files": {}})
 
     def _names_read(self, part: HubPart, need: StreamNeed) -> list[str]:
-        """The shards that a training reads, estimated from their sizes."""
+        """Returns the shards that a training reads, estimated from their sizes."""
         held = self._held(part)
         if covers(held, need):
             return list(held["files"].values())
@@ -192,7 +192,7 @@ class Fetcher:
         return names
 
     def _guessed(self, part: HubPart, number: int) -> list[int]:
-        """Tokens of the documents of a shard, estimated from its size."""
+        """Estimates the tokens of a shard's documents from its size."""
         (info,) = self._infos("data_sets", part.data_set, [self._files_of(part)[number]])
         return [TYPICAL_TOKENS] * max(1, round(info.size / BYTES_PER_TOKEN / TYPICAL_TOKENS))
 
@@ -208,7 +208,7 @@ class Fetcher:
         return [self.listed[kind, repository, name] for name in names]
 
     def _check_room(self, files: Sequence[tuple[RepoKind, str, str]]) -> None:
-        """Logs how much is to be fetched; raises ValueError where the disk has no room for it."""
+        """Logs how much will be fetched; raises ValueError if it does not fit on the disk."""
         repositories: dict[tuple[RepoKind, str], list[str]] = {}
         for kind, repository, name in files:
             repositories.setdefault((kind, repository), []).append(name)
@@ -231,7 +231,7 @@ class Fetcher:
             )
 
     def _file(self, kind: RepoKind, repository: str, name: str) -> dict[str, Any]:
-        """Fetches a file, unless present; its entry in the manifest."""
+        """Fetches a file unless present; returns its entry in the manifest."""
         if self._has(kind, repository, name):
             return self.content[kind][repository]["files"][name]
         (info,) = self._infos(kind, repository, [name])

@@ -1,4 +1,4 @@
-"""Lists what an assets folder lacks of what a study reads."""
+"""Lists a study's files that its assets folder lacks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from residual_mass.study.specs import PrefetchSpec, StreamNeed
 
 
 def problems(needs: PrefetchSpec, assets: Path) -> list[str]:
-    """One line with everything that a folder lacks for an offline run; empty where it lacks nothing.
+    """Returns one line with everything that a folder lacks for an offline run; empty if it lacks nothing.
 
-    Looks at existence and size only, as sha256 are checked when files are used.
+    Checks only existence and size; sha256 are checked when files are used.
     """
     lacking = [*_asset_problems(assets), *_hub_problems(needs, HubFolder(assets))]
     return [f"offline, and the assets folder lacks: {'; '.join(lacking)}: {REMEDY}"] if lacking else []
 
 
 def _asset_problems(assets: Path) -> Iterator[str]:
-    """Missing files of the pinned wheels, which every study needs."""
+    """Yields missing files of the pinned wheels, which every study needs."""
     manifest = assets / MANIFEST
     if not manifest.is_file():
         yield f"{manifest}: no such file"
@@ -68,6 +68,6 @@ def _part_problems(part: HubPart, hub: HubFolder, content: dict[str, Any]) -> It
 
 
 def covers(held: dict[str, Any], need: StreamNeed) -> bool:
-    """Whether the fetched part of a corpus reaches as far as a training reads."""
+    """Whether the fetched part of a corpus covers what a training reads."""
     alike = [one["tokens"] for one in held.get("streams", []) if same_order(one) == same_order(asdict(need))]
     return max(alike, default=0) >= need.tokens

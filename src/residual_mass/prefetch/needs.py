@@ -1,4 +1,4 @@
-"""What the jobs of a study read of the hub."""
+"""Files of the hub that the jobs of a study read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from residual_mass.study.specs import ModelNeed, PrefetchSpec, StreamNeed
 
 
 def run(jobs: Path, assets: Path) -> None:
-    """The `prefetch` stage, for the studies whose jobs `study.start` wrote down."""
+    """The `prefetch` stage, for all studies in `jobs`, which `study.start` writes."""
     from residual_mass.prefetch import fetch
 
     for study in read_studies(jobs):
@@ -24,16 +24,16 @@ def run(jobs: Path, assets: Path) -> None:
 
 
 def needs_of(study: StudyJobs) -> PrefetchSpec:
-    """What a study reads of the hub."""
+    """Collects what a study reads from the hub."""
     models = [{"backbone": asdict(backbone)} for backbone in study.backbones]
     return hub_needs(study.name, [*models, *(job.spec for job in study.jobs)])
 
 
 def hub_needs(study: str, specs: Iterable[dict[str, Any]]) -> PrefetchSpec:
-    """What jobs read of the hub.
+    """Collects what jobs read from the hub.
 
     Args:
-        specs: what the jobs are told, as parsed JSON; those of other stages need nothing.
+        specs: specs of the jobs as parsed JSON; specs of other stages add nothing.
     """
     models: dict[ModelNeed, None] = {}
     parts: dict[HubPart, None] = {}
@@ -55,7 +55,7 @@ def hub_needs(study: str, specs: Iterable[dict[str, Any]]) -> PrefetchSpec:
 
 
 def stream_needs(train: dict[str, Any]) -> Iterator[StreamNeed]:
-    """How far one training reads into each of its streamed corpora, as its spec (parsed JSON) says."""
+    """Yields how far a training (spec as parsed JSON) reads into each of its streamed corpora."""
     steps, replay, corpora = train["steps"], train["replay"], train["corpora"]
     passes = steps if replay == {"pool": 1, "reuse": 1} else (steps - 1) // replay["reuse"] + 1
     owner = {key: train["backbone"][key] for key in ("tokenizer", "model_id", "revision", "source")}
@@ -67,5 +67,5 @@ def stream_needs(train: dict[str, Any]) -> Iterator[StreamNeed]:
 
 
 def same_order(stream: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells trainings apart that read different documents of a corpus, or other tokens of them."""
+    """Returns a key that is equal for trainings that read the same documents and tokens of a corpus in one order."""
     return tuple(stream[key] for key in ("corpus", "tokenizer", "seed", "slots"))

@@ -1,7 +1,7 @@
-"""Which shards of a corpus trainings read.
+"""Finds the shards of a corpus that trainings read.
 
-Shards and documents are in the order of `HubStream`, so sequences are the same offline and online. The tokens of a
-document are estimated from its characters.
+Follows the order of `HubStream`, so sequences are the same offline and online. Estimates the tokens of a document from
+its characters.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from residual_mass.study.specs import StreamNeed
 
 MARGIN = 1.1
-"""Factor of extra text, as token counts are estimates."""
+"""Factor of extra text, because token counts are estimates."""
 SAMPLED, BATCH = 16, 1000
-"""So many documents of each batch are tokenised to estimate the tokens per character of a shard."""
+"""Documents tokenised per batch of documents, to estimate a shard's tokens per character."""
 
 
 def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], Sequence[int]]) -> list[int]:
-    """Numbers of the shards that a training reads of a corpus, in the order of reading.
+    """Returns the numbers of the shards that a training reads, in order.
 
     Args:
         shards: number of shards of the corpus.
-        document_tokens: tokens of each document of a shard; called once per shard.
+        document_tokens: returns the tokens of each document of a shard; called once per shard.
     """
-    from residual_mass.backbones.hub_stream import BLOCK, lanes_of
+    from residual_mass.backbones.hub_stream import BLOCK, assign_lanes
 
     known = cache(document_tokens)
     used: dict[int, None] = {}
@@ -41,7 +41,7 @@ def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], 
     for slot in range(need.slots):
         left = need.tokens * MARGIN
         for epoch in itertools.count():
-            lanes = lanes_of(need.corpus, shards, need.seed, slot, need.slots, epoch)
+            lanes = assign_lanes(need.corpus, shards, need.seed, slot, need.slots, epoch)
             if left <= 0 or used.keys() >= set(itertools.chain(*lanes)):
                 break
             readers = [entered(lane) for lane in lanes]
@@ -54,7 +54,7 @@ def shards_read(need: StreamNeed, shards: int, document_tokens: Callable[[int], 
 
 
 def tokens_in(file: Path, column: str, tokenizer: Any) -> list[int]:
-    """Estimated tokens of each document of a data file.
+    """Estimates the tokens of each document of a data file.
 
     Raises:
         ValueError: the file has no such column.

@@ -1,1 +1,1 @@
-"""What decoding costs: latency, memory and bytes, of the paper's prototype and of the fused path."""
+"""Costs of decoding: latency, memory and bytes of the paper's prototype and of the fused path."""

@@ -1,13 +1,12 @@
 """The `runtime` stage: latency of a decode step and from end to end, by implementation, method, context and batch.
 
 A run reads its prompts exactly, then decodes 31 tokens after the first; a step is the mean over these, as in the
-paper's tables. Prompts are random tokens and feature maps have their initial weights, which time hardly depends on. The
-rows of a batch hold one and the same prompt, each in buffers of its own; reading it counts once for every row. On a GPU
-our steps are recorded as CUDA graphs first, once for a prompt's length; that time is a column of its own and part of no
-other.
+paper's tables. Prompts are random tokens and feature maps have their initial weights, which hardly affect time. All
+rows of a batch hold the same prompt in separate buffers, and its prefill time counts once per row. On a GPU our steps
+are first recorded as CUDA graphs, once per prompt length; that time has its own column and counts nowhere else.
 
-The prototype's repeats of a method are followed at once by ours, and never run among them: of a long context in a large
-batch, the buffers of one of the two are all that fits.
+Our repeats of a method directly follow the prototype's, but do not alternate with them: at long contexts and large
+batches only one implementation's buffers fit into memory.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from residual_mass.study.specs import RuntimeSpec
 log = logging.getLogger(__name__)
 
 STEPS = 31
-"""Decoded tokens after the first, which the prefill gives."""
+"""Decoded tokens after the first, which comes from the prefill."""
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is measured: `k` tokens are retrieved from a context of `length`, in every row of the batch."""
+class RuntimeSetting:
+    """A measured setting; every row of the batch retrieves `k` tokens from a context of `length`."""
 
     implementation: Implementation
     method: str
@@ -62,15 +61,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Timing:
-    """One setting's.
+    """Times of a setting.
 
     Attributes:
-        build: seconds of what a method makes of the prefill: buffers, features, summaries.
-        recording: seconds of recording CUDA graphs, a first run included; None where there are none.
-        steps: seconds of a mean step, one per repeat.
-        peak: bytes of GPU memory at most while graphs are recorded and steps run, beside the model, the maps and the
-            prompt that was read; None on a CPU.
-        tokens: [B, T] what was decoded.
+        build: seconds for a method's buffers, features and summaries after the prefill.
+        recording: seconds for recording CUDA graphs, including a first run; None without graphs.
+        steps: mean seconds of a step, one per repeat.
+        peak: peak bytes of GPU memory while recording and decoding, without model, maps and prefill; None on a CPU.
+        tokens: [B, T] decoded tokens.
     """
 
     build: float
@@ -84,7 +82,7 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
     """Measures every setting of `spec` and writes one CSV row for each.
 
     Raises:
-        ValueError: a context does not fit into the backbone's.
+        ValueError: a context exceeds the backbone's.
     """
     record = Record("runtime", spec, [assets / MANIFEST])
     for label in spec.contexts:
@@ -110,7 +108,7 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
 def measure(
     spec: RuntimeSpec, model: PreTrainedModel, implementations: Sequence[Implementation] = IMPLEMENTATIONS
 ) -> Iterator[dict[str, object]]:
-    """Rows as in RUNTIME, without what is known of the backbone. What does not fit into memory has `not_measured`."""
+    """Yields rows with the columns RUNTIME, without facts of the backbone; `not_measured` says why one has no times."""
     device = device_of(model)
     torch.manual_seed(spec.seed)
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
@@ -126,7 +124,7 @@ def measure(
                 baseline: Tensor | None = None
                 for implementation in implementations:
                     bar.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
-                    setting = Setting(implementation, method, length, batch, k)
+                    setting = RuntimeSetting(implementation, method, length, batch, k)
                     timing = read if isinstance(read, str) else _attempt(setting, model, read, phi, spec)
                     if implementation == "prototype" and isinstance(timing, Timing):
                         baseline = timing.tokens
@@ -139,9 +137,9 @@ def measure(
 
 
 def _row(
-    setting: Setting, model: PreTrainedModel, phi: PhiMaps, spec: RuntimeSpec, bandwidth: float
+    setting: RuntimeSetting, model: PreTrainedModel, phi: PhiMaps, spec: RuntimeSpec, bandwidth: float
 ) -> dict[str, object]:
-    """What is known of a setting without running it."""
+    """Returns the columns that are known without running a setting."""
     traffic = step_traffic(
         model, phi, setting.implementation, setting.method,
         batch=setting.batch, length=setting.length, k=setting.k, anchors=spec.anchors, generated=STEPS // 2,
@@ -164,19 +162,15 @@ def _row(
 
 
 def _measured(timing: Timing | str, pass_seconds: float, baseline: Tensor | None) -> dict[str, str]:
-    """What running a setting told; of one that does not fit, why not."""
+    """Returns the measured columns, or why a setting does not fit."""
     if isinstance(timing, str):
         return {"not_measured": timing}
+    equal = "" if baseline is None else f"{float((timing.tokens == baseline).float().mean()):.3f}"
     return {
         **_milliseconds(timing, pass_seconds),
         "peak_memory_mib": "" if timing.peak is None else f"{timing.peak / 2**20:.1f}",
-        "tokens_as_prototype": "" if baseline is None else f"{_equal(timing.tokens, baseline):.3f}",
+        "tokens_as_prototype": equal,
     }
-
-
-def _equal(tokens: Tensor, others: Tensor) -> float:
-    """The share of tokens that are the same."""
-    return float((tokens == others).float().mean())
 
 
 def _milliseconds(timing: Timing, pass_seconds: float) -> dict[str, str]:
@@ -198,13 +192,17 @@ def _state(model: PreTrainedModel, map_spec: MapSpec, method: str) -> int:
 
 
 def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int) -> tuple[Prefill | str, float]:
-    """A prompt of random tokens, or why it was not read, and the median seconds of reading it."""
+    """Reads a prompt of random tokens.
+
+    Returns:
+        The prefill, or why it failed, and its median seconds.
+    """
     device = device_of(model)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
     free, seconds = free_bytes(device), []
     try:
-        for _ in range(repeats + 1):  # the first is slower, and not counted
+        for _ in range(repeats + 1):  # the first is slower and not counted
             started = _now(device)
             read = prefill(model, [prompt])
             seconds.append(_now(device) - started)
@@ -213,8 +211,10 @@ def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int)
     return read, statistics.median(seconds[1:])
 
 
-def _attempt(setting: Setting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec) -> Timing | str:
-    """A setting's timing, or why there is none."""
+def _attempt(
+    setting: RuntimeSetting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec
+) -> Timing | str:
+    """Returns a setting's timing, or why there is none."""
     free = free_bytes(device_of(model))
     needed = decoding_bytes(
         model, phi.map, setting.implementation, setting.method,
@@ -224,7 +224,7 @@ def _attempt(setting: Setting, model: PreTrainedModel, read: Prefill, phi: PhiMa
         return lacking
     try:
         return _timed_decoding(setting, model, read, phi, spec)
-    except torch.OutOfMemoryError:  # the arithmetic counts neither fragments nor what libraries take
+    except torch.OutOfMemoryError:  # the estimate covers neither fragmentation nor libraries
         return _ran_out("decoding", free)
 
 
@@ -232,12 +232,14 @@ def _ran_out(what: str, free: int | None) -> str:
     return f"does not fit: {what} needs more than the {gigabytes(free or 0)} that are free"
 
 
-def _timed_decoding(setting: Setting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec) -> Timing:
+def _timed_decoding(
+    setting: RuntimeSetting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec
+) -> Timing:
     device = device_of(model)
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    for _ in range(2):  # the first is slower, and not counted
-        decoder: PrototypeDecoder | StaticDecoder | None = None  # its buffers go before there are new ones
+    for _ in range(2):  # the first is slower and not counted
+        decoder: PrototypeDecoder | StaticDecoder | None = None  # frees its buffers before allocating new ones
         copies = [Prefill(dict(read.layers), read.next_token) for _ in range(setting.batch)]
         started = _now(device)
         if setting.implementation == "prototype":
@@ -248,13 +250,13 @@ def _timed_decoding(setting: Setting, model: PreTrainedModel, read: Prefill, phi
             )
         build = _now(device) - started
     assert decoder is not None
-    if on_gpu:  # building is over; what graphs work in is allocated while they are recorded, not when they run
+    if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run
         torch.cuda.reset_peak_memory_stats(device)
     first = read.next_token.repeat(setting.batch)
     started = _now(device)
     decoder.prepare()
     recording = _now(device) - started
-    tokens = decoder.run(first).clone()  # slower than the next, and not counted
+    tokens = decoder.run(first).clone()  # slower than the next ones and not counted
     steps = []
     for _ in range(spec.repeats):
         decoder.prepare()
@@ -267,7 +269,7 @@ def _timed_decoding(setting: Setting, model: PreTrainedModel, read: Prefill, phi
 
 
 def _together(reads: Sequence[Prefill]) -> Prefill:
-    """Prompts that were read one by one, as if they had been read as a batch."""
+    """Joins prefills of single prompts to one of a batch, emptying `reads`."""
     layers = {index: tuple(torch.cat(parts) for parts in zip(*(one.layers.pop(index) for one in reads), strict=True))
               for index in list(reads[0].layers)}  # fmt: skip
     return Prefill({index: (keys, values) for index, (keys, values) in layers.items()})

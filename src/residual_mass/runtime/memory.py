@@ -1,4 +1,4 @@
-"""Whether decoding fits into memory: what it takes, told beforehand, against what the device has free."""
+"""Estimates whether decoding fits into the free memory of a device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from residual_mass.core.settings import MapSpec
 from residual_mass.runtime.traffic import FLOAT32, Implementation
 
 INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
-"""Activations of a map's inner width that are there at once, as it is written and multiplied out."""
+"""Activations of a map's inner width in memory at once: layer by layer (prototype) and folded (fused)."""
 
 
 def shortfall(needed: int, free: int | None) -> str:
-    """Why work that needs so many bytes is left out; empty where it fits, or where nobody knows what is free."""
+    """Says why work that needs so many bytes is skipped; empty if it fits or free memory is unknown."""
     if free is None or needed <= free:
         return ""
     return f"does not fit: needs {gigabytes(needed)} of {gigabytes(free)} that are free"
@@ -32,11 +32,11 @@ def decoding_bytes(
     model: PreTrainedModel, maps: MapSpec, implementation: Implementation, method: str,
     *, batch: int, length: int, room: int,
 ) -> int:  # fmt: skip
-    """Bytes that building a decoder and decoding `room` tokens take at most.
+    """Returns an upper bound of the bytes for building a decoder and decoding `room` tokens.
 
-    The model, its maps and the prompt that buffers are filled from are there already. What stays are keys, values and,
-    in the fused decoder, the features of all layers; one layer at a time is copied, mapped (so many columns at once)
-    and summed up in float32.
+    Excludes the model, its maps and the prefill, which are already in memory. Keys, values and, in the fused decoder,
+    features stay in memory for all layers; copies, map activations (KEY_CHUNK columns at once) and float32 sums count
+    for one layer at a time.
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     tokens = batch * shape.kv_heads * (length + room)
@@ -44,14 +44,14 @@ def decoding_bytes(
     features = maps.d_phi if maps_keys else 0
     kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item
     in_work = tokens * (2 * shape.head_dim + 4 * features) * FLOAT32
-    scores = 2 * batch * shape.query_heads * (length + room) * FLOAT32  # and the columns that are chosen from them
+    scores = 2 * batch * shape.query_heads * (length + room) * FLOAT32  # scores, and the columns selected by them
     at_once = min(batch * length, KEY_CHUNK) if fused else batch * min(length, KEY_CHUNK)
     inner = INNER[implementation] * shape.kv_heads * at_once * maps.d_emb * FLOAT32 if maps_keys else 0
     return kept + in_work + scores + inner
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that a process can still take: of the GPU, or of the machine, which only Linux tells."""
+    """Returns the free bytes of the GPU or, on Linux, of the machine; None elsewhere."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)

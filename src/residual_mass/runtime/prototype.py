@@ -1,9 +1,9 @@
-"""The other side of the measurement: decoding as the paper describes its prototype.
+"""Decoding as the paper describes its prototype, the baseline of the measurement.
 
-Full is transformers' own, with a dynamic cache. The partial methods run one torch operation after another: exhaustive
-top-K, feature maps as written (not multiplied out), features of retrieved tokens computed again, S_R formed for every
-query head, a cache that grows by concatenation. Nothing is slowed down on purpose: values of retrieved tokens are
-gathered, query heads are batched, and summaries are made once.
+Full is transformers' own attention with a dynamic cache. The partial methods run as separate torch operations:
+exhaustive top-K, feature maps layer by layer (not folded), recomputed features of retrieved tokens, S_R formed for
+every query head, a cache that grows by concatenation. Nothing is slowed down on purpose: values of retrieved tokens are
+gathered, query heads are batched, and summaries are computed once.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prompt tokens, D = head dimension, M =
 features.
@@ -40,9 +40,9 @@ from residual_mass.core.support import full_prefix, partition
 
 
 class PrototypeDecoder:
-    """Decodes a batch of prompts of one length under one method; arguments as of the fused decoder.
+    """Decodes a batch of prompts of equal length under one method; arguments as for the fused decoder.
 
-    What `read` holds is given up on the way into the cache, so that a long prompt is not in memory twice.
+    Moves `read` into its cache, so that a long prompt is not in memory twice.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class PrototypeDecoder:
         return summarise(features, log_shift, values.float())
 
     def prepare(self) -> None:
-        """A cache that holds the prompt and nothing else, before every run."""
+        """Crops the cache to the prompt; call before every run."""
         if grown := self.cache.get_seq_length() - self.length:
             self.cache.crop(-grown)
 
     @torch.no_grad()
     def run(self, first: Tensor) -> Tensor:
-        """Tokens [B, T] that follow the tokens `first` [B]."""
+        """Decodes tokens [B, T] after the tokens `first` [B]."""
         with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
             return self._tokens(first.unsqueeze(1))
 
@@ -108,7 +108,7 @@ class PrototypeDecoder:
         retrieved = Selected(chosen, top > -torch.inf)
         chosen_values = _gathered(value, chosen).float()
         parts = [_terms_of_rows(top, chosen_values, retrieved.valid)]
-        for tokens in self.always_exact:  # anchors, and what was generated
+        for tokens in self.always_exact:  # anchors and generated tokens
             exact_scores, values = scores[..., tokens], value[:, :, tokens].float()
             parts.append(exact_terms(exact_scores, values, full_prefix(values.shape[2], self.device)))
         if self.rule.adds_residual:
@@ -120,7 +120,7 @@ class PrototypeDecoder:
         return merge(*parts).flatten(1, 2).unsqueeze(1).to(query.dtype)
 
     def _features_again(self, index: int, keys: Tensor, retrieved: Selected) -> Tensor:
-        """phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units, zero in slots that hold no token."""
+        """Recomputes phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units; zero in empty slots."""
         chosen = _gathered(keys, retrieved.indices)
         log_features = self._phi_k(index, chosen.flatten(2, 3)).unflatten(2, retrieved.indices.shape[2:])
         features = (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
@@ -136,7 +136,7 @@ class PrototypeDecoder:
 
 
 def _as_written(feature_map: nn.Module, x: Tensor) -> Tensor:
-    """log phi of [B, H, N, D] -> [B, H, N, M] by the map's own layers."""
+    """Computes log phi layer by layer: [B, H, N, D] -> [B, H, N, M]."""
     function = feature_map.unfolded if isinstance(feature_map, ReZeroMap) else feature_map
     batch, heads, n, d = x.shape
     stacked = x.float().transpose(0, 1).reshape(heads, batch * n, d)
@@ -144,13 +144,13 @@ def _as_written(feature_map: nn.Module, x: Tensor) -> Tensor:
 
 
 def _gathered(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of x [B, Hkv, L, D] at indices [B, Hkv, G, K]: [B, Hkv, G, K, D]."""
+    """Gathers rows of x [B, Hkv, L, D] at indices [B, Hkv, G, K]: [B, Hkv, G, K, D]."""
     flat = indices.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, flat).unflatten(2, indices.shape[2:])
 
 
 def _terms_of_rows(scores: Tensor, values: Tensor, valid: Tensor) -> Terms:
-    """Exact terms where every query row has values of its own [B, Hkv, G, K, D]."""
+    """Computes exact terms where every query row has its own values [B, Hkv, G, K, D]."""
     if scores.shape[-1] == 0:
         nothing = scores.new_zeros(scores.shape[:-1])
         return Terms(values.sum(-2), nothing, nothing)

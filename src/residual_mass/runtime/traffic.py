@@ -1,4 +1,4 @@
-"""Bytes that a decode step must move, and how fast this machine moves them: together a floor for its time."""
+"""Lower bound for the time of a decode step: the bytes it must move, and this machine's bandwidth."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ COPIES = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one decode step, by what they are."""
+    """Bytes of one decode step by purpose."""
 
     weights: int
-    """The backbone's, its embedding table only where the output layer shares it."""
+    """Weights of the backbone; its embedding table only if the output layer shares it."""
     keys: int
-    """Keys are scored exhaustively, whatever the budget."""
+    """All keys, which are scored exhaustively at any budget."""
     values: int
     features: int
-    """Cached key features of retrieved tokens; the prototype's are computed again from their keys."""
+    """Cached key features of retrieved tokens; keys of retrieved tokens in the prototype, which recomputes features."""
     maps: int
     """Weights of the feature maps that a step evaluates."""
     state: int
-    """S and u, and where they are formed S_R and u_R, written and read."""
+    """S and u and, if they are formed, S_R and u_R, written and read."""
     concatenation: int
-    """A dynamic cache that grows by a token is written anew."""
+    """Copy of a dynamic cache, which grows by one token."""
     scores: int
-    """float32, written once and read once where tokens are selected; a GPU's L2 may hold those of a small batch."""
+    """float32 scores, written once and read once for selection; a GPU's L2 may hold those of a small batch."""
 
     @property
     def total(self) -> int:
@@ -58,7 +58,7 @@ def step_traffic(
     anchors: AnchorSpec,
     generated: int,
 ) -> Traffic:
-    """What one step of a batch must read and write; small vectors are left out."""
+    """Computes what one step of a batch must read and write, without small vectors."""
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     fused, rule = implementation == "fused", estimator_named(method)
     adds_residual, subtracts = rule.adds_residual, rule.subtracts
@@ -84,7 +84,7 @@ def step_traffic(
 
 
 def state_bytes(shape: HeadShape, d_phi: int, item: int) -> int:
-    """Size of S and u of one prompt, over all layers and KV heads."""
+    """Returns the size of S and u of one prompt, over all layers and KV heads."""
     return shape.layers * shape.kv_heads * d_phi * (shape.head_dim + 1) * item
 
 
@@ -95,16 +95,16 @@ def _weight_bytes(model: PreTrainedModel) -> int:
 
 
 def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
-    """phi_q of every query head; phi_k, too, where features are computed again."""
+    """Counts phi_q of every query head, and phi_k if features are recomputed."""
     if fused:
         return sum(_folded_bytes(query_map) for query_map in phi.query)
     return _bytes_of(phi.query) + (_bytes_of(phi.key) if subtracts else 0)
 
 
 def _folded_bytes(feature_map: nn.Module) -> int:
-    """A: D x M, B: I x M, C: D x I, and two biases, for every head."""
+    """Counts A: D x M, B: I x M, C: D x I, and two biases, for every head."""
     if not isinstance(feature_map, ReZeroMap):
-        return _bytes_of(feature_map)  # nothing to fold
+        return _bytes_of(feature_map)
     heads, d, inner = feature_map.stem.shape
     m = feature_map.out.shape[-1]
     return heads * (d * m + inner * m + d * inner + inner + m) * FLOAT32
@@ -115,18 +115,18 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second of a large copy, read and write counted, the best of some rounds."""
+    """Measures bytes per second of a large copy, counting reads and writes; best of `rounds`."""
     return max(copy_rates(device, rounds))
 
 
 def copy_rates(device: torch.device, rounds: int) -> list[float]:
-    """Bytes per second of a large copy, read and write counted, round by round."""
+    """Measures bytes per second of a large copy, counting reads and writes, for each round."""
     size = 2**30 if device.type == "cuda" else 2**28
     source = torch.ones(size // FLOAT32, device=device)
     target = torch.empty_like(source)
 
     def copies() -> None:
-        for _ in range(COPIES):  # one alone would count the time to launch it
+        for _ in range(COPIES):  # a single copy would be dominated by its launch
             target.copy_(source)
 
     copies()
@@ -134,7 +134,7 @@ def copy_rates(device: torch.device, rounds: int) -> list[float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """What some work takes: on a GPU by the device's own clock, which launching from a busy host does not enter."""
+    """Times some work, on a GPU by the device's own clock, which excludes launch delays of a busy host."""
     if device.type != "cuda":
         started = time.perf_counter()
         work()

@@ -1,4 +1,4 @@
-"""Files of a training in progress: facts and tensors, with a digest by which damage of either is noticed."""
+"""Checkpoints of a training in progress: facts and tensors, with a digest that detects damage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HEADER, DIGEST = "residual_mass_checkpoint", "residual_mass_digest"
 
 
 def write_checkpoint(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes the file whole or leaves what was there; raises OSError naming it when that fails."""
+    """Writes the file atomically; raises OSError naming it on failure."""
     header, on_cpu = json.dumps(facts), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     write_safetensors(path, on_cpu, {HEADER: header, DIGEST: _digest(header, on_cpu)})
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and tensors, as they were written.
+    """Reads facts and tensors.
 
     Raises:
         ValueError: the file is damaged; names it.

@@ -1,4 +1,4 @@
-"""TensorBoard event files of a training, where the package tensorboard is installed."""
+"""TensorBoard event files of a training, if the package tensorboard is installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class Curves:
-    """Writes beside the checkpoints, into `_tensorboard/<name of the checkpoint>`; does nothing without tensorboard,
-    and nothing more once they cannot be written.
+    """Writes curves to `_tensorboard/<name of the checkpoint>` next to the checkpoints' folder; does nothing without
+    tensorboard or after a failed write.
     """
 
     def __init__(self, checkpoint: Path):
@@ -31,7 +31,7 @@ class Curves:
                 self.writer.add_scalar("loss", loss, step)
 
     def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of the log over all layers, one curve per variant, corpus, K and measure."""
+        """Adds the log's rows over all layers, one curve per variant, corpus, K and measure."""
         if self.writer is not None:
             with self._spared():
                 for row in (row for row in rows if row["layer"] == "all"):
@@ -41,7 +41,7 @@ class Curves:
 
     @contextmanager
     def _spared(self) -> Iterator[None]:
-        """A training does not end for want of its curves."""
+        """Keeps the training alive when curves cannot be written."""
         try:
             yield
         except OSError as error:

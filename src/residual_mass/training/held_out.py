@@ -1,4 +1,4 @@
-"""How well maps do on text that training never sees: the diagnostics' errors, over few queries and all layers.
+"""Errors of maps on held-out text: the diagnostics' measures, over few queries and all layers.
 
 Shape letters: Hq / Hkv = query / KV heads, Q = queries, G = Hq / Hkv, S = budgets, L = keys.
 """
@@ -26,22 +26,22 @@ from residual_mass.training.losses import by_kv_head, with_targets
 from residual_mass.training.teacher import LayerTrace, record_traces
 
 PACKS, QUERIES = 3, 4
-"""Per corpus, and per pack right after its prefix."""
+"""Packs per corpus, and queries per pack, right after its prefix."""
 
 
 class HeldOut(NamedTuple):
-    """Packs of one corpus: for each, every layer's trace with targets for the budgets of the evaluation."""
+    """Packs of one corpus, each with every layer's trace and its targets for the evaluated budgets."""
 
     corpus: str
     packs: list[list[LayerTrace]]
 
 
 def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[HeldOut]:
-    """`length` keys, and the queries of the tokens right after them, each of which sees exactly those keys."""
+    """Records packs of `length` keys, with the queries of the next tokens, each of which sees exactly those keys."""
     length = tokens_of(spec.length)
     positions = torch.arange(length, length + QUERIES, device=backbone.device)
 
-    def prefix_alone(trace: LayerTrace) -> LayerTrace:
+    def only_prefix(trace: LayerTrace) -> LayerTrace:
         last = torch.full_like(positions, length - 1)
         cut = replace(trace, keys=trace.keys[:, :length], values=trace.values[:, :length], positions=last)
         return with_targets(cut, spec.anchors, spec.eval_budgets).to(torch.device("cpu"))  # GPUs have no room for all
@@ -49,15 +49,15 @@ def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> list[He
     found = []
     for name in spec.held_out:
         corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
-        packs = [record_traces(backbone, corpus.sequence(i), positions, prefix_alone) for i in range(PACKS)]
+        packs = [record_traces(backbone, corpus.sequence(i), positions, only_prefix) for i in range(PACKS)]
         found.append(HeldOut(name, packs))
     return found
 
 
 @torch.no_grad()
 def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator[dict[str, object]]:
-    """Log rows, per budget: `layer` "all", then every layer. Means over packs, heads and queries; `log_z_error` over
-    the rows where it is defined, `clamped_share` that of the rows whose residual was dropped.
+    """Yields log rows per budget: `layer` "all", then every layer. Values are means over packs, heads and queries;
+    `log_z_error` is averaged where it is defined, `clamped_share` is the share of rows whose residual was dropped.
     """
     anchors = spec.anchors
     by_layer = [
@@ -73,7 +73,7 @@ def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator
 
 
 def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
-    """Errors of one layer's rows, each [Hkv, Q, G, S]."""
+    """Computes the measures of one layer's rows, each [Hkv, Q, G, S]."""
     trace = trace.to(next(maps.parameters()).device)
     assert trace.targets is not None
     kv_heads = trace.keys.shape[0]
@@ -97,7 +97,7 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
 
 
 def _means(by_layer: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, float]:
-    """Of measures [Hkv, Q, G] by layer and pack."""
+    """Averages measures [Hkv, Q, G], given by layer and pack."""
     measured = by_layer[0][0]
     rows = {name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in by_layer]) for name in measured}
     gain = (rows["e_topk"] - rows["e_sub"]).mean((1, 3))  # [layers, Hkv, G]

@@ -21,23 +21,24 @@ from residual_mass.training.side_by_side import side_by_side
 from residual_mass.training.teacher import LayerTrace
 
 DIRECTION_SCALE = 0.3
-"""Random directions are shortened to this: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi
-= 64.
-"""
+"""Scale of the random directions: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi = 64."""
 QUERIES = 64
-"""Query positions of the trace that are looked at."""
+"""Query positions of the trace used for calibration."""
 
 
 def positive_random_features(
     maps: PhiMaps, traces: Sequence[LayerTrace], anchors: AnchorSpec, budgets: Sequence[float], seed: int
 ) -> None:
-    """Sets every map to log phi(x) = w x + b, with orthogonal w shared by a KV head's group and b so that each query
-    head estimates the mass of what the budgets leave right in the mean of its logarithm.
+    """Sets every map to log phi(x) = w x + b, with orthogonal w shared by a KV head's group and b chosen so that each
+    query head estimates the mean log mass of the residual correctly over the budgets.
 
-    Matching the whole mass instead would start from a residual that is a hundred times too large: most of the mass is
-    in the anchors and the retrieved tokens, which such broad features cannot tell from the rest.
+    Matching the whole mass instead would start with a residual a hundred times too large: most of the mass is in the
+    anchors and the retrieved tokens, which such broad features cannot distinguish from the rest.
+
+    Raises:
+        ValueError: a map is not a ReZero map, or its d_emb is smaller than the head dimension.
     """
-    # All of it on one core: what cores share is rounded otherwise for another number of them.
+    # On one core: rounding would depend on the number of cores.
     side_by_side(1, lambda _: _initialise(maps, traces, anchors, budgets, seed), traces[0].keys.device)
 
 
@@ -60,7 +61,9 @@ def _initialise(
 
 
 def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
-    """[Hq]: mean over queries and budgets of log Z_R - log Z_R hat of maps without bias; 0 where nothing is left."""
+    """Returns log Z_R - log Z_R hat of maps without bias, averaged over queries and budgets: [Hq]; 0 where every
+    residual is empty.
+    """
     kv_heads = trace.keys.shape[0]
     queries = grouped(trace.queries, kv_heads)  # [Hkv, G * Q, D]
     group = queries.shape[1] // len(trace.positions)
@@ -74,6 +77,6 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
     for k in retrieved(trace.positions, anchors, budgets).unbind(-1):
         best = exhaustive_topk(teacher, mid, k.repeat(group)).mask(keys.shape[1])
         left = mid & ~best
-        of_teacher, of_student = (x.masked_fill(~left, -torch.inf).logsumexp(-1) for x in (teacher, student))
-        gaps.append(torch.where(left.any(-1), of_teacher - of_student, torch.nan))
+        true, estimated = (x.masked_fill(~left, -torch.inf).logsumexp(-1) for x in (teacher, student))
+        gaps.append(torch.where(left.any(-1), true - estimated, torch.nan))
     return torch.stack(gaps).unflatten(-1, (group, -1)).nanmean((0, -1)).flatten().nan_to_num()

@@ -1,4 +1,4 @@
-"""One variant in training: its maps, their optimiser, and the check that nothing in them is NaN or infinite."""
+"""One variant in training: its maps, their optimiser, and checks for NaN and infinities."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Learner:
     """A variant's maps and optimiser.
 
     Attributes:
-        seconds: spent on this variant alone since the training began; on a GPU, which runs behind, only roughly so.
-        worked: seconds that the losses and gradients of each layer took in the step in progress.
+        seconds: time spent only on this variant; approximate on a GPU, which runs asynchronously.
+        worked: seconds for losses and gradients of each layer in the current step.
     """
 
     def __init__(self, spec: TrainSpec, variant: VariantSpec, shape: HeadShape, device: torch.device):
@@ -40,12 +40,12 @@ class Learner:
         self.seconds = 0.0
         self.worked: dict[int, float] = {}
         self.losses: dict[int, Tensor] = {}
-        """By layer, the mean loss of every query head [Hq] over the sequences of the step in progress."""
+        """By layer, the mean loss of every query head [Hq] over the sequences of the current step."""
         wanted = self.objective.budgets or spec.eval_budgets
         self.supports = [i for i, budget in enumerate(training_budgets(spec)) if budget in wanted]
 
     def initialise(self, first_pass: Traces) -> None:
-        """Positive random features, where the variant asks for them."""
+        """Initialises the maps with positive random features if the variant asks for them."""
         if self.calibrated:
             spec = self.spec
             positive_random_features(self.maps, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
@@ -54,7 +54,7 @@ class Learner:
         """Adds one sequence's gradient of one layer, divided by the number of sequences of a step."""
         started = time.perf_counter()
         if self.objective.name == "residual" and trace.targets is not None:
-            trace = dataclasses.replace(trace, targets=trace.targets.of_supports(self.supports))
+            trace = dataclasses.replace(trace, targets=trace.targets.select_supports(self.supports))
         query_map, key_map = self.maps.query[layer], self.maps.key[layer]
         losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors)
         losses = losses.mean(-1) / self.spec.sequences_per_step
@@ -63,7 +63,7 @@ class Learner:
         self.worked[layer] = self.worked.get(layer, 0.0) + time.perf_counter() - started
 
     def problem(self) -> str | None:
-        """Where a loss or a gradient of this step is not finite; None if nowhere."""
+        """Says where a loss or gradient of this step is not finite; None if all are finite."""
         losses = self._by_layer()
         if not torch.isfinite(losses).all():
             layer, head = (~torch.isfinite(losses)).nonzero()[0].tolist()
@@ -73,13 +73,13 @@ class Learner:
         if torch.isfinite(norms).all():
             return None
         name = list(gradients)[int((~torch.isfinite(norms)).nonzero()[0])]
-        of_head = gradients[name].isfinite().flatten(1).all(1)  # every parameter is stacked over heads
+        finite_heads = gradients[name].isfinite().flatten(1).all(1)  # every parameter is stacked over heads
         side, layer, parameter = name.split(".")
-        head = int((~of_head).nonzero()[0])
+        head = int((~finite_heads).nonzero()[0])
         return f"the gradient of {parameter} is not finite in layer {layer}, {side} head {head}"
 
     def loss(self) -> float:
-        """Mean over layers and heads of the step in progress."""
+        """Returns the current step's loss, averaged over layers and heads."""
         return self._by_layer().mean().item()
 
     def update(self, step: int) -> None:
@@ -93,11 +93,11 @@ class Learner:
         self.seconds += time.perf_counter() - started
 
     def _by_layer(self) -> Tensor:
-        """[layers, Hq]."""
+        """Stacks the losses: [layers, Hq]."""
         return torch.stack([self.losses[layer] for layer in range(self.maps.shape.layers)])
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and moments, for a checkpoint."""
+        """Returns parameters and moments for a checkpoint."""
         tensors = {}
         for name, parameter in self.maps.named_parameters():
             tensors[f"{self.label}/parameter.{name}"] = parameter.detach()
@@ -113,14 +113,14 @@ class Learner:
 
 
 def learning_rate(spec: TrainSpec, step: int) -> float:
-    """Linear warm-up, then constant or half a cosine down to zero at the last step."""
+    """Returns the learning rate: linear warm-up, then constant or half a cosine down to zero at the last step."""
     warm = min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
     decay = 0.5 * (1 + math.cos(math.pi * step / spec.steps)) if spec.schedule == "cosine" else 1.0
     return spec.learning_rate * warm * decay
 
 
 def _facts(spec: TrainSpec, variant: VariantSpec) -> dict[str, object]:
-    """What the maps' file says of their training: nothing of the other variants, which leave no mark on these maps."""
+    """Returns the training facts for the maps' file, without the other variants, which do not affect these maps."""
     recipe = json.loads(to_json(dataclasses.replace(spec, variants=(variant,))))
     backbone = spec.backbone
     return {

@@ -1,4 +1,4 @@
-"""From a layer's trace to the losses of its maps.
+"""Losses of a layer's maps on its trace.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = query positions, L = keys, D = head dimension, M =
 features, S = supports.
@@ -34,17 +34,17 @@ from residual_mass.training.teacher import LayerTrace
 ON_OUTPUTS = ("lolcats", "residual")
 """Objectives that need values and the teacher's targets."""
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
-"""Inner values of a map, over all heads and keys, that are kept for its backward together."""
+"""Most inner activations of a map, over all heads and keys, kept for its backward pass."""
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
-"""Query-key pairs whose scores are formed together for the targets."""
+"""Query-key pairs scored at once for the targets."""
 
 
 def row_losses(
     query_map: nn.Module, key_map: nn.Module, trace: LayerTrace, objective: ObjectiveSpec, anchors: AnchorSpec
 ) -> Tensor:
-    """The objective of one layer's maps on a trace, [Hq, Q]: one loss per query head and position.
+    """Computes the objective of one layer's maps per query head and position: [Hq, Q].
 
-    For objectives ON_OUTPUTS the trace has targets; `residual` averages over all their supports.
+    Objectives in ON_OUTPUTS need a trace with targets; `residual` averages over all of their supports.
     """
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
@@ -69,7 +69,7 @@ def row_losses(
 
 
 def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float]) -> LayerTrace:
-    """The trace with the teacher's targets for the supports of these budgets (percent of what each query sees)."""
+    """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
     seen = int(trace.positions.max()) + 1
     at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
     parts = [_targets(trace.at(rows), seen, anchors, budgets) for rows in _indices(trace.positions).split(at_once)]
@@ -80,7 +80,7 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
-    """[Hq, Q, C] -> [Hkv, Q, G, C]."""
+    """Groups query heads by KV head: [Hq, Q, C] -> [Hkv, Q, G, C]."""
     return x.unflatten(0, (kv_heads, -1)).transpose(1, 2)
 
 
@@ -93,14 +93,14 @@ def _targets(trace: LayerTrace, seen: int, anchors: AnchorSpec, budgets: Sequenc
 
 
 def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
-    """[Q, S]: K of every support for a query that sees the keys up to its position."""
+    """Returns K of every support for queries that see the keys up to their position: [Q, S]."""
     num_anchors = anchors.sink + anchors.tail
     counts = [[retrieved_count(budget, p + 1, num_anchors) for budget in budgets] for p in positions.tolist()]
     return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
 
 
 def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor) -> Tensor:
-    """log phi_k of [Hkv, L, D] -> [Hkv, L, M]; what a block's backward needs is made again when it is due."""
+    """Computes log phi_k in blocks, [Hkv, L, D] -> [Hkv, L, M], with activation checkpointing."""
     at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // (keys.shape[0] * key_map.width))
     if keys.shape[1] <= at_once:
         return key_map(keys)
@@ -112,7 +112,7 @@ def _indices(x: Tensor) -> Tensor:
 
 
 def _weights(objective: ObjectiveSpec) -> Weights:
-    """L_ours = lambda_KL L_KL + (1 - lambda_KL) L_aux, or one of the two alone."""
+    """Returns the weights of L_ours = lambda_KL L_KL + (1 - lambda_KL) L_aux, or of only one of the two terms."""
     kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
     top, fp, z = ((1 - kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
     return Weights(kl, top, fp, z, objective.tau, objective.band, objective.huber_delta)

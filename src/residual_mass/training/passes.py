@@ -1,8 +1,8 @@
 """Teacher passes: which text a step trains on, and at which query positions.
 
-A pass is one sequence through the teacher. Without replay every step makes its own and keeps nothing of it: the maps of
-a layer train the moment the teacher reaches it. With replay a pool of the newest passes is kept and each step takes one
-of them. All of it is a function of (seed, step), so a resumed run sees what the undisturbed one would have seen.
+A pass runs one sequence through the teacher. Without replay, every step has its own pass and stores nothing: the maps
+of a layer train as soon as the teacher reaches it. With replay, each step draws a pass from a pool of the newest ones.
+Everything is a function of (seed, step), so a resumed run sees the same data as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Consume = Callable[[int, LayerTrace], None]
 
 
 class Passes:
-    """The passes of one of the sequences that a step trains on in parallel."""
+    """The passes of one of a step's parallel sequences."""
 
     def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Corpus, slot: int):
         self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
         self.pool: dict[int, Traces] = {}
         self.starts: dict[int, Any] = {}
-        """Where in the corpus the passes that a resumed run makes again begin."""
+        """Positions in the corpus of the pooled passes, which a resumed run repeats."""
         self.tokens = 0
-        """That the teacher has read."""
+        """Number of tokens that the teacher has read."""
 
     def run(self, step: int, consume: Consume) -> float:
-        """Hands every layer's trace of the step to `consume`; recorded ones several at a time, so in any order.
+        """Calls `consume` with every layer's trace of the step; replayed traces in parallel, so in any order.
 
         Returns:
-            Seconds that `consume` took by the clock.
+            Wall-clock seconds spent in `consume`.
         """
         if not self._replays():
             return self._streamed(step, consume)
@@ -59,7 +59,7 @@ class Passes:
         return time.perf_counter() - started
 
     def first(self) -> Traces:
-        """The first pass, for initial values; a run from the beginning uses the same text."""
+        """Returns the first pass, for initial values, without consuming its text."""
         if self._replays():
             return self._replayed(0)
         start = self.corpus.position()
@@ -68,7 +68,7 @@ class Passes:
         return traces
 
     def position(self, step: int) -> Any:
-        """Where the corpus must stand for a run that continues at `step`."""
+        """Returns the position in the corpus for a run that continues at `step`."""
         if self._replays() and (wanted := self._wanted(step)).start in self.starts:
             return self.starts[wanted.start]
         return self.corpus.position()
@@ -78,7 +78,7 @@ class Passes:
         self.corpus.seek(position)
 
     def length(self, step: int) -> int:
-        """Tokens of a sequence that are used at this step."""
+        """Returns the number of tokens used of a sequence at this step."""
         early = self.spec.curriculum
         if early is not None and step < round(early.share * self.spec.steps):
             return tokens_of(early.length)
@@ -102,7 +102,7 @@ class Passes:
         return self.spec.replay != ReplaySpec(pool=1, reuse=1)
 
     def _wanted(self, step: int) -> range:
-        """Indices of the passes in the pool."""
+        """Returns the indices of the passes in the pool."""
         newest = step // self.spec.replay.reuse
         return range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
 
@@ -127,25 +127,25 @@ class Passes:
         return ids
 
     def _positions(self, index: int, step: int, count: int) -> Tensor:
-        """Distinct query positions of a pass, uniform over the final share of the sequence."""
+        """Draws distinct query positions of a pass, uniformly over the final share of the sequence."""
         length = self.length(step)
         window = min(length, max(1, round(length * self.spec.query_window)))
         rng = torch.Generator().manual_seed(self._seed("positions", index))
         return (torch.randperm(window, generator=rng)[:count] + length - window).to(self.backbone.device)
 
     def _prepared(self, trace: LayerTrace) -> LayerTrace:
-        """With targets if an objective needs them; otherwise without values, which nothing then reads."""
+        """Adds targets if an objective needs them, otherwise drops the values, which are then unused."""
         if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
             return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
-        return replace(trace, values=trace.values[:, :0].clone())  # a view would keep them all
+        return replace(trace, values=trace.values[:, :0].clone())  # a view would keep all values alive
 
     def _seed(self, what: str, index: int) -> int:
-        """A 63-bit seed that is the same on every machine and Python process."""
+        """Returns a 60-bit seed that is the same on every machine and in every process."""
         global_index = index * self.spec.sequences_per_step + self.slot
         return int(sha256_text(f"{self.spec.seed}/{what}/{global_index}")[:15], 16)
 
 
 def training_budgets(spec: TrainSpec) -> tuple[float, ...]:
-    """Every budget whose supports a variant trains on, ascending; none where no variant does."""
+    """Returns all budgets whose supports a variant trains on, in ascending order."""
     residual = [v.objective for v in spec.variants if v.objective.name == "residual"]
     return tuple(sorted({b for objective in residual for b in objective.budgets or spec.eval_budgets}))

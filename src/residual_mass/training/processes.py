@@ -1,4 +1,4 @@
-"""Several processes that train one set of maps, as torchrun starts them; alone where it did not."""
+"""Processes that train one set of maps together under torchrun; a single one without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among those that train together."""
+    """Rank of this process in the group that trains together."""
 
     rank: int = 0
     world: int = 1
@@ -27,16 +27,16 @@ class Processes:
         return self.rank == 0
 
     def device(self) -> torch.device | None:
-        """The GPU of this process; None where there is none or no choice to make."""
+        """Returns the GPU of this process; None without GPUs or with a single process."""
         if self.world == 1 or not torch.cuda.is_available():
             return None
         return torch.device("cuda", self.local_rank)
 
     def share(self, count: int) -> range:
-        """Which of `count` parallel sequences are this process's.
+        """Returns which of `count` parallel sequences belong to this process.
 
         Raises:
-            ValueError: they cannot be shared evenly.
+            ValueError: they cannot be divided evenly.
         """
         if count % self.world:
             raise ValueError(f"phi.sequences_per_step ({count}) must be a multiple of the {self.world} processes")
@@ -44,7 +44,7 @@ class Processes:
 
     @torch.no_grad()
     def start_equal(self, module: nn.Module) -> None:
-        """Gives every process the leading one's parameters."""
+        """Copies the leading process's parameters to all processes."""
         if self.world > 1:
             for parameter in module.parameters():
                 dist.broadcast(parameter.data, 0)
@@ -61,7 +61,7 @@ class Processes:
             gradient.copy_(total.view_as(gradient))
 
     def gather(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """The union of every process's entries."""
+        """Returns the union of all processes' entries."""
         if self.world == 1:
             return mine
         parts: list[Any] = [None] * self.world
@@ -69,12 +69,12 @@ class Processes:
         return {name: value for part in parts for name, value in part.items()}
 
     def wait(self) -> None:
-        """Until every process has come here."""
+        """Waits until every process has arrived here."""
         if self.world > 1:
             dist.barrier()
 
     def any_of(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Of each flag, whether any process has it set, so that all act together; one message for all."""
+        """Returns for each flag whether any process has set it, in one message, so that all processes act together."""
         if self.world == 1:
             return list(flags)
         votes: Tensor = torch.tensor(flags, dtype=torch.float32, device=device)
@@ -84,7 +84,7 @@ class Processes:
 
 @contextmanager
 def processes() -> Iterator[Processes]:
-    """Joins the group that torchrun set up, if it did, and leaves it again."""
+    """Joins the process group if torchrun set one up, and leaves it on exit."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Processes()
@@ -94,4 +94,4 @@ def processes() -> Iterator[Processes]:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     yield Processes(dist.get_rank(), world, local_rank)
-    dist.destroy_process_group()  # not after an error, when it might wait for processes that wait for this one
+    dist.destroy_process_group()  # not after an error: it might deadlock with processes that wait for this one

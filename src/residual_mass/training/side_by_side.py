@@ -1,4 +1,4 @@
-"""Layers at the same time, one CPU core each: their matrices are too small for several cores to share one."""
+"""Runs layers in parallel with one CPU core each: their matrices are too small to split over cores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def side_by_side(count: int, work: Callable[[int], None], device: torch.device) -> None:
-    """Calls `work` with 0 to `count - 1`, which must not depend on each other; raises what the first failing one does.
+    """Calls `work` with 0 to `count - 1` in any order; raises the error of the first call that fails.
 
-    The results are the same for every number of cores, for each call runs on one. A GPU gets them one after another.
+    Each call runs on one core, so results do not depend on the number of cores. On a GPU, calls run one after another.
     """
     cores = torch.get_num_threads()
     if device.type != "cpu" or cores == 1:
@@ -22,4 +22,4 @@ def side_by_side(count: int, work: Callable[[int], None], device: torch.device) 
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(work, range(count)))
     finally:
-        torch.set_num_threads(cores)  # some of a thread's setting holds for the whole process
+        torch.set_num_threads(cores)  # a thread's setting partly applies to the whole process

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop: heard at once, followed where nothing is lost."""
+"""Defers signals that ask a training to stop until nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import signal
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What batch systems send before they kill, and Ctrl-C."""
+"""Sent by batch systems before they kill a job, and by Ctrl-C."""
 
 
 class StopSignals:
-    """Puts `SIGNALS` off while it is entered; several are one, for torchrun repeats what a batch system sent to all.
+    """Context that defers `SIGNALS`. Several signals count as one, because torchrun repeats those that a batch system
+    sends to all processes.
 
     Attributes:
-        asked: whether one has come.
+        asked: whether a signal has arrived.
     """
 
     def __init__(self) -> None:
-        self._first: int = signal.SIGTERM  # in effect where only another process was asked
+        self._first: int = signal.SIGTERM  # used if only another process was asked
         self.asked = False
 
     def __enter__(self) -> StopSignals:
@@ -33,7 +34,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def take_effect(self) -> None:
-        """Does what the first signal would have done without this class."""
+        """Delivers the first signal to its original handler."""
         signal.signal(self._first, self._former.get(self._first, signal.SIG_DFL))
         signal.raise_signal(self._first)
 

@@ -1,4 +1,4 @@
-"""Teacher traces: what the frozen backbone's attention computes on a text, layer by layer.
+"""Teacher traces: queries, keys and values of the frozen backbone on a text, layer by layer.
 
 Shape letters: Hq / Hkv = query / KV heads, Q = sampled query positions, L = keys, D = head dimension.
 """
@@ -19,7 +19,7 @@ from residual_mass.core.output_matching import Targets
 @dataclass(frozen=True)
 class LayerTrace:
     """Rotary-applied queries [Hq, Q, D] that see the keys up to `positions` [Q], and all keys and values [Hkv, L, D] of
-    one layer, float32. Targets are there for objectives on attention outputs.
+    one layer, float32. Objectives on attention outputs also need targets.
     """
 
     queries: Tensor
@@ -30,12 +30,12 @@ class LayerTrace:
     targets: Targets | None = None
 
     def at(self, chosen: Tensor) -> LayerTrace:
-        """The trace at a subset of its query positions, given as indices [q] into them."""
+        """Selects query positions, given as indices [q]."""
         targets = None if self.targets is None else self.targets.at(chosen)
         return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
 
     def to(self, device: torch.device) -> LayerTrace:
-        """The trace on a device; itself if it is there."""
+        """Moves the trace to a device; returns itself if it is already there."""
         if self.keys.device == device:
             return self
         targets = None if self.targets is None else Targets(*(x.to(device) for x in self.targets))
@@ -44,17 +44,17 @@ class LayerTrace:
 
 
 class _LastLayerDone(Exception):
-    """Leaves the forward pass once nothing that follows is needed."""
+    """Ends the forward pass once the rest is not needed."""
 
 
 @torch.no_grad()
 def stream_traces(
     backbone: Backbone, ids: Sequence[int], positions: Tensor, consume: Callable[[int, LayerTrace], None]
 ) -> None:
-    """Runs the teacher over `ids`, handing each layer's trace to `consume` as soon as its attention is reached.
+    """Runs the teacher over `ids` and calls `consume` with each layer's trace as soon as its attention is reached.
 
-    Attention itself is never replaced. The pass ends at the last layer's queries and keys; logits are not computed.
-    `consume` may train: gradients are enabled while it runs.
+    Attention itself is not replaced. The pass ends at the last layer's queries and keys, without logits. Gradients are
+    enabled in `consume`, so that it may train.
     """
     last = backbone.shape.layers - 1
 
@@ -77,7 +77,7 @@ def stream_traces(
 def record_traces(
     backbone: Backbone, ids: Sequence[int], positions: Tensor, prepare: Callable[[LayerTrace], LayerTrace]
 ) -> list[LayerTrace]:
-    """All layers' traces of one pass, each as `prepare` leaves it."""
+    """Records all layers' traces of one pass, each transformed by `prepare`."""
     traces: list[LayerTrace] = []
     stream_traces(backbone, ids, positions, lambda _, trace: traces.append(prepare(trace)))
     return traces

@@ -1,9 +1,9 @@
-"""Trains feature maps of one backbone at one length, in as many variants as are asked for.
+"""Trains feature maps of one backbone at one length, in one or several variants.
 
-A step takes one teacher pass per sequence (new, or replayed from a pool), samples query positions, and runs every
-layer's maps forward and backward on their own; then one AdamW update. Variants differ in their maps and objectives and
-share everything else, the teacher pass first of all; each ends up as if it had been trained alone. Several processes
-split a step's sequences and add up their gradients.
+A step takes one teacher pass per sequence (new, or replayed from a pool), samples query positions, runs every layer's
+maps forward and backward separately, and then does one AdamW update. Variants differ in maps and objectives and share
+everything else, above all the teacher pass; the result of each is the same as if it were trained alone. Several
+processes split a step's sequences and add up their gradients.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 
 
 def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], log_csv: Path) -> None:
-    """The `train` stage: writes each variant's maps with a provenance sidecar, and the held-out log as it goes.
+    """The `train` stage: writes each variant's maps with a provenance sidecar, and updates the held-out log.
 
     Args:
         outs: files of the maps, in the order of `spec.variants`.
 
     Raises:
-        ValueError: the spec cannot be trained here, or a loss or gradient is not finite; names the key or the place.
-            Or another job trains with this checkpoint.
+        ValueError: the spec cannot be trained here, or a loss or gradient is not finite (names the key or the place),
+            or another job uses this checkpoint.
     """
     record = Record("train", spec, [assets / MANIFEST])
     _check(spec, outs)
@@ -101,7 +101,7 @@ class Trainer:
     """The variants, the passes they share, and the log.
 
     Attributes:
-        step: steps done.
+        step: number of finished steps.
         log_rows: rows of the log so far.
     """
 
@@ -113,29 +113,29 @@ class Trainer:
         held_out: list[HeldOut],
         group: Processes | None = None,
     ):
-        """corpora: of this process's sequences, by their place in the step."""
+        """Takes the corpora of this process's sequences by their index in the step."""
         self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group or Processes()
         self.passes = {slot: Passes(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
         self.step, self.log_rows = 0, []
         self.seconds = 0.0
-        """Of training, all variants together, without evaluations."""
+        """Training time of all variants together, without evaluations."""
         self.stop = StopSignals()
         self.agreed = False
-        """To stop after the step in progress, among several processes."""
+        """Whether several processes have agreed to stop after the current step."""
         self.learners = [Learner(spec, variant, backbone.shape, backbone.device) for variant in spec.variants]
 
     def train(self, checkpoint: Path, log_csv: Path) -> None:
-        """Runs to the last step; progress goes to stderr, held-out errors to `log_csv`.
+        """Runs to the last step, with progress on stderr and held-out errors in `log_csv`.
 
-        SIGTERM and SIGINT take effect after the step in progress and a checkpoint; among several processes, which agree
-        on it within a step, after the next one at the latest.
+        SIGTERM and SIGINT take effect after the current step and a checkpoint; with several processes, which need a
+        step to agree, after the next step at the latest.
         """
         spec = self.spec
         if self.step == 0:
             self._initialise()
             self._evaluate(log_csv)
         else:
-            self._write_log(log_csv)  # Snakemake deletes it with the other outputs of a job that did not finish
+            self._write_log(log_csv)  # Snakemake deleted it with the other outputs of the interrupted job
         curves = Curves(checkpoint) if self.group.leads else None
         started = self.seconds
         with self.stop, tqdm(
@@ -162,7 +162,7 @@ class Trainer:
                     self.stop.take_effect()
 
     def seconds_of(self, learner: Learner) -> float:
-        """Training time of one variant, as if it had been alone: the others' own share is left out."""
+        """Returns one variant's training time as if trained alone, without the other variants' own seconds."""
         return self.seconds - sum(other.seconds for other in self.learners if other is not learner)
 
     def _initialise(self) -> None:
@@ -176,20 +176,20 @@ class Trainer:
         self.seconds += time.perf_counter() - started
 
     def _update(self, checkpoint: Path) -> float:
-        """One step of every variant; the mean loss of the first one over this process's sequences."""
+        """Does one step of every variant; returns the first one's mean loss over this process's sequences."""
         started = time.perf_counter()
 
         def backward(layer: int, trace: LayerTrace) -> None:
             for learner in self.learners:
                 learner.backward(layer, trace)
 
-        clock = sum(of_sequence.run(self.step, backward) for of_sequence in self.passes.values())
+        clock = sum(passes.run(self.step, backward) for passes in self.passes.values())
         worked = sum(sum(learner.worked.values()) for learner in self.learners)
         for learner in self.learners:
             learner.seconds += clock * sum(learner.worked.values()) / worked
         for learner in self.learners:
             self.group.sum_gradients(learner.maps.parameters())
-        self._refuse_what_is_not_finite(checkpoint)
+        self._require_finite(checkpoint)
         loss = self.learners[0].loss() * self.group.world
         for learner in self.learners:
             learner.update(self.step)
@@ -197,9 +197,9 @@ class Trainer:
         self.seconds += time.perf_counter() - started
         return loss
 
-    def _refuse_what_is_not_finite(self, checkpoint: Path) -> None:
-        """Before the update, so that neither the maps nor a checkpoint ever hold a NaN. Asks, with the same message,
-        whether any process was told to stop.
+    def _require_finite(self, checkpoint: Path) -> None:
+        """Raises ValueError for a loss or gradient that is not finite, before the update, so that maps and checkpoints
+        never hold a NaN. The same message exchanges whether a process was asked to stop.
         """
         problems = {learner.label: learner.problem() for learner in self.learners}
         flags = any(problems.values()), self.stop.asked
@@ -238,9 +238,9 @@ class Trainer:
             write_text(log_csv, csv_text(COLUMNS, self.log_rows))
 
     def save_checkpoint(self, path: Path) -> None:
-        """Everything that a run needs to go on from here as if it had never stopped.
+        """Writes the state from which a run continues as if uninterrupted.
 
-        No process returns before the file is there: torchrun kills the one that writes it 30 s after another is gone.
+        All processes wait for the file: torchrun kills the one that writes it 30 s after another one exits.
         """
         corpora = self.group.gather({str(slot): passes.position(self.step) for slot, passes in self.passes.items()})
         if self.group.leads:
@@ -260,10 +260,10 @@ class Trainer:
         write_checkpoint(path, facts, tensors)
 
     def resume(self, path: Path) -> None:
-        """Continues from a checkpoint of the same spec; one of another spec is ignored, saying so.
+        """Continues from a checkpoint of the same spec; logs and ignores one of another spec.
 
         Raises:
-            ValueError: it is damaged; names it.
+            ValueError: the checkpoint is damaged; names it.
         """
         if not path.exists():
             return

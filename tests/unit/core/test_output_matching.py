@@ -247,7 +247,7 @@ def test_positions_and_supports_can_be_picked_from_targets() -> None:
     case = Case(11)
     targets = case.targets()
     rows, supports = torch.tensor([3, 0]), [1, 2]
-    picked = targets.at(rows).of_supports(supports)
+    picked = targets.at(rows).select_supports(supports)
     window = case.window._replace(last=LAST[rows])
     direct = exact_targets(case.scores[:, rows], case.values, window, KS[rows][:, supports])
     most = direct.best.shape[-1]

@@ -102,7 +102,7 @@ def capturing(path: str, backbone: BackboneSpec, audited: int) -> Job:
 
 
 def lacks(study: StudyJobs, machine: Machine) -> list[str]:
-    needs = {(study.name, b.name): disk.need_of(study, b, Path("assets")) for b in study.backbones}
+    needs = {(study.name, b.name): disk.estimate_need(study, b, Path("assets")) for b in study.backbones}
     return list(doctor.problems(study, machine, needs, Path("assets")))
 
 
@@ -116,12 +116,12 @@ def test_parameters_are_those_of_the_real_maps(shape: MapSpec) -> None:
 
 
 def test_heads_come_from_the_model_or_from_the_paper() -> None:
-    assert disk.heads_of(LARGE, Path("assets")) == Heads(16 * (32 + 8), 64)
-    assert disk.heads_of(dataclasses.replace(LARGE, model_id=MODELS["3b"]), Path("assets")) == Heads(28 * 32, 128)
-    assert disk.heads_of(dataclasses.replace(SMALL, model_id="a/Nameless"), Path("assets")) is None
-    assert disk.heads_of(SMALL, Path("assets")) == Heads(359, 64)  # a guess: SmolLM2-135M has 360
+    assert disk.count_heads(LARGE, Path("assets")) == Heads(16 * (32 + 8), 64)
+    assert disk.count_heads(dataclasses.replace(LARGE, model_id=MODELS["3b"]), Path("assets")) == Heads(28 * 32, 128)
+    assert disk.count_heads(dataclasses.replace(SMALL, model_id="a/Nameless"), Path("assets")) is None
+    assert disk.count_heads(SMALL, Path("assets")) == Heads(359, 64)  # a guess: SmolLM2-135M has 360
     write_model(Path("assets/models/small-135m-instruct"), 1000)
-    assert disk.heads_of(SMALL, Path("assets")) == Heads(3 * 6, 16)
+    assert disk.count_heads(SMALL, Path("assets")) == Heads(3 * 6, 16)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_a_model_that_is_here_is_measured() -> None:
 def test_what_is_there_is_no_longer_asked_for() -> None:
     jobs = freezing("prompts.json", 2), generating("texts.jsonl", LARGE, 7, arms=3), capturing("rows", LARGE, 50)
     study = study_of(LARGE, *jobs)
-    need = disk.need_of(study, LARGE, Path("assets"))
+    need = disk.estimate_need(study, LARGE, Path("assets"))
     assert need.total == need.left
     assert need.total == {
         "model": 2_500_000_000, "prompts": 2 * 5 * 1024 * 5 * 3, "maps": 0, "checkpoint": 0,
         "generations": 2 * (7 * 2 * 3 * 450 + 7 * 3 * (30 + 128) * 12), "rows": 50 * 1024 * 2 * 64 * 2,
     }  # fmt: skip
     Path("texts.jsonl").write_text("")
-    after = disk.need_of(study, LARGE, Path("assets"))
+    after = disk.estimate_need(study, LARGE, Path("assets"))
     assert after.total == need.total and after.left == need.left | {"generations": 0}
 
 
@@ -171,10 +171,10 @@ def test_prompts_of_the_assets_are_kept_once_and_rulers_own_as_well() -> None:
 def test_the_checkpoint_of_the_largest_training_that_is_left_needs_room(order: int) -> None:
     one, seven = (MapSpec("rezero", 16, 8),), (MapSpec("rezero", 16, 8),) * 7
     study = study_of(LARGE, *(training(f"phi{len(maps)}", LARGE, *maps) for maps in (one, seven)[::order]))
-    need = disk.need_of(study, LARGE, Path("assets"))
+    need = disk.estimate_need(study, LARGE, Path("assets"))
     assert need.left["maps"] == 8 * need.left["checkpoint"] / 7 / 3
     Path("phi7").write_text("")
-    after = disk.need_of(study, LARGE, Path("assets"))
+    after = disk.estimate_need(study, LARGE, Path("assets"))
     assert after.left["checkpoint"] == 3 * after.left["maps"] == need.left["checkpoint"] / 7
 
 
@@ -225,7 +225,7 @@ def test_who_may_not_read_a_model_is_told_why(monkeypatch: pytest.MonkeyPatch) -
     hub = SmallHub({f"models/{LARGE.model_id}": Repository("0" * 40, {}, gated=True)})
     with serving(hub):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
-        assert facts.look().hub == ""
+        assert facts.inspect_machine().hub == ""
         (line,) = lacks(study, asking)
         assert f"the token has no access to {LARGE.model_id}: accept the licence" in line
         hub.repositories.clear()
@@ -242,22 +242,22 @@ def test_who_may_not_read_a_model_is_told_why(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gpus_are_those_that_nvidia_smi_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     write_program("nvidia-smi", 'echo "NVIDIA H200, 143771"; echo "NVIDIA A100, 81920"')
-    gpus = facts.look().gpus
+    gpus = facts.inspect_machine().gpus
     assert gpus == (Gpu("NVIDIA H200", 143771 * 2**20), Gpu("NVIDIA A100", 81920 * 2**20))
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert facts.look().gpu_fault.startswith("torch cannot be imported (import of torch halted")
+    assert facts.inspect_machine().gpu_fault.startswith("torch cannot be imported (import of torch halted")
     write_program("nvidia-smi", "echo 'NVIDIA-SMI has failed because it could not reach the driver'; exit 9")
-    assert facts.look().gpus == ()
+    assert facts.inspect_machine().gpus == ()
 
 
 def test_slurm_with_and_without_accounting() -> None:
-    assert not facts.look().slurm
+    assert not facts.inspect_machine().slurm
     write_program("sbatch", "exit 0")
-    assert facts.look().slurm and not facts.look().accounting
+    assert facts.inspect_machine().slurm and not facts.inspect_machine().accounting
     write_program("sacct", "echo 'connection refused' >&2; exit 1")
-    assert not facts.look().accounting
+    assert not facts.inspect_machine().accounting
     write_program("sacct", "exit 0")
-    assert facts.look().accounting
+    assert facts.inspect_machine().accounting
 
 
 def test_the_whole_of_it_in_a_fresh_process_tells_no_token_and_imports_no_torch(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from residual_mass.paper.comparison.by_cell import (
     COMPARED,
     DEVIATIONS,
     bounds_of_agreement,
-    deviations_of,
+    open_points,
     run,
     verdict_on,
 )
@@ -402,7 +402,7 @@ def test_what_another_setting_changes_is_not_comparable(papers_values: dict[str,
         ("babilong", "greedy; budgets of the real length; cut to 64k", "budget_length is real, nominal"),
         ("longbench", "greedy; budgets of the nominal length; cut to 64k", "budget_length is nominal, real"),
         ("longbench", "greedy; budgets of the real length; cut to 16k", "truncate_to is 16k, 64k"),
-        ("ruler", "greedy", "budget_length is not told, nominal"),
+        ("ruler", "greedy", "budget_length is unknown, nominal"),
     ],
 )
 def test_texts_that_were_generated_otherwise_are_not_comparable(
@@ -436,7 +436,7 @@ def test_a_variant_counts_by_what_it_changes(tmp_path: Path) -> None:
 def test_settings_that_are_not_told_keep_values_from_being_compared(tmp_path: Path) -> None:
     rows, _ = compare(tmp_path, {"ruler_sweep": papers_tables()["ruler_sweep"]}, ComparisonSpec("paper", {}))
     row = find(rows, **CELL)
-    assert row["verdict"] == "not comparable" and "phi.steps is not told, 200000 in the paper" in row["reason"]
+    assert row["verdict"] == "not comparable" and "phi.steps is unknown, 200000 in the paper" in row["reason"]
 
 
 @pytest.mark.parametrize(("ours", "widened"), [(6500, 0.95), (13000, 0.95), (6500 * 4, 0.95)])
@@ -561,8 +561,8 @@ def test_deviations_are_open_points_of_the_document() -> None:
     shown = {*CELLS, "phi_param_count"}
     assert set(DEVIATIONS) | set(runtime_table.PUBLISHED) == shown
     for label in (*shown, "runtime_smol"):
-        assert deviations_of(label) and deviations_of(label) <= numbers, label
-    assert deviations_of("phi_param_count") == {8} and deviations_of("sizes") == set()
+        assert open_points(label) and open_points(label) <= numbers, label
+    assert open_points("phi_param_count") == {8} and open_points("sizes") == set()
 
 
 def test_deviations_are_listed_in_order(tmp_path: Path) -> None:

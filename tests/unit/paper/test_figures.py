@@ -146,7 +146,7 @@ def test_logs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     other = write_log(tmp_path / "training_smol_2k.csv", [row for row in log_rows() if row["corpus"] == "books"])
     with pytest.raises(ValueError, match=f"^{other}: measured on books, but {first} on wiki"):
         training_curves_points(TRAINING, [first, other])
-    with pytest.raises(ValueError, match=f"^{first}: a second file of the length 1k"):
+    with pytest.raises(ValueError, match=f"^{first}: length 1k is in {first} as well; give one"):
         training_curves_points(TRAINING, [first, first])
     with pytest.raises(ValueError, match="log.csv: its name does not say the trained length"):
         training_curves_points(TRAINING, [write_log(tmp_path / "log.csv", log_rows())])
@@ -158,7 +158,7 @@ def test_logs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 def test_more_recipes_than_can_be_told_apart_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipes_smol_1k.csv"
     points = recipe_costs_points(COSTS, [write_log(path, *(log_rows(f"r{i}") for i in range(8)))])
-    with pytest.raises(ValueError, match="tells 7 lines apart, but 8 were given: r0, r1, "):
+    with pytest.raises(ValueError, match="has colours for 7 lines, but 8 were given: r0, r1, "):
         draw_recipe_costs(COSTS, points)
 
 

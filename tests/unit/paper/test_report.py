@@ -22,7 +22,7 @@ from residual_mass.paper.marked import to_html
 from residual_mass.paper.readers.results import load_results
 from residual_mass.paper.report import page as report
 from residual_mass.paper.report.entries import PageTable
-from residual_mass.paper.report.findings import gains_of
+from residual_mass.paper.report.findings import collect_gains
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.page import load_deviations
 from residual_mass.paper.report.verdicts import Compared
@@ -314,8 +314,8 @@ def test_gains_beyond_chance_are_marked_and_cells_of_two_tables_count_once(own: 
     edit_cells(path := own.table("ruler_sweep"), gaining, gain)
     table = load_table(path, "paper")
     repeated = replace(changed(table, other_gain), label="stress_1pct")
-    found = gains_of([repeated, table])
-    assert found == gains_of([table]) and found.tested == 8
+    found = collect_gains([repeated, table])
+    assert found == collect_gains([table]) and found.tested == 8
     (row,) = [row for row in found.rows if row.length == "4k"]
     assert [gain.mark if gain else None for gain in row.gains] == ["", "above", "below", ""]
     assert (found.marked("above"), found.marked("below")) == (1, 1)

@@ -535,7 +535,7 @@ def test_no_process_goes_before_the_checkpoint_is_written(tmp_path: Path) -> Non
         [*launcher, tmp_path / "script.py", tmp_path / "checkpoint"], capture_output=True, text=True, check=True,
         env=ENVIRONMENT, timeout=120,
     )  # fmt: skip
-    assert run.stdout.split("\n")[:2] == ["there"] * 2
+    assert run.stdout.count("there") == 2, run.stdout  # lines of two processes may mix
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Fast decode: the same attention as `core.accounting`, from static buffers and in one pass over what is read.
+"""Fast decode: the attention of `core.accounting` in one pass over static buffers.
 
-`torch_path` runs anywhere; `triton_path` has kernels for GPUs. Both are checked against the slow reference.
+`torch_path` runs anywhere, `triton_path` on GPUs. Tests check both against the slow reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_summary"]
 
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
-    """`decode_attention` for this cache: kernels on a GPU where Triton is there and its tiles fit, torch elsewhere."""
+    """Returns Triton's `decode_attention` on a GPU where Triton is installed and its tiles fit, else torch's."""
     if cache.keys.device.type != "cuda" or find_spec("triton") is None:
         return torch_path.decode_attention
     widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])

@@ -1,4 +1,4 @@
-"""What one decode step reads of a layer: static buffers, filled once after the prefill.
+"""Static buffers that a decode step reads of one layer, filled once after the prefill.
 
 Shape letters: B = batch rows, Hkv = KV heads, L = prefix columns, T = room for generated tokens, D = head dimension,
     M = features.
@@ -25,21 +25,21 @@ class DecodeCache(NamedTuple):
     values: Tensor
     """[B, Hkv, L + T, D]."""
     first: Tensor
-    """[B] int32, the first real column of the prefix; left padding stands before it."""
+    """[B] int32, the first real column of the prefix, after left padding."""
     last: Tensor
-    """[B] int32, one past the last real column of the prefix; right padding follows up to L."""
+    """[B] int32, one past the last real column of the prefix, before right padding."""
     length: int
     """L."""
     features: Tensor | None = None
     """[B, Hkv, L, M] in the cache's dtype: exp(log phi_k - log_shift), in [0, 1], zero outside the mid-region."""
     summary: Tensor | None = None
-    """[B, Hkv, M, D + 1] float32: S, and u as its last column, both of exactly the rounded features."""
+    """[B, Hkv, M, D + 1] float32: S, with u as last column, both summed from exactly the rounded features."""
     log_shift: Tensor | None = None
     """[B, Hkv, M] float32."""
 
 
 def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room: int) -> DecodeCache:
-    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns; a cache without maps."""
+    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns; the cache has no maps yet."""
     length = keys.shape[2]
     buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
     for buffer, prefix in zip(buffers, (keys, values), strict=True):
@@ -48,16 +48,16 @@ def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room:
 
 
 def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int) -> DecodeCache:
-    """The cache with rounded key features, and with the summary of exactly these.
+    """Adds rounded key features to the cache, and their exact summary.
 
     Args:
         log_features: [B, Hkv, L, M] log phi_k of every column.
-        sink, tail: anchors, which the summary leaves out.
+        sink, tail: numbers of anchors, which the summary excludes.
     """
     mid = mid_region(cache, sink, tail)
     features, log_shift = key_features(log_features.float(), mid.unsqueeze(1))
     rounded = features.to(cache.keys.dtype).contiguous()  # a map's output may be transposed; a step reads rows
-    # Padding may hold anything, and zero times NaN is NaN.
+    # Padding may hold NaN, and zero times NaN is NaN.
     inside = torch.where(mid[:, None, :, None], cache.values[:, :, : cache.length].float(), 0)
     state = summarise(rounded.float(), log_shift, inside)
     summary = torch.cat((state.numerator, state.mass.unsqueeze(-1)), dim=-1)
@@ -65,7 +65,7 @@ def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int)
 
 
 def mid_region(cache: DecodeCache, sink: int, tail: int) -> Tensor:
-    """[B, L] bool, the real columns that are neither among the first `sink` nor the last `tail`."""
+    """Returns the real columns without the first `sink` and last `tail`: [B, L] bool."""
     column = torch.arange(cache.length, device=cache.first.device)
     first, last = cache.first.unsqueeze(1), cache.last.unsqueeze(1)
     return (column >= first + sink) & (column < last - tail)

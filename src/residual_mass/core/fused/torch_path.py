@@ -1,10 +1,10 @@
 """One decode step's attention in torch: one gather of values for anchors, retrieved and generated tokens together.
 
 By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed, and the
-keys of retrieved tokens are not read again: their scores are there already.
+keys of retrieved tokens are not read again, because their scores are known.
 
-Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, C = columns that are
-filled, X = |A| + K + generated tokens, D = head dimension, M = features.
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, C = filled columns, X =
+|A| + K + generated tokens, D = head dimension, M = features.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from residual_mass.core.fused.cache import DecodeCache, mid_region
 from residual_mass.core.selection import largest
 
 
-class Layout(NamedTuple):
-    """What is read whatever the query is: the same in every layer of a step."""
+class FixedColumns(NamedTuple):
+    """Columns that every query reads, the same in all layers of a step."""
 
     always: Tensor
     """[B, 1, 1, sink + tail + generated] columns of anchors and generated tokens."""
     valid: Tensor
-    """Which of these are tokens of the row's own."""
+    """Same shape, bool: False where the row has no such token."""
     left_out: Tensor
     """[B, 1, 1, L] bool, True outside the mid-region."""
 
 
-def layout_of(cache: DecodeCache, sink: int, tail: int, generated: int) -> Layout:
+def fixed_columns(cache: DecodeCache, sink: int, tail: int, generated: int) -> FixedColumns:
     columns, valid = _anchors_and_generated(cache, sink, tail, generated)
-    return Layout(columns[:, None, None], valid[:, None, None], ~mid_region(cache, sink, tail)[:, None, None])
+    return FixedColumns(columns[:, None, None], valid[:, None, None], ~mid_region(cache, sink, tail)[:, None, None])
 
 
 def decode_attention(
@@ -47,32 +47,32 @@ def decode_attention(
     subtracts: bool,
     generated: int,
     scale: float,
-    layout: Layout | None = None,
+    fixed: FixedColumns | None = None,
 ) -> Tensor:
-    """Attention of one new token per row under a partial-KV method: [B, Hq, D] float32.
+    """Computes the attention of one new token per row under a partial-KV method: [B, Hq, D] float32.
 
     Args:
         query: [B, Hq, D]; its own key and value are among the generated ones.
         log_query: [B, Hq, M] float32 log phi_q; None adds no residual (TopK).
-        k: tokens of the mid-region that every query head retrieves; more than |M| retrieves all of it.
-        sink, tail: anchors, as the cache was built with.
-        subtracts: whether the retrieved tokens' share leaves the summary (TopK+phi), or not (NoSub).
-        generated: columns behind the prefix that are filled, at least 1.
-        layout: made by `layout_of` with the same sizes, where several layers share it.
+        k: mid-region tokens that every query head retrieves; more than |M| retrieves all of it.
+        sink, tail: numbers of anchors that the cache was built with.
+        subtracts: whether to subtract the retrieved tokens from the summary (TopK+phi) or not (NoSub).
+        generated: filled columns after the prefix, at least 1.
+        fixed: result of `fixed_columns` for the same sizes, to share it between layers.
     """
     heads = (cache.keys.shape[1], -1)
     grouped = query.float().unflatten(1, heads) * scale  # [B, Hkv, G, D]
     filled = cache.length + generated
     scores = grouped @ cache.keys[:, :, :filled].float().transpose(-1, -2)  # [B, Hkv, G, C]
-    if layout is None:
-        layout = layout_of(cache, sink, tail, generated)
-    chosen, top = largest(scores[..., : cache.length].masked_fill(layout.left_out, -torch.inf), k)
+    if fixed is None:
+        fixed = fixed_columns(cache, sink, tail, generated)
+    chosen, top = largest(scores[..., : cache.length].masked_fill(fixed.left_out, -torch.inf), k)
     retrieved = top > -torch.inf
 
-    always = layout.always.expand(*scores.shape[:3], -1)
-    fixed = scores.gather(-1, always).masked_fill(~layout.valid, -torch.inf)
+    always = fixed.always.expand(*scores.shape[:3], -1)
+    always_scores = scores.gather(-1, always).masked_fill(~fixed.valid, -torch.inf)
     support = torch.cat((always, chosen), dim=-1)  # [B, Hkv, G, X]
-    exact = torch.cat((fixed, top), dim=-1)
+    exact = torch.cat((always_scores, top), dim=-1)
     shift = exact.amax(-1, keepdim=True)
     residual = None
     if log_query is not None:
@@ -84,9 +84,9 @@ def decode_attention(
     if residual is not None:
         denominator = denominator + residual.mass
         if residual.z is not None:
-            share[..., fixed.shape[-1] :] -= residual.z
-    # Columns that are not valid have weight zero, but may hold NaN: a real one is read in their place.
-    valid = torch.cat((layout.valid.expand_as(always), retrieved), dim=-1)
+            share[..., always.shape[-1] :] -= residual.z
+    # Invalid columns have weight zero but may hold NaN: read a real one in their place.
+    valid = torch.cat((fixed.valid.expand_as(always), retrieved), dim=-1)
     support = torch.where(valid, support, cache.last.long().view(-1, 1, 1, 1) - 1)
     numerator = _weighted_rows(share, cache.values, support)
     if residual is not None:
@@ -95,8 +95,8 @@ def decode_attention(
 
 
 class _Residual(NamedTuple):
-    """In units of exp(shift): S phi_q [B, Hkv, G, D], z of the retrieved tokens [B, Hkv, G, K] where these are
-    subtracted, Z_R hat [B, Hkv, G].
+    """In units of exp(shift): S phi_q [B, Hkv, G, D], z of the retrieved tokens [B, Hkv, G, K] if they are subtracted,
+    Z_R hat [B, Hkv, G].
     """
 
     numerator: Tensor
@@ -109,9 +109,10 @@ class _Residual(NamedTuple):
 def _residual(
     cache: DecodeCache, log_query: Tensor, subtracted: tuple[Tensor, Tensor] | None, shift: Tensor
 ) -> _Residual:
-    """All zero, and the shift as it was, where the subtraction leaves nothing but rounding.
+    """Computes the residual terms; zero with an unchanged shift where the subtraction leaves only rounding errors.
 
-    `subtracted`: columns [B, Hkv, G, K], and which of them hold a token.
+    Args:
+        subtracted: columns [B, Hkv, G, K], and a mask of those that hold a token.
     """
     assert cache.features is not None and cache.summary is not None and cache.log_shift is not None
     log_weights = log_query + cache.log_shift.unsqueeze(2)
@@ -121,45 +122,45 @@ def _residual(
     mass, z = whole[..., -1:], None
     if subtracted is not None:
         columns, valid = subtracted
-        # A row vector times a matrix: three times as fast on a CPU as the matrix times a column.
+        # On CPUs a row vector times a matrix is three times as fast as the matrix times a column.
         z = (query.unsqueeze(-2) @ _rows(cache.features, columns).float().transpose(-1, -2)).squeeze(-2)
         z = torch.where(valid, z, 0)
         mass = mass - z.sum(-1, keepdim=True)
-    kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # so that a NaN does not pass for a dropped residual
+    kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # negated, so that NaN is kept and not dropped silently
     shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
     unit = torch.where(kept, (own_shift - shift).exp(), 0)
     return _Residual(unit * whole[..., :-1], None if z is None else unit * z, (unit * mass).squeeze(-1), shift)
 
 
 def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: int) -> tuple[Tensor, Tensor]:
-    """Columns that every head reads [B, sink + tail + generated], and which of them are tokens of the row's own."""
+    """Returns the columns that every head reads, [B, sink + tail + generated], and a mask of those the row has."""
     device, first, last = cache.first.device, cache.first.unsqueeze(1).long(), cache.last.unsqueeze(1).long()
     sinks = first + torch.arange(sink, device=device)
     tails = last - tail + torch.arange(tail, device=device)
     new = cache.length + torch.arange(generated, device=device).expand(len(first), -1)
     columns = torch.cat((sinks, tails, new), dim=1)
-    # In a short row the two ends overlap: sinks end at its last token, tails start behind the sinks.
+    # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
     valid = torch.cat((sinks < last, tails >= first + sink, new >= 0), dim=1)
     return columns.masked_fill(~valid, 0), valid
 
 
 def _weighted_rows(weights: Tensor, x: Tensor, columns: Tensor) -> Tensor:
-    """sum_i weights_i x_i over columns [B, Hkv, G, X] of x [B, Hkv, L, D]: [B, Hkv, G, D] float32."""
+    """Returns sum_i weights_i x_i over columns [B, Hkv, G, X] of x [B, Hkv, L, D]: [B, Hkv, G, D] float32."""
     if x.dtype != torch.float32:
         return (weights.unsqueeze(-2) @ _rows(x, columns).float()).squeeze(-2)
-    # The sum of weighted embeddings is this sum, without the gathered rows in between: four times faster on a CPU.
+    # A weighted embedding_bag sums without materialising the gathered rows: four times faster on a CPU.
     bags, table = _flat_rows(x, columns).flatten(0, 2), x.reshape(-1, x.shape[-1])
     sums = F.embedding_bag(bags, table, per_sample_weights=weights.flatten(0, 2), mode="sum")
     return sums.view(*columns.shape[:3], -1)
 
 
 def _rows(x: Tensor, columns: Tensor) -> Tensor:
-    """Rows of x [B, Hkv, L, D] at columns [B, Hkv, G, X]: [B, Hkv, G, X, D]."""
+    """Gathers rows of x [B, Hkv, L, D] at columns [B, Hkv, G, X]: [B, Hkv, G, X, D]."""
     flat = x.reshape(-1, x.shape[-1]).index_select(0, _flat_rows(x, columns).flatten())
     return flat.view(*columns.shape, x.shape[-1])
 
 
 def _flat_rows(x: Tensor, columns: Tensor) -> Tensor:
-    """Where columns [B, Hkv, G, X] of x [B, Hkv, L, D] stand among all its rows [B * Hkv * L, D]."""
+    """Returns the flat row indices, into [B * Hkv * L, D], of columns [B, Hkv, G, X] of x [B, Hkv, L, D]."""
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1, 1)
     return columns + heads * x.shape[2]

@@ -1,7 +1,7 @@
-"""Triton kernels of the fused decode; `triton_path` launches them and says why they are cut this way.
+"""Triton kernels of the fused decode; `triton_path` launches them and explains how the work is split.
 
-Rows are counted through: `row` = batch row * Hkv + KV head, `head` = batch row * Hq + query head. One program never
-waits for another. Atomics count integers alone and sums are made in a fixed order, so a step repeats to the bit.
+Rows have flat indices: `row` = batch row * Hkv + KV head, `head` = batch row * Hq + query head. No program waits for
+another. Atomics count only integers and sums have a fixed order, so steps are bitwise reproducible.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
 tokens, D = head dimension, M = features, P = shares of one query head, blocks = blocks of its columns.
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 FIRST_BITS, NEXT_BITS = tl.constexpr(12), tl.constexpr(10)
-"""Digits of a score's 32 bits, one histogram each. The first is the longest, because all keys count in it and few
-octaves hold most of their scores: with fewer bins they would queue for the same counters."""
+"""Digits of a score's 32 bits, one histogram each. The first is the longest, because it counts all keys and most scores
+fall into few octaves: with fewer bins the atomics would contend for the same counters."""
 FIRST_BINS, NEXT_BINS = tl.constexpr(2**12), tl.constexpr(2**10)
 DOT_ROWS = tl.constexpr(16)
 """The fewest query rows that a tensor core multiplies."""
@@ -26,7 +26,7 @@ def score_kernel(
     keys,  # [B, Hkv, L + T, D]
     first,  # [B]
     last,  # [B]
-    scores,  # out: [B * Hq, stride], written at real tokens alone
+    scores,  # out: [B * Hq, stride], written only at real tokens
     counts,  # out: [B * Hq, bins], adds the mid-region's first digits
     scale,
     length,
@@ -49,7 +49,7 @@ def score_kernel(
     member = tl.arange(0, DOT_ROWS)
     head = row * GROUP + member
     width = tl.arange(0, D)
-    # What is not real may hold NaN, or lie behind the buffer.
+    # Other columns may hold NaN or lie beyond the buffer.
     k = tl.load(keys + (row * columns + column)[:, None] * D + width[None, :], mask=real[:, None], other=0.0)
     q = tl.load(query + head[:, None] * D + width[None, :], mask=(member < GROUP)[:, None], other=0.0)
     product = tl.dot(q.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision="ieee") * scale
@@ -66,7 +66,7 @@ def refine_kernel(
     scores,  # [B * Hq, stride]
     first,
     last,
-    counts,  # in and out: [B * Hq, bins], adds the digit behind the first LEVEL ones
+    counts,  # in and out: [B * Hq, bins], adds the digit after the first LEVEL ones
     stride,
     k,
     sink,
@@ -106,9 +106,9 @@ def select_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Columns that score above the k-th highest, and those that tie with it, block by block.
+    """Lists each block's columns above the k-th highest score, and those that tie with it.
 
-    A block has room for all of its columns, so no list can overflow, whatever the scores are.
+    A block has room for all of its columns, so no list can overflow.
     """
     block, head, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     begin, end = _mid_region(first, last, head // HEADS, sink, tail)
@@ -158,7 +158,7 @@ def gather_kernel(
     MAX_BLOCKS: tl.constexpr,  # blocks, rounded up to a power of two
     SLOTS: tl.constexpr,
 ):
-    """One share of a query head's exact support. Slots: k retrieved tokens, then anchors, then generated tokens."""
+    """Sums a share of a query head's exact support. Slots: k retrieved tokens, then anchors, then generated tokens."""
     split, head, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     row = head // GROUP
     begin, end = _mid_region(first, last, head // HEADS, sink, tail)
@@ -167,7 +167,7 @@ def gather_kernel(
     tally += head * 2 * blocks
     above = tl.load(tally + block, mask=block < blocks, other=0)
     tied = tl.load(tally + blocks + block, mask=block < blocks, other=0)
-    # Ties are taken in order of their columns until `wanted` tokens are together.
+    # Take ties in order of their columns until there are `wanted` tokens.
     still = wanted - tl.sum(above, 0) - (tl.cumsum(tied, 0) - tied)
     taken = above + tl.maximum(tl.minimum(tied, still), 0)
     stop = tl.cumsum(taken, 0)
@@ -189,7 +189,7 @@ def gather_kernel(
         home = tl.sum(before.to(tl.int32), 1)
         place = slot - tl.sum(tl.where(before, taken[None, :], 0), 1)
         column = tl.load(chosen + home.to(tl.int64) * SELECT_BLOCK + place, mask=retrieved, other=0)
-        # In a short row the two ends overlap: sinks end at its last token, tails start behind the sinks.
+        # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
         sinks = slot - k
         tails = slot - k - sink
         new = tails - tail
@@ -244,18 +244,18 @@ def merge_kernel(
     SUBTRACTS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """All shares of a query head and its residual, divided once."""
+    """Adds up all shares of a query head and its residual, and divides once."""
     head = tl.program_id(0).to(tl.int64)
     row = head // GROUP
     split, width = tl.arange(0, MAX_SPLITS), tl.arange(0, D)
-    there = split < splits
+    used = split < splits
     shares = sums + (head * splits + split) * (D + 1)
-    own = tl.load(shifts + head * splits + split, mask=there, other=-float("inf"))
+    own = tl.load(shifts + head * splits + split, mask=used, other=-float("inf"))
     top = tl.max(own, 0)
     unit = tl.where(top > -float("inf"), top, 0.0)
     scale = tl.exp(own - unit)
-    mass = tl.sum(tl.load(shares + D, mask=there, other=0.0) * scale, 0)
-    numerator = tl.load(shares[:, None] + width[None, :], mask=there[:, None], other=0.0)
+    mass = tl.sum(tl.load(shares + D, mask=used, other=0.0) * scale, 0)
+    numerator = tl.load(shares[:, None] + width[None, :], mask=used[:, None], other=0.0)
     numerator = tl.sum(numerator * scale[:, None], 0)
     if RESIDUAL:
         phi_query, phi_shift = _query_features(log_query, log_shift, head, row, M)
@@ -265,10 +265,10 @@ def merge_kernel(
         estimate = tl.sum(phi_query[:, None] * tl.load(state[:, None] + width[None, :]), 0)
         if SUBTRACTS:
             shares += tl.num_programs(0).to(tl.int64) * splits * (D + 1)
-            left -= tl.sum(tl.load(shares + D, mask=there, other=0.0), 0)
-            estimate -= tl.sum(tl.load(shares[:, None] + width[None, :], mask=there[:, None], other=0.0), 0)
-        # The common unit is chosen after the clamp: a dropped residual must not push e^s below the floats.
-        kept = (left <= clamp * whole) == 0  # so that a NaN does not pass for a dropped residual
+            left -= tl.sum(tl.load(shares + D, mask=used, other=0.0), 0)
+            estimate -= tl.sum(tl.load(shares[:, None] + width[None, :], mask=used[:, None], other=0.0), 0)
+        # Choose the common unit after the clamp: a dropped residual must not make e^s underflow.
+        kept = (left <= clamp * whole) == 0  # negated, so that NaN is kept and not dropped silently
         common = tl.where(kept, tl.maximum(top, phi_shift), unit)
         residual = tl.where(kept, tl.exp(phi_shift - common), 0.0)
         exact = tl.exp(unit - common)
@@ -279,20 +279,20 @@ def merge_kernel(
 
 @triton.jit
 def _mid_region(first, last, batch, sink, tail):
-    """Its first column, and one past its last; empty where the second is not larger."""
+    """Returns the mid-region's first column, and one past its last; empty unless the second is larger."""
     return tl.load(first + batch) + sink, tl.load(last + batch) - tail
 
 
 @triton.jit
 def _falling(scores):
-    """uint32 keys in the opposite order of the float32 scores: the smallest key is the highest score's."""
+    """Maps float32 scores to uint32 keys in reverse order: the highest score has the smallest key."""
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits, bits ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _threshold(counts, wanted, DIGITS: tl.constexpr):
-    """Leading digits of the `wanted`-th smallest key as one integer, and how many keys that begin so are wanted."""
+    """Returns the leading digits of the `wanted`-th smallest key, and how many keys with these digits are wanted."""
     prefix, wanted = _digit(counts, wanted, FIRST_BINS)
     for level in tl.static_range(1, DIGITS):
         digit, wanted = _digit(counts + FIRST_BINS + (level - 1) * NEXT_BINS, wanted, NEXT_BINS)
@@ -310,7 +310,7 @@ def _digit(counts, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def _query_features(log_query, log_shift, head, row, M: tl.constexpr):
-    """phi_q in units of e^shift [M], and that shift."""
+    """Returns phi_q [M] in units of e^shift, and that shift."""
     feature = tl.arange(0, M)
     log_weights = tl.load(log_query + head * M + feature) + tl.load(log_shift + row * M + feature)
     shift = tl.max(log_weights, 0)

@@ -1,14 +1,13 @@
-"""One decode step's attention in Triton kernels: what `torch_path` computes, without leaving the GPU.
+"""One decode step's attention in Triton kernels: same result as `torch_path`, without leaving the GPU.
 
-1. `score`: every key is read once, for all query heads that share it; a histogram of the scores' leading bits is made
-   on the way.
-2. `refine` twice, `select`: a radix selection over all 32 bits of the scores. Each digit is one launch, because a
-   histogram must be complete before it is read, and no program may wait for another. The passes are the same whatever
-   the scores are, so no distribution of scores is slow or inexact.
-3. `gather`, `merge`: values and key features of the exact support, in shares; then the residual, and one division.
+1. `score` reads every key once, for all query heads that share it, and counts the scores' leading bits in a histogram.
+2. `refine` (twice) and `select` are a radix selection over all 32 bits of the scores. Each digit is one launch, because
+   a histogram must be complete before it is read, and no program may wait for another. The passes do not depend on the
+   scores, so no distribution of scores is slow or inexact.
+3. `gather` and `merge` sum values and key features of the exact support in shares, add the residual and divide once.
 
-Nothing is read back to the host, and all shapes and grids depend on the buffers and k alone, so a step can be captured
-in a CUDA graph.
+Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so CUDA graphs can capture
+a step.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from residual_mass.core.fused import triton_kernels as kernels
 from residual_mass.core.fused.cache import DecodeCache
 
 SCORE_BLOCK = 128
-"""Keys of one program, 16 KiB in bfloat16 at D = 64: small enough that several programs of an SM load at once."""
+"""Keys per program, 16 KiB in bfloat16 at D = 64: small enough for several programs per SM."""
 SELECT_BLOCK = 4096
-"""Scores of one program, no fewer than the bins that it must sum up first."""
+"""Scores per program, at least as many as the bins that it first sums up."""
 SLOTS = 32
-"""Tokens that one program gathers at once: at D = M = 128 their values and features still fit in its registers."""
+"""Tokens that a program gathers at once: at D = M = 128 their values and features still fit in its registers."""
 MOST_SPLITS = 32
-"""Shares of one query head: 24 heads or more fill any GPU with them, and `merge` can read all of a head at once."""
+"""Most shares of a query head: enough to fill any GPU from 24 heads on, few enough for `merge` to read at once."""
 
 
 def decode_attention(
@@ -46,7 +45,7 @@ def decode_attention(
     generated: int,
     scale: float,
 ) -> Tensor:
-    """`torch_path.decode_attention`; D at least 16, D and M powers of two, the cache bfloat16 or float32."""
+    """Same as `torch_path.decode_attention`; D at least 16, D and M powers of two, the cache bfloat16 or float32."""
     cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
     assert all(x is None or x.is_contiguous() for x in cache if not isinstance(x, int)), "no copies of large buffers"
     query, log_query = query.contiguous(), None if log_query is None else log_query.contiguous()
@@ -57,7 +56,7 @@ def decode_attention(
 
 
 class Region(NamedTuple):
-    """How many tokens every query head retrieves, and what the mid-region leaves out."""
+    """Number of tokens that every query head retrieves, and anchors around the mid-region."""
 
     k: int
     sink: int
@@ -65,8 +64,8 @@ class Region(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The retrieved tokens, by blocks of columns: the first `tally[n, 0, p]` of `chosen[n, p]`, and of the
-    `tally[n, 1, p]` behind them, which tie with the k-th highest, as many as are still missing, in order of p.
+    """Retrieved tokens by blocks of columns: the first `tally[n, 0, p]` of `chosen[n, p]`, then, in order of p, as many
+    as are still missing of the next `tally[n, 1, p]`, which tie with the k-th highest.
     """
 
     chosen: Tensor
@@ -76,11 +75,11 @@ class Selection(NamedTuple):
 
 
 def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Scores [B * Hq, >= L + T] float32, of real tokens alone, and histograms [B * Hq, bins] with the first digit."""
+    """Returns scores [B * Hq, >= L + T] float32 of real tokens, and histograms [B * Hq, bins] of the first digit."""
     batch, kv_heads, columns, d = cache.keys.shape
     heads = query.shape[1]
     blocks = triton.cdiv(columns, SCORE_BLOCK)
-    # Rows start at multiples of the block, so that a block's scores are aligned for wide stores.
+    # Rows start at multiples of the block, which aligns the scores for wide stores.
     scores = query.new_empty(batch * heads, blocks * SCORE_BLOCK, dtype=torch.float32)
     bins = kernels.FIRST_BINS.value + 2 * kernels.NEXT_BINS.value
     counts = torch.zeros(batch * heads, bins, dtype=torch.int32, device=query.device)
@@ -108,7 +107,7 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
 
 
 def select(scores: Tensor, counts: Tensor, cache: DecodeCache, region: Region) -> Selection:
-    """The k highest scores of every query head's mid-region; completes `counts`."""
+    """Selects the k highest scores of every query head's mid-region; completes `counts`."""
     rows, device = len(scores), scores.device
     blocks = triton.cdiv(cache.length, SELECT_BLOCK)
     chosen = torch.empty(rows, blocks, SELECT_BLOCK, dtype=torch.int32, device=device)
@@ -191,6 +190,8 @@ def _merge(
 
 
 def _dot_type(query: Tensor, keys: Tensor) -> tl.dtype:
-    """Products of bfloat16 are exact in float32; the interpreter multiplies its bits as integers, without a word."""
+    """Returns bfloat16, whose products are exact in float32, except in Triton's interpreter: it silently multiplies
+    bfloat16 bits as integers.
+    """
     compiled = isinstance(kernels.score_kernel, triton.JITFunction)
     return tl.bfloat16 if compiled and query.dtype == keys.dtype == torch.bfloat16 else tl.float32

@@ -1,1 +1,1 @@
-"""A study beside the paper's own values."""
+"""Compares a study with the paper's values."""

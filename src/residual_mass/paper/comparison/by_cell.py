@@ -1,7 +1,7 @@
-"""What a study computed beside what the paper prints: every published cell with a verdict, and the larger picture.
+"""The `comparison` stage: a verdict on every published cell, and the larger picture.
 
-Compared are the score tables, `exact_accounting`, and what the method costs: latencies and the time of training. The
-table `phi_param_count`, which is arithmetic, is not part of this; only an open point touches it.
+Compares the score tables, `exact_accounting` and costs (latencies and training time), but not `phi_param_count`, which
+is arithmetic.
 """
 
 from __future__ import annotations
@@ -32,37 +32,34 @@ COMPARED = (
     training_cost_table.LABEL,
     *runtime_table.PUBLISHED,
 )
-"""Labels of the tables that are compared."""
+"""Labels of the compared tables."""
 COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
-"""How verdicts begin."""
-OF_MAPS = {5, 6, 7, 10, 11, 12, 16}
+"""First words of verdicts."""
+MAPS = {5, 6, 7, 10, 11, 12, 16}
 """Open points of docs/deviations.md on training and using feature maps."""
-OF_RULER, OF_BABILONG, OF_LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
+RULER, BABILONG, LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
 DEVIATIONS = {
-    "natural_main": OF_MAPS | {1, 2, 13},
-    "stress_1pct": OF_MAPS | OF_RULER | OF_BABILONG | {13},
-    "ruler_sweep": OF_MAPS | OF_RULER,
-    "babilong_sweep": OF_MAPS | OF_BABILONG | {13},
-    "cross_length_mismatch": OF_MAPS | OF_RULER | {4, 18},
-    "dphi_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4},
-    "loss_ablation": OF_MAPS | OF_RULER | OF_BABILONG | {4, 9, 19},
-    accounting_table.LABEL: OF_MAPS | {14, 20},
+    "natural_main": MAPS | {1, 2, 13},
+    "stress_1pct": MAPS | RULER | BABILONG | {13},
+    "ruler_sweep": MAPS | RULER,
+    "babilong_sweep": MAPS | BABILONG | {13},
+    "cross_length_mismatch": MAPS | RULER | {4, 18},
+    "dphi_ablation": MAPS | RULER | BABILONG | {4},
+    "loss_ablation": MAPS | RULER | BABILONG | {4, 9, 19},
+    accounting_table.LABEL: MAPS | {14, 20},
     parameter_table.LABEL: {8},
     training_cost_table.LABEL: {12, 16},
 }
-"""Numbers of the open points of docs/deviations.md that touch a table."""
-
-Tables = Mapping[str, Sequence[Cell]]
-"""The values of a study by the label of their table."""
+"""Numbers of the open points of docs/deviations.md that affect a table."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison says, why, and the value that it is about, if the study has it."""
+    """The result of a comparison, its reason, and the study's value if there is one."""
 
     words: str
     reason: str = ""
@@ -70,11 +67,10 @@ class Verdict:
 
 
 def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> None:
-    """Writes to `out` one line per published cell, and to `picture` what the tables say as a whole, from the saved
-    tables of a study.
+    """Writes one line per published cell to `out` and the larger picture to `picture`, from a study's saved tables.
 
     Raises:
-        ValueError: a file is not what was recorded, or of another study; names it.
+        ValueError: a file differs from its record or belongs to another study; names it.
     """
     record = Record("comparison", spec, tables)
     values = {table.label: table.evaluated for table in (load_table(path, spec.study) for path in tables)}
@@ -91,17 +87,19 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> N
         record.write(path)
 
 
-def deviations_of(label: str) -> set[int]:
-    """Numbers of the open points of docs/deviations.md that touch a table; none touches one of a study's own."""
-    return OF_LATENCIES if runtime_table.is_label(label) else DEVIATIONS.get(label, set())
+def open_points(label: str) -> set[int]:
+    """Returns the numbers of the open points of docs/deviations.md that affect a table; empty for a study's own."""
+    return LATENCIES if runtime_table.is_label(label) else DEVIATIONS.get(label, set())
 
 
-def verdict_on(label: str, cell: Cell, tables: Tables, spec: ComparisonSpec) -> Verdict:
-    """Whether the study's value in the same place of table `label` agrees with the published cell at the printed
-    precision.
+def verdict_on(label: str, cell: Cell, tables: Mapping[str, Sequence[Cell]], spec: ComparisonSpec) -> Verdict:
+    """Compares a published cell of table `label` with the study's value in the same place, at the printed precision.
 
-    Only values of the paper's backbones under its protocol, from as many of the benchmark's own examples, are compared,
-    and of costs those that were measured as the paper's were.
+    Only values of the paper's backbones, under its protocol and from as many of the benchmark's own examples, are
+    comparable, and only costs that were measured as in the paper.
+
+    Args:
+        tables: the study's values by the label of their table.
     """
     by_backbone = {
         value.place.backbone: value
@@ -123,16 +121,17 @@ def verdict_on(label: str, cell: Cell, tables: Tables, spec: ComparisonSpec) -> 
 
 
 def printed(cell: Cell) -> str:
-    """A value in the unit and at the precision that the paper prints: times of training in hours."""
+    """Formats a value in the paper's unit and precision: training times in hours."""
     return format_score(cell.value or 0) if cell.place.quantity == WALL_CLOCK else cell.text
 
 
 def bounds_of_agreement(ours: Cell, interval: Interval) -> tuple[Decimal, Decimal]:
-    """Between which the published value agrees: our 95 % interval, of a latency the range of its repeats.
+    """Returns the bounds within which a published value agrees: our 95 % interval or, for a latency, the range of its
+    repeats.
 
-    Where the paper drew examples of its own, its value has a sampling error as ours has, independent of it. Of two such
-    values the difference has the variance of ours times 1 + n / n of the paper; with the interval alone, 17 % of
-    perfect replications would differ at equal n. So each side of it is longer by the root of that factor.
+    If the paper drew its own examples, its value has an independent sampling error. The variance of the difference is
+    ours times 1 + n / n of the paper; with only our interval, 17 % of perfect replications would differ at equal n. So
+    each side of the interval is scaled by the root of that factor.
     """
     benchmark = ours.place.benchmark
     factor = Decimal(math.sqrt(1 + ours.n / EXAMPLES[benchmark]) if benchmark in DRAWN_ANEW else 1)
@@ -142,14 +141,16 @@ def bounds_of_agreement(ours: Cell, interval: Interval) -> tuple[Decimal, Decima
 
 
 def _bounds(cell: Cell, interval: Interval) -> tuple[str, str]:
-    """Printed like the value."""
+    """Formats the bounds like the value."""
     return f"{interval.low:z.{cell.decimals}f}", f"{interval.high:z.{cell.decimals}f}"
 
 
 def _without_the_backbone(
     cell: Cell, table: Sequence[Cell] | None, namesake: Cell | None, by_backbone: Mapping[str, Cell]
 ) -> Verdict:
-    """The verdict on a cell that the study has on other backbones at most, one of which may bear the paper's name."""
+    """Returns the verdict on a cell without a value of the paper's model; `namesake` is a value of another model under
+    the same backbone name.
+    """
     others = [namesake] if namesake else [value for name, value in by_backbone.items() if name not in MODELS]
     if others:
         named = ", ".join(f"{value.place.backbone} ({value.model_id})" for value in others)
@@ -172,7 +173,7 @@ def _row(label: str, cell: Cell, verdict: Verdict, spec: ComparisonSpec) -> dict
         "published_n": str(examples or ""),
         "verdict": verdict.words,
         "reason": verdict.reason,
-        "deviations": " ".join(map(str, sorted(deviations_of(label)))),
+        "deviations": " ".join(map(str, sorted(open_points(label)))),
         "study": spec.study,
     }
     if ours:

@@ -1,4 +1,4 @@
-"""What keeps a study's value from being compared with the paper's."""
+"""Reasons why a study's value is not comparable with the paper's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from residual_mass.study.specs import ComparisonSpec
 
 OTHER_BACKBONE = "other backbone"
 GPU, GPUS = "H200", "8"
-"""What the paper measures latencies on, one of them, and trains on."""
+"""Hardware of the paper: one such GPU for latencies, this number of them for training."""
 WITHOUT_MAPS = ("e_topk", "e_exact_nosub")
-"""Quantities of a row with feature maps that these do not change."""
+"""Quantities that do not depend on the feature maps of their row."""
 SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
-"""What latencies depend on of the feature maps, whose weights are random there."""
-UNKNOWN = "not told"
+"""Settings of feature maps that affect latencies, which are measured with random weights."""
+UNKNOWN = "unknown"
 
 
 def obstacles(cell: Cell) -> Iterator[str]:
-    """Why a value is not comparable, in words; nothing where backbone, examples and hardware are as in the paper."""
+    """Yields why backbone, examples or hardware make a value incomparable."""
     if cell.model_id not in MODELS.values():
         yield OTHER_BACKBONE
     if cell.weights == "random":
@@ -37,29 +37,28 @@ def obstacles(cell: Cell) -> Iterator[str]:
 
 
 def other_settings(cell: Cell, spec: ComparisonSpec) -> dict[str, str]:
-    """Settings that differ from the paper's, in words and by key: as recorded with the value, or else the study's."""
+    """Describes by key the settings that differ from the paper's: those recorded with the value, else the study's."""
     _, variant = length_and_variant(cell.place.maps or "")
-    paper = {key: text_of(each) for key, each in _of_texts(DECODING.get(cell.place.benchmark, {}), cell.place)}
+    paper = _decoding_texts(DECODING.get(cell.place.benchmark, {}), cell.place)
     paper |= {key: text_of(each) for key, each in (PROTOCOL | VARIANTS.get(variant, {})).items()}
     recorded = decoding_settings(cell.decoding) if cell.decoding else {}
-    ours = spec.settings | spec.variants.get(variant, {})
-    ours |= {key: text_of(each) for key, each in _of_texts(recorded, cell.place)}
+    ours = spec.settings | spec.variants.get(variant, {}) | _decoding_texts(recorded, cell.place)
     if "steps" in cell.conditions:
         ours["phi.steps"] = cell.conditions["steps"]
-    told = {key: ours.get(key, UNKNOWN) for key in paper if _matters(key, cell.place)}
-    return {key: f"{key} is {each}, {paper[key]} in the paper" for key, each in told.items() if each != paper[key]}
+    given = {key: ours.get(key, UNKNOWN) for key in paper if _matters(key, cell.place)}
+    return {key: f"{key} is {each}, {paper[key]} in the paper" for key, each in given.items() if each != paper[key]}
 
 
-def _of_texts(settings: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Any]]:
-    """How texts are generated, by the keys of the configuration."""
-    for name, each in settings.items():
-        yield (name if name == "truncate_to" else f"benchmarks.{place.benchmark}.{name}"), each
+def _decoding_texts(settings: Mapping[str, Any], place: Place) -> dict[str, str]:
+    """Formats decoding settings, with the keys of the configuration."""
+    keys = {name: name if name == "truncate_to" else f"benchmarks.{place.benchmark}.{name}" for name in settings}
+    return {keys[name]: text_of(each) for name, each in settings.items()}
 
 
 def _matters(key: str, place: Place) -> bool:
     """Whether a value at this place depends on a setting."""
     if key.startswith("backbones."):
-        return key == f"backbones.{place.backbone}.dtype" and not place.implementation  # latencies say their own
+        return key == f"backbones.{place.backbone}.dtype" and not place.implementation  # latencies record their own
     if key.startswith("anchors.") or key.endswith(".budget_length"):
         return place.method != "full" and place.quantity not in training_cost_table.QUANTITIES
     if key.startswith("phi."):
@@ -70,7 +69,7 @@ def _matters(key: str, place: Place) -> bool:
 
 
 def _other_conditions(measured: Mapping[str, str]) -> Iterator[str]:
-    """Conditions of a cost's measurement that differ from the paper's; scores have none."""
+    """Yields conditions of a cost's measurement that differ from the paper's; scores have none."""
     if measured.get("implementation", PROTOTYPE) != PROTOTYPE:
         yield f"other implementation: {measured['implementation']}"
     if not measured.get("device", GPU).endswith(GPU):

@@ -1,7 +1,7 @@
-"""What tables say as a whole, in the paper's cells and in a study's own, which may be other cells of another backbone.
+"""Compares what whole tables say in the paper and in a study, whose cells and backbones may differ.
 
-Counted are printed values, without a test: a direction can be chance. As many cells above as below are a direction of
-their own.
+Counts printed values without a test, so a direction can be chance. Equally many cells above and below count as a
+direction of their own.
 """
 
 from __future__ import annotations
@@ -25,31 +25,30 @@ COLUMNS = "table family statement published ours same_direction note".split()
 MISMATCH = "cross_length_mismatch"
 ABLATIONS = ("dphi_ablation", "loss_ablation")
 COMPARED_WITH = {"topk": "TopK", "topk_phi_nosub": "NoSub"}
-"""Methods that completion is counted against."""
+"""Methods with which completion is compared."""
 COMMON_WORDS = "cwe"
-"""The corpus of accounting rows that is not running text."""
+"""The only corpus of accounting rows that is not running text."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a table says in words or numbers; `direction` is its sign, None where it has none."""
+    """What a table says in words or numbers, and its sign as `direction`, None if it has none."""
 
     text: str
     direction: int | None
 
 
 Findings = dict[tuple[str, str], Finding]
-"""By family of cells and statement."""
+"""Findings by family of cells and statement."""
 
 
 def picture(
     published: Mapping[str, Texts], ours: Mapping[str, Sequence[Cell]], spec: ComparisonSpec
 ) -> Iterator[dict[str, str]]:
-    """One row per statement: what the paper's cells and those of a study say of it, and whether that has one sign.
+    """Yields one row per statement: the findings of the paper and of the study, and whether they have the same sign.
 
     Args:
         published, ours: values by label of their table; a study may lack tables.
-        spec: of the study.
     """
     for table, texts in published.items():
         values = ours.get(table, ())
@@ -72,7 +71,7 @@ def picture(
 
 
 def tau_b(first: Sequence[Decimal], second: Sequence[Decimal]) -> float | None:
-    """Kendall's rank correlation of two series of one length, corrected for ties; None where one has a single value."""
+    """Returns Kendall's rank correlation of two series of equal length, corrected for ties; None if one is constant."""
     signs = [
         (_sign(a - b), _sign(c - d)) for (a, c), (b, d) in itertools.combinations(zip(first, second, strict=True), 2)
     ]
@@ -93,7 +92,7 @@ def _findings(table: str, texts: Texts) -> Findings:
 
 
 def _changes(texts: Texts) -> Findings:
-    """Completion against other methods. All cells have the main maps, which therefore need no name."""
+    """Counts completion against other methods. All cells have the main maps, so their label is dropped."""
     scores = {replace(place, maps=None): text for place, text in texts.items()}
     found: Findings = {}
     for method, name in COMPARED_WITH.items():
@@ -107,7 +106,7 @@ def _changes(texts: Texts) -> Findings:
 
 
 def _mismatch(texts: Texts) -> Findings:
-    """Maps at lengths that they were trained for, and at longer ones, against TopK at the same length."""
+    """Compares maps, at lengths that they were trained for and at longer ones, with TopK at the same length."""
     below: dict[tuple[str, str], list[bool]] = {}
     for place, text in texts.items():
         topk = replace(place, method="topk", maps=None)
@@ -121,7 +120,7 @@ def _mismatch(texts: Texts) -> Findings:
 
 
 def _accounting(texts: Texts) -> Findings:
-    """Rows of errors, each a corpus at a length."""
+    """Compares the errors of each row, a corpus at a length."""
     rows: dict[Place, dict[str, Decimal]] = {}
     for place, text in texts.items():
         if place.quantity in METHODS:
@@ -139,7 +138,7 @@ def _accounting(texts: Texts) -> Findings:
 
 
 def _latencies(texts: Texts) -> Findings:
-    """Steps of TopK+phi beside those of full attention: on which side they are, and how many times as long."""
+    """Compares decode steps of TopK+phi with those of full attention, by sign and ratio."""
     rows: dict[tuple[str, str], dict[str, Decimal]] = {}
     for place, text in texts.items():
         if place.quantity == runtime_table.STEP:
@@ -148,7 +147,7 @@ def _latencies(texts: Texts) -> Findings:
     ratios: dict[str, list[str]] = {}
     for family, length in sorted(rows, key=lambda row: tokens_of(row[1])):
         steps = rows[family, length]
-        if not {"topk_phi", "full"} <= steps.keys():  # one of them does not fit into memory
+        if not {"topk_phi", "full"} <= steps.keys():  # one did not fit into memory
             continue
         shorter.setdefault(family, []).append(steps["topk_phi"] < steps["full"])
         ratios.setdefault(family, []).append(f"{length} {steps['topk_phi'] / steps['full']:.2f}")
@@ -160,8 +159,8 @@ def _latencies(texts: Texts) -> Findings:
 
 
 def _ranks(published: Texts, ours: Texts) -> tuple[Findings, Findings]:
-    """Rows of an ablation from the best down, and how a study's order agrees with the paper's: over the rows that both
-    have, backbone by backbone.
+    """Ranks the rows of an ablation, and correlates a study's order with the paper's for each backbone, over the rows
+    that both have.
     """
     theirs: Findings = {}
     own: Findings = {}
@@ -171,19 +170,19 @@ def _ranks(published: Texts, ours: Texts) -> tuple[Findings, Findings]:
     for family, scores in published_scores.items():
         theirs[family, order] = Finding(_order(scores), None)
     for (backbone, family), scores in _scores(ours).items():
-        of_backbone = f" ({backbone})" if several else ""
-        own[family, order + of_backbone] = Finding(_order(scores), None)
+        which = f" ({backbone})" if several else ""
+        own[family, order + which] = Finding(_order(scores), None)
         shared = [row for row in published_scores.get(family, {}) if row in scores]
         tau = tau_b([published_scores[family][row] for row in shared], [scores[row] for row in shared])
         if tau is not None:
-            statement = f"rank correlation with the published order (tau-b, {len(shared)} rows){of_backbone}"
+            statement = f"rank correlation with the published order (tau-b, {len(shared)} rows){which}"
             theirs[family, statement] = Finding("", 1)
             own[family, statement] = Finding(f"{tau:+z.3f}", _sign(tau))
     return theirs, own
 
 
 def _scores(texts: Texts) -> dict[tuple[str, str], dict[str, Decimal]]:
-    """Score of every row by backbone and family; rows are named alike whatever length the maps were trained at."""
+    """Returns the score of every row by backbone and family; row names do not depend on the maps' training length."""
     scores: dict[tuple[str, str], dict[str, Decimal]] = {}
     for place, text in texts.items():
         _, variant = length_and_variant(place.maps or "")
@@ -193,7 +192,7 @@ def _scores(texts: Texts) -> dict[tuple[str, str], dict[str, Decimal]]:
 
 
 def _order(scores: Mapping[str, Decimal]) -> str:
-    """Names of the rows, the best first: `a > b = c`."""
+    """Orders row names, best first: `a > b = c`."""
     ranked = itertools.groupby(sorted(scores, key=lambda row: -scores[row]), key=lambda row: scores[row])
     return " > ".join(" = ".join(rows) for _, rows in ranked)
 
@@ -203,7 +202,7 @@ def _share(holds: Sequence[bool]) -> Finding:
 
 
 def _notes(values: Iterable[Cell], spec: ComparisonSpec) -> dict[str, str]:
-    """What keeps a family's values from being compared with the paper's one by one; empty where nothing does."""
+    """Returns why a family's values are not comparable one by one with the paper's; empty if they are."""
     found: dict[str, dict[str, None]] = {}
     settings: dict[str, set[str]] = {}
     for value in values:

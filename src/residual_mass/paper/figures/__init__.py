@@ -1,1 +1,1 @@
-"""Figures: what each shows, computed apart from the drawing."""
+"""Figures, each with a function that computes its points and one that draws them."""

@@ -1,4 +1,4 @@
-"""Figures of the residual's calibration: histograms, one panel per captured file (a corpus at a length)."""
+"""Figures of the residual's calibration: histograms with one panel per captured file (a corpus at a length)."""
 
 from __future__ import annotations
 
@@ -15,32 +15,41 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, with_minus_sign
-from residual_mass.paper.figures.summaries import bulk, head_means
+from residual_mass.paper.figures.style import (
+    BLUE,
+    GREY,
+    TEXT_WIDTH,
+    VERMILLION,
+    finish,
+    panel_axes,
+    plain,
+    with_minus_sign,
+)
+from residual_mass.paper.figures.summaries import bulk, check_distinct, head_means
 from residual_mass.paper.readers.diagnostics_file import HEAD, check_same, rows_at_budget, the_one
 from residual_mass.study.specs import FigureSpec
 
 BINS = 40
-"""In a histogram at least, and not many more."""
+"""Lower bound for the bins of a histogram, which has not many more."""
 MOST_PANELS = 6
 COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}
-"""Columns of a grid by its number of panels, where these are not every corpus at every length."""
+"""Columns of a grid by its number of panels, unless these are every corpus at every length."""
 TICK_ROOM = 0.4
-"""From one tick of a panel to the next, in inches."""
+"""Distance between ticks in inches."""
 MARKS = {"mean": "--", "median": ":"}
 """Line styles."""
 PANEL = ["corpus", "length", "k"]
 
 
 def logz_calibration_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Histograms of log Z_R hat - log Z_R over attention rows: one row per (file, bin), bins of one width for all.
+    """Computes histograms of log Z_R hat - log Z_R over attention rows: one row per (file, bin), with common bins.
 
-    `share` is the share of the counted rows in [low, high), `beyond` of those outside of all bins, in the outermost
-    one; the rest is the same in all rows of a file: `mean`, the share `below` 0, and how many of the `rows` are
-    `left_out` because one of the two logarithms is not finite.
+    `share` is the share of the counted rows in [low, high), and `beyond`, in the outermost bins, that of rows outside
+    of all bins. Constant in a file: `mean`, the share `below` 0, and how many of the `rows` are `left_out` because one
+    of the two logarithms is not finite.
 
     Raises:
-        ValueError: as `rows_at_budget`; none or too many files, or files that do not fit together.
+        ValueError: as `rows_at_budget`; none or too many files, or incompatible files.
     """
     frames = _frames(spec, data, ["log_z_hat", "log_z_true"])
     errors = []
@@ -57,11 +66,11 @@ def logz_calibration_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFr
 
 
 def fullsub_nosub_delta_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Histograms of delta = e_sub - e_nosub over heads, means over packs and queries: one row per (file, bin).
+    """Computes histograms of delta = e_sub - e_nosub over heads, averaged over packs and queries: one row per (file,
+    bin).
 
-    Bins are even on the scale asinh(delta / linear_width), so that the outermost ones reach the largest values.
-    `share` is the share of heads in [low, high); the same in all rows of a file are `mean`, `median`, the shares
-    `below` and `above` 0, and `heads`.
+    Bins are even on the scale asinh(delta / linear_width), so that they reach the largest values. `share` is the share
+    of heads in [low, high). Constant in a file: `mean`, `median`, the shares `below` and `above` 0, and `heads`.
 
     Raises:
         ValueError: as `logz_calibration_points`; K is 0, where nothing is subtracted.
@@ -84,7 +93,7 @@ def fullsub_nosub_delta_points(spec: FigureSpec, data: Sequence[Path]) -> pd.Dat
 
 
 def draw_logz_calibration(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """A panel per file on common axes; the sign of the error tells the colours apart."""
+    """Draws one panel per file on common axes, with colours by the sign of the error."""
     figure, panels = _grid(points)
     for axis, panel in panels:
         facts = panel.iloc[0]
@@ -112,7 +121,7 @@ def draw_logz_calibration(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def draw_fullsub_nosub_delta(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """A panel per file on common axes; the sign of delta tells the colours apart."""
+    """Draws one panel per file on common axes, with colours by the sign of delta."""
     figure, panels = _grid(points)
     width = points["linear_width"].iloc[0]
     room = TICK_ROOM * panels[0][0].get_gridspec().ncols / TEXT_WIDTH
@@ -137,7 +146,7 @@ def draw_fullsub_nosub_delta(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> list[pd.DataFrame]:
-    """The rows of one budget of every file.
+    """Reads the rows of one budget of every file.
 
     Raises:
         ValueError: as `logz_calibration_points`.
@@ -148,13 +157,10 @@ def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> l
             "pass so many to --data"
         )
     frames = [rows_at_budget(path, ["backbone", *PANEL, *columns], spec.budget_percent) for path in data]
-    seen: dict[tuple[object, object], Path] = {}
     for path, frame in zip(data, frames, strict=True):
         check_same(["backbone"], path, frame, data[0], frames[0])
-        corpus, length = the_one(frame, "corpus"), the_one(frame, "length")
-        if (corpus, length) in seen:
-            raise ValueError(f"{path}: {corpus} at {length} is in {seen[corpus, length]} as well; give one of the two")
-        seen[corpus, length] = path
+    texts = [f"{the_one(frame, 'corpus')} at {the_one(frame, 'length')}" for frame in frames]
+    check_distinct(zip(data, texts, strict=True))
     return frames
 
 
@@ -170,8 +176,8 @@ def _summary(values: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(values: np.ndarray, edges: np.ndarray) -> pd.DataFrame:
-    """`share` in [low, high) and, in the outermost bins, `beyond`: the share outside of all bins."""
-    inside, _ = np.histogram(values, edges)  # the last bin holds its upper edge, too
+    """Computes the `share` in [low, high) and, in the outermost bins, `beyond`, the share outside of all bins."""
+    inside, _ = np.histogram(values, edges)  # the last bin includes its upper edge
     beyond = np.zeros(len(inside))
     beyond[0], beyond[-1] = (values < edges[0]).sum(), (values > edges[-1]).sum()
     count = max(len(values), 1)
@@ -179,25 +185,25 @@ def _histogram(values: np.ndarray, edges: np.ndarray) -> pd.DataFrame:
 
 
 def _even_edges(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Multiples of a round width, 0 among them, over the values of all panels but those far out in their own."""
+    """Returns multiples of a round width, including 0, over the values of all panels without those far out."""
     low, high = 0.0, 0.0
     for each in values:
         if len(each):
             lowest, highest = bulk(each)
             low, high = min(low, lowest), max(high, highest)
     width = _round_down((high - low) / BINS) if high > low else 1.0
-    # One bin at least on either side of 0, so that both colours have a place.
+    # At least one bin on either side of 0, for both colours.
     return np.arange(min(math.floor(low / width), -1), max(math.ceil(high / width), 1) + 1) * width
 
 
 def _round_down(width: float) -> float:
-    """The next smaller power of ten times 1, 2 or 5."""
+    """Rounds down to a power of ten times 1, 2 or 5."""
     power = 10.0 ** math.floor(math.log10(width))
     return max(digit * power for digit in (1, 2, 5) if digit * power <= width)
 
 
 def _asinh_edges(values: np.ndarray) -> tuple[float, np.ndarray]:
-    """The width of the scale's linear part, within which half the values lie, and the edges, 0 among them."""
+    """Returns the width of the scale's linear part, which holds half the values, and the edges, including 0."""
     sizes = np.abs(values)
     width = float(np.median(sizes)) or float(sizes.max()) or 1.0
     low, high = (float(np.arcsinh(value / width)) for value in (min(values.min(), 0), max(values.max(), 0)))
@@ -210,7 +216,7 @@ def _asinh_edges(values: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def _asinh_ticks(low: float, high: float, width: float, room: float) -> list[float]:
-    """0 and round numbers of either sign that stand `room` apart, as a share of the scale asinh(x / width)."""
+    """Returns 0 and round numbers of either sign at least `room` apart, as a share of the scale asinh(x / width)."""
     room *= math.asinh(high / width) - math.asinh(low / width)
     largest = max(high, -low)
     powers = range(math.floor(math.log10(largest)), math.floor(math.log10(width)) - 1, -1)
@@ -225,7 +231,7 @@ def _asinh_ticks(low: float, high: float, width: float, room: float) -> list[flo
 
 
 def _grid(points: pd.DataFrame) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
-    """One row per corpus and one column per length where every corpus has every length; otherwise in order."""
+    """Creates one row of panels per corpus and one column per length, or fills a grid if a combination is missing."""
     panels = {name: panel for name, panel in points.groupby(["corpus", "length"], sort=False, observed=True)}
     corpora, lengths = (list(dict.fromkeys(points[name])) for name in ("corpus", "length"))
     names = list(panels)
@@ -235,13 +241,11 @@ def _grid(points: pd.DataFrame) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]
         columns = COLUMNS[len(names)]
         rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(TEXT_WIDTH, 0.9 + 1.55 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    axes = panel_axes(figure, rows, columns, len(names))
     axes[0].set_ylim(0, 1.05 * (points["share"] + points["beyond"]).max() or 1)
-    for number, axis in enumerate(axes[: len(names)]):
-        axis.tick_params(labelbottom=number + columns >= len(names), labelsize=7)  # nothing below it
-    for axis in axes[len(names) :]:
-        axis.remove()
-    return figure, [(axis, panels[name]) for axis, name in zip(axes, names, strict=False)]
+    for number, axis in enumerate(axes):
+        axis.tick_params(labelbottom=number + columns >= len(names), labelsize=7)  # if no panel is below
+    return figure, [(axis, panels[name]) for axis, name in zip(axes, names, strict=True)]
 
 
 def _draw_bins(axis: Axes, panel: pd.DataFrame) -> None:
@@ -262,7 +266,7 @@ def _draw_bins(axis: Axes, panel: pd.DataFrame) -> None:
 
 
 def _draw_marks(axis: Axes, panel: pd.DataFrame, names: Sequence[str]) -> None:
-    """Vertical lines, where they lie within the bins."""
+    """Draws vertical lines that lie within the bins."""
     for name in names:
         if panel["low"].min() <= (value := panel[name].iloc[0]) <= panel["high"].max():
             axis.axvline(value, color="black", linestyle=MARKS[name], linewidth=1)
@@ -277,7 +281,7 @@ def _name(facts: pd.Series) -> str:
 
 
 def _signed(value: float, digits: int) -> str:
-    """What rounds to zero has no minus."""
+    """Formats a number with its sign, + for what rounds to zero."""
     return with_minus_sign(f"{value:+z.{digits}f}" if abs(value) < 1000 else f"{value:+.1e}")
 
 
@@ -286,7 +290,7 @@ def _title(axis: Axes, lines: Sequence[str]) -> None:
 
 
 def _finish(figure: Figure, spec: FigureSpec, handles: Sequence[Line2D | Patch], x_label: str, y_label: str) -> None:
-    """Labels at the outer panels, one legend for all, and the title."""
+    """Adds labels to the outer panels, a legend for all, and the title."""
     for axis in figure.axes:
         if axis.xaxis.get_tick_params()["labelbottom"]:
             axis.set_xlabel(x_label, fontsize=7.5)

@@ -1,4 +1,4 @@
-"""Figures of what accounting does to every head: errors and gains against entropy, at one K and over several."""
+"""Figures of accounting for every head: errors and gains against entropy, at one K and over several."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from residual_mass.files import read_parquet
-from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain
-from residual_mass.paper.figures.summaries import binned_medians, equal_parts, head_means
-from residual_mass.paper.readers.diagnostics_file import (
-    HEAD,
-    TEXT,
-    only_file,
-    rows_at_budget,
-    the_one,
-)
+from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, panel_axes, plain
+from residual_mass.paper.figures.summaries import binned_medians, check_distinct, equal_parts, head_means
+from residual_mass.paper.readers.diagnostics_file import HEAD, TEXT, only_file, rows_at_budget, the_one
 from residual_mass.study.specs import FigureSpec
 
 BUDGET = ["k", "budget_percent"]
@@ -41,7 +35,7 @@ SHARE = r"$\rho_{\mathrm{res}} = \hat Z_{\mathcal{R}}\,/\,(Z_{\mathcal{E}} + \ha
 
 HEADS = {"s": 9, "alpha": 0.6}
 HELPED, HURT = {"c": BLUE, "marker": "o", "linewidths": 0}, {"c": VERMILLION, "marker": "x", "linewidths": 0.7}
-"""Crosses over circles tell heads apart in print without colour, too."""
+"""Crosses and circles distinguish heads in print without colour."""
 MEDIAN = {"color": "black", "marker": "D", "markersize": 2.5, "linewidth": 1}
 METHODS = {
     "e_topk": {"color": VERMILLION, "marker": "s", "linestyle": "--"},
@@ -51,11 +45,11 @@ MEAN = {"markersize": 3, "linewidth": 1.2}
 
 
 def entropy_gain_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """One row per (backbone, K, layer, query head), in the order of the files: means over packs and queries of `h_mid`
-    and of `gain`, e_topk - e_sub.
+    """Returns one row per (backbone, K, layer, query head), in the order of the files: means over packs and queries of
+    `h_mid` and of `gain`, e_topk - e_sub.
 
     Raises:
-        ValueError: the files are not of different backbones on one text at the same K.
+        ValueError: the files do not have different backbones, or not the same text and K.
     """
     columns = [*TEXT, *BUDGET, *HEAD, *ERRORS, "h_mid"]
     frames = [read_parquet(path, columns, "capture") for path in data]
@@ -67,14 +61,10 @@ def entropy_gain_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 def _check_comparable(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> None:
     """Raises ValueError unless the files differ in their backbone, and agree in corpus, length and budgets."""
     texts = [_text_and_budgets(frame) for frame in frames]
-    backbones: set[object] = set()
-    for path, frame, text in zip(data, frames, texts, strict=True):
+    for path, text in zip(data, texts, strict=True):
         if text != texts[0]:
             raise ValueError(f"{path}: on {text}, but {data[0]} on {texts[0]}; give files of the same text and budgets")
-        backbone = the_one(frame, "backbone")
-        if backbone in backbones:
-            raise ValueError(f"{path}: a second file of the backbone {backbone}; give one")
-        backbones.add(backbone)
+    check_distinct((path, f"backbone {the_one(frame, 'backbone')}") for path, frame in zip(data, frames, strict=True))
 
 
 def _text_and_budgets(frame: pd.DataFrame) -> str:
@@ -84,8 +74,8 @@ def _text_and_budgets(frame: pd.DataFrame) -> str:
 
 
 def entropy_heatmap_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """One row per (layer, query head) at the spec's budget: means over packs and queries of `h_mid` and
-    `residual_share_hat`, and their medians over the heads of the same bin of entropy, `bin_*`.
+    """Returns one row per (layer, query head) at the spec's budget: means over packs and queries of `h_mid` and
+    `residual_share_hat`, and their medians over the heads in the same bin of entropy, `bin_*`.
 
     Raises:
         ValueError: there is not one file, or it has no row of the budget.
@@ -96,8 +86,8 @@ def entropy_heatmap_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
 
 
 def fixedk_breakdown_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """One row per (layer, query head) at the spec's budget: means over packs and queries of `h_mid`, `e_topk`, `e_sub`
-    and `gain`, and their medians over the heads of the same bin of entropy, `bin_*`.
+    """Returns one row per (layer, query head) at the spec's budget: means over packs and queries of `h_mid`, `e_topk`,
+    `e_sub` and `gain`, and their medians over the heads in the same bin of entropy, `bin_*`.
 
     Raises:
         ValueError: there is not one file, or it has no row of the budget.
@@ -109,18 +99,18 @@ def fixedk_breakdown_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFr
 
 
 def _head_errors(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """One row per `by`: means over packs and queries of errors, entropy and gain."""
+    """Averages errors, entropy and gain over packs and queries, for each combination of `by`."""
     heads = head_means(rows[[*by, *ERRORS, "h_mid"]], by)
     return heads.assign(gain=heads["e_topk"] - heads["e_sub"])
 
 
 def quartile_error_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """One row per (quartile, K): the errors `e_topk` and `e_sub`, means over the quartile's heads, and where the middle
-    half of these heads lies, `*_low` to `*_high`; how many `heads`, and their range of entropy, `h_mid_low` to
-    `h_mid_high`.
+    """Returns one row per (quartile, K): the errors `e_topk` and `e_sub`, averaged over the quartile's heads, the range
+    of the middle half of these heads, `*_low` to `*_high`, the number of `heads`, and their range of entropy,
+    `h_mid_low` to `h_mid_high`.
 
-    The quartiles split the heads by their mean entropy over packs and queries, 0 has the lowest; heads of equal entropy
-    go by layer and number. Of fewer than four heads, some quartiles have none and no row.
+    Quartiles split the heads by mean entropy over packs and queries, quartile 0 with the lowest; ties are ordered by
+    layer and head. With fewer than four heads, some quartiles are empty and have no row.
 
     Raises:
         ValueError: there is not one file.
@@ -138,13 +128,13 @@ def quartile_error_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFram
 
 
 def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """One row of panels per backbone and one column per K, on common axes."""
+    """Draws one row of panels per backbone and one column per K, on common axes."""
     backbones, panels = list(dict.fromkeys(points["backbone"])), points.groupby(["backbone", *BUDGET])
     budgets = sorted({(k, budget) for _, k, budget in panels.groups})
     figure = Figure(figsize=(TEXT_WIDTH, 1.0 + 1.8 * len(backbones)), layout="constrained")
     grid = figure.subplots(len(backbones), len(budgets), sharex=True, sharey=True, squeeze=False)
     gain = f"gain {GAIN}\n(logarithmic beyond $\\pm${LINEAR})"
-    # Titles of narrow panels are smaller, and those of still narrower ones have one more line.
+    # Narrow panels have smaller titles, and still narrower ones one more line.
     size, space = 8 if len(budgets) < 4 else 7, " " if len(budgets) < 5 else "\n"
     for backbone, axes in zip(backbones, grid, strict=True):
         for budget, axis in zip(budgets, axes, strict=True):
@@ -165,7 +155,7 @@ def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def draw_entropy_heatmap(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """Entropy over layers and heads, and the share of the total mass that the residual is estimated to have."""
+    """Draws entropy over layers and heads, and the residual's estimated share of the total mass."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.7), layout="constrained")
     entropies, shares = figure.subplots(1, 2)
     grid = points.pivot(index="layer", columns="head", values="h_mid")
@@ -190,7 +180,7 @@ def draw_entropy_heatmap(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def draw_fixedk_breakdown(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """Errors of every head without and with completion on a common axis, and the gain between them."""
+    """Draws errors of every head without and with completion on a common axis, and the gain."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.8), layout="constrained")
     without, completed, gains = panels = figure.subplots(1, 3, sharex=True)
     completed.sharey(without)
@@ -210,22 +200,19 @@ def draw_fixedk_breakdown(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def draw_quartile_error(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """One panel per quartile of entropy, from low to high: errors over K, and where the middle half of the heads is."""
+    """Draws one panel per quartile of entropy, from low to high: errors over K, and the middle half of the heads."""
     panels = points.groupby("quartile")
-    # More budgets than four would have no room for their tick labels in four columns.
+    # Tick labels of more than four budgets do not fit into four columns.
     columns = min(len(panels), 4 if points.groupby(BUDGET).ngroups < 5 else 2)
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(TEXT_WIDTH, 0.7 + 2.0 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    axes = grid.ravel()
-    for letter, axis, (_, of_quartile) in zip("abcd", axes, panels, strict=False):
-        _draw_errors(axis, of_quartile)
-        low, high = of_quartile["h_mid_low"].iloc[0], of_quartile["h_mid_high"].iloc[0]
+    axes = panel_axes(figure, rows, columns, len(panels))
+    for letter, axis, (_, quartile) in zip("abcd", axes, panels, strict=False):
+        _draw_errors(axis, quartile)
+        low, high = quartile["h_mid_low"].iloc[0], quartile["h_mid_high"].iloc[0]
         axis.set_title(f"({letter}) {H_MID} {low:z.2f} to {high:z.2f}", fontsize=8)
         axis.tick_params(labelbottom=True)
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    for axis in grid[:, 0]:
+    for axis in axes[::columns]:
         axis.set_ylabel(f"relative error\n(logarithmic beyond {LINEAR})")
     _make_symlog(axes[0])
     lines = [
@@ -237,9 +224,9 @@ def draw_quartile_error(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def _draw_errors(axis: Axes, points: pd.DataFrame) -> None:
-    # Budgets stand at even distances: K = 0 has a place, and two budgets that come to one K have two.
+    # Budgets are evenly spaced: K = 0 has a place, and two budgets with the same K have two.
     places = np.arange(len(points))
-    # Bands reach from budget to budget; that of a single one needs a width.
+    # Bands connect budgets; the band of a single budget needs a width.
     band = places if len(points) > 1 else np.array([-0.3, 0.3])
     for error, look in METHODS.items():
         low, high = (np.resize(points[f"{error}_{side}"], len(band)) for side in ("low", "high"))
@@ -254,7 +241,7 @@ def _draw_errors(axis: Axes, points: pd.DataFrame) -> None:
 
 
 def _draw_heads(axis: Axes, heads: pd.DataFrame, y: str) -> None:
-    """One mark per head; those that completion helps and hurts differ in colour and marker."""
+    """Draws one mark per head, with colour and marker by whether completion helps it."""
     helped = heads["gain"] > 0
     for chosen, look in ((helped, HELPED), (~helped, HURT)):
         axis.scatter(heads["h_mid"][chosen], heads[y][chosen], **HEADS, **look)
@@ -268,8 +255,8 @@ def _draw_medians(axis: Axes, heads: pd.DataFrame, y: str) -> None:
 
 
 def _make_symlog(axis: Axes) -> None:
-    """Rescales finished panels, those that share the axis too: few heads have ten times what others have, which a
-    linear axis would press onto 0.
+    """Rescales finished panels, including those that share the axis: a linear axis would press most heads onto 0,
+    because a few have ten times larger values.
     """
     axis.set_yscale("symlog", linthresh=LINEAR)
     axis.update_datalim([(0, 0)], updatex=False)

@@ -1,11 +1,10 @@
-"""Figures of exact kernels and of the feature maps' scores for them."""
+"""Figures of exact kernels and of their estimates by feature maps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,44 +20,32 @@ from residual_mass.paper.figures.style import (
     GREY,
     TEXT_WIDTH,
     VERMILLION,
+    Look,
     finish,
     make_x_logarithmic,
+    panel_axes,
     plain,
     with_minus_sign,
 )
 from residual_mass.paper.figures.summaries import bulk, quartiles
 from residual_mass.paper.marked import marked
-from residual_mass.paper.readers.diagnostics_file import (
-    HEAD,
-    TEXT,
-    check_same,
-    exactly,
-    only_file,
-    rows_at_budget,
-)
+from residual_mass.paper.readers.diagnostics_file import HEAD, TEXT, check_same, exactly, only_file, rows_at_budget
 from residual_mass.paper.titles import OURS, variant_title
 from residual_mass.study.specs import FigureSpec
 
 KEYS = [*TEXT, "maps", *HEAD, "query", "position", "retrieved", "log_kernel", "log_phi", "budget_percent", "k"]
 SHOWN = 4000
-"""Points of one kind in a panel at most."""
+"""Most points of one kind in a panel."""
 FEW = 500
-"""Points up to this number are drawn nearly opaque."""
+"""Up to this number, points are drawn nearly opaque."""
 ROWS_SHOWN = 100
-"""Attention rows of the panel of errors at most."""
+"""Most attention rows in the panel of errors."""
 MARGIN = 0.03
-"""Around the limits of a panel, as a share of its height, so that points on the border are seen whole."""
+"""Margin of a panel as a share of its height, so that points on the border are fully visible."""
 RANKS = 60
-"""Bins of ranks, about."""
+"""Approximate number of bins of ranks."""
 REACH = 1.0
-"""A panel reaches so many times the range of the kernels beyond it, where scores are that far off."""
-
-
-class Look(NamedTuple):
-    colour: str
-    marker: str = ""
-    line: str = "-"
-
+"""Most that a panel extends beyond the range of the kernels for far-off scores, in multiples of that range."""
 
 CLOUDS = {"unretrieved": Look(BLUE, "o"), "retrieved": Look(VERMILLION, "^")}
 EXACT, SCORE = Look("black"), Look(BLUE, line="--")
@@ -67,14 +54,14 @@ OWN, VARIANT = Look(BLUE, "o"), Look(VERMILLION, "x")
 
 
 def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """What the three panels show of the kernels of one head under the main maps, with `panel` and `series`.
+    """Computes the points of three panels about the kernels of one head under the main maps, by `panel` and `series`.
 
-    scores: a point per key, thinned, the log of the exact kernel as `x` and of the score as `y`, both less the log of
-    the query's mid-region mass; series retrieved and unretrieved, with how many there are of each in `total`. Points
-    outside of `bottom` and `top`, the limits of both axes, are put on the border; of each series these are `left_out`.
-    ranks: a point per bin of ranks by exact kernel, medians `y` and quartiles `low` and `high` over queries and the
+    scores: a point per key, thinned, with the log of the exact kernel as `x` and of the score as `y`, both minus the
+    log of the query's mid-region mass; series retrieved and unretrieved, with `total` points each. Points outside of
+    `bottom` and `top`, the limits of both axes, are moved to the border; `left_out` counts them per series.
+    ranks: a point per bin of ranks by exact kernel, with median `y` and quartiles `low` and `high` over queries and the
     bin's ranks, series exact and score; `x` is the bin's geometric mean rank.
-    errors: a point per (pack, query), thinned, the same rows for either series, e_topk and e_sub; means: their mean.
+    errors: a point per (pack, query), thinned, with the same rows for both series, e_topk and e_sub; means: their mean.
 
     Raises:
         ValueError: not a kernels file and a heads file of the same text and maps, or they lack what the figure shows.
@@ -88,7 +75,7 @@ def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame
     ranks = keys["log_kernel"].groupby(keys["query"]).rank(method="first", ascending=False)
     errors = _head_rows(spec, heads, kernels, keys)
     parts = {
-        "scores": pd.concat([_shown(of_kind, limits, limits) for _, of_kind in scores.groupby("series")]),
+        "scores": pd.concat([_shown(kind, limits, limits) for _, kind in scores.groupby("series")]),
         "ranks": _by_rank(scores.assign(rank=ranks)),
         "errors": _series(_every(errors, ROWS_SHOWN)),
         "means": _series(errors.mean().to_frame().T),
@@ -99,12 +86,11 @@ def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame
 
 
 def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Log kernel `x` and log score `y` of unretrieved keys under each of `spec.maps`: one row per (maps, key), thinned.
+    """Computes log kernel `x` and log score `y` of unretrieved keys: one row per (maps in `spec.maps`, key), thinned.
 
-    Kernels far out and scores outside of `bottom` and `top` are put on the border and marked as `outside`. The same in
-    all rows of a set of maps: over all its keys `rms` of y - x in nats, their number `total`, and how many are
-    `left_out`, because they are outside; and `spearman`, the rank correlation of x and y within a query, mean over
-    queries.
+    Kernels far out and scores outside of `bottom` and `top` are moved to the border and marked as `outside`. Constant
+    for a set of maps, over all its keys: `rms` of y - x in nats, their number `total`, the number `left_out` of those
+    outside, and `spearman`, the rank correlation of x and y within a query, averaged over queries.
 
     Raises:
         ValueError: not one file, no variant, or the file lacks maps or unretrieved keys.
@@ -117,19 +103,19 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     if rest.empty:
         raise ValueError(f"{file}: every key is retrieved; give kernels of a smaller budget")
     kernels = bulk(rest["x"].to_numpy())
-    limits = _limits([of_maps for _, of_maps in rest.groupby("maps")["y"]], *kernels)
+    limits = _limits([scores for _, scores in rest.groupby("maps")["y"]], *kernels)
     parts = []
     for maps in spec.maps:
-        of_maps = rest.loc[rest["maps"] == maps, ["query", "x", "y"]]
-        rms = math.sqrt(((of_maps["y"] - of_maps["x"]) ** 2).mean())
-        shown = _shown(of_maps[["x", "y"]], kernels, limits)
-        parts.append(shown.assign(maps=maps, rms=rms, spearman=_spearman(of_maps)))
+        rows = rest.loc[rest["maps"] == maps, ["query", "x", "y"]]
+        rms = math.sqrt(((rows["y"] - rows["x"]) ** 2).mean())
+        shown = _shown(rows[["x", "y"]], kernels, limits)
+        parts.append(shown.assign(maps=maps, rms=rms, spearman=_spearman(rows)))
     facts = {name: keys[name].iloc[0] for name in HEAD}
     return pd.concat(parts, ignore_index=True).assign(**facts, bottom=limits[0], top=limits[1])
 
 
 def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """Scores against kernels, both over the rank, and the head's error with and without the residual."""
+    """Draws scores against kernels, both over the rank, and the head's error with and without the residual."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.9), layout="constrained")
     panels = {name: panel for name, panel in points.groupby("panel", sort=False)}
     scores, ranks, errors = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1.2, 1.2, 0.75]})
@@ -155,21 +141,21 @@ def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """A panel per variant, with the study's own maps below it."""
+    """Draws one panel per variant, on top of the study's own maps."""
     own, *variants = spec.maps
     rows = math.ceil(len(variants) / 2)
     columns = min(len(variants), 2)
     figure = Figure(figsize=(TEXT_WIDTH, 0.9 + 2.0 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    axes = panel_axes(figure, rows, columns, len(variants))
     low, bottom, top = points["x"].min(), points["bottom"].iloc[0], points["top"].iloc[0]
     margin = MARGIN * (top - bottom) or 1.0
-    for number, (axis, maps) in enumerate(zip(axes, variants, strict=False)):
+    for number, (axis, maps) in enumerate(zip(axes, variants, strict=True)):
         lines = [f"({chr(ord('a') + number)}) {_variant(maps)}"]
         axis.axline((low, low), slope=1, color="black", linewidth=0.7, zorder=3)
         for each, look, name in ((own, OWN, "own"), (maps, VARIANT, "variant")):
-            of_maps = points[points["maps"] == each]
-            _draw_cloud(axis, of_maps, look)
-            lines.append(f"{name}: {_fidelity(of_maps.iloc[0])}")
+            cloud = points[points["maps"] == each]
+            _draw_cloud(axis, cloud, look)
+            lines.append(f"{name}: {_fidelity(cloud.iloc[0])}")
         axis.set_title("\n".join(lines), fontsize=7, linespacing=1.3)
         axis.set_ylim(bottom - margin, top + margin)
         axis.tick_params(labelsize=7, labelbottom=number + columns >= len(variants))
@@ -177,8 +163,6 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
             axis.set_xlabel(r"log kernel $s_j$", fontsize=8)
         if number % columns == 0:
             axis.set_ylabel(r"$\log\,\langle \phi_{\mathrm{q}}(q), \phi_{\mathrm{k}}(k_j) \rangle$", fontsize=8)
-    for axis in axes[len(variants) :]:
-        axis.remove()
     handles = [
         _points_handle(OWN, f"own maps ({plain(own)})"),
         _points_handle(VARIANT, "the panel's variant"),
@@ -192,10 +176,10 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
 
 
 def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
-    """The rows of the given maps, ordered by maps, query and position.
+    """Reads the rows of the given maps, ordered by maps, query and position.
 
     Raises:
-        ValueError: no maps are asked for, or the file is of another budget than the figure's, or lacks maps.
+        ValueError: `maps` is empty, or the file has another budget than the figure or lacks maps.
     """
     if not maps:
         raise ValueError(f"figure {spec.label}: spec.maps is empty; name the study's main maps")
@@ -214,10 +198,10 @@ def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
 
 
 def _head_rows(spec: FigureSpec, path: Path, kernels: Path, keys: pd.DataFrame) -> pd.DataFrame:
-    """`e_topk` and `e_sub` of the head that the kernels are of, one row per (pack, query), in order.
+    """Reads `e_topk` and `e_sub` of the kernels' head, one row per (pack, query), in order.
 
     Raises:
-        ValueError: as `rows_at_budget`; the file is about another text or other maps, or lacks the head.
+        ValueError: as `rows_at_budget`; the file has another text or other maps, or lacks the head.
     """
     columns = [*TEXT, "maps", *HEAD, "pack", "query", "e_topk", "e_sub"]
     rows = rows_at_budget(path, columns, spec.budget_percent)
@@ -230,7 +214,7 @@ def _head_rows(spec: FigureSpec, path: Path, kernels: Path, keys: pd.DataFrame) 
 
 
 def _log_mass(keys: pd.DataFrame) -> pd.Series:
-    """log Z_M of every row's query."""
+    """Returns log Z_M of every row's query."""
     logs = keys["log_kernel"]
     largest = logs.groupby(keys["query"]).transform("max")
     return largest + np.log(np.exp(logs - largest).groupby(keys["query"]).transform("sum"))
@@ -247,14 +231,14 @@ def _by_rank(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def _series(errors: pd.DataFrame) -> pd.DataFrame:
-    """One row per (series, row): wide to long, `x` counts the rows."""
+    """Reshapes errors to one row per (series, row), with the row number as `x`."""
     parts = [pd.DataFrame({"series": name, "x": range(len(errors)), "y": errors[name].to_numpy()}) for name in errors]
     return pd.concat(parts)
 
 
 def _shown(points: pd.DataFrame, x: tuple[float, float], y: tuple[float, float]) -> pd.DataFrame:
-    """SHOWN of the points at most, evenly over the ranks of `x`; those outside of the ranges `x` and `y` are put on the
-    border and marked as `outside`. Of all of them: `total` and `left_out`, their number and how many are outside.
+    """Thins points to at most SHOWN, evenly over the ranks of `x`, and moves those outside of the ranges `x` and `y` to
+    the border, marked as `outside`. Adds the number of all points, `total`, and of those outside, `left_out`.
     """
     outside = ~(points["x"].between(*x) & points["y"].between(*y))
     placed = points.assign(x=points["x"].clip(*x), y=points["y"].clip(*y), outside=outside)
@@ -263,29 +247,27 @@ def _shown(points: pd.DataFrame, x: tuple[float, float], y: tuple[float, float])
 
 
 def _every(frame: pd.DataFrame, count: int) -> pd.DataFrame:
-    """`count` rows at most, evenly spaced, the first and the last among them."""
+    """Thins to at most `count` evenly spaced rows, including the first and the last."""
     if len(frame) <= count:
         return frame
     return frame.iloc[np.linspace(0, len(frame) - 1, count).round().astype(int)]
 
 
 def _limits(scores: Sequence[pd.Series], low: float, high: float) -> tuple[float, float]:
-    """The range from `low` to `high`, of kernels, and of the bulk of all scores, REACH times the former beyond it at
-    most.
-    """
+    """Extends the range of kernels, `low` to `high`, to the bulk of all scores, by at most REACH times itself."""
     reach = REACH * max(high - low, 1.0)
     lows, highs = zip(*(bulk(each.to_numpy()) for each in scores), strict=True)
     return min(low, max(min(lows), low - reach)), max(high, min(max(highs), high + reach))
 
 
 def _spearman(keys: pd.DataFrame) -> float:
-    """Rank correlation of `x` and `y` within a query, mean over queries, so that differences in level between queries
-    do not count. Left out are queries in which one of the two does not vary; NaN where none remains.
+    """Averages the rank correlation of `x` and `y` within each query, so that level differences between queries do not
+    count. Ignores queries in which `x` or `y` is constant; NaN if none remains.
     """
     correlations = [
-        np.corrcoef(of_query["x"].rank(), of_query["y"].rank())[0, 1]
-        for _, of_query in keys.groupby("query")
-        if of_query["x"].nunique() > 1 and of_query["y"].nunique() > 1
+        np.corrcoef(rows["x"].rank(), rows["y"].rank())[0, 1]
+        for _, rows in keys.groupby("query")
+        if rows["x"].nunique() > 1 and rows["y"].nunique() > 1
     ]
     return float(np.mean(correlations)) if correlations else math.nan
 
@@ -308,7 +290,7 @@ def _draw_scores(axis: Axes, points: pd.DataFrame) -> None:
 def _draw_ranks(axis: Axes, points: pd.DataFrame, k: int) -> None:
     for name, look in (("exact", EXACT), ("score", SCORE)):
         curve = points[points["series"] == name]
-        marker = "." if len(curve) == 1 else ""  # a line of one point is none
+        marker = "." if len(curve) == 1 else ""  # a line through one point is invisible
         axis.fill_between(curve["x"], curve["low"], curve["high"], color=look.colour, alpha=0.2, linewidth=0)
         axis.plot(curve["x"], curve["y"], color=look.colour, linestyle=look.line, linewidth=1.2, marker=marker)
     if k > 0:
@@ -335,7 +317,7 @@ def _draw_errors(axis: Axes, points: pd.DataFrame, means: pd.DataFrame, rows: in
 
 
 def _draw_cloud(axis: Axes, points: pd.DataFrame, look: Look) -> None:
-    """As pixels, for thousands of points would make a large PDF. Those put on the border have a marker of their own."""
+    """Draws points as pixels, because thousands of vectors make a large PDF; points on the border have own markers."""
     alpha = 0.3 if len(points) > FEW else 0.8
     outside = points["outside"].astype(bool)
     for chosen, marker in ((~outside, look.marker), (outside, BORDER)):
@@ -345,7 +327,7 @@ def _draw_cloud(axis: Axes, points: pd.DataFrame, look: Look) -> None:
 
 
 def _border_handles(points: pd.DataFrame) -> list[Line2D]:
-    """One entry of the legend where points are put on the border."""
+    """Returns a legend entry if there are points on the border."""
     return [_points_handle(Look(GREY, BORDER), "outside, on the border")] if points["outside"].any() else []
 
 
@@ -354,7 +336,7 @@ def _points_handle(look: Look, label: str) -> Line2D:
 
 
 def _counted(points: pd.DataFrame) -> str:
-    """How many keys of every kind a panel shows, and how many of all lie outside of it."""
+    """Says how many keys of every kind a panel shows, and how many lie outside of it."""
     kinds = [kind for _, kind in points.groupby("series", sort=False)]
     shown = [f"{len(kind):,} of {kind['total'].iloc[0]:,.0f} {kind['series'].iloc[0]}" for kind in kinds]
     outside = sum(kind["left_out"].iloc[0] for kind in kinds)
@@ -368,6 +350,6 @@ def _fidelity(facts: pd.Series) -> str:
 
 
 def _variant(maps: str) -> str:
-    """The variant's title, or the label of maps that have none of their own."""
+    """Returns the variant's title, or the label of maps without one."""
     title = variant_title(maps)
     return plain(maps) if title in (OURS, marked(maps)) else title

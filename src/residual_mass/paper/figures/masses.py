@@ -1,4 +1,4 @@
-"""The figure of the mass that the largest kernels of the mid-region hold, over their number."""
+"""Figure of the share of the mid-region's mass in its largest kernels, over their number."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from residual_mass.paper.readers.diagnostics_file import (
 from residual_mass.study.specs import FigureSpec
 
 LOW, HIGH = (0.02, 0.10, 0.25), (0.75, 0.90, 0.98)
-"""Quantiles of the heads by entropy whose curves are shown."""
+"""Quantiles of the heads by entropy with a curve."""
 SHADES = {"low": ("#0072B2", "#3B97CC", "#7CC0E5"), "high": ("#E8A07A", "#D55E00", "#8F3F00")}
 """Colours of the curves, from the lowest entropy to the highest."""
 LINES = {"low": "-", "high": "--"}
 
 
 def mass_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """C_mid against K: one row per (curve, k).
+    """Computes C_mid against K: one row per (curve, k).
 
     Curves of `family` low and high are single heads (`layer`, `head`, mean entropy `h_mid`) with their mean `y` over
-    packs; `all` is the median over heads with the quartiles `low` and `high`; `budgets` has the study's K and no y.
+    packs; `all` is the median over heads with quartiles `low` and `high`; `budgets` has the study's K without y.
 
     Raises:
         ValueError: not a mass file and a heads file of the same text.
@@ -50,7 +50,7 @@ def mass_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 
 
 def draw_mass_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """Curves of single heads, the lower the entropy the darker the blue, the higher the darker the orange."""
+    """Draws curves of single heads; a darker blue means lower entropy, a darker orange higher entropy."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.7), layout="constrained")
     axis = figure.subplots()
     band = points[points["family"] == "all"]
@@ -77,7 +77,7 @@ def draw_mass_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def _representatives(heads: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Heads at fixed quantiles of the entropy; fewer where there are too few heads for all."""
+    """Returns heads at fixed quantiles of the entropy, fewer if there are too few heads."""
     ordered = heads.sort_values(["h_mid", *HEAD], ignore_index=True)
     places = {
         family: dict.fromkeys(round(quantile * (len(ordered) - 1)) for quantile in quantiles)

@@ -1,4 +1,4 @@
-"""Figures by their label: each has a function that computes what it shows from its files, and one that draws that."""
+"""The `figure` stage: draws a figure by its label."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
     """Draws a figure from its data, as PDF and PNG.
 
     Raises:
-        ValueError: the label is unknown, or the data are not what was recorded or lack what it shows; names the file.
+        ValueError: the label is unknown, or a file differs from its record or lacks what the figure shows; names it.
     """
-    points_of, draw = FIGURES[kind_of(spec.label)]
+    compute, draw = FIGURES[kind_of(spec.label)]
     record = Record("figure", spec, data)
-    points = points_of(spec, data)
+    points = compute(spec, data)
     with paper_style():
         save(draw(spec, points), pdf, png)
     for path in (pdf, png):
@@ -75,10 +75,10 @@ def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
 
 
 def kind_of(label: str) -> str:
-    """The figure that a label names: `fixedk_breakdown_1b` is a `fixedk_breakdown`.
+    """Returns the kind of figure that a label names: `fixedk_breakdown_1b` is a `fixedk_breakdown`.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the label is unknown.
     """
     for kind in FIGURES:
         if label == kind or label.startswith(f"{kind}_"):

@@ -1,4 +1,4 @@
-"""Look of all figures: NeurIPS text width, Times-like type, colour-blind safe colours, reproducible bytes."""
+"""Style of all figures: NeurIPS text width, Times-like type, colour-blind safe colours, reproducible bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.style
 from matplotlib.artist import Artist
@@ -18,12 +19,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from residual_mass.files import replacing
 
 TEXT_WIDTH = 5.5
-"""Of a NeurIPS page, in inches."""
+"""Width of a NeurIPS page in inches."""
 DPI = 200
 BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#555555"
-"""From the palette of Okabe and Ito."""
+"""Blue and vermillion of Okabe and Ito's palette, and a grey."""
 ROUND = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
-"""Leading digits of the ticks of a logarithmic axis, from wide ranges to narrow ones."""
+"""Leading digits of ticks on a logarithmic axis, from wide ranges to narrow ones."""
 
 SETTINGS = {
     "font.family": "STIXGeneral",
@@ -43,9 +44,17 @@ SETTINGS = {
 }
 
 
+class Look(NamedTuple):
+    """Colour, marker and line style of a series."""
+
+    colour: str
+    marker: str = ""
+    line: str = "-"
+
+
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Our settings on matplotlib's defaults, so that a user's own matplotlibrc changes nothing."""
+    """Applies SETTINGS to matplotlib's defaults, ignoring a user's own matplotlibrc."""
     with matplotlib.style.context(["default", SETTINGS]):
         yield
 
@@ -60,42 +69,50 @@ def save(figure: Figure, pdf: Path, png: Path) -> None:
 
 
 def plain(text: object) -> str:
-    """`text` as a label that matplotlib prints as it stands."""
+    """Escapes `text` for matplotlib, which would read $ as mathematics."""
     return str(text).replace("$", r"\$")
 
 
 def with_minus_sign(number: str) -> str:
-    """A number with a minus sign in place of the hyphen."""
+    """Replaces the hyphen of a number by a minus sign."""
     return number.replace("-", "\N{MINUS SIGN}")
 
 
+def panel_axes(figure: Figure, rows: int, columns: int, count: int, sharey: bool = True) -> list[Axes]:
+    """Creates the axes of `count` panels with a common x axis, row by row; the last row may be incomplete."""
+    axes = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False).ravel()
+    for axis in axes[count:]:
+        axis.remove()
+    return list(axes[:count])
+
+
 def finish(figure: Figure, handles: Sequence[Artist], title: str, size: float = 8) -> None:
-    """One legend for all panels, in two rows where one is too long, and the title."""
+    """Adds the title, and a legend for all panels in one row, or two if it is long."""
     columns = len(handles) if len(handles) <= 6 else math.ceil(len(handles) / 2)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size, frameon=False)
     figure.suptitle(title, fontsize=9)
 
 
 def make_x_logarithmic(axes: Axes, low: float, high: float) -> None:
-    """From `low` to `high`, with a little room on either side."""
+    """Makes the x axis logarithmic from `low` to `high`, with a small margin."""
     axes.set_xscale("log")
     axes.set_xlim(low / 1.1, high * 1.1)
     tick_logarithmic(axes.xaxis, low, high)
 
 
 def tick_logarithmic(axis: Axis, low: float, high: float) -> None:
-    """Plain round numbers on a logarithmic axis, also within a single decade."""
+    """Labels a logarithmic axis with plain round numbers, also within a single decade."""
     axis.set_major_locator(FixedLocator(round_ticks(low, high)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Round numbers within the range, as few as show its scale: three or more where there are that many."""
+    """Returns as few round numbers within the range as show its scale, at least three if possible."""
     for digits in ROUND:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [digit * 10**power for power in powers for digit in digits if low <= digit * 10**power <= high]
         if len(ticks) >= 3:
             return ticks
-    # So short a range is nearly linear.
+    # Such a short range is nearly linear.
     return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= tick <= high]

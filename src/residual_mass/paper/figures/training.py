@@ -1,11 +1,10 @@
-"""Figures of the training: what each shows is computed in a function of its own, apart from the drawing."""
+"""Figures of training: curves over steps, and costs of recipes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -13,15 +12,20 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, plain, tick_logarithmic
+from residual_mass.paper.figures.style import (
+    BLUE,
+    GREY,
+    TEXT_WIDTH,
+    VERMILLION,
+    Look,
+    finish,
+    panel_axes,
+    plain,
+    tick_logarithmic,
+)
+from residual_mass.paper.figures.summaries import check_distinct
 from residual_mass.paper.readers.training_log import check_one_training, shown_rows
 from residual_mass.study.specs import FigureSpec
-
-
-class Look(NamedTuple):
-    colour: str
-    marker: str
-
 
 LOOKS = (
     Look(BLUE, "o"),
@@ -32,13 +36,13 @@ LOOKS = (
     Look("#56B4E9", "P"),
     Look("#000000", "X"),
 )
-"""Of the lines of a figure, after Okabe and Ito; markers tell them apart in print without colour, too."""
+"""Lines of a figure in Okabe and Ito's palette; markers distinguish them in print without colour."""
 MARKERS = 12
-"""Markers of one line at most."""
+"""Most markers of a line."""
 
 
 def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """One row per (length, K, step), in the order of the files: errors and `kl` of the one training of each file.
+    """Returns one row per (length, K, step), in the order of the files: errors and `kl` of each file's only training.
 
     Raises:
         ValueError: a file holds several trainings, or the files differ in their held-out text.
@@ -51,10 +55,10 @@ def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
 
 
 def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """One row per (length, recipe, K, step) after some training: `seconds`, the mean over seeds, and `ratio`, the mean
-    of e_sub / e_topk with its range, `low` to `high`.
+    """Returns one row per (length, recipe, K, step): `seconds`, the mean over seeds, and `ratio`, the mean of e_sub /
+    e_topk with its range, `low` to `high`.
 
-    Steps that took no time are left out, for which a logarithmic axis has no place.
+    Leaves out step 0, which took no time and has no place on a logarithmic axis.
 
     Raises:
         ValueError: the files differ in their held-out text.
@@ -69,44 +73,36 @@ def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 
 
 def _together(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Raises ValueError when the files were measured on different texts or are of the same length."""
-    first = frames[0]
-    seen: set[str] = set()
-    for path, frame in zip(data, frames, strict=True):
-        corpus, length = frame["corpus"].iloc[0], frame["length"].iloc[0]
-        if corpus != first["corpus"].iloc[0]:
-            raise ValueError(
-                f"{path}: measured on {corpus}, but {data[0]} on {first['corpus'].iloc[0]}; train one of them again"
-            )
-        if length in seen:
-            raise ValueError(f"{path}: a second file of the length {length}; give one")
-        seen.add(length)
+    """Joins files; raises ValueError if they were measured on different texts or have the same length."""
+    corpora = [frame["corpus"].iloc[0] for frame in frames]
+    for path, corpus in zip(data, corpora, strict=True):
+        if corpus != corpora[0]:
+            raise ValueError(f"{path}: measured on {corpus}, but {data[0]} on {corpora[0]}; train one of them again")
+    check_distinct((path, f"length {frame['length'].iloc[0]}") for path, frame in zip(data, frames, strict=True))
     return pd.concat(frames, ignore_index=True)
 
 
 def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """One panel per budget and one for the divergence, a line per trained length over the steps."""
+    """Draws one panel per budget and one for the divergence, with a line per trained length over the steps."""
     looks = _looks(points["length"])
     ranks = sorted(set(points["rank"]), reverse=True)
     columns = math.ceil((len(ranks) + 1) / 2)
     figure = Figure(figsize=(TEXT_WIDTH, 4.0), layout="constrained")
-    axes = figure.subplots(2, columns, sharex=True, squeeze=False).ravel()
+    axes = panel_axes(figure, 2, columns, len(ranks) + 1, sharey=False)
     for axis, rank in zip(axes, ranks, strict=False):
         _draw_errors(axis, points[points["rank"] == rank], looks)
-    divergence, *unused = axes[len(ranks) :]
-    for length, of_length in points.groupby("length", sort=False):
+    divergence = axes[-1]
+    for length, rows in points.groupby("length", sort=False):
         # The divergence is over the whole prefix and the same at every K.
-        _draw_line(divergence, of_length[of_length["rank"] == 0], "step", "kl", looks[length])
+        _draw_line(divergence, rows[rows["rank"] == 0], "step", "kl", looks[length])
     divergence.set_title("divergence from the teacher, nats")
-    for axis in unused:
-        axis.remove()
-    for number, axis in enumerate([*axes[: len(ranks)], divergence]):
+    for number, axis in enumerate(axes):
         _logarithmic(axis.yaxis)
         axis.locator_params(axis="x", nbins=4)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         if number % columns == 0 and axis is not divergence:
             axis.set_ylabel("relative error")
-        if number + columns > len(ranks):  # nothing below it
+        if number + columns > len(ranks):  # no panel below
             axis.tick_params(labelbottom=True)
             axis.set_xlabel("training steps")
     styles = {
@@ -120,18 +116,18 @@ def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def _draw_errors(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> None:
-    """The error of completion and, thin, that without subtraction, against the level of top-K."""
-    for length, of_length in points.groupby("length", sort=False):
+    """Draws the error of completion and, as a thin line, without subtraction, and the level of top-K."""
+    for length, rows in points.groupby("length", sort=False):
         colour = looks[length].colour
-        axis.axhline(of_length["e_topk"].mean(), color=colour, linestyle="--", linewidth=0.8)
-        ordered = of_length.sort_values("step")
+        axis.axhline(rows["e_topk"].mean(), color=colour, linestyle="--", linewidth=0.8)
+        ordered = rows.sort_values("step")
         axis.plot(ordered["step"], ordered["e_nosub"], color=colour, linewidth=0.5)
-        _draw_line(axis, of_length, "step", "e_sub", looks[length])
+        _draw_line(axis, rows, "step", "e_sub", looks[length])
     axis.set_title(f"$K$ = {', '.join(f'{k:g}' for k in dict.fromkeys(points['k']))}")
 
 
 def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """One row of panels per trained length and one column per budget, a line per recipe over the seconds."""
+    """Draws one row of panels per trained length and one column per budget, with a line per recipe over seconds."""
     looks = _looks(points["recipe"])
     lengths, ranks = list(dict.fromkeys(points["length"])), sorted(set(points["rank"]), reverse=True)
     figure = Figure(figsize=(TEXT_WIDTH, 1.0 + 1.6 * len(lengths)), layout="constrained")
@@ -154,12 +150,12 @@ def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 def _draw_recipes(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> None:
     axis.axhline(1, color=GREY, linestyle="--", linewidth=0.8, zorder=0)
-    for recipe, of_recipe in points.groupby("recipe", sort=False):
-        ordered = of_recipe.sort_values("step")
+    for recipe, rows in points.groupby("recipe", sort=False):
+        ordered = rows.sort_values("step")
         axis.fill_between(
             ordered["seconds"], ordered["low"], ordered["high"], color=looks[recipe].colour, alpha=0.2, linewidth=0
         )
-        _draw_line(axis, of_recipe, "seconds", "ratio", looks[recipe])
+        _draw_line(axis, rows, "seconds", "ratio", looks[recipe])
 
 
 def _draw_line(axis: Axes, points: pd.DataFrame, x: str, y: str, look: Look) -> None:
@@ -171,10 +167,12 @@ def _draw_line(axis: Axes, points: pd.DataFrame, x: str, y: str, look: Look) -> 
 
 
 def _looks(names: Iterable[str]) -> dict[str, Look]:
-    """Raises ValueError when there are more lines than can be told apart."""
+    """Assigns a look to each name; raises ValueError for more names than looks."""
     names = list(dict.fromkeys(names))
     if len(names) > len(LOOKS):
-        raise ValueError(f"the figure tells {len(LOOKS)} lines apart, but {len(names)} were given: {', '.join(names)}")
+        raise ValueError(
+            f"the figure has colours for {len(LOOKS)} lines, but {len(names)} were given: {', '.join(names)}"
+        )
     return dict(zip(names, LOOKS, strict=False))
 
 
@@ -186,7 +184,7 @@ def _handles(looks: dict[str, Look]) -> list[Line2D]:
 
 
 def _logarithmic(axis: Axis) -> None:
-    """Makes one axis of a finished panel logarithmic, with plain numbers on it also within a single decade."""
+    """Makes an axis of a finished panel logarithmic, with plain numbers also within a single decade."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
     tick_logarithmic(axis, low, high)

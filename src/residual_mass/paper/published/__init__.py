@@ -1,4 +1,4 @@
-"""The paper's own values, one CSV per table: what it printed in each cell and whether that was bold."""
+"""The paper's own values, one CSV per table with the printed text of each cell and whether it was bold."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from residual_mass.paper.titles import model_name
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
 MAIN_MAPS = "64k"
-"""Label of the feature maps behind every score table that names none."""
+"""Label of the feature maps of score tables that name none."""
 EXAMPLES = {"ruler": 13 * 500, "babilong": 4996, "longbench": 200}
-"""Examples behind one score: of RULER's 13 tasks and of BABILong's QA1 to QA5 together, of each task of LongBench."""
+"""Examples per score: of RULER's 13 tasks and of BABILong's QA1 to QA5 together, of each LongBench task separately."""
 DRAWN_ANEW = ("ruler",)
-"""Benchmarks whose examples are drawn by a generator, so that a study's are others than the paper's; of the others both
-have every example that there is.
+"""Benchmarks whose examples come from a generator, so that a study's differ from the paper's; other benchmarks have a
+fixed set of examples.
 """
 IMPLIED = {
     "ruler_sweep": {"benchmark": "ruler"},
@@ -30,9 +30,9 @@ IMPLIED = {
     "loss_ablation": {"backbone": "1b", "trained_length": "4k"},
     "exact_accounting": {"backbone": "1b", "trained_length": "64k", "budget_percent": "1"},
 }
-"""What a table has one value of, and so no column for."""
+"""Values that are constant in a table, which has no column for them."""
 OWN_VARIANTS = ("ours", "dphi_64")
-"""What the ablations call the maps of the paper's own recipe, which have no variant in their label."""
+"""Names in the ablations for maps of the paper's own recipe, whose label has no variant."""
 TASKS = {task.title: task.name for task in BENCHMARKS["longbench"]}
 
 
@@ -46,28 +46,28 @@ class Fact:
 
 
 def labels() -> list[str]:
-    """The tables whose values are stored."""
+    """Returns the labels of the stored tables."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.csv"))
 
 
 def model_title(backbone: str) -> str:
-    """The model's name, of a backbone as the CSVs call it."""
+    """Returns the model's name of a backbone in the CSVs."""
     return model_name(MODELS[backbone])
 
 
 def variants_of(label: str) -> set[str]:
-    """Variants of the feature maps in the paper's score table `label`; empty for maps of its own recipe."""
+    """Returns the variants of feature maps in the paper's score table `label`, "" for maps of its own recipe."""
     labels = (fact.place.maps for fact in load(label))
     return {length_and_variant(maps)[1] for maps in labels if maps is not None}
 
 
 def load(label: str) -> list[Fact]:
-    """All cells of the paper's score table `label`, in its order; errors as for `rows_of`."""
+    """Reads all cells of the paper's score table `label`, in its order; errors as for `rows_of`."""
     return [_fact(row) for row in rows_of(label)]
 
 
 def rows_of(label: str) -> list[dict[str, str]]:
-    """All lines of the CSV of the paper's table `label`, completed by what the table has one value of.
+    """Reads the CSV of the paper's table `label` and adds the table's constant values.
 
     Raises:
         ValueError: no published values are stored for that table.
@@ -87,7 +87,7 @@ def _fact(row: dict[str, str]) -> Fact:
         length=row["length"],
         backbone=row["backbone"],
         method=method,
-        # Tables of one budget repeat it on the rows of full attention.
+        # Tables with one budget repeat it in the rows of full attention.
         budget_percent=None if method == "full" else float(row["budget_percent"]),
         task=TASKS[row["task"]] if "task" in row else ALL_TASKS,
         maps=_maps(row["trained_length"], variant) if method == "topk_phi" and "trained_length" in row else None,
@@ -96,5 +96,5 @@ def _fact(row: dict[str, str]) -> Fact:
 
 
 def _maps(trained_length: str, variant: str) -> str:
-    """Label of the feature maps, as a study of ours would call them."""
+    """Returns the label that a study would give to the feature maps."""
     return maps_label(trained_length, "" if variant in OWN_VARIANTS else variant)

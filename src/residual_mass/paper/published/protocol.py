@@ -1,5 +1,5 @@
-"""The protocol behind the paper's values, by key of the configuration; what the paper leaves open is as
-docs/deviations.md reads it. A value made under another protocol is not comparable with the paper's.
+"""The protocol behind the paper's values, by key of the configuration, with open points resolved as in
+docs/deviations.md. Values from another protocol are not comparable with the paper's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DECODING: dict[str, dict[str, Any]] = {
     "babilong": _AS_THE_HARNESS | {"budget_length": "nominal"},
     "longbench": _AS_THE_HARNESS | {"budget_length": "real"},
 }
-"""How the texts behind a benchmark's scores are generated; of a study's own scores their files say it."""
+"""Decoding settings behind a benchmark's scores; a study's own are recorded in its score files."""
 PROTOCOL: dict[str, Any] = {
     "backbones.1b.dtype": "bfloat16",
     "backbones.3b.dtype": "bfloat16",
@@ -45,7 +45,7 @@ PROTOCOL: dict[str, Any] = {
     "phi.replay.reuse": 1,
     "phi.curriculum": None,
 }
-"""The other settings that values depend on; a study's own are told to the comparison."""
+"""Other settings that values depend on; a study's own are in the spec of the comparison."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "dphi_32": {"phi.map.d_phi": 32},
     "dphi_128": {"phi.map.d_phi": 128},
@@ -54,25 +54,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl_only": {"phi.objective.name": "kl"},
     "aux_only": {"phi.objective.name": "aux"},
 }
-"""What the maps of the paper's ablations change of PROTOCOL, by their label."""
+"""Changes to PROTOCOL in the paper's ablations, by variant."""
 
 
 def settings_of(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """What a configuration, nested as in its files, says of the settings in PROTOCOL, as text; those it lacks are left
-    out.
-    """
+    """Returns the settings in PROTOCOL that a nested configuration has, as text."""
     found = {key: _at(configuration, key.split(".")) for key in PROTOCOL}
     return {key: text_of(value) for key, value in found.items() if value is not ...}
 
 
 def text_of(value: Any) -> str:
-    """A setting as text, the same for 1 and 1.0."""
+    """Formats a setting, with the same text for 1 and 1.0."""
     whole = isinstance(value, float) and value.is_integer()
     return value if isinstance(value, str) else json.dumps(int(value) if whole else value, sort_keys=True)
 
 
 def _at(configuration: Any, path: list[str]) -> Any:
-    """The value at the end of a path of keys; an ellipsis where it is not there."""
+    """Returns the value at a path of keys, or an ellipsis if there is none."""
     for name in path:
         if not isinstance(configuration, Mapping) or name not in configuration:
             return ...

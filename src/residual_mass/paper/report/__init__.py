@@ -1,1 +1,1 @@
-"""A study as one page for a browser."""
+"""The report: a study on one HTML page."""

@@ -1,4 +1,4 @@
-"""What the page shows of a table's entry: the values as HTML, what is known of them, and the paper's in their place."""
+"""Entries of tables on the page: values as HTML, notes on them, and the paper's values in the same place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKS = {"": "", "above": "†", "below": "‡"}
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper prints in the place of an entry, and the comparison's verdict on each value of it."""
+    """The paper's values in the place of an entry, with the comparison's verdict on each."""
 
     values: tuple[Compared, ...]
 
@@ -34,7 +34,7 @@ class Published:
 
     @property
     def kind(self) -> str:
-        """`differs` where one value does, `agrees` where those do that can be compared, `open` where none can."""
+        """`differs` if one value does, `agrees` if all comparable ones do, `open` if none is comparable."""
         kinds = {value.kind for value in self.values}
         return DIFFERS if DIFFERS in kinds else AGREES if AGREES in kinds else "open"
 
@@ -52,7 +52,7 @@ class PageTable:
 
     @property
     def is_compared(self) -> bool:
-        """Whether there are published values beside its own."""
+        """Whether the paper has values in its places."""
         return any(cell.place in self.compared for cell in self.table.evaluated)
 
     def html(self, entry: Entry) -> Markup:
@@ -66,7 +66,7 @@ class PageTable:
         return html + Markup("<sup>{}</sup>").format(MARKS[cell.mark]) if cell.mark else html
 
     def notes(self, entry: Entry) -> list[str]:
-        """What is known of an entry's values; nothing where it has none."""
+        """Returns notes on an entry's values; empty without values."""
         if all(cell.value is None for cell in entry.cells):
             return []
         published = self.published(entry)
@@ -74,12 +74,12 @@ class PageTable:
         return list(dict.fromkeys([published.note, *notes] if published else notes))
 
     def published(self, entry: Entry) -> Published | None:
-        """The paper's values, where the study has the very same cells."""
+        """Returns the paper's values of the same cells, if any."""
         found = (self.compared.get(cell.place) for cell in entry.cells)
         values = tuple(value for value in found if value is not None)
         return Published(values) if values else None
 
 
 def _with_unit(value: Compared) -> str:
-    """Times of training stand in hours in the comparison, and in the table with the unit that fits them."""
+    """Adds the unit of training times, which the comparison has in hours and the table in a fitting unit."""
     return f"{value.published} h" if value.place.quantity == WALL_CLOCK else value.published

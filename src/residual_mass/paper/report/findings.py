@@ -1,4 +1,4 @@
-"""What a study itself found, which its page opens with: gains of completion over TopK, errors of attention outputs."""
+"""A study's own findings at the top of its page: gains of completion over TopK, errors of attention outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from residual_mass.paper.titles import task_title
 
 @dataclass(frozen=True)
 class Bounded:
-    """A number with its 95 % interval, as printed; `mark`: on which side of 0 it is by more than chance."""
+    """A printed number with its 95 % interval; `mark` says on which side of 0 it is by more than chance."""
 
     text: str
     low: str
@@ -25,7 +25,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class GainRow:
-    """Gains of a benchmark or task at a length, by budget; `undecided` where full attention itself is at the floor."""
+    """Gains of a benchmark or task at a length, by budget; `undecided` if full attention itself is at the floor."""
 
     backbone: str
     task: str
@@ -52,7 +52,7 @@ class Gains:
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """Mean errors of attention outputs on a text, by method, and what completion changes of TopK's, in percent."""
+    """Mean errors of attention outputs on a text by method, and completion's change of TopK's error in percent."""
 
     backbone: str
     corpus: str
@@ -62,16 +62,16 @@ class ErrorRow:
     change: str
 
 
-def gains_of(tables: Sequence[Table]) -> Gains:
-    """Gains in the sweeps; a cell that two tables show counts once."""
+def collect_gains(tables: Sequence[Table]) -> Gains:
+    """Collects gains in the sweeps; a cell of two tables counts once."""
     cells = sweep_cells(tables)
-    low = {_task_of(cell) for cell in cells if cell.place.method == "full" and "floor" in cell.flags}
+    low = {_task(cell) for cell in cells if cell.place.method == "full" and "floor" in cell.flags}
     found: dict[tuple[str, str, str, str], dict[float, Bounded]] = {}
     for cell in cells:
         budget = cell.place.budget_percent
         if cell.place.method == "topk_phi" and cell.gain and budget is not None:
             bounds = _bounded(cell.gain.value, cell.gain.interval, cell.mark)
-            found.setdefault(_task_of(cell), {}).setdefault(budget, bounds)
+            found.setdefault(_task(cell), {}).setdefault(budget, bounds)
     budgets = sorted({budget for gains in found.values() for budget in gains})
     rows = tuple(
         GainRow(where[0], task_title(where[1], where[2]), where[3], where in low, tuple(map(gains.get, budgets)))
@@ -80,8 +80,8 @@ def gains_of(tables: Sequence[Table]) -> Gains:
     return Gains(tuple(budgets), rows, tally_by_family(main_texts(cells)) if rows else {})
 
 
-def errors_of(tables: Sequence[Table]) -> list[ErrorRow]:
-    """Rows of the table of accounting errors."""
+def collect_errors(tables: Sequence[Table]) -> list[ErrorRow]:
+    """Collects the rows of the table of accounting errors."""
     cells = [cell for table in tables if table.label == accounting_table.LABEL for cell in table.evaluated]
     found: dict[tuple[str, str, str, str], dict[str, Cell]] = {}
     for cell in cells:
@@ -100,7 +100,7 @@ def _errors(where: tuple[str, str, str, str], quantities: Mapping[str, Cell]) ->
 
 def _error(cell: Cell) -> Bounded:
     interval = cell.interval
-    assert interval is not None, "every error of a method has one"
+    assert interval is not None, "every error of a method has an interval"
     return Bounded(cell.text, format_score(interval.low), format_score(interval.high))
 
 
@@ -108,5 +108,5 @@ def _bounded(value: float, interval: Interval, mark: Mark) -> Bounded:
     return Bounded(f"{value:+z.3f}", f"{interval.low:+z.3f}", f"{interval.high:+z.3f}", mark)
 
 
-def _task_of(cell: Cell) -> tuple[str, str, str, str]:
+def _task(cell: Cell) -> tuple[str, str, str, str]:
     return cell.place.backbone, cell.place.benchmark, cell.place.task, cell.place.length

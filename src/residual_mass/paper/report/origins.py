@@ -1,4 +1,4 @@
-"""Where what a page shows comes from: hashes of its files, and what their records say."""
+"""Provenance section of the page: hashes of the files it shows, and facts from their records."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from residual_mass.files import read_json, sha256_of
 from residual_mass.provenance import beside
 
 PACKAGE = "residual-mass"
-"""This project, as the records call it."""
+"""Name of this project in records."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its hash, and what its record says; empty where it has none or that does not say.
+    """A file with its hash and facts from its record; empty if unknown.
 
     Attributes:
-        seconds: of a file of maps those of its own steps, over all interruptions; of anything else those of its job, of
-            generated texts of the last one, which may have found rows that an earlier one left.
+        seconds: for feature maps, those of their own training steps over all interruptions; otherwise those of the last
+            job, which for generated texts may have continued an earlier one.
     """
 
     path: str
@@ -35,14 +35,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Of all files together; `facts` are what their records agree or differ on, by name."""
+    """All files; `facts` holds all values found in their records, by name."""
 
     sources: tuple[Source, ...]
     facts: dict[str, tuple[str, ...]]
 
 
 def provenance(paths: Iterable[Path]) -> Provenance:
-    """Hashes every file, and reads its record where there is one."""
+    """Hashes every file, and reads its record if there is one."""
     facts: dict[str, set[str]] = {}
     sources = []
     for path in dict.fromkeys(paths):
@@ -91,18 +91,18 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _device(record: dict[str, Any]) -> str:
-    """The name of the hardware where a job records it, otherwise what torch calls the device."""
+    """Returns the name of the hardware if recorded, otherwise torch's name of the device."""
     return str(record.get("hardware") or record.get("device", ""))
 
 
 def _named(devices: set[str]) -> set[str]:
-    """Without those that torch alone names, `cpu` or `cuda:0`, where another job names one of that kind in full."""
+    """Drops torch's names, `cpu` or `cuda:0`, if another job records full names of that kind of device."""
     bare = {device for device in devices if re.fullmatch(r"cpu|cuda(:\d+)?", device)}
     processors = {device.endswith(" threads") for device in devices - bare}
     return {device for device in devices if device not in bare or (device == "cpu") not in processors}
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """This project and the hardware first, then the packages."""
+    """Sorts this project and the hardware first, then the packages."""
     first = [PACKAGE, "commit", "device", "processes", "machine", "Python"]
     return sorted(names, key=lambda name: (first.index(name) if name in first else len(first), name.lower()))

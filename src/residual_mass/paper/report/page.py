@@ -1,4 +1,4 @@
-"""A study as one page for a browser, complete in itself: what was run, what came out, and where it comes from."""
+"""The `report` stage: a study on one self-contained HTML page, with its settings, results and provenance."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from residual_mass import __version__
 from residual_mass.diagnostics.columns import CLAIMS
 from residual_mass.files import read_csv, read_text, write_text
 from residual_mass.paper.comparison import picture
-from residual_mass.paper.comparison.by_cell import deviations_of
+from residual_mass.paper.comparison.by_cell import open_points
 from residual_mass.paper.document import figure_caption
 from residual_mass.paper.marked import to_html
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.report.entries import PageTable
-from residual_mass.paper.report.findings import errors_of, gains_of
+from residual_mass.paper.report.findings import collect_errors, collect_gains
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.verdicts import COUNTED, Compared, changes_figure, load_comparison, standing
 from residual_mass.paper.table import Table, load_table
@@ -35,16 +35,16 @@ from residual_mass.provenance import Record
 from residual_mass.study.specs import ReportSpec
 
 LARGEST = 8_000_000
-"""Bytes of all figures together; they grow by a third in the page."""
+"""Most bytes of all figures together, which grow by a third in the page."""
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What a page shows, and `sources`, which it only names.
+    """Files that a page shows, and `sources`, which it only lists.
 
     Attributes:
         tables: saved tables.
-        comparison, picture: where the study has a table that the paper's values can be compared with.
+        comparison, picture: None if the study has no table that the paper has values for.
         deviations: docs/deviations.md.
     """
 
@@ -57,7 +57,7 @@ class ReportFiles:
     deviations: Path
 
     def recorded(self) -> list[Path]:
-        """The outputs of other stages."""
+        """Returns the outputs of other stages."""
         compared = [path for path in (self.comparison, self.picture) if path]
         return [*self.tables, *self.figures, *compared, *self.claims, *self.sources]
 
@@ -75,7 +75,7 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class Examples:
-    """What is behind the scores of a task at a length."""
+    """Examples behind the scores of a task at a length."""
 
     task: str
     length: str
@@ -86,14 +86,14 @@ class Examples:
 
 @dataclass(frozen=True)
 class Deviations:
-    """Rows of docs/deviations.md: open points of the paper by number, and where a study differs from it on purpose."""
+    """Rows of docs/deviations.md: open points of the paper by number, and intended differences of a study."""
 
     open_points: dict[int, tuple[Markup, ...]]
     of_study: tuple[tuple[Markup, ...], ...]
 
 
 def run(spec: ReportSpec, *files: Any) -> None:
-    """The `report` stage, with its files in the order of its flags."""
+    """Runs the stage with its files in the order of its flags."""
     *shown, template, out = files
     write_page(spec, ReportFiles(*shown), template, out)
 
@@ -102,8 +102,8 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
     """Writes the page.
 
     Raises:
-        ValueError: there is neither a table nor a figure, the figures are too large, or a file is not what was recorded
-            or of another study; names the file.
+        ValueError: there is neither a table nor a figure, the figures are too large, or a file differs from its record
+            or belongs to another study; names the file.
     """
     if not files.tables and not files.figures:
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
@@ -117,8 +117,8 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
         version=__version__,
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         kinds=KIND_NOTES,
-        gains=gains_of(tables),
-        errors=errors_of(tables),
+        gains=collect_gains(tables),
+        errors=collect_errors(tables),
         error_methods=list(METHODS.values()),
         examples=list(_examples(tables)),
         standing=standing(compared),
@@ -130,7 +130,9 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
         claimed=Counter(row["verdict"] for row in claims if row["primary"] == "1"),
         tables=[_page_table(table, compared) for table in tables],
         figures=list(_figures(spec, files.figures)),
-        deviations=load_deviations(files.deviations, spec.study, _open_points(tables)),
+        deviations=load_deviations(
+            files.deviations, spec.study, {number for table in tables for number in open_points(table.label)}
+        ),
         provenance=provenance(files.recorded()),
     )
     write_text(out, page)
@@ -138,7 +140,7 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
 
 
 def load_deviations(path: Path, study: str, numbers: Iterable[int]) -> Deviations:
-    """The open points with these numbers, and what is said of the study.
+    """Reads the open points with these numbers, and the study's differences.
 
     Raises:
         ValueError: the file is missing, or has no row for a number.
@@ -177,7 +179,7 @@ def _figures(spec: ReportSpec, paths: Sequence[Path]) -> Iterator[PageFigure]:
 
 
 def _examples(tables: Iterable[Table]) -> Iterator[Examples]:
-    """Once per task and length, or more often where backbones or tables differ."""
+    """Yields examples once per task and length, or more often if backbones or tables differ."""
     cells = (cell for table in tables for cell in table.evaluated if cell.place.benchmark)
     yield from dict.fromkeys(
         Examples(
@@ -191,20 +193,15 @@ def _examples(tables: Iterable[Table]) -> Iterator[Examples]:
     )
 
 
-def _open_points(tables: Iterable[Table]) -> set[int]:
-    """Numbers of the open points that touch the tables shown."""
-    return {number for table in tables for number in deviations_of(table.label)}
-
-
 def _markdown_rows(text: str) -> Iterator[list[str]]:
-    """Cells of the rows of tables, heads included."""
+    """Yields the cells of each table row, including headers."""
     for line in re.findall(r"^\|(.*)\|$", text, re.MULTILINE):
         if not re.fullmatch(r"[-:| ]+", line):
             yield [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)]
 
 
 def _markdown(text: str) -> Markup:
-    """Code between backticks stays code, and links become their text: they lead nowhere from the page."""
+    """Converts code between backticks, and replaces links, which do not work from the page, by their text."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     parts = [
         Markup("<code>{}</code>").format(part) if code else escape(part)

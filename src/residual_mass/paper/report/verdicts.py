@@ -1,4 +1,4 @@
-"""How the values of a study's page stand beside the paper's, and which way completion moves them in both."""
+"""Comparison with the paper on the page: verdicts, and the changes by completion in both."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from residual_mass.paper.table import Cell, Place, Table
 from residual_mass.paper.tables.tally import by_family, changes, main_texts
 
 COUNTED = {AGREES: "agree", DIFFERS: "differ", NOT_COMPARABLE: "not comparable", NOT_RUN: "not run"}
-"""What is said of the values with a verdict."""
+"""Words on the page for values by verdict."""
 SWEEPS = ("natural_main", "ruler_sweep", "babilong_sweep", "stress_1pct")
-"""Tables of one set of feature maps, some of whose cells are the same."""
+"""Tables with one set of feature maps, which share some cells."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One published value, the study's in the same place (empty where there is none), and the verdict."""
+    """A published value, the study's in the same place (empty if there is none), and the verdict."""
 
     table: str
     place: Place
@@ -34,16 +34,16 @@ class Compared:
 
     @property
     def kind(self) -> str:
-        """The verdict without the number that it may give."""
+        """The verdict without its number."""
         return DIFFERS if self.verdict.startswith(DIFFERS) else self.verdict
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Published values by verdict: of every table, and why those that were not compared were not.
+    """Counts of published values by table and verdict.
 
     Attributes:
-        reasons: number of values by verdict and reason, the most frequent first.
+        reasons: verdict, reason and number of values, the most frequent first.
     """
 
     by_table: dict[str, Counter[str]]
@@ -56,7 +56,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Change:
-    """One cell's change from TopK to completion, in print, and where it lies on the axis (percent from the left)."""
+    """A cell's printed change from TopK to completion, and its position on the axis in percent from the left."""
 
     text: str
     at: str
@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Family:
-    """Changes of a family of cells: those of the paper, and the study's."""
+    """Changes of a family of cells, in the paper and in the study."""
 
     title: str
     published: tuple[Change, ...]
@@ -73,7 +73,7 @@ class Family:
 
 @dataclass(frozen=True)
 class ChangesFigure:
-    """All families on one axis, which ends at `limit` on either side."""
+    """All families on one axis from -`limit` to `limit`."""
 
     limit: str
     families: tuple[Family, ...]
@@ -105,13 +105,13 @@ def standing(values: Iterable[Compared]) -> Standing:
 
 
 def sweep_cells(tables: Iterable[Table]) -> list[Cell]:
-    """Values of the sweeps, table by table."""
+    """Returns the values of the sweeps, table by table."""
     by_label = {table.label: table.evaluated for table in tables}
     return [cell for label in SWEEPS for cell in by_label.get(label, ())]
 
 
 def changes_figure(values: Sequence[Compared], tables: Sequence[Table]) -> ChangesFigure | None:
-    """Changes from TopK to completion in the paper's cells and in a study's own; None where neither has any."""
+    """Places changes from TopK to completion, in the paper and in the study, on one axis; None if there are none."""
     theirs = {replace(value.place, maps=None): value.published for value in values if value.table in SWEEPS}
     published, ours = _changes(theirs), _changes(main_texts(sweep_cells(tables)))
     sizes = [abs(each) for found in (published, ours) for family in found.values() for each in family]
@@ -126,7 +126,7 @@ def changes_figure(values: Sequence[Compared], tables: Sequence[Table]) -> Chang
 
 
 def _changes(texts: Mapping[Place, str]) -> dict[str, list[Decimal]]:
-    """By family of cells, in rising order."""
+    """Returns changes by family of cells, in ascending order."""
     found = {family: sorted(changes(each)) for family, each in by_family(texts).items()}
     return {family: each for family, each in found.items() if each}
 
