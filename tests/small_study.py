@@ -78,6 +78,7 @@ def write_small_study(folder: Path) -> None:
 
 def vouch(assets: Path, pins: dict[str, str]) -> None:
     """Writes the assets' manifest."""
+    (assets / "manifest.json").unlink(missing_ok=True)
     files = [file for file in sorted(assets.rglob("*")) if file.is_file()]
     entries = [{"path": file.relative_to(assets).as_posix(), "sha256": sha256_of(file)} for file in files]
     (assets / "manifest.json").write_text(json.dumps({"pins": pins, "files": entries}))

@@ -79,7 +79,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"backbones": {"Smol": {}}}, "configuration: backbones.Smol: String should match pattern '^[a-z0-9]"),
     (
         {"backbones": {"smol": {"dtype": "bfloat16"}}},
-        "configuration: backbones.smol.requires_gpu: a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`",
+        "configuration: backbones.smol.requires_gpu: a backbone in bfloat16 is run on a GPU; write `requires_gpu: ",
     ),
     ({"backbones": {"smol": {"study": "small"}}}, "config/config.yaml: backbones.smol.study: 'small' is not a study"),
     (
