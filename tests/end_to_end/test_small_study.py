@@ -137,6 +137,7 @@ def check_diagnostics(folder: Path) -> None:
         assert audit.groupby(["pack", "layer", "head", "query"]).ngroups == 3
 
 
+@pytest.mark.slow
 def test_a_killed_generate_job_continues_where_it_was(study: Path) -> None:
     undisturbed = (study / CSV).read_bytes()
     generations = (study / GENERATIONS).read_bytes()

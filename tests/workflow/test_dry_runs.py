@@ -534,6 +534,7 @@ def of_smol(run: Run) -> tuple[dict[str, int], set[str]]:
     return jobs, {figure.label for figure in specs(run, "figure", FigureSpec)}
 
 
+@pytest.mark.slow
 def test_what_is_captured_is_made_again_only_where_it_changes(
     tmp_path: Path, checkout: Path, studies: dict[str, Run]
 ) -> None:

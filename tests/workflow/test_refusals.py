@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 import yaml
 from runs import ROOT, configuration_error, dry_run, snakemake
+from snakemake.iocontainers import Wildcards
 
 from residual_mass.machine import preflight
 from residual_mass.paper.figures.calibration import MOST_PANELS
+from residual_mass.study.plan import Plan, load
 
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),
-    ("results/ruler_smol_64k.csv", "length '64k' is not in config/studies/mini.yaml, which has 1k, 2k"),
-    (
-        "results/oracle_1b_4k.csv",
-        "benchmark 'oracle' is not in config/studies/paper.yaml, which has ruler, babilong, longbench",
-    ),
-    ("results/phi/1b_2k.safetensors", "maps '2k' is not in config/studies/paper.yaml, which has 4k, 8k, 16k, 64k"),
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, "
@@ -36,22 +32,13 @@ TARGETS = [
         "exact_accounting, loss_ablation, natural_main, phi_param_count, ruler_sweep, runtime_1b, runtime_3b, "
         "stress_1pct, training_cost_64k",
     ),
-    ("results/longbench_smol_1k.csv", "length '1k' is not in config/studies/mini.yaml, which has 2k"),
-    (
-        "results/recipes/quick_smol_1k_0.csv",
-        "recipe 'quick' is not in config/config.yaml, which has study, no_replay, paper, ours, residual, "
-        "residual_more_queries, residual_whole_sequence, residual_curriculum, fast, fast_residual",
-    ),
-    ("results/recipes_smol_4k.csv", "maps '4k' is not in config/studies/mini.yaml, which has 512, 1k, 2k"),
     (
         "paper_tables/mini/figures/heat.pdf",
         "figure 'heat' is not in config/studies/mini.yaml, which has entropy_gain, kernel_sanity, logz_calibration, "
         "fullsub_nosub_delta, ablation_kernel_fidelity, entropy_heatmap, mass_curves, quartile_error, "
         "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
-    ("results/ablation_width_1b.csv", "ablation 'width' is not in config/config.yaml, which has dphi, loss"),
     ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has mini, paper"),
-    ("paper_tables/small/ruler_sweep.tex", "study 'small' is not in config/studies, which has mini, paper"),
 ]
 
 
@@ -377,18 +364,23 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
         "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "comparison": 1,
         "numbers": 1, "figure": 1, "document": 1, "runtime": 1, "report": 1, "total": 15,
     }, run.output  # fmt: skip
-    assert dry_run(checkout, "recipes", snakefile=checkout / "Snakefile").jobs == {"recipes": 1, "total": 1}
+    assert plan_of(checkout).recipe_targets("mini") == []
     study["tables"] = []
     path.write_text(yaml.safe_dump(study))
-    jobs = dry_run(checkout, "all", snakefile=checkout / "Snakefile").jobs
-    assert "comparison" not in jobs and jobs["document"] == 1
-    run = dry_run(checkout, "paper_tables/mini/comparison.csv", snakefile=checkout / "Snakefile")
-    assert run.said == ["config/studies/mini.yaml: tables: has none to compare with the paper's; add one"]
+    plan = plan_of(checkout)
+    assert plan.rendered("mini")[0] == "paper_tables/mini/main.tex"
+    with pytest.raises(SystemExit, match="^config/studies/mini.yaml: tables: has none to compare"):
+        plan.compared_tables(Wildcards(fromdict={"study": "mini"}))
     study["figures"] = {}
     path.write_text(yaml.safe_dump(study))
-    assert "document" not in dry_run(checkout, "all", snakefile=checkout / "Snakefile").jobs
-    run = dry_run(checkout, "pdf", snakefile=checkout / "Snakefile")
-    assert run.said == ["config/studies/mini.yaml: tables, figures: has neither for a document; add one"]
+    plan = plan_of(checkout)
+    assert plan.rendered("mini") == [] and plan.targets("mini") == plan.results("mini")
+    with pytest.raises(SystemExit, match="^config/studies/mini.yaml: tables, figures: has neither"):
+        plan.document_tables(Wildcards(fromdict={"study": "mini"}))
+
+
+def plan_of(checkout: Path) -> Plan:
+    return load(checkout, yaml.safe_load((checkout / "config" / "config.yaml").read_text()))
 
 
 def test_a_study_that_is_no_yaml(checkout: Path) -> None:

@@ -29,9 +29,19 @@ class Settings:
     }
 
 
+LATER = {"requires_gpu": False}
+"""Keys that specs gained after results had been made with them, with the value that is not written, so that a new key
+runs no finished job again.
+"""
+
+
 def to_json(settings: Any) -> str:
     """Serialises settings as one JSON object with sorted keys."""
-    return json.dumps(dataclasses.asdict(settings), sort_keys=True)
+    return json.dumps(dataclasses.asdict(settings, dict_factory=_without_later_defaults), sort_keys=True)
+
+
+def _without_later_defaults(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if key not in LATER or value != LATER[key]}
 
 
 def tokens_of(label: str) -> int:

@@ -75,7 +75,7 @@ def study_jobs(plan: Plan, rules: Any, study: str, recipes: bool = False) -> Stu
 def recorded_jobs(plan: Plan, rules: Any) -> dict[str, Job]:
     """By result with a record, of all studies, the job that would make it."""
     rules = list(rules)
-    folders = (Path("results"), plan.assets_folder)
+    folders = (Path("results"), Path("paper_tables"), plan.assets_folder)
     records = [str(path) for folder in folders for path in folder.rglob(f"*{SUFFIX}")]
     made = {path.removesuffix(SUFFIX): job_of(rules, path.removesuffix(SUFFIX)) for path in records}
     pins = {"pins": read_pins(plan.root / "config/assets.txt")}

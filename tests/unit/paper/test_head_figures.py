@@ -323,6 +323,7 @@ for kind in {KINDS}:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_draw_the_same_bytes(heads: Path, tmp_path: Path) -> None:
     (here := tmp_path / "here").mkdir()
     (there := tmp_path / "there").mkdir()

@@ -553,6 +553,7 @@ def test_two_processes_are_resumed_by_one(assets: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(parameter, expected[key], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_alone_ends_the_others(assets: Path, tmp_path: Path) -> None:
     """Only the leading one writes; here it cannot."""
     done = train(TWO, assets, tmp_path / "out", 2, largest_file=40_000)
