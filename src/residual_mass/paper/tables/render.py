@@ -18,6 +18,8 @@ from residual_mass.paper.tables import (
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.provenance import Record
 from residual_mass.study.specs import TableSpec
+FRAME = "frame.tex.j2"
+"""The template that all templates of tables extend."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
         ValueError: the label is unknown, a cell of the study is missing, or a file is not what was recorded or of
             another study; names cell and file.
     """
-    record = Record("table", spec, results, sources=[template])
+    record = Record("table", spec, results, sources=[template, template.with_name(FRAME)])
     table = _kind(spec.label).make(spec, results)
     table = replace(table, caption=table.caption_by(template))
     write_text(out, table.latex(template))
