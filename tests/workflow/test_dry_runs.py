@@ -488,6 +488,7 @@ def set_section(checkout: Path, study: str, section: str, **changes: Any) -> Non
     path.write_text(yaml.safe_dump(content))
 
 
+@pytest.mark.slow
 def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
     targets = [f"results/phi/{name}.safetensors" for name in ("1b_4k", "1b_4k-kl_only", "smol_1k")]
     targets.append("results/recipes/residual_1b_4k_0.csv")

@@ -493,6 +493,7 @@ def kill_after_a_checkpoint(spec: TrainSpec, assets: Path, out: Path, processes:
             job.kill()
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(assets: Path, tmp_path: Path) -> None:
     for count in (1, 2):
         done = train(TWO, assets, tmp_path / str(count), count)

@@ -18,6 +18,7 @@ from residual_mass.paper.tables import (
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.provenance import Record
 from residual_mass.study.specs import TableSpec
+
 FRAME = "frame.tex.j2"
 """The template that all templates of tables extend."""
 
