@@ -514,6 +514,7 @@ def launchers(run: Run) -> list[str]:
     return sorted(re.findall(r"^Shell command: exec (.*?) -m residual_mass train ", run.output, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:
     set_phi(checkout, "paper", sequences_per_step=2)
     made = ["results/phi/1b_4k.safetensors", "results/training_1b_4k.csv", "results/assets/manifest.json"]

@@ -35,6 +35,7 @@ def shown(page: str) -> dict[str, dict[str, object]]:
     return {str(result["name"]): result for result in results.values()}
 
 
+@pytest.mark.slow
 def test_the_report_shows_tables_figures_verdicts_and_training(page: str) -> None:
     captions = {name: re.sub(r"<[^>]+>|\s+", " ", str(result["caption"])) for name, result in shown(page).items()}
     for name, part in {

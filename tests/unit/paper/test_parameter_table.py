@@ -186,7 +186,10 @@ def header_only(path: Path, shape: HeadShape, map_spec: MapSpec) -> Path:
     return recorded(path)
 
 
-@pytest.mark.parametrize(("d_emb", "d_phi", "named"), [(512, 64, True), (512, 48, False), (256, 64, False)])
+@pytest.mark.parametrize(
+    ("d_emb", "d_phi", "named"),
+    [(512, 64, True), pytest.param(512, 48, False, marks=pytest.mark.slow), (256, 64, False)],
+)
 def test_where_the_paper_has_the_shape_both_counts_are_named(
     tmp_path: Path, d_emb: int, d_phi: int, named: bool
 ) -> None:
