@@ -27,11 +27,11 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.figures.summaries import bulk, check_distinct, head_means
 from residual_mass.paper.readers.diagnostics_file import HEAD, check_same, rows_at_budget, the_one
+from residual_mass.study.sections import MOST_PANELS
 from residual_mass.study.specs import FigureSpec
 
 BINS = 40
 """Lower bound for the bins of a histogram, which has not many more."""
-MOST_PANELS = 6
 COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}
 """Columns of a grid by its number of panels, unless these are every corpus at every length."""
 TICK_ROOM = 0.4

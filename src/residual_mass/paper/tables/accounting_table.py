@@ -17,9 +17,9 @@ from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place,
 from residual_mass.paper.tables import notes as note
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, model_warnings
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
+from residual_mass.study.config import ACCOUNTING_TABLE as LABEL
 from residual_mass.study.specs import TableSpec
 
-LABEL = "exact_accounting"
 QUANTITIES = (*METHODS, "e_exact_nosub", LOG_Z)
 """What a row prints, from left to right."""
 OF_THE_REST = ("e_sub", LOG_Z)

@@ -21,11 +21,9 @@ from residual_mass.paper.titles import (
     variant_title,
     width_title,
 )
-from residual_mass.study.config import METHODS
+from residual_mass.study.config import METHODS, PUBLISHED
 from residual_mass.study.specs import TableSpec
 
-PUBLISHED = "published"
-"""Study of the tables that hold the paper's own values."""
 PUBLISHED_D_PHI = 64
 """Feature dimension of the paper's own maps, which its table of dimensions names."""
 

@@ -18,10 +18,9 @@ from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place,
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
 from residual_mass.study.config import METHODS
+from residual_mass.study.config import RUNTIME_TABLES as PREFIX
 from residual_mass.study.specs import TableSpec
 
-PREFIX = "runtime_"
-"""What labels begin with; the backbone's name follows."""
 PUBLISHED = tuple(f"{PREFIX}{backbone}" for backbone in MODELS)
 """Labels of the paper's own tables."""
 PAPERS_BATCH, PAPERS_BUDGET = 1, 1.0
