@@ -187,7 +187,7 @@ def slow(*case: str) -> Any:
     ("path", "says"),
     [
         slow("results/phi/tiny_1k.safetensors", "is not what tiny_1k.safetensors.meta.json recorded"),
-        (STORE, "all.jsonl:1: not a generation row"),
+        (STORE, "all.jsonl:1: not a row of this store"),
         slow("results/assets/models/tiny-llama/model.safetensors", "damaged safetensors file"),
         slow("results/prompts/ruler_tiny_1k/niah_single_1.jsonl", "niah_single_1.jsonl"),
     ],

@@ -18,7 +18,7 @@ from tests.unit.benchmarks.test_generation_store import stored_row
 from tests.unit.inputs.test_assets import SOURCES, make_wheel, write_pins
 
 from residual_mass.backbones.phi_maps import write_safetensors
-from residual_mass.benchmarks.store import GenerationStore
+from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.files import require_writable, write_parquet, write_text
 from residual_mass.inputs import assets
 
@@ -86,15 +86,15 @@ def test_a_file_that_does_not_fit_is_named_and_the_former_one_is_kept(kind: str,
 def test_a_store_on_a_full_disk_keeps_its_rows_and_goes_on(small_disk: Path) -> None:
     path = small_disk / "store.jsonl"
     rows = [stored_row(f"k{i}", "x" * 100_000) for i in range(4)]
-    with pytest.raises(OSError) as error, GenerationStore(path) as store:
+    with pytest.raises(OSError) as error, RowStore(path, GENERATED) as store:
         for row in rows:
             store.append([row])
     assert str(error.value) == f"{path}: cannot be written (No space left on device); {KEPT}"
     resized(small_disk, "2m")
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         assert list(store.rows.values()) == rows[:2]
         store.append(rows[2:])
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         assert list(store.rows.values()) == rows
 
 

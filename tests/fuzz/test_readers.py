@@ -17,7 +17,7 @@ import torch
 from damage import CUT, FLIPPED, Damage
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.benchmarks.store import GenerationStore
+from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.core.settings import MapSpec
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_text
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
@@ -89,7 +89,7 @@ def store(folder: Path) -> dict[str, Case]:
     (document := folder / "document.json").write_text(json.dumps(rows))
 
     def read_store(path: Path) -> None:
-        with GenerationStore(path) as rows:
+        with RowStore(path, GENERATED) as rows:
             assert all(isinstance(key, str) for key in rows.rows)
 
     return {

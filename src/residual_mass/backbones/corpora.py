@@ -7,8 +7,9 @@ parallel, each with its own draws of documents or its own part of the stream.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
 HELD_OUT_ONLY = ("books", "wikitext")
 """Corpora that no recipe trains on, for measurements on unseen sources."""
+DRAWS = 20
+"""Sequences that are drawn for each one wanted, in search of those that share no document."""
 
 
 class Corpus(Protocol):
@@ -63,6 +66,18 @@ class PackedDocuments:
         self.slot, self.slots = slot, slots
 
     def sequence(self, index: int) -> list[int]:
+        return self._drawn(index)[0]
+
+    def disjoint(self, draws: int) -> Iterator[list[int]]:
+        """Yields those of the first sequences that share no document with an earlier one."""
+        used: set[int] = set()
+        for ids, documents in map(self._drawn, range(draws)):
+            if not documents & used:
+                used |= documents
+                yield ids
+
+    def _drawn(self, index: int) -> tuple[list[int], set[int]]:
+        """Returns the token ids of the index-th sequence, and the documents that they are of."""
         rng = random.Random(f"{self.seed}/{self.name}/{index * self.slots + self.slot}")
         front = special_prefix(self.tokenizer)
         wanted = self.length - len(front)
@@ -76,7 +91,8 @@ class PackedDocuments:
                 more = more[offset:]
             ids += more
             if len(ids) >= wanted:
-                return front + ids[:wanted]
+                used = {(start + number) % len(self.documents) for number in range(step + 1)}
+                return front + ids[:wanted], used
         raise ValueError(too_small(self.name, len(ids), wanted))
 
     def begins_again(self) -> bool:
@@ -142,6 +158,20 @@ def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, 
         return HubStream(name, tokenizer, length, seed, hub=HubFolder(assets))
     held_out = [d for d in read_documents(name, assets) if name in HELD_OUT_ONLY or is_held_out(d)]
     return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)
+
+
+def independent_sequences(corpus: Corpus, count: int) -> list[list[int]]:
+    """Returns sequences of which no two share a document: `count`, or fewer where the text ends."""
+    drawn = corpus.disjoint(count * DRAWS) if isinstance(corpus, PackedDocuments) else _until_it_begins_again(corpus)
+    return list(itertools.islice(drawn, count))
+
+
+def _until_it_begins_again(corpus: Corpus) -> Iterator[list[int]]:
+    for index in itertools.count():
+        sequence = corpus.sequence(index)
+        if corpus.begins_again():
+            return
+        yield sequence
 
 
 def check_corpora(names: Sequence[str], assets: Path, held_out: Sequence[str] = ()) -> None:

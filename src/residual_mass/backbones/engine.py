@@ -116,14 +116,11 @@ class SharedPrefillEngine:
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         started = time.monotonic()
-        read = [prefill(self.backbone.model, [ids]) for ids in prompts]
-        first = [int(one.next_token) for one in read]
-        self._check_read(read)
+        layers, first = self.read(prompts)
         read_seconds = time.monotonic() - started
         started = time.monotonic()
         lengths = [len(ids) for ids in prompts]
-        decoder = self._decoder(read, lengths, max(limits) - 1)
-        del read
+        decoder = self._decoder(layers, lengths, max(limits) - 1)
         batch = _Batch(first, limits, len(self.arms), end_tokens(self.backbone.model), saturated)
         self._decode(decoder, batch, lengths)
         # Not earlier: an attempt that runs out of memory must not count.
@@ -132,6 +129,21 @@ class SharedPrefillEngine:
         self.work.decode_rows += sum(len(tokens) for by_arm in batch.tokens for tokens in by_arm)
         self.work.decode_seconds += time.monotonic() - started
         return [[self._generation(batch, e, a, lengths[e]) for a in range(len(self.arms))] for e in range(len(prompts))]
+
+    def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
+        """Prefills prompts one by one; returns each layer's prefix, padded on the right, and the next tokens.
+
+        Raises:
+            NotFiniteError: the model returns a NaN or an infinity.
+        """
+        read = [prefill(self.backbone.model, [ids]) for ids in prompts]
+        self._check_read(read)
+        real = _padded_mask([len(ids) for ids in prompts], self.backbone.device)
+        layers = [
+            build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors)
+            for index in range(self.backbone.shape.layers)
+        ]
+        return layers, [int(one.next_token) for one in read]
 
     def _check_read(self, read: Sequence[Prefill]) -> None:
         """Checks the logits of each prompt, where a key or value that is not finite nearly always shows, and only then
@@ -153,22 +165,17 @@ class SharedPrefillEngine:
         assert finish is not None
         return Generation(batch.tokens[e][a], k, finish)
 
-    def _decoder(self, read: list[Prefill], lengths: list[int], steps: int) -> ArmDecoder:
-        real = _padded_mask(lengths, self.backbone.device)
-        layers = [
-            build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors)
-            for index in range(self.backbone.shape.layers)
-        ]
+    def _decoder(self, layers: list[PrefixLayer], lengths: list[int], steps: int) -> ArmDecoder:
         full = FullRows.copy(layers, lengths, steps) if any(arm.is_full for arm in self.arms) else None
         arms = [arm for arm in self.arms if not arm.is_full]
         partial = None
         if arms:
             buffers = generated_buffers(layers, len(arms), steps)
-            groups = self._groups(layers, arms)
+            groups = self.groups(layers, arms)
             partial = PartialRows(layers, groups, arms, lengths, self.anchors, self.nominal_length, buffers)
         return ArmDecoder(self.arms, full, partial, len(layers))
 
-    def _groups(self, layers: list[PrefixLayer], arms: Sequence[ArmSpec]) -> list[ArmGroup]:
+    def groups(self, layers: list[PrefixLayer], arms: Sequence[ArmSpec]) -> list[ArmGroup]:
         """Groups partial arms by their maps. Arms without phi need no summary and join the first group."""
         if not self.maps:
             return [ArmGroup(list(range(len(arms))), None, None)]
@@ -192,7 +199,7 @@ class SharedPrefillEngine:
             if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
                 what = f"the keys or values of layer {layer} are"
                 raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
-            raise NotFiniteError(prompt, f"the summary of layer {layer}{_under(label)} is", MAPS_AT_FAULT)
+            raise NotFiniteError(prompt, f"the summary of layer {layer}{under(label)} is", MAPS_AT_FAULT)
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
@@ -219,7 +226,7 @@ class SharedPrefillEngine:
         for prompt, a in bad:
             if batch.finish[prompt][a] is None:
                 arm = self.arms[a]
-                what = f"the logits of generated token {step + 2} under {arm.method}{_under(arm.maps)} are"
+                what = f"the logits of generated token {step + 2} under {arm.method}{under(arm.maps)} are"
                 raise NotFiniteError(
                     prompt, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.backbone.spec)
                 )
@@ -270,7 +277,7 @@ class _Batch:
         return True
 
 
-def _under(label: str | None) -> str:
+def under(label: str | None) -> str:
     return "" if label is None else f" with the maps {label}"
 
 

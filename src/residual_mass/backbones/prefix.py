@@ -21,6 +21,7 @@ from residual_mass.core.accounting import (
     exact_terms,
     key_features,
     one_gather_terms,
+    promoted,
     summarise,
 )
 from residual_mass.core.estimators import Residual, Unread, estimator_named
@@ -135,20 +136,20 @@ def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec
 def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
     """Computes features and summary state of one layer's mid-region; `key_map` is phi_k stacked over Hkv."""
     features, log_shift = key_features(map_heads(key_map, layer.keys), layer.partition.mid[:, :, 0])
-    return Summary(summarise(features, log_shift, layer.values.float()), features)
+    return Summary(summarise(features, log_shift, promoted(layer.values)), features)
 
 
 def prefix_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
-    """Computes unnormalised terms of partial arms over the prefix, in float32.
+    """Computes unnormalised terms of partial arms over the prefix, in float32 or wider.
 
     Args:
         queries: [E, Hkv, R, D].
         log_query: [E, Hkv, R, M] log phi_q; like `summary`, None if no arm adds a residual.
     """
-    scores = attention_scores(queries.float() * scale, layer.keys.float(), 1.0)
-    values = layer.values.float()
+    scores = attention_scores(promoted(queries) * scale, promoted(layer.keys), 1.0)
+    values = promoted(layer.values)
     retrieved = exhaustive_topk(scores, layer.partition.mid, arms.k)
     estimate = None
     if arms.any_residual:
@@ -171,17 +172,17 @@ def _with_own_residuals(terms: Terms, unread: Unread, arms: ArmRows) -> Terms:
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:
-    """Computes log phi of vectors [E, H, N, D] with maps stacked over H: [E, H, N, M] float32."""
+    """Computes log phi of vectors [E, H, N, D] with maps stacked over H: [E, H, N, M] float32 or wider."""
     examples, heads, n, d = x.shape
-    stacked = x.float().transpose(0, 1).reshape(heads, examples * n, d)
+    stacked = promoted(x).transpose(0, 1).reshape(heads, examples * n, d)
     parts = [feature_map(chunk) for chunk in stacked.split(KEY_CHUNK, dim=1)]
     return torch.cat(parts, dim=1).view(heads, examples, n, -1).transpose(0, 1)
 
 
 def generated_terms(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Terms:
     """Computes exact terms of the generated tokens: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D]."""
-    scores = attention_scores(queries.float(), keys.float(), scale)
-    return exact_terms(scores, values.float(), torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device))
+    scores = attention_scores(promoted(queries), promoted(keys), scale)
+    return exact_terms(scores, promoted(values), torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device))
 
 
 def map_queries(query_map: Map, query: Tensor, kv_heads: int) -> Tensor:

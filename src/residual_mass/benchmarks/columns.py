@@ -6,3 +6,6 @@ RESULTS = (
     "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p flags data k_mean k_zero_share cut_share "
     "decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
+FORCED = (
+    "text task index continuation state method budget_percent maps phi_sha k position token nll full_nll kl same_top first"
+).split()

@@ -18,15 +18,13 @@ import torch
 
 from residual_mass.backbones.loading import (
     backbone_identity,
-    encode,
-    encode_chat,
     load_backbone,
     load_tokenizer,
-    special_prefix,
 )
 from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
+from residual_mass.benchmarks.encoded import Example, encoded, reference_texts
 from residual_mass.benchmarks.scorers import saturated
-from residual_mass.benchmarks.store import GenerationRow, GenerationStore, row_key
+from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
 from residual_mass.core.settings import ArmSpec, MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
@@ -41,21 +39,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Example:
-    """A frozen prompt, ready to be decoded.
-
-    Attributes:
-        ids: token ids, without the `cut` tokens removed after BOS or after the chat template's opening.
-        limit: maximum number of generated tokens.
-    """
-
-    prompt: Prompt
-    ids: list[int]
-    cut: int
-    limit: int
-
-
-@dataclass(frozen=True)
 class Batch:
     """Examples of any tasks, decoded together under all arms.
 
@@ -66,7 +49,7 @@ class Batch:
     examples: list[Example]
     keys: list[list[str]]
 
-    def missing_from(self, store: GenerationStore) -> bool:
+    def missing_from(self, store: RowStore) -> bool:
         return any(key not in store.rows for example in self.keys for key in example)
 
 
@@ -88,7 +71,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     batches = list(_batches(spec, [one for task in tasks for one in frozen[task]], tokenizer, identity, shas))
     _warn_of_extrapolation(spec, batches)
-    with GenerationStore(store) as rows:
+    with RowStore(store, GENERATED) as rows:
         for batch in batches:
             for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(spec.arms)):
                 rows.require(batch.keys[e][a], _known_fields(example, arm, shas))
@@ -175,7 +158,8 @@ def _batches(
     """Batches of examples with similar answer lengths, then similar prompt lengths. A step costs little more for many
     rows than for few, so batches should stay full to their end, with little padding.
     """
-    examples = sorted((_example(spec, prompt, tokenizer) for prompt in prompts), key=lambda e: (-e.limit, -len(e.ids)))
+    examples = [encoded(spec, spec.truncate_to, prompt, tokenizer) for prompt in prompts]
+    examples.sort(key=lambda e: (-e.limit, -len(e.ids)))
     while examples:
         size = _fitting(examples, spec.batch_tokens)
         batch, examples = examples[:size], examples[size:]
@@ -192,44 +176,6 @@ def _fitting(examples: Sequence[Example], tokens: int) -> int:
 
 def _padded(examples: Sequence[Example]) -> int:
     return len(examples) * max(len(example.ids) for example in examples)
-
-
-def _example(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> Example:
-    limit = _limit(spec, prompt, tokenizer)
-    room = tokens_of(spec.truncate_to) - limit
-    if room < 1:
-        raise ValueError(
-            f"truncate_to {spec.truncate_to}: no room for a prompt beside the {limit} answer tokens of {prompt.task}"
-        )
-    if spec.chat_template:
-        ids, front = encode_chat(tokenizer, prompt.prompt)
-    else:
-        ids, front = encode(tokenizer, prompt.prompt), special_prefix(tokenizer)
-    ids, cut = cut_to(ids, room, front)
-    return Example(prompt, ids, cut, limit)
-
-
-def cut_to(ids: list[int], room: int, front: list[int]) -> tuple[list[int], int]:
-    """`ids` cut on the left to `room` tokens, and the number of tokens removed. `front` is kept: without its BOS, a
-    prompt loses its strongest attention sink.
-    """
-    cut = max(0, len(ids) - room)
-    return (front + ids[len(front) + cut :] if cut else ids), cut
-
-
-def _limit(spec: GenerateSpec, prompt: Prompt, tokenizer: Any) -> int:
-    """Maximum number of generated tokens: the harness's limit, or less where references bound the answer."""
-    if spec.answer_margin is None:
-        return prompt.max_generation_tokens
-    references = [tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(prompt.doc)]
-    return min(prompt.max_generation_tokens, max(map(len, references)) + spec.answer_margin)
-
-
-def reference_texts(doc: dict[str, Any]) -> list[str]:
-    """Right answers: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
-    if "outputs" in doc:
-        return [" ".join(doc["outputs"])]
-    return list(doc["answers"]) if "answers" in doc else [doc["target"]]
 
 
 def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas: dict[str, str]) -> str:
@@ -265,7 +211,7 @@ def _compute(
     shas: dict[str, str],
     identity: str,
     batches: Sequence[Batch],
-    store: GenerationStore,
+    store: RowStore,
 ) -> dict[str, Any]:
     """Decodes `batches` and adds their missing rows to the store; returns facts for the record."""
     from tqdm import tqdm
@@ -359,7 +305,7 @@ def _rows(
     generations: Sequence[Sequence[Generation]],
     backbone: Backbone,
     shas: dict[str, str],
-) -> Iterator[GenerationRow]:
+) -> Iterator[Row]:
     for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(arms)):
         generation, prompt = generations[e][a], example.prompt
         text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
@@ -373,7 +319,7 @@ def _rows(
         }
 
 
-def _known_fields(example: Example, arm: ArmSpec, shas: dict[str, str]) -> GenerationRow:
+def _known_fields(example: Example, arm: ArmSpec, shas: dict[str, str]) -> Row:
     """The fields of a row that are known before decoding."""
     return {
         "task": example.prompt.task,

@@ -22,7 +22,7 @@ from residual_mass.benchmarks.statistics import (
     estimate_arms,
     estimate_over_tasks,
 )
-from residual_mass.benchmarks.store import GenerationRow
+from residual_mass.benchmarks.store import Row as GenerationRow
 from residual_mass.core.estimators import NAMES
 from residual_mass.core.settings import ArmSpec
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text

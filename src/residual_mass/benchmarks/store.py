@@ -1,4 +1,4 @@
-"""Append-only store of generated rows: an interrupted, extended or repeated job computes only what is missing."""
+"""Append-only store of decoded rows: an interrupted, extended or repeated job computes only what is missing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from residual_mass.files import claimed, jsonl, naming, sha256_text
 
 logger = logging.getLogger(__name__)
 
-GenerationRow = dict[str, Any]
-FIELDS = frozenset("key task index method budget_percent maps k cut_tokens text phi_sha prompt_sha".split())
-"""The fields of a row that later stages read."""
+Row = dict[str, Any]
+GENERATED = frozenset("key task index method budget_percent maps k cut_tokens text phi_sha prompt_sha".split())
+"""The fields of a generated row that later stages read."""
 
 
 def row_key(**inputs: Any) -> str:
@@ -25,21 +25,25 @@ def row_key(**inputs: Any) -> str:
     return sha256_text(json.dumps(inputs, sort_keys=True))
 
 
-class GenerationStore:
+class RowStore:
     """The rows of one store file by key. As a context manager it keeps other jobs from writing to the file.
+
+    Args:
+        path: the file.
+        fields: what every row has, `key` among it.
 
     Raises:
         ValueError: another job uses the store, or a line is malformed (a torn last one is cut off instead).
         OSError: the file cannot be written (a full disk, for example); names it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: dict[str, GenerationRow] = {}
+    def __init__(self, path: Path, fields: frozenset[str]) -> None:
+        self.path, self.fields = path, fields
+        self.rows: dict[str, Row] = {}
         self._lines: dict[str, int] = {}
         """Line number of each row that was read."""
 
-    def __enter__(self) -> GenerationStore:
+    def __enter__(self) -> RowStore:
         with ExitStack() as opened:
             opened.enter_context(claimed(self.path))
             with naming(self.path):
@@ -54,7 +58,7 @@ class GenerationStore:
         with suppress(OSError):  # `append` has raised it already, and the rows of its earlier calls are on disk
             self._opened.close()
 
-    def append(self, rows: Iterable[GenerationRow]) -> None:
+    def append(self, rows: Iterable[Row]) -> None:
         """Adds rows durably: once this returns, they survive a killed process or machine."""
         fresh = list(rows)
         with naming(self.path):
@@ -63,7 +67,7 @@ class GenerationStore:
             os.fsync(self._file.fileno())
         self.rows |= {row["key"]: row for row in fresh}
 
-    def require(self, key: str, expected: GenerationRow) -> None:
+    def require(self, key: str, expected: Row) -> None:
         """Compares the row of that key, if present, with fields that the key determines.
 
         Raises:
@@ -86,18 +90,18 @@ class GenerationStore:
                 self._file.truncate(whole)
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
             row = _parse(line)
-            if row is None:
+            if row is None or not row.keys() >= self.fields or not isinstance(row["key"], str):
                 raise ValueError(
-                    f"{self.path}:{number}: not a generation row; delete the line, and the row is computed again"
+                    f"{self.path}:{number}: not a row of this store; delete the line, and the row is computed again"
                 )
             if self.rows.setdefault(row["key"], row) != row:
                 raise ValueError(f"{self.path}:{number}: differs from an earlier row of its key; delete one of them")
             self._lines[row["key"]] = number
 
 
-def _parse(line: bytes) -> GenerationRow | None:
+def _parse(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and row.keys() >= FIELDS and isinstance(row["key"], str) else None
+    return row if isinstance(row, dict) else None

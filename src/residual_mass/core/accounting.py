@@ -75,6 +75,11 @@ class Estimate(NamedTuple):
     """[R] bool, rows that first subtract the retrieved tokens from the summaries."""
 
 
+def promoted(x: Tensor) -> Tensor:
+    """Returns `x` in float32, or as it is where it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """s = scale * q . k: [..., R, D] and [..., L, D] -> [..., R, L]."""
     return queries @ keys.transpose(-1, -2) * scale

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.backbones.corpora import held_out_corpus
+from residual_mass.backbones.corpora import held_out_corpus, independent_sequences
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
 from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics import CWE
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
+from residual_mass.gold import gold_answer
 from residual_mass.study.specs import BackboneSpec
 
 log = logging.getLogger(__name__)
@@ -57,13 +58,9 @@ def make_packs(
             raise ValueError("corpus cwe is made of RULER's prompts; pass their manifest to --prompts")
         return cwe_packs(prompts, backbone.tokenizer, length, queries, packs)
     texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
-    made: list[Pack] = []
-    for number in range(packs):
-        pack = texts.sequence(number)
-        if texts.begins_again():
-            log.warning("%d packs instead of %d: corpus %s holds no more text", number, packs, corpus)
-            break
-        made.append(pack)
+    made = independent_sequences(texts, packs)
+    if len(made) < packs:
+        log.warning("%d packs instead of %d: corpus %s holds no more text", len(made), packs, corpus)
     return made
 
 
@@ -100,12 +97,12 @@ def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, q
 
 
 def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
-    """(prompt, answer) of every example of the task; the answer is a numbered list, as in the harness."""
+    """(prompt, answer) of every example of the task."""
     frozen = load_manifest(manifest)
     if frozen["length"] != length:
         raise ValueError(f"{manifest}: has prompts of length {frozen['length']}, not {length}; {REMEDY}")
     return [
-        (each.prompt, "".join(f" {n}. {word}" for n, word in enumerate(each.doc["outputs"], start=1)))
+        (each.prompt, f" {gold_answer(CWE_TASK, each.doc)}")
         for each in load_prompts(manifest, CWE_TASK, frozen["examples"])
     ]
 

@@ -20,13 +20,14 @@ from residual_mass.diagnostics import CWE
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections import (
     COSTS,
-    FIDELITY,
+    KERNEL_FIDELITY,
     SECTIONS_OF_PHI,
     Ablations,
     Benchmark,
     Count,
     Diagnostics,
     Distinct,
+    Fidelity,
     Label,
     Latencies,
     Length,
@@ -78,6 +79,7 @@ class Study(Settings):
     say how many."""
     benchmarks: Annotated[dict[Name, Benchmark], Field(min_length=1)]
     """Benchmarks by name: `ruler`, `babilong`, `longbench`."""
+    fidelity: Fidelity
     mismatch: Mismatch
     ablations: Ablations
     phi: Phi
@@ -191,8 +193,8 @@ class Study(Settings):
                     f"{CWE} is made of RULER's prompts, which the study does not have at {length}; take {CWE} out, or "
                     "evaluate ruler there",
                 )
-        if FIDELITY in self.figures and ablated not in captured.lengths:
-            yield Slip(f"figures.{FIDELITY}", f"needs ablations.length ({ablated}) in diagnostics.lengths")
+        if KERNEL_FIDELITY in self.figures and ablated not in captured.lengths:
+            yield Slip(f"figures.{KERNEL_FIDELITY}", f"needs ablations.length ({ablated}) in diagnostics.lengths")
         options = {"corpus": captured.corpora, "length": captured.lengths, "maps": self.maps.trained}
         options |= {"corpora": captured.corpora, "lengths": captured.lengths}
         for label, figure in self.figures.items():
@@ -329,7 +331,7 @@ class Configuration:
         yield from self._recipe_slips(study, backbones)
         yield from _unknown("diagnostics.backbones", study.diagnostics.backbones, backbones)
         yield from _unknown("tables", study.tables, tables_for(backbones))
-        whose = {COSTS: study.recipes.backbones, FIDELITY: study.ablations.backbones}
+        whose = {COSTS: study.recipes.backbones, KERNEL_FIDELITY: study.ablations.backbones}
         for label, figure in study.figures.items():
             options = {"variants": list(self.main.variants)}
             options |= dict.fromkeys(("backbone", "backbones"), whose.get(label, backbones))

@@ -24,12 +24,12 @@ from residual_mass.study import paths
 from residual_mass.study.computed import Computed, Wildcards, file_of, known
 from residual_mass.study.config import ABLATION_TABLES, ACCOUNTING_TABLE, RUNTIME_TABLES, Study
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.sections import COSTS, FIDELITY, Figure
+from residual_mass.study.sections import COSTS, KERNEL_FIDELITY, Figure
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
 
 CAPTURED = {
     "kernel_sanity": [paths.KERNELS, paths.HEADS],
-    FIDELITY: [paths.KERNELS],
+    KERNEL_FIDELITY: [paths.KERNELS],
     "mass_curves": [paths.MASS, paths.HEADS],
     "training_curves": [],
     COSTS: [],
@@ -176,7 +176,7 @@ class Plan(Computed):
         shown = self.figure_of(wildcards)
         names = getattr(shown, "backbones", None) or (shown.backbone,)
         maps = {"kernel_sanity": [study.maps.main]}
-        if label == FIDELITY:
+        if label == KERNEL_FIDELITY:
             length = study.ablations.length
             maps[label] = [length, *(maps_label(length, variant) for variant in shown.variants)]
         spec = FigureSpec(

@@ -20,7 +20,7 @@ from residual_mass.study.parsing import Slip, parsed
 
 COSTS = "recipe_costs"
 """The figure that the target `recipes` makes, and `all` does not."""
-FIDELITY = "ablation_kernel_fidelity"
+KERNEL_FIDELITY = "ablation_kernel_fidelity"
 """The figure that shows the maps of the ablations, at their length."""
 MOST_PANELS = 6
 """Panels that fit into a figure with one for every corpus and length."""
@@ -265,6 +265,33 @@ class Benchmark(Decoding):
     """Seed of the examples."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Continuations(Settings):
+    """Texts that every arm is made to continue, token by token as they are given."""
+
+    corpora: Distinct[CorpusName]
+    """Held-out texts: `sotu`, `wiki`, `pydoc`, `books` (assets), `wikitext` (hub); they are continued as they go on."""
+    documents: Count
+    """Documents of each; no two share text."""
+    tokens: Count
+    """Longest continuation, in tokens."""
+    seed: Natural
+    """Seed of the documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Continuations):
+    """How far every arm's next token is from that of full attention, on given continuations."""
+
+    lengths: Distinct[Length]
+    """Prefixes; none leaves fidelity out."""
+    benchmarks: Distinct[Name]
+    """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention, at the
+    lengths that they are evaluated at."""
+    examples: Count
+    """Prompts of each of their tasks."""
+
+
 @dataclass(frozen=True)
 class Mismatch(Settings):
     """RULER at every length under maps of every training length, longer ones than trained for included."""
@@ -460,7 +487,7 @@ FIGURES: dict[str, tuple[type[Any], str]] = {
     ),
     "logz_calibration": (OfCaptures, "Histograms of the error of the residual's log mass."),
     "fullsub_nosub_delta": (OfCaptures, "Histograms of what subtraction does to each head's error."),
-    FIDELITY: (OfVariants, "Kernel of one head under the ablations' maps, at `ablations.length`."),
+    KERNEL_FIDELITY: (OfVariants, "Kernel of one head under the ablations' maps, at `ablations.length`."),
     "entropy_heatmap": (OfOneCapture, "Entropy of every head, and against the share that the residual estimate takes."),
     "mass_curves": (OfOneCapture, "Mass that the top K recover, for heads of low and of high entropy."),
     "quartile_error": (OfOneCapture, "Errors over K by quartile of entropy."),

@@ -13,6 +13,7 @@ from residual_mass.inputs.hub_data import HubPart
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections import (
     Backbone,
+    Continuations,
     Decoding,
     Head,
     Latencies,
@@ -84,6 +85,42 @@ class GenerateSpec(Decoding):
     maps: tuple[MapsSpec, ...]
     allow_extrapolation: bool
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedSpec(Decoding):
+    """Prompts of a benchmark, to be continued as they are given."""
+
+    benchmark: str
+    examples: int
+    """Per task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForceSpec(Continuations):
+    """Given continuations under every arm."""
+
+    study: str
+    backbone: BackboneSpec
+    length: str
+    asked: tuple[AskedSpec, ...]
+    """One for each file of prompts."""
+    arms: tuple[ArmSpec, ...]
+    anchors: AnchorSpec
+    truncate_to: str
+    maps: tuple[MapsSpec, ...]
+    """Of any length: what they do beyond theirs is measured, too."""
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelitySpec(Resampling):
+    """Distances from full attention, read out of given continuations."""
+
+    study: str
+    backbone: BackboneSpec
+    length: str
     recipe: int
 
 

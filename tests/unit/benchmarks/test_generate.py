@@ -14,6 +14,7 @@ from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks import generate, scorers
+from residual_mass.benchmarks.encoded import cut_to
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts, table_sha256
@@ -393,9 +394,9 @@ def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, 
 
 
 def test_long_prompts_are_cut_behind_the_special_tokens(spec: GenerateSpec, begun: Stage) -> None:
-    assert generate.cut_to([7, 1, 2, 3, 4], 5, [7]) == ([7, 1, 2, 3, 4], 0)
-    assert generate.cut_to([7, 1, 2, 3, 4], 3, [7]) == ([7, 3, 4], 2)
-    assert generate.cut_to([1, 2, 3, 4], 3, []) == ([2, 3, 4], 1)
+    assert cut_to([7, 1, 2, 3, 4], 5, [7]) == ([7, 1, 2, 3, 4], 0)
+    assert cut_to([7, 1, 2, 3, 4], 3, [7]) == ([7, 3, 4], 2)
+    assert cut_to([1, 2, 3, 4], 3, []) == ([2, 3, 4], 1)
     whole = begun(spec)
     for row, before in zip(begun(replace(spec, truncate_to="512")), whole, strict=True):
         limit = len(row["tokens"]) if row["finish"] == "length" else None

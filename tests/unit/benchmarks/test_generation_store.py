@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residual_mass.benchmarks.store import GenerationStore, row_key
+from residual_mass.benchmarks.store import GENERATED, RowStore, row_key
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 
@@ -31,14 +31,14 @@ WHOLE = json.dumps(ROWS[0]).encode()
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "_store" / "rows.jsonl"
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         store.append(ROWS[:2])
         store.append(ROWS[2:])
     return path
 
 
 def test_rows_come_back(path: Path) -> None:
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         assert list(store.rows.values()) == ROWS
         assert store.rows["k1"] == ROWS[1]
 
@@ -49,7 +49,7 @@ def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.L
     for end in range(kept + 1, len(whole)):
         path.write_bytes(whole[:end])
         caplog.clear()
-        with GenerationStore(path) as store:
+        with RowStore(path, GENERATED) as store:
             assert list(store.rows.values()) == ROWS[:2]
             store.append(ROWS[2:])
         assert path.read_bytes() == whole
@@ -66,38 +66,38 @@ def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.L
 def test_other_malformed_lines_are_named(path: Path, line: bytes, error_line: ErrorLine) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]))
-    with pytest.raises(ValueError) as error, GenerationStore(path):
+    with pytest.raises(ValueError) as error, RowStore(path, GENERATED):
         pass
-    assert f"{path}:2: not a generation row" in error_line(error)
+    assert f"{path}:2: not a row of this store" in error_line(error)
 
 
 def test_rows_that_contradict_each_other_are_refused(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content + content)
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         assert len(store.rows) == 3
     path.write_bytes(content + content.replace(b"nea", b"NEA"))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:4: differs from an earlier row"), GenerationStore(path):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:4: differs from an earlier row"), RowStore(path, GENERATED):
         pass
 
 
 def test_second_job_on_a_store_is_refused(path: Path, error_line: ErrorLine) -> None:
-    with GenerationStore(path), pytest.raises(ValueError) as error, GenerationStore(path):
+    with RowStore(path, GENERATED), pytest.raises(ValueError) as error, RowStore(path, GENERATED):
         pass
     assert f"{path}: another job is writing" in error_line(error)
-    with GenerationStore(path):  # and free again afterwards
+    with RowStore(path, GENERATED):  # and free again afterwards
         pass
 
 
 def test_rows_survive_a_killed_writer(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     writer = (
-        "import os, pathlib, signal; from residual_mass.benchmarks.store import GenerationStore\n"
-        f"with GenerationStore(pathlib.Path({str(path)!r})) as store:\n"
+        "import os, pathlib, signal; from residual_mass.benchmarks.store import GENERATED, RowStore\n"
+        f"with RowStore(pathlib.Path({str(path)!r}), GENERATED) as store:\n"
         f"    store.append([{ROWS[0]}]); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", writer], env=os.environ).returncode < 0
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         assert store.rows == {"k0": ROWS[0]}
 
 
@@ -111,7 +111,7 @@ def test_rows_are_on_the_disk_once_append_returns(tmp_path: Path, monkeypatch: p
         synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
 
     monkeypatch.setattr(os, "fsync", seen)
-    with GenerationStore(path) as store:
+    with RowStore(path, GENERATED) as store:
         for row in ROWS:
             store.append([row])
             assert synced[-1:] == [(path.stat().st_ino, path.stat().st_size)]

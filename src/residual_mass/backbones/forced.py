@@ -1,0 +1,207 @@
+"""Forced decoding: the logits of every arm after each token of a given continuation, from one exact prefill.
+
+The T tokens of a continuation are one chunk of T query rows an arm, in place of T steps: every row selects for itself,
+and earlier tokens of the chunk are exact and causal.
+
+Shape letters: T = forced tokens, L = prefix tokens, Hq / Hkv = query / KV heads, G = Hq / Hkv, D = head dimension, V =
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from residual_mass.backbones.decoder import ArmDecoder, ArmGroup, FullRows
+from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine, under
+from residual_mass.backbones.hook import Handler, attention_hook, exact_attention
+from residual_mass.backbones.phi_maps import MAPS_AT_FAULT
+from residual_mass.backbones.prefill import end_tokens, greedy, model_at_fault
+from residual_mass.backbones.prefix import PrefixLayer, arm_rows, map_heads, prefix_terms, retrieved_by
+from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
+from residual_mass.core.settings import ArmSpec
+
+State = Literal["own", "dense"]
+"""Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full
+attention, which leaves the error of each step alone.
+"""
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values [1, Hkv, T, D] of the forced tokens by layer."""
+
+
+class ForcedDecoder:
+    """Decodes given continuations of one prompt under the arms of an engine.
+
+    Args:
+        engine: holds the backbone, the arms and their maps.
+        prefix: tokens that are read exactly.
+
+    Raises:
+        NotFiniteError: the prefill, or a summary of it, is not finite.
+    """
+
+    @torch.no_grad()
+    def __init__(self, engine: SharedPrefillEngine, prefix: Sequence[int]) -> None:
+        self.engine, self.length = engine, len(prefix)
+        self.prefix, _ = engine.read([list(prefix)])
+        self.partial = [arm for arm in engine.arms if not arm.is_full]
+        self.groups = engine.groups(self.prefix, self.partial) if self.partial else []
+
+    def k(self, arm: ArmSpec) -> int:
+        """Mid-region tokens that an arm retrieves per query head and step."""
+        return retrieved_by(arm, self.length, self.engine.anchors, self.engine.nominal_length)
+
+    @torch.no_grad()
+    def full(self, tokens: Sequence[int]) -> tuple[Tensor, Layers]:
+        """Returns logits [T, V] of full attention after each token, and the tokens' keys and values under it."""
+        chunk = _FullChunk(self.prefix)
+        return self._logits(ArmSpec("full"), chunk, tokens), chunk.layers
+
+    @torch.no_grad()
+    def logits(self, arm: ArmSpec, tokens: Sequence[int], dense: Layers | None = None) -> Tensor:
+        """Returns logits [T, V] of a partial arm after each token.
+
+        Args:
+            dense: what `full` returned for the same tokens, for the state `dense`; None for the arm's own.
+
+        Raises:
+            NotFiniteError: a logit is not finite; names the arm and the layer.
+            RuntimeError: an attention layer bypassed the hook.
+        """
+        number = self.partial.index(arm)
+        group = next(group for group in self.groups if number in group.arms)
+        return self._logits(arm, _ArmChunk(self, arm, group, dense), tokens)
+
+    @torch.no_grad()
+    def greedy(self, first: int, limit: int) -> list[int]:
+        """Returns up to `limit` tokens that full attention appends to the prefix and the token `first`; an
+        end-of-sequence token is the last.
+        """
+        model, ends = self.engine.backbone.model, end_tokens(self.engine.backbone.model)
+        rows = FullRows.copy(self.prefix, [self.length], limit)
+        decoder = ArmDecoder([ArmSpec("full")], rows, None, len(self.prefix))
+        newest, tokens = first, []
+        with attention_hook(model, decoder):
+            while len(tokens) < limit and (not tokens or newest not in ends):
+                ids = torch.tensor([[newest]], device=self.engine.backbone.device)
+                position = torch.tensor([[self.length + len(tokens)]], device=ids.device)
+                newest = int(greedy(model(ids, position_ids=position, use_cache=False).logits)[0])
+                tokens.append(newest)
+        decoder.require_calls(len(tokens))
+        return tokens
+
+    def _logits(self, arm: ArmSpec, chunk: _FullChunk | _ArmChunk, tokens: Sequence[int]) -> Tensor:
+        """Runs all tokens through the model at once, with the attention of `chunk`."""
+        counted = _Counted(chunk)
+        logits = self._forward(counted, tokens)
+        if counted.calls != dict.fromkeys(range(len(self.prefix)), 1):
+            raise RuntimeError(f"attention hook calls by layer {counted.calls}, expected one in each")
+        if not logits.isfinite().all():
+            self._forward(watched := _Watched(chunk), tokens)
+            place = "" if watched.layer is None else f", from layer {watched.layer} on,"
+            what = f"the logits of the continuation under {arm.method}{under(arm.maps)}{place} are"
+            raise NotFiniteError(0, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.engine.backbone.spec))
+        return logits
+
+    def _forward(self, handler: Handler, tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(tokens)], device=self.engine.backbone.device)
+        positions = torch.arange(self.length, self.length + len(tokens), device=ids.device).unsqueeze(0)
+        with attention_hook(self.engine.backbone.model, handler):
+            return self.engine.backbone.model(ids, position_ids=positions, use_cache=False).logits[0]
+
+
+class _Counted:
+    """Counts a handler's calls by layer: a bypassed hook would give numbers of the tokens without their prefix."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.calls: dict[int, int] = {}
+
+    def __call__(self, module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
+        self.calls[module.layer_idx] = self.calls.get(module.layer_idx, 0) + 1
+        return self.handler(module, *tensors)
+
+
+class _Watched:
+    """Finds the first layer whose attention is not finite."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.layer: int | None = None
+
+    def __call__(self, module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
+        output = self.handler(module, *tensors)
+        if self.layer is None and not output.isfinite().all():
+            self.layer = module.layer_idx
+        return output
+
+
+class _FullChunk:
+    """Attention handler of forced tokens that read the whole prefix."""
+
+    def __init__(self, prefix: Sequence[PrefixLayer]) -> None:
+        self.prefix = prefix
+        self.layers: Layers = {}
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        self.layers[module.layer_idx] = (key, value)
+        layer = self.prefix[module.layer_idx]
+        keys, values = torch.cat((layer.keys, key), dim=2), torch.cat((layer.values, value), dim=2)
+        visible = _causal(query.shape[2], query.device)
+        visible = nn.functional.pad(visible, (layer.keys.shape[2], 0), value=True)
+        return exact_attention(module, query, keys, values, visible[None, None], scale)
+
+
+class _ArmChunk:
+    """Attention handler of forced tokens under one partial arm."""
+
+    def __init__(self, decoder: ForcedDecoder, arm: ArmSpec, group: ArmGroup, dense: Layers | None) -> None:
+        self.decoder, self.arm, self.group, self.dense = decoder, arm, group, dense
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        prefix = self._prefix_terms(module.layer_idx, query, key.shape[1], scale)
+        rows = promoted(query).unflatten(1, (key.shape[1], -1))  # [1, Hkv, G, T, D]
+        new = self._chunk_terms(module.layer_idx, rows, promoted(key).unsqueeze(2), promoted(value).unsqueeze(2), scale)
+        output = merge(_by_token(prefix, rows.shape[3]), *new)  # [1, Hkv, G, T, D]
+        return output.flatten(1, 2).transpose(1, 2).to(query.dtype)
+
+    def _prefix_terms(self, index: int, query: Tensor, kv_heads: int, scale: float) -> Terms:
+        """The terms of all rows over the prefix, [1, Hkv, G * T, ...]."""
+        rows = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        log_query, summary = None, None
+        if self.arm.uses_phi and self.group.summaries is not None and self.group.query_maps is not None:
+            summary = self.group.summaries[index]
+            log_query = map_heads(self.group.query_maps[index], query).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        engine = self.decoder.engine
+        settings = arm_rows(
+            [self.arm], rows.shape[2], [self.decoder.length], engine.anchors, engine.nominal_length, query.device
+        )
+        return prefix_terms(rows, log_query, self.decoder.prefix[index], summary, settings, scale)
+
+    def _chunk_terms(self, index: int, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> list[Terms]:
+        """The exact terms of the chunk's tokens for rows [1, Hkv, G, T, D]; key and value [1, Hkv, 1, T, D]."""
+        causal = _causal(rows.shape[3], rows.device)
+        own = attention_scores(rows, key, scale)
+        if self.dense is None:
+            return [exact_terms(own, value, causal)]
+        itself = torch.eye(rows.shape[3], dtype=torch.bool, device=rows.device)
+        keys, values = (promoted(x).unsqueeze(2) for x in self.dense[index])
+        earlier = exact_terms(attention_scores(rows, keys, scale), values, causal & ~itself)
+        return [earlier, exact_terms(own, value, itself)]
+
+
+def _causal(tokens: int, device: torch.device) -> Tensor:
+    """[T, T] bool, True where a token may look."""
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+
+
+def _by_token(terms: Terms, tokens: int) -> Terms:
+    """[1, Hkv, G * T, ...] -> [1, Hkv, G, T, ...]."""
+    return Terms(*(part.unflatten(2, (-1, tokens)) for part in terms))

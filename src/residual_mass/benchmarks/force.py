@@ -1,0 +1,285 @@
+"""Given continuations under every arm, token by token, beside full attention; rows in the store are not decoded again.
+
+Texts are held-out documents, which go on as they do, and a benchmark's prompts, which are continued by their right
+answer and by the greedy answer of full attention. The last token before a continuation is decoded and not prefilled,
+so that every token of the continuation is predicted under the arm.
+
+Shape letters: T = tokens of a continuation, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.corpora import check_corpora, held_out_corpus, independent_sequences
+from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
+from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
+from residual_mass.benchmarks.columns import FORCED
+from residual_mass.benchmarks.encoded import encoded
+from residual_mass.benchmarks.store import Row, RowStore, row_key
+from residual_mass.core.settings import ArmSpec, tokens_of
+from residual_mass.files import sha256_of, sha256_text, write_parquet
+from residual_mass.frozen_prompts import load_manifest, load_prompts
+from residual_mass.gold import gold_answer
+from residual_mass.provenance import MANIFEST, Record
+from residual_mass.study.specs import AskedSpec, ForceSpec
+
+if TYPE_CHECKING:
+    from residual_mass.backbones.forced import ForcedDecoder, Layers
+
+log = logging.getLogger(__name__)
+
+FOLLOWING, GOLD, GREEDY = "following", "gold", "greedy"
+"""Continuations: the text that follows, the right answer, and the greedy answer of full attention."""
+MEASURES = ("nll", "full_nll", "kl", "same_top", "first")
+PER_TOKEN = ("token", *MEASURES)
+STORED = frozenset({"key", "k", *PER_TOKEN})
+DIGITS = 9
+"""After the point, of stored nats."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text and how it goes on.
+
+    Attributes:
+        text: corpus or benchmark.
+        task: of a benchmark, else empty.
+        index: number of the document or of the example in its task.
+        kind: one of FOLLOWING, GOLD, GREEDY.
+        prompt: token ids before the continuation.
+        answer: token ids of the continuation; None where full attention is still to write it.
+        limit: its longest length in tokens.
+        nominal_length: L in the budget formula; None takes the prefix's own.
+        states: of the arms' forced tokens.
+    """
+
+    text: str
+    task: str
+    index: int
+    kind: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...] | None
+    limit: int
+    nominal_length: int | None
+    states: tuple[str, ...] = ("own",)
+
+    def key(self, spec: ForceSpec, arm: ArmSpec, state: str, identity: str, shas: dict[str, str]) -> str:
+        return row_key(
+            prompt=sha256_text(json.dumps(self.prompt)),
+            answer=None if self.answer is None else sha256_text(json.dumps(self.answer)),
+            limit=self.limit,
+            backbone=identity,
+            arm={"method": arm.method, "budget_percent": arm.budget_percent},
+            phi=shas[arm.maps] if arm.maps else None,
+            anchors=asdict(spec.anchors),
+            nominal_length=self.nominal_length,
+            state=state,
+            recipe=spec.recipe,
+        )
+
+    def place(self) -> Row:
+        """What the columns of its rows say of it."""
+        return {"text": self.text, "task": self.task, "index": self.index, "continuation": self.kind}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One row: a continuation under an arm."""
+
+    continuation: Continuation
+    arm: ArmSpec
+    state: str
+    key: str
+
+
+def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Path], store: Path, out: Path) -> None:
+    """The `force` stage: adds the missing rows to `store`, then writes a row per token to `out`.
+
+    Args:
+        prompts: manifests of the frozen prompts, in the order of `spec.asked`.
+        phi: files of the feature maps, in the order of `spec.maps`.
+    """
+    record = Record("force", spec, [assets / MANIFEST, *prompts, *phi])
+    require_one_file_each(phi, spec.maps)
+    maps = {each.label: path for each, path in zip(spec.maps, phi, strict=True)}
+    shas = {label: sha256_of(path) for label, path in maps.items()}
+    check_corpora([], assets, spec.corpora)
+    identity = backbone_identity(spec.backbone, assets)
+    source = spec.backbone
+    tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
+    continuations = [*_documents(spec, tokenizer, assets), *_answers(spec, tokenizer, prompts)]
+    wanted = [
+        Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
+        for each in continuations
+        for state, arm in product(each.states, spec.arms)
+        if not (arm.is_full and state == "dense")
+    ]
+    with RowStore(store, STORED) as rows:
+        missing = [each for each in wanted if each.key not in rows.rows]
+        log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
+        device = _compute(spec, assets, maps, missing, rows) if missing else None
+        write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
+    record.write(out, identity=identity, rows=len(wanted), rows_computed=len(missing), device=device)
+
+
+def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
+    """Held-out documents: a prefix of the length, one token, and what follows it."""
+    length = tokens_of(spec.length)
+    for corpus in spec.corpora:
+        texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
+        found = independent_sequences(texts, spec.documents)
+        if len(found) < spec.documents:
+            log.warning("%d documents instead of %d: corpus %s holds no more", len(found), spec.documents, corpus)
+        for index, ids in enumerate(found):
+            prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
+            yield Continuation(
+                corpus, "", index, FOLLOWING, prompt, answer, spec.tokens, length, states=("own", "dense")
+            )
+
+
+def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
+    """A benchmark's prompts, each with its right answer and with the answer that full attention will give."""
+    for asked, manifest in zip(spec.asked, prompts, strict=True):
+        content = load_manifest(manifest)
+        for task, entry in content["tasks"].items():
+            for prompt in load_prompts(manifest, task, min(asked.examples, entry["examples"])):
+                example = encoded(asked, spec.truncate_to, prompt, tokenizer)
+                gold = _gold_ids(asked, task, prompt.doc, tokenizer)[: spec.tokens]
+                nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
+                place = asked.benchmark, task, prompt.index
+                ids = tuple(example.ids)
+                yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), nominal)
+                yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), nominal)
+
+
+def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) -> list[int]:
+    """A blank parts the answer from the prompt, except where a chat template ends the prompt."""
+    text = gold_answer(task, doc)
+    return tokenizer(text if asked.chat_template else f" {text}", add_special_tokens=False).input_ids
+
+
+def _compute(
+    spec: ForceSpec, assets: Path, maps: dict[str, Path], missing: Sequence[Wanted], store: RowStore
+) -> torch.device:
+    """Computes the missing rows, prompt by prompt, and adds them to the store."""
+    from tqdm import tqdm
+
+    from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
+    from residual_mass.backbones.forced import ForcedDecoder
+
+    backbone = load_backbone(spec.backbone, assets)
+    _check_vocabulary(spec, backbone.model, missing)
+    log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
+    phi = {label: PhiMaps.load(path) for label, path in maps.items()}
+    engines: dict[tuple[tuple[ArmSpec, ...], int | None], SharedPrefillEngine] = {}
+    by_prompt: dict[tuple[tuple[int, ...], int | None], list[Wanted]] = {}
+    for each in missing:
+        by_prompt.setdefault((each.continuation.prompt, each.continuation.nominal_length), []).append(each)
+    with tqdm(total=len(missing), unit="row") as bar:
+        for (prompt, nominal), rows in by_prompt.items():
+            bar.set_postfix_str(_name(rows[0].continuation))
+            arms = tuple(dict.fromkeys(each.arm for each in rows))
+            if (arms, nominal) not in engines:
+                engines[arms, nominal] = SharedPrefillEngine(backbone, arms, spec.anchors, phi, nominal)
+            try:
+                decoder = ForcedDecoder(engines[arms, nominal], prompt[:-1])
+                for row in _rows(decoder, rows):
+                    store.append([row])
+                    bar.update()
+            except (NotFiniteError, torch.OutOfMemoryError) as error:
+                raise ValueError(f"{_name(rows[0].continuation)}: {str(error).partition('. ')[0]}") from None
+    return backbone.device
+
+
+def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[Wanted]) -> None:
+    """Raises ValueError where the tokenizer knows tokens that the model does not."""
+    known = model.get_input_embeddings().num_embeddings
+    largest = max(max(*each.continuation.prompt, *(each.continuation.answer or ())) for each in wanted)
+    if largest >= known:
+        raise ValueError(
+            f"{spec.backbone.name}: the texts hold token {largest}, but the model has {known} tokens; give the model the "
+            "tokenizer that it was trained with"
+        )
+
+
+def _name(continuation: Continuation) -> str:
+    kind = "example" if continuation.task else "document"
+    return f"{continuation.task or continuation.text} {kind} {continuation.index}"
+
+
+def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[Row]:
+    """The rows of one prompt's continuations."""
+    for continuation in dict.fromkeys(each.continuation for each in wanted):
+        prompt, answer = continuation.prompt, continuation.answer
+        answer = tuple(decoder.greedy(prompt[-1], continuation.limit)) if answer is None else answer
+        tokens = (prompt[-1], *answer[:-1])
+        logits, layers = decoder.full(tokens)
+        full = logits.double().log_softmax(-1)
+        del logits
+        for each in (each for each in wanted if each.continuation == continuation):
+            yield {"key": each.key, "k": decoder.k(each.arm), **_measured(decoder, each, tokens, answer, full, layers)}
+
+
+def _measured(
+    decoder: ForcedDecoder,
+    wanted: Wanted,
+    tokens: Sequence[int],
+    answer: Sequence[int],
+    full: Tensor,
+    layers: Layers,
+) -> Row:
+    if wanted.arm.is_full:
+        arm = full
+    else:
+        dense = layers if wanted.state == "dense" else None
+        arm = decoder.logits(wanted.arm, tokens, dense).double().log_softmax(-1)
+    return {"token": list(answer)} | token_measures(full, arm, torch.tensor(answer, device=full.device))
+
+
+def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[Any]]:
+    """Distances of an arm from full attention, token by token.
+
+    Args:
+        full, arm: [T, V] log-probabilities of the next token.
+        answer: [T], the tokens that follow.
+
+    Returns:
+        `nll` and `full_nll`: negative log-likelihood of the token in nats; `kl`: KL(Full || arm) in nats; `same_top`:
+        whether both have the same likeliest token; `first`: whether the arm's is the token that follows.
+    """
+
+    def of_answer(log_p: Tensor) -> Tensor:
+        return -log_p.gather(-1, answer.unsqueeze(-1)).squeeze(-1)
+
+    top = arm.argmax(-1)
+    nats = {"nll": of_answer(arm), "full_nll": of_answer(full), "kl": (full.exp() * (full - arm)).sum(-1)}
+    flags = {"same_top": top == full.argmax(-1), "first": top == answer}
+    rounded = {name: [round(value, DIGITS) for value in values.tolist()] for name, values in nats.items()}
+    return rounded | {name: values.tolist() for name, values in flags.items()}
+
+
+def _token_rows(wanted: Sequence[Wanted], store: RowStore, shas: dict[str, str]) -> Iterator[Row]:
+    for each in wanted:
+        row, arm = store.rows[each.key], each.arm
+        about = {
+            **each.continuation.place(),
+            "state": each.state,
+            "method": arm.method,
+            "budget_percent": arm.budget_percent,
+            "maps": arm.maps or "",
+            "phi_sha": shas[arm.maps] if arm.maps else "",
+            "k": row["k"],
+        }
+        for position, values in enumerate(zip(*(row[name] for name in PER_TOKEN), strict=True)):
+            yield {**about, "position": position, **dict(zip(PER_TOKEN, values, strict=True))}

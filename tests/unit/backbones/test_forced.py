@@ -1,0 +1,178 @@
+"""A continuation as one chunk against the same tokens one step at a time, and against attention written out."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.unit.backbones.test_decoding import ANCHORS, SHAPES, backbone_of, random_maps
+from torch import Tensor, nn
+
+from residual_mass.backbones import forced
+from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
+from residual_mass.backbones.forced import ForcedDecoder
+from residual_mass.backbones.hook import attention_hook, exact_attention
+from residual_mass.backbones.loading import Backbone
+from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.core.support import retrieved_count
+
+ARMS = [ArmSpec("full")] + [
+    ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 100.0)
+]
+LENGTHS = (150, 12, 97)
+"""Of prompts that the loop decodes together, padded; the second has anchors alone."""
+T = 7
+
+
+def random_ids(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(2, 258, (n,), generator=generator).tolist() for n in lengths]
+
+
+def engine_of(backbone: Backbone) -> SharedPrefillEngine:
+    return SharedPrefillEngine(backbone, ARMS, ANCHORS, random_maps(backbone).to(backbone.model.dtype), None)
+
+
+@torch.no_grad()
+def one_by_one(engine: SharedPrefillEngine, prompts: list[list[int]], tokens: list[list[int]], dense: bool) -> Tensor:
+    """Log-probabilities [prompts, arms, T, V] of the engine's decode steps, fed with given tokens.
+
+    For dense states, the arms' generated keys and values are replaced before each step by those of full attention.
+    """
+    layers, _ = engine.read(prompts)
+    lengths = [len(prompt) for prompt in prompts]
+    decoder = engine._decoder(layers, lengths, T)
+    steps = []
+    with attention_hook(engine.backbone.model, decoder):
+        for step in range(T):
+            if dense:
+                copy_full_into_arms(decoder, lengths, step)
+            ids = torch.tensor([[tokens[e][step]] for e in range(len(prompts)) for _ in ARMS])
+            positions = torch.tensor([[n + step] for n in lengths for _ in ARMS])
+            steps.append(engine.backbone.model(ids, position_ids=positions, use_cache=False).logits[:, 0])
+    return torch.stack(steps, dim=1).log_softmax(-1).unflatten(0, (len(prompts), len(ARMS)))
+
+
+def copy_full_into_arms(decoder: Any, lengths: list[int], step: int) -> None:
+    for layer, (keys, values) in enumerate(decoder.partial.generated):
+        for e, cache in enumerate(decoder.full.caches[layer]):
+            rows = slice(e * (len(ARMS) - 1), (e + 1) * (len(ARMS) - 1))
+            keys[rows, :, :step], values[rows, :, :step] = (x[:, :, lengths[e] : lengths[e] + step] for x in cache)
+
+
+def as_a_chunk(engine: SharedPrefillEngine, prompt: list[int], tokens: list[int], dense: bool) -> Tensor:
+    """Log-probabilities [arms, T, V] of the same."""
+    decoder = ForcedDecoder(engine, prompt)
+    full, layers = decoder.full(tokens)
+    partial = [decoder.logits(arm, tokens, layers if dense else None) for arm in ARMS[1:]]
+    return torch.stack([full, *partial]).log_softmax(-1)
+
+
+@SHAPES
+@pytest.mark.parametrize("dense", [False, True], ids=["own", "dense"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_a_chunk_equals_its_tokens_one_by_one(
+    dtype: torch.dtype, tolerance: float, dense: bool, heads: int, kv_heads: int
+) -> None:
+    backbone = backbone_of(heads, kv_heads)
+    backbone.model.to(dtype)
+    engine = engine_of(backbone)
+    prompts, tokens = random_ids(*LENGTHS), random_ids(*[T] * len(LENGTHS))
+    steps = one_by_one(engine, prompts, tokens, dense)
+    for e, prompt in enumerate(prompts):
+        chunk = as_a_chunk(engine, prompt, tokens[e], dense)
+        torch.testing.assert_close(chunk, steps[e], atol=tolerance, rtol=0)
+    # The longest prompt has a mid-region, so that the arms differ from each other and from full attention there.
+    ends = steps[0, :, -1]
+    assert torch.pdist(ends[[0, 1, 2, 4, 5, 7, 8]].double()).min() > 1e-3, "equal arms would show nothing"
+    torch.testing.assert_close(ends[[3, 6]], ends[[0, 0]], atol=max(tolerance, 1e-4), rtol=0)  # everything retrieved
+
+
+def test_states_differ_after_the_first_token_alone(tiny_backbone: Backbone) -> None:
+    (prompt,), (tokens,) = random_ids(150), random_ids(T)
+    own, dense = (as_a_chunk(engine_of(tiny_backbone), prompt, tokens, dense) for dense in (False, True))
+    torch.testing.assert_close(own[:, 0], dense[:, 0], atol=1e-5, rtol=0)
+    assert (own[1, 1:] - dense[1, 1:]).abs().amax(-1).min() > 1e-4
+    torch.testing.assert_close(own[0], dense[0], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_full_is_the_plain_model(tiny_backbone: Backbone) -> None:
+    (prompt,), (tokens,) = random_ids(150), random_ids(T)
+    full, _ = ForcedDecoder(engine_of(tiny_backbone), prompt).full(tokens)
+    plain = tiny_backbone.model(torch.tensor([prompt + tokens])).logits[0, -T:]
+    torch.testing.assert_close(full.log_softmax(-1), plain.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+class MaskedTopK:
+    """TopK over the whole text in one pass: plain SDPA under an additive mask for the rows after the prefix."""
+
+    def __init__(self, prefix: int, k: int, anchors: AnchorSpec) -> None:
+        self.prefix, self.k, self.anchors = prefix, k, anchors
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        n, first, last = query.shape[2], self.anchors.sink, self.prefix - self.anchors.tail
+        groups = query.shape[1] // key.shape[1]
+        keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        visible = torch.ones(n, n, dtype=torch.bool).tril().repeat(1, query.shape[1], 1, 1)
+        scores = query[:, :, self.prefix :] @ keys[:, :, first:last].transpose(-1, -2)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(self.k, dim=-1).indices, True)
+        visible[:, :, self.prefix :, first:last] = chosen
+        bias = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+        return F.scaled_dot_product_attention(query, keys, values, bias, scale=scale).transpose(1, 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [15.0, 40.0])
+def test_topk_is_sdpa_under_a_mask(budget: float, tiny_backbone: Backbone) -> None:
+    (prompt,), (tokens,) = random_ids(150), random_ids(T)
+    engine = SharedPrefillEngine(tiny_backbone, [ArmSpec("topk", budget)], ANCHORS, None, None)
+    ours = ForcedDecoder(engine, prompt).logits(engine.arms[0], tokens)
+    k = retrieved_count(budget, 150, ANCHORS.sink + ANCHORS.tail)
+    with attention_hook(tiny_backbone.model, MaskedTopK(150, k, ANCHORS)):
+        masked = tiny_backbone.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -T:]
+    torch.testing.assert_close(ours.log_softmax(-1), masked.log_softmax(-1), atol=1e-4, rtol=0)
+
+
+def test_greedy_is_plain_generation(tiny_backbone: Backbone) -> None:
+    (prompt,) = random_ids(150)
+    decoder = ForcedDecoder(engine_of(tiny_backbone), prompt[:-1])
+    out = tiny_backbone.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
+    assert decoder.greedy(prompt[-1], 12) == out[0, 150:].tolist()
+
+
+def test_a_bypassed_hook_is_refused(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it every arm would be read as full attention over the continuation alone."""
+    decoder = ForcedDecoder(engine_of(tiny_backbone), random_ids(150)[0])
+    monkeypatch.setattr(forced, "attention_hook", lambda *_: nullcontext())
+    with pytest.raises(RuntimeError, match="attention hook calls"):
+        decoder.logits(ARMS[1], random_ids(T)[0])
+
+
+def test_a_layer_that_skips_the_hook_is_refused(tiny_backbone: Backbone) -> None:
+    backbone = copy.deepcopy(tiny_backbone)
+    decoder = ForcedDecoder(engine_of(backbone), random_ids(150)[0])
+    skipped = backbone.model.model.layers[1].self_attn
+    skipped.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    with pytest.raises(RuntimeError, match="attention hook calls"):
+        decoder.logits(ARMS[1], random_ids(T)[0])
+
+
+def test_what_is_not_finite_names_arm_and_layer(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = ForcedDecoder(engine_of(tiny_backbone), random_ids(150)[0])
+    decoder.prefix[1].values[:, :, -1] = torch.nan
+    with pytest.raises(NotFiniteError, match=r"under topk, from layer 1 on, are not finite"):
+        decoder.logits(ARMS[1], random_ids(T)[0])
+    monkeypatch.setattr(forced, "_Watched", lambda chunk: type("Blind", (), {"layer": None, "__call__": exact})())
+    with pytest.raises(NotFiniteError, match=r"of the continuation under topk are not finite"):
+        decoder.logits(ARMS[1], random_ids(T)[0])
+
+
+def exact(_: Any, *arguments: Any) -> Tensor:
+    return exact_attention(*arguments)
