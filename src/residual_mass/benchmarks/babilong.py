@@ -38,8 +38,8 @@ BOILERPLATE = re.compile(
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
 )
 """From the end of one book of Project Gutenberg, or the header of the first, to the start of the next."""
-PROSE = re.compile(r"[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
-"""A paragraph that begins and ends like a sentence, unlike headings, contents and indices."""
+SENTENCES = re.compile(r"(?!CHAPTER )[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
+"""A paragraph that begins and ends like a sentence, unlike headings."""
 
 
 def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
@@ -176,15 +176,24 @@ def read_paragraphs(folder: Path) -> tuple[str, ...]:
         ValueError: there are none.
     """
     found = tuple(
-        paragraph
+        " ".join(block.split())
         for file in sorted(folder.glob("*.txt"))
         for book in BOILERPLATE.split(file.read_text(encoding="utf-8"))
         for block in re.split(r"\n\s*\n", book)
-        if PROSE.fullmatch(paragraph := " ".join(block.split())) and paragraph != paragraph.upper()
+        if _is_prose(block)
     )
     if not found:
         raise ValueError(f"{folder}: no books in it; run the assets stage")
     return found
+
+
+def _is_prose(block: str) -> bool:
+    """Whether lines are running text. The entries of contents and of an index may end like sentences, but these books
+    indent every line of them, as of tables and verse.
+    """
+    text = " ".join(block.split())
+    set_apart = all(line[0].isspace() for line in block.splitlines() if line)
+    return SENTENCES.fullmatch(text) is not None and text != text.upper() and not set_apart
 
 
 @cache

@@ -7,14 +7,16 @@ the kitchen" is asked of a thing that came to the kitchen once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Literal
 
 Act = Literal["move", "take", "drop", "give"]
 Question = tuple[str, str]
 """The question and its one answer."""
+Relation = tuple[str, str, str]
+"""The first place is on this side of the second."""
 
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
@@ -64,13 +66,14 @@ class StoryKind:
     Attributes:
         lengths: minimum and maximum number of facts.
         acts: what people do, with weights.
+        questions: what is asked, with weights. Each function finds the questions of its kind that a story answers.
         together: whether everyone and everything starts in one place, so that things can be given to somebody.
     """
 
     lengths: tuple[int, int]
     people: tuple[str, ...]
     acts: dict[Act, int]
-    questions: Callable[[Sequence[Event]], list[Question]]
+    questions: dict[Callable[[Sequence[Event]], list[Question]], int]
     together: bool = False
 
 
@@ -120,32 +123,34 @@ def tell(kind: str, rng: Random) -> Story:
         return _tell_of_places(rng)
     told = KINDS[kind]
     length = rng.randint(*told.lengths)
-    while True:  # a short story may allow no question
+    (find,) = rng.choices(list(told.questions), list(told.questions.values()))
+    while True:  # not every story answers a question of this kind
         world = World(told, rng)
         events = [world.next_event(rng) for _ in range(length)]
-        if questions := told.questions(events):
+        if questions := find(events):
             question, answer = rng.choice(questions)
             return Story(tuple(event.told(rng) for event in events), question, answer)
 
 
 def _tell_of_places(rng: Random) -> Story:
-    """Three places in a row and the relations of neighbours; the question is about the middle one, from either side."""
-    before, middle, after = rng.sample(PLACES, 3)
-    side = rng.choice(list(OPPOSITE))  # of the middle, where `before` is
-    facts = [_relation(before, side, middle, rng), _relation(middle, side, after, rng)]
-    rng.shuffle(facts)
-    asked = rng.choice((side, OPPOSITE[side]))
-    neighbour, other = (before, after) if asked == side else (after, before)
-    if rng.random() < 0.5:
-        return Story(tuple(facts), f"What is {asked} of the {middle}?", neighbour)
-    return Story(tuple(facts), f"What is the {middle} {asked} of?", other)
+    """Three places in a row, told by two relations of neighbours. As in bAbI, the question is about the second place of
+    either relation, and the answer is the neighbour, though the third place may lie on the same side.
+    """
+    one, middle, other = rng.sample(PLACES, 3)
+    side = rng.choice(list(OPPOSITE))
+    relations = [_to_middle(one, side, middle, rng), _to_middle(other, OPPOSITE[side], middle, rng)]
+    rng.shuffle(relations)
+    answer, side, asked = rng.choice(relations)
+    question = rng.choice((f"What is {side} of the {asked}?", f"What is the {asked} {OPPOSITE[side]} of?"))
+    facts = tuple(f"The {first} is {where} of the {second}." for first, where, second in relations)
+    return Story(facts, question, answer)
 
 
-def _relation(first: str, side: str, second: str, rng: Random) -> str:
-    """A sentence that `first` is on one side of `second`, from either point of view."""
-    if rng.random() < 0.5:
-        return f"The {first} is {side} of the {second}."
-    return f"The {second} is {OPPOSITE[side]} of the {first}."
+def _to_middle(end: str, side: str, middle: str, rng: Random) -> Relation:
+    """That `end` is on this side of `middle`, from either point of view: in two thirds of bAbI's sentences the middle
+    comes second.
+    """
+    return (end, side, middle) if rng.random() < 2 / 3 else (middle, OPPOSITE[side], end)
 
 
 def where_is_somebody(events: Sequence[Event]) -> list[Question]:
@@ -198,31 +203,37 @@ def trails(events: Sequence[Event]) -> dict[str, list[str]]:
     return found
 
 
-def who_gave_what(events: Sequence[Event]) -> list[Question]:
-    """The questions about gifts that all gifts of the story answer alike."""
-    answers: dict[str, set[str]] = {}
-    for gift in (event for event in events if event.act == "give"):
-        for question, answer in _about_gift(gift):
-            answers.setdefault(question, set()).add(answer)
-    return [(question, *found) for question, found in answers.items() if len(found) == 1]
+def about_gifts(question: str, asked: Literal["who", "what", "whom"]) -> Callable[[Sequence[Event]], list[Question]]:
+    """A finder of the questions with these words that all gifts of the story answer alike."""
 
+    def find(events: Sequence[Event]) -> list[Question]:
+        answers: dict[str, set[str]] = {}
+        for gift in (asdict(event) for event in events if event.act == "give"):
+            answers.setdefault(question.format(**gift), set()).add(gift[asked])
+        return [(words, *found) for words, found in answers.items() if len(found) == 1]
 
-def _about_gift(gift: Event) -> Iterator[Question]:
-    assert gift.whom is not None
-    yield f"Who gave the {gift.what}?", gift.who
-    yield f"Who gave the {gift.what} to {gift.whom}?", gift.who
-    yield f"Who received the {gift.what}?", gift.whom
-    yield f"Who did {gift.who} give the {gift.what} to?", gift.whom
-    yield f"What did {gift.who} give to {gift.whom}?", gift.what
+    return find
 
 
 CARRIERS = ("Daniel", "John", "Mary", "Sandra")
 GIVERS = ("Bill", "Fred", "Jeff", "Mary")
 KINDS = {
-    "qa1": StoryKind((2, 10), CARRIERS, {"move": 1}, where_is_somebody),
-    "qa2": StoryKind((6, 24), CARRIERS, {"move": 2, "take": 3, "drop": 1}, where_is_a_thing),
-    "qa3": StoryKind((12, 40), CARRIERS, {"move": 3, "take": 5, "drop": 1}, where_was_a_thing),
-    "qa5": StoryKind((6, 30), GIVERS, {"move": 1, "take": 4, "drop": 1, "give": 4}, who_gave_what, together=True),
+    "qa1": StoryKind((2, 10), CARRIERS, {"move": 1}, {where_is_somebody: 1}),
+    "qa2": StoryKind((6, 24), CARRIERS, {"move": 2, "take": 3, "drop": 1}, {where_is_a_thing: 1}),
+    "qa3": StoryKind((12, 40), CARRIERS, {"move": 3, "take": 5, "drop": 1}, {where_was_a_thing: 1}),
+    "qa5": StoryKind(
+        (6, 30),
+        GIVERS,
+        {"move": 1, "take": 4, "drop": 1, "give": 4},
+        {  # bAbI asks as often for the thing, the giver and the receiver, for either person in two ways
+            about_gifts("What did {who} give to {whom}?", "what"): 2,
+            about_gifts("Who gave the {what}?", "who"): 1,
+            about_gifts("Who gave the {what} to {whom}?", "who"): 1,
+            about_gifts("Who received the {what}?", "whom"): 1,
+            about_gifts("Who did {who} give the {what} to?", "whom"): 1,
+        },
+        together=True,
+    ),
 }
 """The kinds with events. Stories are about as long as most of bAbI's, whose longest, of over a hundred facts, would
 leave little room at short lengths.

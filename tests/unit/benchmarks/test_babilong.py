@@ -123,6 +123,14 @@ def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
     assert (len(paragraphs), len(sentences), len(set(sentences))) == (100, 600, 300)
 
 
+def test_contents_and_index_are_no_prose(tmp_path: Path) -> None:
+    prose = ["Snow fell.", "  Mina read on, from page 12 to\npage 14.", "“She left in 1859.”", "The chapter ended."]
+    contents = ["CHAPTER 1.--Snow.", "  Causes of Snow--Its Effects--Thaw.", "  Causes of Snow.\n  Its Effects."]
+    index = ["   Gates, 9.", "   Snow:\n   fallen, 12.\n   molten, 14, 20.", "\tThaw; see Snow."]
+    (tmp_path / "book.txt").write_text("\n\n".join([*contents, *prose, "INDEX.", *index]))
+    assert babilong.read_paragraphs(tmp_path) == tuple(" ".join(text.split()) for text in prose)
+
+
 def test_sentences_are_nltk_s(benchmark_assets: Path) -> None:
     ruler.assets_data(benchmark_assets)  # shows NLTK the tables
     from nltk.tokenize.punkt import PunktTokenizer
