@@ -12,14 +12,14 @@ from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, 
 from residual_mass.inputs.hub_data import HubPart
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections import (
-    Backbone,
+    BackboneSettings,
     Decoding,
     Head,
     Latencies,
     ObjectiveSpec,
     Resampling,
     Sampling,
-    Training,
+    TrainingSettings,
 )
 
 Spec = TypeVar("Spec")
@@ -42,7 +42,7 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
 
 
 @dataclass(frozen=True)
-class BackboneSpec(Backbone):
+class BackboneSpec(BackboneSettings):
     """A backbone as a stage is told of it."""
 
     name: str = field(kw_only=True)
@@ -113,7 +113,7 @@ class VariantSpec(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSpec(Training):
+class TrainSpec(TrainingSettings):
     """One training job. Its variants see the same sequences and query positions, from one teacher pass each."""
 
     name: str
