@@ -253,7 +253,8 @@ class FigureSpec(Settings):
     budget_percent: float | None = None
     """What a figure of one K shows."""
     maps: tuple[str, ...] = ()
-    """Labels of the feature maps that a figure compares, the study's own first."""
+    """Labels of the feature maps that a figure compares, the study's own first; where it shows logs of trainings, that
+    of each."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
     """What a figure of several backbones calls them."""
 
