@@ -108,13 +108,19 @@ def recorded(path: Path) -> str:
     found = sha256_of(path)
     sidecar = beside(path)
     if not sidecar.is_file():
-        if path.name == MANIFEST:
+        if path.name == MANIFEST and _lists_assets(path):
             return found
         raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; bring that too, or {REMAKE}")
     outputs = read_json(sidecar).get("outputs", {})
     if found not in [sha for name, sha in outputs.items() if Path(name).name == path.name]:
         raise ValueError(f"{path}: is not what {sidecar.name} recorded: cut, damaged or edited; delete it and {REMAKE}")
     return found
+
+
+def _lists_assets(manifest: Path) -> bool:
+    """Whether a manifest is that of the assets, which may have been put together by hand."""
+    content = read_json(manifest)
+    return isinstance(content, dict) and content.keys() >= {"pins", "files"}
 
 
 def beside(output: Path) -> Path:

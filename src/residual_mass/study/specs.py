@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
@@ -29,16 +29,22 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
     """The JSON object `text` as a spec; the inverse of `core.settings.to_json`.
 
     Raises:
-        ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
+        ValueError: not JSON, or a key is unknown, missing, wrong or doubled; one line that names it.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--spec is not JSON: {error}") from None
-    try:
-        return parsed(spec, data)
+        return parsed(spec, json.loads(text, object_pairs_hook=_with_distinct_keys))
     except Slip as slip:
         raise ValueError(f"spec{'.' if slip.key else ': '}{slip}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--spec is not JSON: {error}") from None
+
+
+def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data, keys = dict(pairs), [key for key, _ in pairs]
+    if len(data) < len(keys):
+        doubled = next(key for key in keys if keys.count(key) > 1)
+        raise Slip("", f"has the key {doubled!r} twice; remove one")
+    return data
 
 
 @dataclass(frozen=True)
