@@ -108,13 +108,19 @@ def recorded(path: Path) -> str:
     found = sha256_of(path)
     sidecar = beside(path)
     if not sidecar.is_file():
-        if path.name == MANIFEST:
+        if path.name == MANIFEST and _lists_assets(path):
             return found
         raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; bring that too, or {REMAKE}")
     outputs = read_json(sidecar).get("outputs", {})
     if found not in [sha for name, sha in outputs.items() if Path(name).name == path.name]:
         raise ValueError(f"{path}: is not what {sidecar.name} recorded: cut, damaged or edited; delete it and {REMAKE}")
     return found
+
+
+def _lists_assets(manifest: Path) -> bool:
+    """Whether a manifest is that of the assets, which may have been put together by hand."""
+    content = read_json(manifest)
+    return isinstance(content, dict) and content.keys() >= {"pins", "files"}
 
 
 def beside(output: Path) -> Path:
@@ -144,20 +150,19 @@ def code_version() -> dict[str, Any]:
     """Returns the package's `version`, git `commit` and whether its files have `changed` since; None without git."""
     package = Path(__file__).parent
     # The package may be installed in an environment within another project's checkout.
-    ours = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    commit = _git(package, "rev-parse", "HEAD") if ours else None
-    status = _git(package, "status", "--porcelain", "--", ".") if ours else None
+    git = ("git", "--no-optional-locks", "-C", str(package))
+    ours = output_of(*git, "ls-files", "--error-unmatch", "__init__.py") is not None
+    commit = output_of(*git, "rev-parse", "HEAD") if ours else None
+    status = output_of(*git, "status", "--porcelain", "--", ".") if ours else None
     return {"version": __version__, "commit": commit, "changed": None if status is None else bool(status)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Runs git in a folder and returns its output; None without git, checkout or answer."""
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+def output_of(*command: str) -> str | None:
+    """Returns what a program prints; None if it is not installed, fails or takes longer than a minute."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def _hashes(paths: Iterable[Path]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.records import recorded
 from tests.small_assets import HAYSTACK, MODEL_ID, REVISION
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, to_json
@@ -114,4 +115,4 @@ def freeze_prompts(manifest: Path, spec: GenerateSpec = GENERATE) -> Path:
         "sha256": table_sha256(tasks),
     }  # fmt: skip
     manifest.write_text(json.dumps(content))
-    return manifest
+    return recorded(manifest)

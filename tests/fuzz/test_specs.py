@@ -117,6 +117,8 @@ def test_thousands_of_changed_specs(data: st.DataObject) -> None:
         ('{"a\\nb": 1}', "spec.a b: unknown key"),
         ('{"study": [1, 1]}', "spec.study: Input should be a valid string, not [1, 1]"),
         ("1" * 5000, "--spec is not JSON: Exceeds the limit"),
+        ('{"study": "a", "study": "a"}', "spec: has the key 'study' twice; remove one"),
+        ('{"study": [{"": 1, "": 2}]}', "spec: has the key '' twice; remove one"),
     ],
 )
 def test_hostile_json_is_told(text: str, says: str) -> None:

@@ -22,7 +22,7 @@ from tests.needs import GIT, needs
 
 from residual_mass import cli, provenance, verify
 from residual_mass.files import read_json, sha256_of, write_json, write_text
-from residual_mass.provenance import Record, beside, device_name
+from residual_mass.provenance import Record, beside, device_name, recorded
 from residual_mass.recipes import RECIPES
 
 SOURCE = Path(provenance.__file__).parents[1]
@@ -322,6 +322,14 @@ def test_inputs_are_recorded_as_they_were_found(study: Path) -> None:
     TEXTS.write_text("changed while the stage ran")
     record.write(SCORES)
     assert read_json(beside(SCORES))["inputs"] == {str(TEXTS): before}
+
+
+def test_only_the_manifest_of_the_assets_needs_no_record(study: Path) -> None:
+    assert not beside(MANIFEST).exists() and recorded(MANIFEST) == sha256_of(MANIFEST)
+    write_json(PROMPTS, {"tasks": {}})
+    beside(PROMPTS).unlink()
+    with pytest.raises(ValueError, match=rf"^{PROMPTS}: has no record \(manifest.json.meta.json\) beside it"):
+        recorded(PROMPTS)
 
 
 def test_neither_tokens_nor_home_directories_are_recorded(

@@ -258,6 +258,7 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
     assert {label: figure.maps for label, figure in figures.items() if figure.maps} == {
         "kernel_sanity": ("64k",),
         "ablation_kernel_fidelity": ("4k", *(f"4k-{name}" for name in variants)),
+        "training_curves": ("4k", "8k", "16k", "64k"),
     }
     titles = {"1b": "Llama-3.2-1B-Instruct", "3b": "Llama-3.2-3B-Instruct"}
     assert {label: figure.backbone_titles for label, figure in figures.items() if figure.backbone_titles} == {

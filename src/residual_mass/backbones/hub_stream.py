@@ -18,7 +18,7 @@ from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR
 from residual_mass.backbones.loading import special_prefix
 from residual_mass.inputs.hub_commits import commit_of
 from residual_mass.inputs.hub_data import HUB
-from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, StoredPart, reader_of
+from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, StoredPart, in_one_line, reader_of
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -213,7 +213,7 @@ class HubStream:
                 self.lanes = None
                 if wait is None or not _may_pass(error):
                     raise ValueError(_unreadable(self.name, error)) from error
-                log.warning("corpus %r: %s; trying again in %g s", self.name, _in_one_line(error), wait)
+                log.warning("corpus %r: %s; trying again in %g s", self.name, in_one_line(error), wait)
                 time.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
 
@@ -330,15 +330,9 @@ def too_small(name: str, tokens: int, wanted: int) -> str:
 
 def _unreadable(name: str, error: Exception) -> str:
     return (
-        f"corpus {name!r}: data set {HUB[name].path} cannot be read ({_in_one_line(error)}); check the network, log in "
+        f"corpus {name!r}: data set {HUB[name].path} cannot be read ({in_one_line(error)}); check the network, log in "
         f"with `hf auth login` if the data set asks for access, or choose {either(ASSET_CORPORA)}"
     )
-
-
-def _in_one_line(error: Exception) -> str:
-    """Returns class and first line of an error; the hub's messages have several lines."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    return f"{type(error).__name__}: {first}"
 
 
 def _may_pass(error: Exception) -> bool:

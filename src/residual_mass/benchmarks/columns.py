@@ -7,5 +7,6 @@ RESULTS = (
     "decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
 FORCED = (
-    "text task index continuation state method budget_percent maps phi_sha k position token nll full_nll kl same_top first"
+    "text task index continuation state method budget_percent maps phi_sha k position token "
+    "nll full_nll kl same_top first"
 ).split()

@@ -208,8 +208,8 @@ def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[Wanted]) -> 
     largest = max(max(*each.continuation.prompt, *(each.continuation.answer or ())) for each in wanted)
     if largest >= known:
         raise ValueError(
-            f"{spec.backbone.name}: the texts hold token {largest}, but the model has {known} tokens; give the model the "
-            "tokenizer that it was trained with"
+            f"{spec.backbone.name}: the texts hold token {largest}, but the model has {known} tokens; give the model "
+            "the tokenizer that it was trained with"
         )
 
 

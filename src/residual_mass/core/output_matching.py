@@ -22,7 +22,7 @@ from torch import Tensor
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.feature_maps import LEAST
 from residual_mass.core.measures import rel_l1
-from residual_mass.core.objectives import huber
+from residual_mass.core.score_matching import huber
 from residual_mass.core.selection import exhaustive_topk
 
 

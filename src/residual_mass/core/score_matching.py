@@ -18,10 +18,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residual_mass.core.feature_maps import LEAST
-from residual_mass.core.objectives import MASKED, Weights, huber
 
+MASKED = -1e9
+"""Score of an invisible key; finite, so that the difference of two masked scores is not NaN."""
 PAIRS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 """Query-key pairs of a block: as many as fit a core's cache on CPUs, enough to fill the device on GPUs."""
+
+
+class Weights(NamedTuple):
+    """Factors of the objective's terms, and their constants.
+
+    With r and r_hat the teacher's and the student's scores of a row, minus the teacher's maximum, over visible keys:
+    L_KL = tau^2 KL(softmax(r / tau) || softmax(r_hat / tau)),
+    L_top = mean of Huber(r_hat - r) over the keys within the band, r >= -band,
+    L_fp = mean of Huber(max(r_hat + band, 0)) over the keys beyond it,
+    L_Z = Huber(max(log sum exp(r_hat) - log sum exp(r), 0)).
+    """
+
+    kl: float
+    top: float
+    fp: float
+    z: float
+    tau: float
+    band: float
+    huber_delta: float
 
 
 class Pairs(NamedTuple):
@@ -177,6 +197,12 @@ def score_matching_losses(
         last: [R] integer, index of the last visible key, at least 0.
     """
     return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights)
+
+
+def huber(x: Tensor, delta: float) -> Tensor:
+    """x^2 / 2 up to |x| = delta, then linear with slope delta."""
+    slope = x.clamp(-delta, delta)
+    return slope * torch.sub(x, slope, alpha=0.5)
 
 
 def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:

@@ -178,6 +178,12 @@ def reader_of(file: Path) -> str:
     return READERS[suffixes[-1]]
 
 
+def in_one_line(error: Exception) -> str:
+    """Returns class and first line of an error; the hub's messages have several lines."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first}"
+
+
 @cache
 def _sha256(file: Path, _: int) -> str:
     """Cached by modification time, as files of gigabytes are opened repeatedly."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from residual_mass.machine import preflight, slurm
+from residual_mass.provenance import output_of
 
 REACH = 5.0
 """Timeout in seconds for reaching the hub."""
@@ -57,14 +57,14 @@ def inspect_machine() -> Machine:
         hub=_why_no_hub(),
         token=get_token() is not None,
         slurm=submits,
-        accounting=submits and _stdout(slurm.ASKS_ACCOUNTS) is not None,
+        accounting=submits and output_of(*slurm.ASKS_ACCOUNTS) is not None,
     )
 
 
 def _gpus() -> Iterator[Gpu]:
     """Lists GPUs with nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    for line in (_stdout(query) or "").splitlines():
+    for line in (output_of(*query) or "").splitlines():
         name, _, mebibytes = line.rpartition(",")
         if mebibytes.strip().isdecimal():
             yield Gpu(name.strip(), int(mebibytes) * 2**20)
@@ -97,14 +97,6 @@ def _why_no_hub() -> str:
     except Exception as error:  # error classes differ between versions of the library
         return f"cannot be reached ({type(error).__name__})"
     return ""
-
-
-def _stdout(command: Sequence[str]) -> str | None:
-    """Returns the standard output of a program, or None if it is not installed, fails or times out."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def version_of(package: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residual_mass.files import sha256_of
+from residual_mass.inputs.hub_folder import in_one_line
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
@@ -93,14 +94,10 @@ def _message(repository: str, error: Exception) -> str:
         access = "accept its licence on its page on the hub, then set HF_TOKEN or run `hf auth login`"
         return f"{repository}: access is restricted: {access}"
     if isinstance(error, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
-        return f"{repository}: the hub no longer has the commit, or a file of it ({_first_line(error)}); choose another"
+        return f"{repository}: the hub no longer has the commit, or a file of it ({in_one_line(error)}); choose another"
     if isinstance(error, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
         return f"{repository}: not on the hub, or private: check the name, or log in with `hf auth login`"
     return (
-        f"{repository}: cannot be fetched ({type(error).__name__}: {_first_line(error)}); check the network and run "
-        "prefetch again, which resumes"
+        f"{repository}: cannot be fetched ({in_one_line(error)}); check the network and run prefetch again, which "
+        "resumes"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

@@ -22,7 +22,7 @@ from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.config import Configuration, Study
 from residual_mass.study.sections import (
-    Backbone,
+    BackboneSettings,
     Benchmark,
     Decoding,
     Head,
@@ -30,7 +30,7 @@ from residual_mass.study.sections import (
     Phi,
     Resampling,
     Sampling,
-    Training,
+    TrainingSettings,
 )
 from residual_mass.study.specs import (
     AuditSpec,
@@ -106,7 +106,7 @@ class Computed:
         return tuple(self.backbone_spec(name) for name in self.backbones_of(study))
 
     def backbone_spec(self, name: str) -> BackboneSpec:
-        return BackboneSpec(name=name, **shared(Backbone, self.configuration.main.backbones[name]))
+        return BackboneSpec(name=name, **shared(BackboneSettings, self.configuration.main.backbones[name]))
 
     def titles(self, names: Iterable[str]) -> dict[str, str]:
         return {name: self.configuration.main.backbones[name].title for name in names}
@@ -233,7 +233,7 @@ class Computed:
             variants=tuple(VariantSpec(label, each.map, each.objective) for label, each in changed.items()),
             anchors=self.study_of(wildcards).anchors,
             recipe=RECIPES["train"],
-            **shared(Training, phi),
+            **shared(TrainingSettings, phi),
         )
         return to_json(spec)
 

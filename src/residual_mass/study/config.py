@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import yaml
 from pydantic import AfterValidator, BaseModel, Field, create_model
@@ -17,7 +17,7 @@ from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core import estimators
 from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
 from residual_mass.diagnostics import CWE
-from residual_mass.study.parsing import Slip, parsed
+from residual_mass.study.parsing import Parsed, Slip, parsed
 from residual_mass.study.sections import (
     COSTS,
     KERNEL_FIDELITY,
@@ -31,6 +31,7 @@ from residual_mass.study.sections import (
     Label,
     Latencies,
     Length,
+    Line,
     Maps,
     Mismatch,
     Name,
@@ -41,7 +42,6 @@ from residual_mass.study.sections import (
     RegisteredBackbone,
     Resampling,
     ShortName,
-    Text,
     figures_of,
 )  # fmt: skip
 
@@ -54,8 +54,6 @@ RUNTIME_TABLES = "runtime_"
 """What the tables of latencies begin with; the backbone follows."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, in place of a study's name."""
-
-Parsed = TypeVar("Parsed")
 
 
 # ---- a study ---------------------------------------------------------------------------------------------------------
@@ -240,7 +238,7 @@ class AblationRows(Settings):
 class Main(Settings):
     """What `config/config.yaml` says."""
 
-    study: Text
+    study: Line
     """Study that `all` makes: a file of `config/studies` without its ending."""
     examples: Count | None
     """Examples per task, in place of every benchmark's own count; `null` keeps the study's. Existing rows are kept."""

@@ -31,10 +31,10 @@ CAPTURED = {
     "kernel_sanity": [paths.KERNELS, paths.HEADS],
     KERNEL_FIDELITY: [paths.KERNELS],
     "mass_curves": [paths.MASS, paths.HEADS],
-    "training_curves": [],
-    COSTS: [],
 }
 """The captured files that a figure shows, where they are not those of the heads alone."""
+LOGS = {"training_curves": paths.TRAINING_LOG, COSTS: paths.RECIPES_LOG}
+"""The logs that a figure shows in place of captured files."""
 ONE_BUDGET = ("kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown")
 """What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
 
@@ -148,16 +148,13 @@ class Plan(Computed):
     def figure_data(self, wildcards: Wildcards) -> list[str]:
         """The files that a figure shows, in the order of its lines or rows."""
         shown = self.figure_of(wildcards)
-        if wildcards.label == "training_curves":
-            return expand(paths.TRAINING_LOG, backbone=shown.backbone, maps=shown.maps)
-        if wildcards.label == COSTS:
-            lengths = self.studies[wildcards.study].recipes.lengths
-            return expand(paths.RECIPES_LOG, backbone=shown.backbone, maps=lengths)
+        if log := LOGS.get(wildcards.label):
+            return expand(log, backbone=shown.backbone, maps=self.figure_maps(wildcards))
         return self._captured_for(wildcards, CAPTURED.get(wildcards.label, [paths.HEADS]))
 
     def figure_audits(self, wildcards: Wildcards) -> list[str]:
         """The audits of all captured rows that a figure shows."""
-        shows_rows = paths.HEADS in CAPTURED.get(wildcards.label, [paths.HEADS])
+        shows_rows = wildcards.label not in LOGS and paths.HEADS in CAPTURED.get(wildcards.label, [paths.HEADS])
         return self._captured_for(wildcards, [paths.AUDIT]) if shows_rows else []
 
     def _captured_for(self, wildcards: Wildcards, patterns: list[str]) -> list[str]:
@@ -175,18 +172,26 @@ class Plan(Computed):
         study, label = self.studies[wildcards.study], wildcards.label
         shown = self.figure_of(wildcards)
         names = getattr(shown, "backbones", None) or (shown.backbone,)
-        maps = {"kernel_sanity": [study.maps.main]}
-        if label == KERNEL_FIDELITY:
-            length = study.ablations.length
-            maps[label] = [length, *(maps_label(length, variant) for variant in shown.variants)]
         spec = FigureSpec(
             label=label,
             title=self.figure_title(shown),
             budget_percent=study.diagnostics.budget if label.startswith(ONE_BUDGET) else None,
-            maps=tuple(maps.get(label, ())),
+            maps=self.figure_maps(wildcards),
             backbone_titles=self.titles(names) if len(names) > 1 else {},
         )
         return to_json(spec)
+
+    def figure_maps(self, wildcards: Wildcards) -> tuple[str, ...]:
+        """Labels of the feature maps that a figure compares, or whose logs it shows."""
+        study, shown = self.studies[wildcards.study], self.figure_of(wildcards)
+        if wildcards.label == "kernel_sanity":
+            return (study.maps.main,)
+        if wildcards.label == KERNEL_FIDELITY:
+            length = study.ablations.length
+            return length, *(maps_label(length, variant) for variant in shown.variants)
+        if wildcards.label == COSTS:
+            return study.recipes.lengths
+        return getattr(shown, "maps", ())
 
     def figure_title(self, shown: Figure) -> str:
         """The backbone, unless there are several, and the text that a figure shows."""

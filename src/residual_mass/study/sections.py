@@ -42,7 +42,7 @@ Positive = Annotated[float, Field(gt=0, title="number")]
 NotNegative = Annotated[float, Field(ge=0, title="number")]
 Share = Annotated[float, Field(gt=0, le=1, title="share")]
 Percent = Annotated[float, Field(gt=0, le=100, title="percent")]
-Text = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", title="text")]
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", title="text")]
 Length = Annotated[str, Field(pattern=r"^[1-9][0-9]*k?$", title="length")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", title="name")]
 ShortName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", title="short name")]
@@ -58,10 +58,10 @@ OneOrMore = Annotated[
 
 
 @dataclass(frozen=True)
-class Backbone(Settings):
+class BackboneSettings(Settings):
     """A frozen language model: where it comes from and how it is run."""
 
-    study: Text
+    study: Line
     """The one study whose protocol applies to this backbone."""
     model_id: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$", title="hub repository")
@@ -83,10 +83,10 @@ class Backbone(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegisteredBackbone(Backbone):
+class RegisteredBackbone(BackboneSettings):
     """A backbone as `config.yaml` registers it."""
 
-    title: Text
+    title: Line
     """Name in tables and figures."""
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class CurriculumSpec(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Settings):
+class TrainingSettings(Settings):
     """How feature maps are trained."""
 
     corpora: Annotated[tuple[CorpusName, ...], Field(min_length=1)]
@@ -185,7 +185,7 @@ class Training(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phi(Training):
+class Phi(TrainingSettings):
     """How feature maps are trained, their shape and their objective."""
 
     map: MapSpec

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections import (
-    Backbone,
+    BackboneSettings,
     Continuations,
     Decoding,
     Head,
@@ -20,7 +20,7 @@ from residual_mass.study.sections import (
     ObjectiveSpec,
     Resampling,
     Sampling,
-    Training,
+    TrainingSettings,
 )
 
 Spec = TypeVar("Spec")
@@ -30,20 +30,26 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
     """The JSON object `text` as a spec; the inverse of `core.settings.to_json`.
 
     Raises:
-        ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
+        ValueError: not JSON, or a key is unknown, missing, wrong or doubled; one line that names it.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--spec is not JSON: {error}") from None
-    try:
-        return parsed(spec, data)
+        return parsed(spec, json.loads(text, object_pairs_hook=_with_distinct_keys))
     except Slip as slip:
         raise ValueError(f"spec{'.' if slip.key else ': '}{slip}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--spec is not JSON: {error}") from None
+
+
+def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data, keys = dict(pairs), [key for key, _ in pairs]
+    if len(data) < len(keys):
+        doubled = next(key for key in keys if keys.count(key) > 1)
+        raise Slip("", f"has the key {doubled!r} twice; remove one")
+    return data
 
 
 @dataclass(frozen=True)
-class BackboneSpec(Backbone):
+class BackboneSpec(BackboneSettings):
     """A backbone as a stage is told of it."""
 
     name: str = field(kw_only=True)
@@ -150,7 +156,7 @@ class VariantSpec(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSpec(Training):
+class TrainSpec(TrainingSettings):
     """One training job. Its variants see the same sequences and query positions, from one teacher pass each."""
 
     name: str
@@ -290,7 +296,8 @@ class FigureSpec(Settings):
     budget_percent: float | None = None
     """What a figure of one K shows."""
     maps: tuple[str, ...] = ()
-    """Labels of the feature maps that a figure compares, the study's own first."""
+    """Labels of the feature maps that a figure compares, the study's own first; where it shows logs of trainings, that
+    of each."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
     """What a figure of several backbones calls them."""
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from residual_mass.backbones.measured import grouped
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap
-from residual_mass.core.objectives import Weights
 from residual_mass.core.output_matching import (
     Targets,
     Window,
@@ -25,7 +24,7 @@ from residual_mass.core.output_matching import (
     lolcats_losses,
     residual_losses,
 )
-from residual_mass.core.score_matching import score_matching_losses
+from residual_mass.core.score_matching import Weights, score_matching_losses
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.study.sections import ObjectiveSpec

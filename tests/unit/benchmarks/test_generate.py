@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.records import give_manifest, record
+from tests.records import give_manifest, record, recorded
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
@@ -379,7 +379,7 @@ def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, 
         entry["sha256"] = sha256_of(folder / entry["file"])
     content["sha256"] = table_sha256(content["tasks"])
     (folder / "manifest.json").write_text(json.dumps(content))
-    stage.manifest = folder / "manifest.json"
+    stage.manifest = recorded(folder / "manifest.json")
     stopped = stage(spec)
     docs = {(t, p.index): p.doc for t in TASKS for p in load_prompts(stage.manifest, t, 2)}
     scores = [

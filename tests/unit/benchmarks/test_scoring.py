@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.records import record
+from tests.records import record, recorded
 from tests.unit.benchmarks.pairs import compare_task
 
 from residual_mass.benchmarks import scoring
@@ -302,7 +302,7 @@ def _frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str 
         "sha256": table_sha256(tasks),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder / "manifest.json"
+    return recorded(folder / "manifest.json")
 
 
 RIGHT = {"full": 0.7, "topk": 0.3, "topk_phi": 0.6, "topk_phi_nosub": 0.9}

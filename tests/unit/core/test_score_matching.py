@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.core.written_objective import written_objective
 from torch import Tensor
 
-from residual_mass.core import objectives as ob
 from residual_mass.core import score_matching
 from residual_mass.core.feature_maps import log_kernel
-from residual_mass.core.score_matching import score_matching_losses
+from residual_mass.core.score_matching import Weights, score_matching_losses
 
 H, R, L, D, M = 2, 6, 50, 8, 5
 SCALE = 0.4
 LAST = torch.tensor([0, 3, 20, 49, 30, 49])
-WEIGHTS = ob.Weights(kl=0.3, top=0.7, fp=1.4, z=2.8, tau=10.0, band=3.0, huber_delta=1.0)
+WEIGHTS = Weights(kl=0.3, top=0.7, fp=1.4, z=2.8, tau=10.0, band=3.0, huber_delta=1.0)
 
 
 def inputs(seed: int, spread: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,18 +27,14 @@ def inputs(seed: int, spread: float = 2.0, dtype: torch.dtype = torch.float64) -
     return log_query.requires_grad_(), log_key.requires_grad_(), draw(R, D, 3), draw(L, D, 3)
 
 
-def written(log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, weights: ob.Weights) -> Tensor:
-    """Row by row from the terms as the paper writes them."""
+def written(log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, weights: Weights) -> Tensor:
+    """Row by row as the paper writes it."""
     scores, student = queries @ keys.transpose(-1, -2) * SCALE, log_kernel(log_query, log_key)
-    rows = []
-    for head in range(H):
-        for row, last in enumerate(LAST.tolist()):
-            s, s_hat = (x[head, row : row + 1, : last + 1] for x in (scores, student))
-            x = ob.shifted(s, s_hat, torch.ones_like(s, dtype=torch.bool))
-            rows.append(
-                weights.kl * ob.kl_term(x, weights.tau)
-                + ob.aux_term(x, weights.top, weights.fp, weights.z, weights.band, weights.huber_delta)
-            )
+    rows = [
+        written_objective(scores[head, row, : last + 1], student[head, row, : last + 1], weights)
+        for head in range(H)
+        for row, last in enumerate(LAST.tolist())
+    ]
     return torch.stack(rows).view(H, R)
 
 

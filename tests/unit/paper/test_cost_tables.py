@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 import re
 from dataclasses import replace
@@ -328,7 +329,8 @@ def trained(
     Learner(spec, spec.variants[0], HeadShape(2, 4, 2, 6), torch.device("cpu")).maps.save(path)
     rows = log_rows(spec, seconds)
     log.write_text(csv_text(list(rows[0]), rows))
-    return [recorded(path, **ran_on), recorded(log)]
+    told = {"stage": "train", "spec": json.loads(to_json(spec))}
+    return [recorded(path, **told, **ran_on), recorded(log, **told)]
 
 
 def test_a_row_says_what_the_training_took(tmp_path: Path) -> None:
@@ -453,8 +455,11 @@ def test_the_stage_writes_both_tables_of_costs(tmp_path: Path) -> None:
 
 def test_maps_without_their_log_and_those_that_are_not_shown_are_refused(tmp_path: Path) -> None:
     files = trained(tmp_path)
-    message = f"table {TRAINING}: no training_smol_2k.csv for {files[0]}; pass it to --results"
-    assert refusal(tmp_path, TRAINING_SMOL, files[0]) == message
+    message = f"table {TRAINING}: no log of the training of {files[0]}; pass it to --results"
+    _, other = trained(tmp_path / "other", replace(TRAINED, seed=1))
+    latencies = recorded(write_runtime(tmp_path / "a.csv", runtime_rows()), stage="runtime")
+    for given in (files[:1], [files[0], other], [files[0], latencies]):
+        assert refusal(tmp_path, TRAINING_SMOL, *given) == message
     message = (
         f"{files[0]}: is of backbone smol of study 'mini', table {TRAINING} shows big of 'mini'; "
         "take it out of --results"

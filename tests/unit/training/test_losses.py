@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.unit.core.written_objective import written_objective
 from tests.unit.training.conftest import corpus
 
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.measured import layer_measures
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.core import objectives
 from residual_mass.core.feature_maps import log_kernel
+from residual_mass.core.score_matching import Weights
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.study.sections import ObjectiveSpec
@@ -45,10 +46,9 @@ def test_every_row_has_the_objective_of_its_own_head_and_position(trace: LayerTr
         log_k = maps.key[1](trace.keys)[head // 2]  # heads 0, 1 read KV head 0
         for row, position in enumerate(POSITIONS.tolist()):
             keys = trace.keys[head // 2, : position + 1]
-            s = (keys @ trace.queries[head, row] * trace.scale)[None]
-            s_hat = log_kernel(log_q[row : row + 1], log_k[: position + 1])
-            x = objectives.shifted(s, s_hat, torch.ones_like(s, dtype=torch.bool))
-            expected = 0.3 * objectives.kl_term(x, 10.0) + 0.7 * objectives.aux_term(x, 1.0, 2.0, 4.0, 12.0, 1.0)
+            s = keys @ trace.queries[head, row] * trace.scale
+            s_hat = log_kernel(log_q[row : row + 1], log_k[: position + 1])[0]
+            expected = written_objective(s, s_hat, Weights(0.3, 0.7, 1.4, 2.8, 10.0, 12.0, 1.0))
             torch.testing.assert_close(found[head, row], expected, rtol=1e-10, atol=1e-12)
 
 

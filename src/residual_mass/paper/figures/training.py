@@ -23,7 +23,7 @@ from residual_mass.paper.figures.style import (
     plain,
     tick_logarithmic,
 )
-from residual_mass.paper.figures.summaries import check_distinct
+from residual_mass.paper.readers.diagnostics_file import check_same, exactly
 from residual_mass.paper.readers.training_log import check_one_training, shown_rows
 from residual_mass.study.specs import FigureSpec
 
@@ -45,12 +45,12 @@ def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
     """Returns one row per (length, K, step), in the order of the files: errors and `kl` of each file's only training.
 
     Raises:
-        ValueError: a file holds several trainings, or the files differ in their held-out text.
+        ValueError: a file holds several trainings, or as `_frames`.
     """
-    frames = [shown_rows(path) for path in data]
+    frames = _frames(spec, data)
     for path, frame in zip(data, frames, strict=True):
         check_one_training(path, frame)
-    points = _together(data, frames)
+    points = pd.concat(frames, ignore_index=True)
     return points[["length", "rank", "k", "step", "e_topk", "e_sub", "e_nosub", "kl", "corpus"]]
 
 
@@ -61,9 +61,9 @@ def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     Leaves out step 0, which took no time and has no place on a logarithmic axis.
 
     Raises:
-        ValueError: the files differ in their held-out text.
+        ValueError: as `_frames`.
     """
-    rows = _together(data, [shown_rows(path) for path in data]).query("seconds > 0")
+    rows = pd.concat(_frames(spec, data), ignore_index=True).query("seconds > 0")
     rows = rows.assign(ratio=rows["e_sub"] / rows["e_topk"])
     groups = rows.groupby(["length", "recipe", "rank", "k", "step", "corpus"], sort=False)
     means = groups.agg(
@@ -72,14 +72,17 @@ def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     return means.reset_index()
 
 
-def _together(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Joins files; raises ValueError if they were measured on different texts or have the same length."""
-    corpora = [frame["corpus"].iloc[0] for frame in frames]
-    for path, corpus in zip(data, corpora, strict=True):
-        if corpus != corpora[0]:
-            raise ValueError(f"{path}: measured on {corpus}, but {data[0]} on {corpora[0]}; train one of them again")
-    check_distinct((path, f"length {frame['length'].iloc[0]}") for path, frame in zip(data, frames, strict=True))
-    return pd.concat(frames, ignore_index=True)
+def _frames(spec: FigureSpec, data: Sequence[Path]) -> list[pd.DataFrame]:
+    """Reads what figures show of each log, one for each of `spec.maps`.
+
+    Raises:
+        ValueError: there are more or fewer logs, or they were measured on different texts.
+    """
+    exactly(len(spec.maps), spec, data, "one log for each of spec.maps")
+    frames = [shown_rows(path, length) for path, length in zip(data, spec.maps, strict=True)]
+    for path, frame in zip(data, frames, strict=True):
+        check_same(["corpus"], path, frame, data[0], frames[0])
+    return frames
 
 
 def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:

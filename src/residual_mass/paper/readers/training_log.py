@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,29 +40,18 @@ def read_log(path: Path) -> list[dict[str, str]]:
     return read_csv(path, RUN, "train")
 
 
-def shown_rows(path: Path) -> pd.DataFrame:
+def shown_rows(path: Path, length: str) -> pd.DataFrame:
     """What figures show of one log: the means over all layers on the first held-out text.
 
-    Two columns are added: `length`, the label of the trained length, which the file's name holds, and `rank`: 0 at the
-    largest K. Budgets of different lengths are compared by their rank, counted from the top because short sequences
-    have several budgets in which nothing but the anchors fits, and their K is 0 alike.
+    Two columns are added: the trained `length`, and `rank`: 0 at the largest K. Budgets of different lengths are
+    compared by their rank, counted from the top because short sequences have several budgets in which nothing but the
+    anchors fits, and their K is 0 alike.
     """
     frame = pd.read_csv(path, dtype={"recipe": str, "variant": str, "layer": str}, keep_default_na=False, na_values="")
     frame = frame[(frame["layer"] == ALL_LAYERS) & (frame["corpus"] == frame["corpus"].iloc[0])]
     ranks = {k: rank for rank, k in enumerate(sorted(set(frame["k"]), reverse=True))}
     # Budgets with the same K say the same twice.
-    return frame.assign(length=trained_length(path), rank=frame["k"].map(ranks)).drop_duplicates([*RUN, "step", "k"])
-
-
-def trained_length(path: Path) -> str:
-    """`results/training_smol_2k.csv` is about maps that are trained at `2k`."""
-    match = re.fullmatch(r"(?:training|recipes)_[^_]+_([1-9]\d*k?)\.csv", path.name)
-    if match is None:
-        raise ValueError(
-            f"{path}: its name does not say the trained length; call it training_<backbone>_<length>.csv or "
-            "recipes_<backbone>_<length>.csv"
-        )
-    return match[1]
+    return frame.assign(length=length, rank=frame["k"].map(ranks)).drop_duplicates([*RUN, "step", "k"])
 
 
 def check_one_training(path: Path, rows: pd.DataFrame) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json, sha256_of
@@ -24,6 +25,7 @@ from residual_mass.paper.tables import notes as note
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
 from residual_mass.paper.titles import backbone_title, model_name
 from residual_mass.provenance import beside
+from residual_mass.study.parsing import parsed
 from residual_mass.study.specs import BackboneSpec, TableSpec, TrainSpec
 
 LABEL = "training_cost_64k"
@@ -77,7 +79,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     Raises:
         ValueError: a file is of another study or without its counterpart; names it.
     """
-    trainings = [load_training(path, log) for path, log in _pairs(results)]
+    trainings = _trainings(results)
     check_shown(spec, [each.maps for each in trainings])
     trainings.sort(key=lambda each: (spec.backbones.index(each.backbone.name), tokens_of(each.recipe.length)))
     rows = [row for training in trainings for row in _rows(spec, training)]
@@ -119,27 +121,33 @@ def printed(quantity: str, value: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{value:.1f} h"
 
 
-def load_training(path: Path, log: Path) -> Training:
-    """Reads the header of a file of maps, its record, and the log of its training."""
-    record = read_json(beside(path))
+def _trainings(results: Sequence[Path]) -> list[Training]:
+    """Every file of maps with the log whose record has the same spec. Raises ValueError for maps without one."""
+    records = {path: read_json(beside(path)) for path in results}
+    logs = {
+        parsed(TrainSpec, record["spec"]): path
+        for path, record in records.items()
+        if record["stage"] == "train" and path.suffix == ".csv"
+    }
+    trainings = []
+    for path in (path for path in results if path.suffix != ".csv"):
+        maps = load_maps_file(path)
+        if maps.recipe not in logs:
+            raise ValueError(f"table {LABEL}: no log of the training of {path}; pass it to --results")
+        trainings.append(_training(maps, logs[maps.recipe], records[path]))
+    return trainings
+
+
+def _training(maps: MapsFile, log: Path, record: Mapping[str, Any]) -> Training:
     clock = {int(row["step"]): float(row["seconds"]) for row in read_log(log)}
     return Training(
-        maps=load_maps_file(path),
+        maps=maps,
         log=log,
-        phi_sha=sha256_of(path),
+        phi_sha=sha256_of(maps.path),
         seconds=clock[max(clock)],
         hardware=str(record.get("hardware", "")),
         processes=int(record.get("processes", 1)),
     )
-
-
-def _pairs(results: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """Every file of maps with its log, `phi/smol_2k.safetensors` with `training_smol_2k.csv`."""
-    logs = {path.name: path for path in results if path.suffix == ".csv"}
-    for path in (path for path in results if path.suffix != ".csv"):
-        if (name := f"training_{path.stem}.csv") not in logs:
-            raise ValueError(f"table {LABEL}: no {name} for {path}; pass it to --results")
-        yield path, logs[name]
 
 
 def _rows(spec: TableSpec, training: Training) -> Iterator[Row]:
