@@ -14,7 +14,7 @@ from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks import generate, scorers
-from residual_mass.benchmarks.encoded import cut_to
+from residual_mass.benchmarks.encoded import cut_to, encoded
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts, table_sha256
@@ -195,7 +195,7 @@ def test_without_a_margin_the_harness_limit_holds(
     prompt = load_prompts(manifest, "ruler_vt", 1)[0]
 
     def limit(margin: int | None) -> int:
-        return generate._limit(replace(spec, answer_margin=margin), prompt, tokenizer)
+        return encoded(replace(spec, answer_margin=margin), "2k", prompt, tokenizer).limit
 
     assert limit(None) == prompt.max_generation_tokens == 30
     assert limit(10_000) == 30
