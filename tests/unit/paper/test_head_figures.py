@@ -339,6 +339,13 @@ def test_two_processes_draw_the_same_bytes(heads: Path, tmp_path: Path) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_that_is_not_what_was_recorded_is_refused_in_one_line(heads: Path, tmp_path: Path) -> None:
+    heads.write_bytes(heads.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"^{heads}: is not what {heads.name}.meta.json recorded: .*; delete it and"):
+        run(spec(KINDS[0]), [heads], tmp_path / "f.pdf", tmp_path / "f.png")
+    assert not list(tmp_path.glob("*.p[dn][fg]"))
+
+
 @pytest.mark.parametrize("kind", ["entropy_heatmap", "fixedk_breakdown"])
 def test_an_unknown_budget_is_refused(heads: Path, kind: str) -> None:
     points_of, _ = FIGURES[kind]

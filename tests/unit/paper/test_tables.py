@@ -505,6 +505,17 @@ def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
     assert r"evil\_\$x\$ \textbackslash{}input\{" in tex
 
 
+def test_the_command_line_makes_the_same_table(tmp_path: Path) -> None:
+    tex = table(tmp_path, table_spec(), path := write_rows(tmp_path / "a.csv", result_rows()))
+    made = {name: tmp_path / f"made.{name}" for name in ("out", "cells", "data")}
+    command = ["table", "--spec", to_json(table_spec()), "--results", str(path)]
+    command += ["--template", str(TEMPLATES / "ruler_sweep.tex.j2")]
+    main([*command, *(word for name, file in made.items() for word in (f"--{name}", str(file)))])
+    assert made["out"].read_text(encoding="utf-8") == tex
+    assert made["cells"].read_bytes() == (tmp_path / CELLS).read_bytes()
+    assert made["data"].read_bytes() == (tmp_path / DATA).read_bytes()
+
+
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
     files = [write_rows(tmp_path / f"{length}.csv", result_rows(length=length)) for length in ("1k", "2k")]
     spec = table_spec(lengths=("1k", "2k"))
