@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from printed import caption_of, open_braces, pdflatex, row_widths, without_comments
+from printed import caption_of, open_braces, pdflatex, printed_fields, row_widths, without_comments
+from rendered import refusal, table, written_cells
 from sample_results import TEMPLATES, table_spec
 from tests.needs import LATEX, needs
 from tests.records import recorded
@@ -17,7 +18,7 @@ from tests.records import recorded
 from residual_mass.diagnostics.columns import ACCOUNTING
 from residual_mass.paper import published
 from residual_mass.paper.tables.accounting_table import COLUMNS, QUANTITIES
-from residual_mass.paper.tables.render import make_published, run
+from residual_mass.paper.tables.render import make_published
 from residual_mass.study.specs import TableSpec
 
 LABEL = "exact_accounting"
@@ -73,28 +74,12 @@ def spec(**changes: Any) -> TableSpec:
     return table_spec(LABEL, **{"lengths": ("1k", "2k"), "budgets": (4.0,), "benchmarks": ()} | changes)
 
 
-def table(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    run(wanted, list(results), TEMPLATE, folder / "out.tex", folder / "cells.csv", folder / "data.json")
-    return (folder / "out.tex").read_text(encoding="utf-8")
-
-
-def printed(tex: str) -> list[list[str]]:
-    """Fields of every row of the body, in order; titles of blocks are rows of one field."""
-    body = tex.split(r"\midrule", 1)[1].split(r"\bottomrule")[0]
-    return [line.removesuffix(r"\\").strip().split(" & ") for line in body.splitlines() if line.endswith(r"\\")]
-
-
 def plain(field: str) -> str:
     return re.sub(r"\\textbf\{(.*)\}", r"\1", field).strip("$")
 
 
 def is_bold(field: str) -> bool:
     return field.startswith(r"\textbf{")
-
-
-def cells(folder: Path) -> Rows:
-    with open(folder / "cells.csv", encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def widths(tex: str) -> set[int]:
@@ -108,7 +93,7 @@ def widths(tex: str) -> set[int]:
 
 def test_the_papers_table_has_its_values_its_order_and_its_bold_type() -> None:
     tex = make_published(LABEL).latex(TEMPLATE)
-    rows = {(row[0], row[1]): row for row in printed(tex)}
+    rows = {(row[0], row[1]): row for row in printed_fields(tex)}
     assert list(rows) == [("WikiText", "4k"), ("CWE", "4k"), ("WikiText", "64k"), ("CWE", "64k")]
     order = ["topk", "topk_phi_nosub", "topk_phi", "exact_nosub", "mean_log_z_error"]
     with open(Path(published.__file__).with_name(f"{LABEL}.csv"), newline="") as stream:
@@ -131,10 +116,10 @@ def test_rows_show_the_values_of_the_file_length_by_length(tmp_path: Path, seed:
     rows = accounting_rows(seed)
     tex = table(tmp_path, spec(), write(tmp_path / "accounting_smol.csv", rows))
     chosen = [row for length in ("1k", "2k") for row in rows if (row["length"], row["budget_percent"]) == (length, "4")]
-    assert [row[:3] for row in printed(tex)] == [
+    assert [row[:3] for row in printed_fields(tex)] == [
         ["Wikipedia", "1k", "21"], ["CWE", "1k", "21"], ["Wikipedia", "2k", "62"], ["CWE", "2k", "62"]
     ]  # fmt: skip
-    for fields, row in zip(printed(tex), chosen, strict=True):
+    for fields, row in zip(printed_fields(tex), chosen, strict=True):
         assert [plain(field) for field in fields[3:]] == [f"{float(row[name]):.3f}" for name in QUANTITIES]
         errors = [float(plain(field)) for field in fields[3:6]]
         assert [is_bold(field) for field in fields[3:]] == [*(x == min(errors) for x in errors), False, False]
@@ -146,7 +131,7 @@ def test_ties_at_the_printed_precision_are_all_bold_and_an_oracle_never_is(tmp_p
     rows = accounting_rows()
     edit(rows, "wiki", "1k", e_topk="0.200400", e_nosub="0.199600", e_sub="0.200600", e_exact_nosub="0.100000")
     edit(rows, "cwe", "1k", e_topk="0.200499", e_nosub="0.200501", e_sub="0.300000", log_z_error="-5.000000")
-    fields = printed(table(tmp_path, spec(), write(tmp_path / "a.csv", rows)))
+    fields = printed_fields(table(tmp_path, spec(), write(tmp_path / "a.csv", rows)))
     assert fields[0][3:7] == [r"\textbf{0.200}", r"\textbf{0.200}", "0.201", "0.100"]
     assert fields[1][3:6] == [r"\textbf{0.200}", "0.201", "0.300"] and fields[1][7] == "$-5.000$"
 
@@ -156,15 +141,15 @@ def test_ties_at_the_printed_precision_are_all_bold_and_an_oracle_never_is(tmp_p
 )
 def test_a_log_z_error_that_rounds_to_zero_has_no_minus(tmp_path: Path, value: str, text: str) -> None:
     rows = edit(accounting_rows(), "wiki", "1k", log_z_error=value, log_z_error_ci_low="-1", log_z_error_ci_high="1")
-    fields = printed(table(tmp_path, spec(), write(tmp_path / "a.csv", rows)))
+    fields = printed_fields(table(tmp_path, spec(), write(tmp_path / "a.csv", rows)))
     assert fields[0][-1] == text
-    (line,) = [line for line in cells(tmp_path) if (line["value"], line["quantity"]) == (value, "log_z_error")]
+    (line,) = [line for line in written_cells(tmp_path) if (line["value"], line["quantity"]) == (value, "log_z_error")]
     assert line["text"] == text.strip("$")
 
 
 def test_without_lengths_all_of_the_file_are_shown_in_rising_order(tmp_path: Path) -> None:
     rows = [row | {"length": {"1k": "16k", "2k": "512"}[row["length"]]} for row in accounting_rows()]
-    fields = printed(table(tmp_path, spec(lengths=()), write(tmp_path / "a.csv", rows)))
+    fields = printed_fields(table(tmp_path, spec(lengths=()), write(tmp_path / "a.csv", rows)))
     assert [row[1] for row in fields] == ["512", "512", "16k", "16k"]
 
 
@@ -177,7 +162,7 @@ def test_several_backbones_are_blocks_in_the_order_of_the_spec(tmp_path: Path) -
     ]
     wanted = spec(backbones=("big", "smol"), backbone_titles={"smol": "SmolLM2"})
     tex = table(tmp_path, wanted, *files)
-    assert [row[0] for row in printed(tex)] == [
+    assert [row[0] for row in printed_fields(tex)] == [
         r"\multicolumn{8}{l}{Big-LM}", *[r"my\_corpus"] * 2,
         r"\multicolumn{8}{l}{SmolLM2}", *["Wikipedia", "CWE"] * 2,
     ]  # fmt: skip
@@ -191,8 +176,8 @@ def test_several_backbones_are_blocks_in_the_order_of_the_spec(tmp_path: Path) -
 def test_every_printed_value_is_a_line_with_its_origin(tmp_path: Path) -> None:
     rows = edit(accounting_rows(), "cwe", "2k", clamped_share="0.012000")
     path = write(tmp_path / "accounting_smol.csv", rows)
-    fields = {(row[0], row[1]): row[3:] for row in printed(table(tmp_path, spec(), path))}
-    lines = cells(tmp_path)
+    fields = {(row[0], row[1]): row[3:] for row in printed_fields(table(tmp_path, spec(), path))}
+    lines = written_cells(tmp_path)
     assert len(lines) == 4 * 5 and len({(x["corpus"], x["length"], x["quantity"]) for x in lines}) == 20
     assert list(lines[0]) == [*COLUMNS]
     for line in lines:
@@ -217,7 +202,7 @@ def test_a_missing_log_z_error_is_a_dash(tmp_path: Path) -> None:
     empty = {"log_z_error": "", "log_z_error_ci_low": "", "log_z_error_ci_high": ""}
     rows = edit(accounting_rows(), "cwe", "2k", **empty)
     tex = table(tmp_path, spec(), write(tmp_path / "a.csv", rows))
-    assert [row[-1] == "--" for row in printed(tex)] == [False, False, False, True]
+    assert [row[-1] == "--" for row in printed_fields(tex)] == [False, False, False, True]
     assert "A dash stands where no row has a residual." in caption_of(tex)
     tex = table(tmp_path, spec(), write(tmp_path / "b.csv", [row | empty for row in rows]))
     assert "interval over heads and packs: 0.025 of an error." in caption_of(tex)
@@ -295,14 +280,6 @@ def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        table(folder, wanted, *results)
-    assert not (folder / "out.tex").exists() and not (folder / "cells.csv").exists()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     """As in a file of an older version."""
     path = write(tmp_path / "a.csv", accounting_rows(), [name for name in ACCOUNTING if name != "packs"])
@@ -312,7 +289,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 def test_nothing_retrieved_is_a_count(tmp_path: Path) -> None:
     tex = table(tmp_path, spec(), write(tmp_path / "a.csv", edit(accounting_rows(), "wiki", "1k", k="0")))
-    assert printed(tex)[0][2] == "0"
+    assert printed_fields(tex)[0][2] == "0"
 
 
 def test_a_budget_and_a_length_that_a_file_lacks_are_named(tmp_path: Path) -> None:

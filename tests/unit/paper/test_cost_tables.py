@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from printed import caption_of, open_braces, pdflatex, printed_fields, row_widths, without_comments
-from sample_results import TEMPLATES, table_spec
+from rendered import refusal, table, written_cells
+from sample_results import table_spec
 from sample_runtime import (
     BLOCKS,
     METHODS,
@@ -29,20 +30,16 @@ from tests.needs import LATEX, needs
 from tests.records import recorded
 
 from residual_mass.backbones.phi_maps import HeadShape
-from residual_mass.cli import main
 from residual_mass.core.settings import to_json
 from residual_mass.files import csv_text, sha256_of
 from residual_mass.paper import published
 from residual_mass.paper.table import load_table
 from residual_mass.paper.tables import runtime_table, training_cost_table
-from residual_mass.paper.tables.render import run
 from residual_mass.study.sections import CurriculumSpec, ReplaySpec
 from residual_mass.study.specs import TableSpec, TrainSpec
 from residual_mass.training.learner import Learner
 
-RUNTIME_TEMPLATE = TEMPLATES / "runtime.tex.j2"
 TRAINING = "training_cost_64k"
-TRAINING_TEMPLATE = TEMPLATES / f"{TRAINING}.tex.j2"
 LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
 TITLES = {"prototype": "Prototype", "fused": "Fused"}
 HOSTILE = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
@@ -56,25 +53,6 @@ def no_results(label: str, **changes: Any) -> TableSpec:
 
 def of_1b(label: str, **changes: Any) -> TableSpec:
     return no_results(label, **{"study": "paper", "backbones": ("1b",)} | changes)
-
-
-def table(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    template = TRAINING_TEMPLATE if wanted.label == TRAINING else RUNTIME_TEMPLATE
-    run(wanted, list(results), template, folder / "out.tex", folder / "cells.csv", folder / "data.json")
-    return (folder / "out.tex").read_text(encoding="utf-8")
-
-
-def cells(folder: Path) -> list[Row]:
-    with open(folder / "cells.csv", encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def refusal(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        table(folder, wanted, *results)
-    assert not (folder / "out.tex").exists() and not (folder / "cells.csv").exists()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---- latencies -------------------------------------------------------------------------------------------------------
@@ -127,7 +105,7 @@ def test_contexts_of_the_spec_are_shown_in_rising_order(tmp_path: Path) -> None:
     for lengths, shown in ((("16k", "64k", "2k"), ["2k", "16k", "64k"]), (("64k", "2k"), ["2k", "64k"])):
         for half in halves(table(tmp_path, replace(SMOL, lengths=lengths), path)):
             assert [row[0] for row in printed_fields(half)[1:]] == shown
-        assert {line["length"] for line in cells(tmp_path)} == set(shown)
+        assert {line["length"] for line in written_cells(tmp_path)} == set(shown)
     (tmp_path / "out.tex").unlink(), (tmp_path / "cells.csv").unlink()
     message = refusal(tmp_path, replace(SMOL, lengths=("2k", "4k")), path)
     assert message == f"{path}: no row for fused, batch 1, at 4k; measure it, or leave it out"
@@ -188,7 +166,7 @@ def test_a_file_without_the_prototype_says_nothing_of_its_tokens(tmp_path: Path)
     rows = [row | {"tokens_as_prototype": ""} for row in runtime_rows(blocks=BLOCKS[1:])]
     caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", rows)))
     assert "Fused: decoding" in caption and "prototype's tokens" not in caption and "Prototype: " not in caption
-    assert {line["tokens_as_prototype"] for line in cells(tmp_path)} == {""}
+    assert {line["tokens_as_prototype"] for line in written_cells(tmp_path)} == {""}
     rows[3]["tokens_as_prototype"] = "0.500"
     caption = caption_of(table(tmp_path, SMOL, write_runtime(tmp_path / "runtime_smol.csv", rows)))
     assert r"gives the prototype's tokens in 50\% of all places at least" in caption
@@ -205,7 +183,7 @@ def test_every_printed_latency_is_a_line_with_its_origin(tmp_path: Path) -> None
     rows = runtime_rows()
     path = write_runtime(tmp_path / "runtime_smol.csv", rows)
     latencies, traffic = (printed_fields(half) for half in halves(table(tmp_path, SMOL, path)))
-    lines = cells(tmp_path)
+    lines = written_cells(tmp_path)
     assert len(lines) == len(rows) * 5 and list(lines[0]) == [*runtime_table.COLUMNS]
     keys = {tuple(line[name] for name in list(line)[: list(line).index("text")]) for line in lines}
     assert len(keys) == len(lines), "what stands before the text tells cells apart"
@@ -244,7 +222,7 @@ def test_a_setting_that_does_not_fit_has_its_traffic_and_the_reason(tmp_path: Pa
     caption = caption_of(tex)
     assert "What has no times does not fit into the memory that was free: fused at 2k with batch 8." in caption
     assert "Recording took 1.2 to 1.2 s." in caption
-    lines = [line for line in cells(tmp_path) if line["not_measured"]]
+    lines = [line for line in written_cells(tmp_path) if line["not_measured"]]
     assert len(lines) == 10 and {line["not_measured"] for line in lines} == {REASON}
     assert {(line["text"], line["value"]) for line in lines if line["quantity"] == "over_floor"} == {("--", "")}
     values = load_table(tmp_path / "data.json", "mini").evaluated
@@ -263,7 +241,7 @@ def test_the_floor_of_a_tiny_model_may_round_to_nothing(tmp_path: Path) -> None:
         row |= {"step_bytes": "4000", "floor_ms": "0.000", "per_step_ms": "1.000", "per_step_low_ms": "1.000"}
         row["per_step_high_ms"] = "1.000"
     table(tmp_path, SMOL, write_runtime(tmp_path / "a.csv", rows))
-    assert {line["value"] for line in cells(tmp_path) if line["quantity"] == "over_floor"} == {"5425.000000"}
+    assert {line["value"] for line in written_cells(tmp_path) if line["quantity"] == "over_floor"} == {"5425.000000"}
 
 
 def test_a_ratio_that_rounds_up_twice_is_printed_as_it_is_read_back(tmp_path: Path) -> None:
@@ -273,7 +251,7 @@ def test_a_ratio_that_rounds_up_twice_is_printed_as_it_is_read_back(tmp_path: Pa
         row |= {"step_bytes": "217000005", "floor_ms": "10.000", "end_to_end_ms": "9000.000"}
         row |= {f"per_step_{name}ms": "83.750" for name in ("", "low_", "high_")}
     table(tmp_path, SMOL, write_runtime(tmp_path / "a.csv", rows))
-    ratios = {(line["text"], line["value"]) for line in cells(tmp_path) if line["quantity"] == "over_floor"}
+    ratios = {(line["text"], line["value"]) for line in written_cells(tmp_path) if line["quantity"] == "over_floor"}
     assert ratios == {("8.38", "8.375000")}
 
 
@@ -383,7 +361,7 @@ def test_hardware_is_that_of_the_record(tmp_path: Path, ran_on: dict[str, Any], 
     files = trained(tmp_path, ran_on=ran_on)
     (fields,) = printed_fields(table(tmp_path, TRAINING_SMOL, *files))
     assert fields[1] == words
-    line = cells(tmp_path)[0]
+    line = written_cells(tmp_path)[0]
     assert (line["hardware"] == "", line["processes"]) == (not ran_on, str(ran_on["processes"]) if ran_on else "")
 
 
@@ -394,7 +372,7 @@ def test_hardware_is_that_of_the_record(tmp_path: Path, ran_on: dict[str, Any], 
 def test_times_have_a_unit_that_fits(tmp_path: Path, seconds: float, text: str) -> None:
     (fields,) = printed_fields(table(tmp_path, TRAINING_SMOL, *trained(tmp_path, seconds=seconds)))
     assert fields[-1] == text
-    (line,) = (line for line in cells(tmp_path) if line["quantity"] == "wall_clock_h")
+    (line,) = (line for line in written_cells(tmp_path) if line["quantity"] == "wall_clock_h")
     assert (line["text"], line["value"]) == (text, f"{seconds / 3600:.6f}")
 
 
@@ -421,7 +399,7 @@ def test_backbones_stand_in_the_order_of_the_spec_whatever_that_of_the_files(tmp
 def test_every_number_of_a_training_is_a_line_with_its_origin(tmp_path: Path) -> None:
     files = trained(tmp_path)
     table(tmp_path, TRAINING_SMOL, *files)
-    lines = cells(tmp_path)
+    lines = written_cells(tmp_path)
     assert list(lines[0]) == [*training_cost_table.COLUMNS]
     values = [(line["quantity"], line["text"], line["value"]) for line in lines]
     assert values == [
@@ -434,20 +412,6 @@ def test_every_number_of_a_training_is_a_line_with_its_origin(tmp_path: Path) ->
         "weights": "pretrained", "phi_sha": sha256_of(files[0]),
     }  # fmt: skip
     assert all({name: line[name] for name in common} == common for line in lines)
-
-
-def test_the_stage_writes_both_tables_of_costs(tmp_path: Path) -> None:
-    runtime = write_runtime(tmp_path / "runtime_smol.csv", runtime_rows())
-    for wanted, template, files in (
-        (SMOL, RUNTIME_TEMPLATE, [runtime]),
-        (TRAINING_SMOL, TRAINING_TEMPLATE, trained(tmp_path)),
-    ):
-        out = ["--out", str(tmp_path / "cli.tex"), "--cells", str(tmp_path / "cli.csv")]
-        out += ["--data", str(tmp_path / "cli.json")]
-        command = ["table", "--spec", to_json(wanted), "--results", *map(str, files), "--template", str(template)]
-        main([*command, *out])
-        assert (tmp_path / "cli.tex").read_text() == table(tmp_path, wanted, *files)
-        assert (tmp_path / "cli.csv").read_bytes() == (tmp_path / "cells.csv").read_bytes()
 
 
 # ---- trainings that are refused --------------------------------------------------------------------------------------

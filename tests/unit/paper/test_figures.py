@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from tests.records import recorded
 
 from residual_mass.files import csv_text
-from residual_mass.paper.figures.render import FIGURES, kind_of, run
+from residual_mass.paper.figures.render import FIGURES, run
 from residual_mass.paper.figures.style import round_ticks
 from residual_mass.paper.figures.training import (
     LOOKS,
@@ -24,6 +24,8 @@ from residual_mass.paper.figures.training import (
     training_curves_points,
 )
 from residual_mass.paper.readers.training_log import join, read_log
+from residual_mass.study import sections
+from residual_mass.study.sections import kind_of
 from residual_mass.study.specs import FigureSpec
 
 
@@ -34,17 +36,12 @@ def spec(label: str, *maps: str, title: str = "a title") -> FigureSpec:
 TRAINING, COSTS = spec("training_curves", "512", "1k"), spec("recipe_costs", "1k")
 
 
-def test_a_label_names_its_figure_and_what_tells_it_apart() -> None:
-    for kind in FIGURES:
-        assert kind_of(kind) == kind and kind_of(f"{kind}_1b") == kind
-    for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain"):
-        with pytest.raises(ValueError, match=f"^figure '{label}' is unknown; known are entropy_gain, .*recipe_costs"):
-            kind_of(label)
-
-
-def test_an_unknown_figure_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^figure 'nothing' is unknown; known are entropy_gain, "):
-        run(spec("nothing"), [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
+def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
+    assert set(FIGURES) == set(sections.FIGURES)
+    assert kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
+    for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain", "entropy_gain_1b"):
+        with pytest.raises(ValueError, match=f"^{label} is not one of entropy_gain, .*recipe_costs"):
+            run(spec(label), [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
     assert not list(tmp_path.iterdir())
 
 

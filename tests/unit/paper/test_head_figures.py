@@ -339,11 +339,10 @@ def test_two_processes_draw_the_same_bytes(heads: Path, tmp_path: Path) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_not_what_was_recorded_is_refused_in_one_line(heads: Path, tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_not_what_was_recorded_is_refused_in_one_line(heads: Path, tmp_path: Path) -> None:
     heads.write_bytes(heads.read_bytes()[:-100])
     with pytest.raises(ValueError, match=f"^{heads}: is not what {heads.name}.meta.json recorded: .*; delete it and"):
-        run(spec(kind), [heads], tmp_path / "f.pdf", tmp_path / "f.png")
+        run(spec(KINDS[0]), [heads], tmp_path / "f.pdf", tmp_path / "f.png")
     assert not list(tmp_path.glob("*.p[dn][fg]"))
 
 
@@ -358,8 +357,8 @@ def test_an_unknown_budget_is_refused(heads: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_two_files_are_refused_where_one_is_shown(heads: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"^figure {kind}_1b shows one diagnostics file, 2 were given; give 1"):
-        run(spec(f"{kind}_1b"), [heads, heads], heads.with_suffix(".pdf"), heads.with_suffix(".png"))
+    with pytest.raises(ValueError, match=f"^figure {kind} shows one diagnostics file, 2 were given; give 1"):
+        run(spec(kind), [heads, heads], heads.with_suffix(".pdf"), heads.with_suffix(".png"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import struct
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from printed import caption_of, open_braces, pdflatex, printed_fields, row_widths, without_comments
+from rendered import refusal, table, written_cells
 from safetensors.torch import save_file
 from sample_results import TEMPLATES, table_spec
 from sample_runtime import TRAINED
@@ -25,7 +25,7 @@ from residual_mass.core.settings import MapSpec
 from residual_mass.paper import published
 from residual_mass.paper.readers.maps_file import load_maps_file
 from residual_mass.paper.tables.parameter_table import COLUMNS, QUANTITIES
-from residual_mass.paper.tables.render import make_published, run
+from residual_mass.paper.tables.render import make_published
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec, TableSpec, VariantSpec
 
@@ -59,11 +59,6 @@ def phi_file(
 
 def spec(**changes: Any) -> TableSpec:
     return table_spec(LABEL, **{"lengths": (), "budgets": (), "benchmarks": ()} | changes)
-
-
-def table(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    run(wanted, list(results), TEMPLATE, folder / "out.tex", folder / "cells.csv", folder / "data.json")
-    return (folder / "out.tex").read_text(encoding="utf-8")
 
 
 def slow_counts(path: Path) -> dict[str, int]:
@@ -206,8 +201,7 @@ def test_where_the_paper_has_the_shape_both_counts_are_named(
 def test_every_printed_value_is_a_line_with_its_origin(tmp_path: Path) -> None:
     files = of_widths(tmp_path)
     fields = {line[0]: line[1:] for line in printed_fields(table(tmp_path, spec(), *files))}
-    with open(tmp_path / "cells.csv", encoding="utf-8", newline="") as stream:
-        lines = list(csv.DictReader(stream))
+    lines = written_cells(tmp_path)
     assert list(lines[0]) == [*COLUMNS] and len(lines) == 3 * 6
     assert len({(line["maps"], line["quantity"]) for line in lines}) == 18
     for line in lines:
@@ -252,14 +246,6 @@ def test_latex_accepts_the_table_whatever_the_names_and_it_fits_the_page(tmp_pat
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def refusal(folder: Path, wanted: TableSpec, *results: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        table(folder, wanted, *results)
-    assert not (folder / "out.tex").exists() and not (folder / "cells.csv").exists()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_file_without_maps_or_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from printed import LEFT_OUT, METHODS, Printed, caption_of, open_braces, pdflatex, printed_cells, row_widths
+from rendered import CELLS, DATA, refusal, table, written_cells
 from sample_results import (
     BUDGETS,
     LABELS,
@@ -37,22 +37,8 @@ from residual_mass.paper.tables.layouts import layout_of
 from residual_mass.paper.tables.render import make_published, run
 from residual_mass.paper.tables.score_table import COLUMNS
 from residual_mass.provenance import beside, recorded
-from residual_mass.study.specs import TableSpec
 
 _, TOPK, PHI, NOSUB = METHODS
-
-
-def table(tmp_path: Path, spec: TableSpec, *results: Path) -> str:
-    out = tmp_path / f"{spec.label}.tex"
-    template, cells = TEMPLATES / f"{spec.label}.tex.j2", out.with_suffix(".csv")
-    run(spec, list(results), template, out, cells, out.with_suffix(".json"))
-    return out.read_text(encoding="utf-8")
-
-
-def traced(tmp_path: Path, label: str) -> list[Row]:
-    """The cells that `table` wrote beside the LaTeX."""
-    with open(tmp_path / f"{label}.csv", encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -178,7 +164,7 @@ def test_maps_trained_at_other_lengths_stand_in_rows(tmp_path: Path) -> None:
         rf"{PHI} (1k-residual\_loss)$^{{*}}$": [Printed("0.500"), Printed("0.500")],
     }
     assert r"    Method & 512 & 1k \\" in tex and "cells, equal in" not in caption_of(tex)
-    assert {row["maps"] for row in traced(tmp_path, spec.label)} == {"", "512", "1k", "1k-residual_loss"}
+    assert {row["maps"] for row in written_cells(tmp_path)} == {"", "512", "1k", "1k-residual_loss"}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +219,7 @@ def test_rows_of_ours_stand_apart_and_take_no_bold_from_the_papers(tmp_path: Pat
     ]  # fmt: skip
     assert ours.strip() == r"Residual objective$^{*}$ & 0.900 & -- \\" and r"Ours & \textbf{0.700} & -- \\" in theirs
     assert OWN_ROWS in caption_of(tex) and tex.count(r"\textbf") == 1
-    assert {row["maps"] for row in traced(tmp_path, "loss_ablation") if row["bold"] == "1"} == {"1k"}
+    assert {row["maps"] for row in written_cells(tmp_path) if row["bold"] == "1"} == {"1k"}
 
 
 @pytest.mark.parametrize(
@@ -348,14 +334,14 @@ def test_a_small_p_value_that_the_correction_removes_gets_no_dagger(tmp_path: Pa
     tex = table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", rows))
     assert not any(cell.mark for cell in printed_cells(tex).values())
     assert r"Of 6 paired comparisons" in caption_of(tex) and "none remain at $p < 0.05$" in caption_of(tex)
-    phi = [row for row in traced(tmp_path, "ruler_sweep") if row["gain_p"] == "0.020000"]
+    phi = [row for row in written_cells(tmp_path) if row["gain_p"] == "0.020000"]
     assert [row["gain_p_holm"] for row in phi] == ["0.120000"]
 
 
 def test_the_correction_counts_the_cells_that_the_table_shows(tmp_path: Path) -> None:
     rows = edit(with_gains(), {"task": "all", "method": "topk_phi", "budget_percent": "4"}, gain_p="0.020000")
     table(tmp_path, table_spec("stress_1pct"), write_rows(tmp_path / "a.csv", rows))
-    cells = traced(tmp_path, "stress_1pct")
+    cells = written_cells(tmp_path)
     assert [row["gain_p_holm"] for row in cells if row["gain_p_holm"]] == ["0.040000", "0.800000"]
 
 
@@ -396,16 +382,16 @@ def test_floor_ceiling_and_alarms_are_owned_up_to(tmp_path: Path) -> None:
 def test_a_saved_table_is_the_table_that_was_made(tmp_path: Path, label: str) -> None:
     spec, files = files_of(tmp_path, label)
     tex = table(tmp_path, spec, *files)
-    loaded = load_table(path := tmp_path / f"{label}.json", "mini")
+    loaded = load_table(path := tmp_path / DATA, "mini")
     assert loaded.latex(TEMPLATES / f"{label}.tex.j2") == tex
-    assert loaded.csv() == (tmp_path / f"{label}.csv").read_text(encoding="utf-8")
+    assert loaded.csv() == (tmp_path / CELLS).read_text(encoding="utf-8")
     loaded.save(again := tmp_path / "again.json")
     assert again.read_bytes() == path.read_bytes() and recorded(path)
 
 
 def test_a_table_of_another_study_or_version_is_refused_in_one_line(tmp_path: Path) -> None:
     table(tmp_path, table_spec(), write_rows(tmp_path / "a.csv", result_rows()))
-    path = tmp_path / "ruler_sweep.json"
+    path = tmp_path / DATA
     with pytest.raises(ValueError, match=rf"^{path}: is of study 'mini', not of 'paper'; pass tables of one study$"):
         load_table(path, "paper")
     path.write_text(path.read_text().replace('"grids"', '"grid"'))
@@ -432,7 +418,7 @@ def test_every_printed_cell_is_traced_to_its_row(tmp_path: Path) -> None:
     edit(rows, {"task": "all", "method": "topk_phi"}, original_value="0.470000", value="0.490000")
     path = write_rows(tmp_path / "ruler_smol_1k.csv", rows)
     table(tmp_path, table_spec(), path)
-    lines = traced(tmp_path, "ruler_sweep")
+    lines = written_cells(tmp_path)
     assert list(lines[0]) == [*COLUMNS] and len(lines) == 10
     chosen = [row for row in rows if row["task"] == "all"]
     p_values = {row["method"] + row["budget_percent"]: float(row["gain_p"]) for row in chosen if row.get("gain_p")}
@@ -449,7 +435,7 @@ def test_every_printed_cell_is_traced_to_its_row(tmp_path: Path) -> None:
 
 def test_cells_that_are_left_out_are_lines_too(tmp_path: Path) -> None:
     table(tmp_path, table_spec("stress_1pct"), write_rows(tmp_path / "a.csv", result_rows()))
-    left_out = [row for row in traced(tmp_path, "stress_1pct") if row["benchmark"] == "babilong"]
+    left_out = [row for row in written_cells(tmp_path) if row["benchmark"] == "babilong"]
     assert [(row["text"], row["value"], row["source"]) for row in left_out] == [("--", "", "")] * 4
 
 
@@ -457,7 +443,7 @@ def test_cells_that_are_left_out_are_lines_too(tmp_path: Path) -> None:
 def test_the_cells_file_and_the_table_agree(tmp_path: Path, label: str) -> None:
     spec, files = files_of(tmp_path, label)
     cells = printed_cells(table(tmp_path, spec, *files))
-    lines = traced(tmp_path, label)
+    lines = written_cells(tmp_path)
     wide = len(spec.budgets) - 1 if layout_of(spec).budget_percent is None else 0
     assert len(cells) == len(lines) + wide * sum(line["method"] == "full" for line in lines)
     assert sorted({cell.text for cell in cells.values()}) == sorted({line["text"] for line in lines})
@@ -519,6 +505,17 @@ def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
     assert r"evil\_\$x\$ \textbackslash{}input\{" in tex
 
 
+def test_the_command_line_makes_the_same_table(tmp_path: Path) -> None:
+    tex = table(tmp_path, table_spec(), path := write_rows(tmp_path / "a.csv", result_rows()))
+    made = {name: tmp_path / f"made.{name}" for name in ("out", "cells", "data")}
+    command = ["table", "--spec", to_json(table_spec()), "--results", str(path)]
+    command += ["--template", str(TEMPLATES / "ruler_sweep.tex.j2")]
+    main([*command, *(word for name, file in made.items() for word in (f"--{name}", str(file)))])
+    assert made["out"].read_text(encoding="utf-8") == tex
+    assert made["cells"].read_bytes() == (tmp_path / CELLS).read_bytes()
+    assert made["data"].read_bytes() == (tmp_path / DATA).read_bytes()
+
+
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
     files = [write_rows(tmp_path / f"{length}.csv", result_rows(length=length)) for length in ("1k", "2k")]
     spec = table_spec(lengths=("1k", "2k"))
@@ -526,13 +523,6 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def refusal(tmp_path: Path, spec: TableSpec, *results: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        table(tmp_path, spec, *results)
-    assert not (tmp_path / f"{spec.label}.tex").exists() and not (tmp_path / f"{spec.label}.csv").exists()
-    return str(caught.value)
 
 
 def test_a_budget_that_a_file_lacks_is_an_error(tmp_path: Path) -> None:

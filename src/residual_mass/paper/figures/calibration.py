@@ -21,6 +21,7 @@ from residual_mass.paper.figures.style import (
     TEXT_WIDTH,
     VERMILLION,
     finish,
+    label_outer,
     panel_axes,
     plain,
     with_minus_sign,
@@ -243,8 +244,8 @@ def _grid(points: pd.DataFrame) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]
     figure = Figure(figsize=(TEXT_WIDTH, 0.9 + 1.55 * rows), layout="constrained")
     axes = panel_axes(figure, rows, columns, len(names))
     axes[0].set_ylim(0, 1.05 * (points["share"] + points["beyond"]).max() or 1)
-    for number, axis in enumerate(axes):
-        axis.tick_params(labelbottom=number + columns >= len(names), labelsize=7)  # if no panel is below
+    for axis in axes:
+        axis.tick_params(labelsize=7)
     return figure, [(axis, panels[name]) for axis, name in zip(axes, names, strict=True)]
 
 
@@ -291,9 +292,5 @@ def _title(axis: Axes, lines: Sequence[str]) -> None:
 
 def _finish(figure: Figure, spec: FigureSpec, handles: Sequence[Line2D | Patch], x_label: str, y_label: str) -> None:
     """Adds labels to the outer panels, a legend for all, and the title."""
-    for axis in figure.axes:
-        if axis.xaxis.get_tick_params()["labelbottom"]:
-            axis.set_xlabel(x_label, fontsize=7.5)
-        if axis.get_subplotspec().is_first_col():
-            axis.set_ylabel(y_label, fontsize=7.5)
+    label_outer(figure.axes, x_label, y_label, size=7.5)
     finish(figure, handles, plain(spec.title), size=7.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from residual_mass.paper.figures.style import (
     VERMILLION,
     Look,
     finish,
+    label_outer,
     make_x_logarithmic,
     panel_axes,
     plain,
@@ -149,8 +151,8 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
     axes = panel_axes(figure, rows, columns, len(variants))
     low, bottom, top = points["x"].min(), points["bottom"].iloc[0], points["top"].iloc[0]
     margin = MARGIN * (top - bottom) or 1.0
-    for number, (axis, maps) in enumerate(zip(axes, variants, strict=True)):
-        lines = [f"({chr(ord('a') + number)}) {_variant(maps)}"]
+    for letter, axis, maps in zip(ascii_lowercase, axes, variants, strict=False):
+        lines = [f"({letter}) {_variant(maps)}"]
         axis.axline((low, low), slope=1, color="black", linewidth=0.7, zorder=3)
         for each, look, name in ((own, OWN, "own"), (maps, VARIANT, "variant")):
             cloud = points[points["maps"] == each]
@@ -158,11 +160,9 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
             lines.append(f"{name}: {_fidelity(cloud.iloc[0])}")
         axis.set_title("\n".join(lines), fontsize=7, linespacing=1.3)
         axis.set_ylim(bottom - margin, top + margin)
-        axis.tick_params(labelsize=7, labelbottom=number + columns >= len(variants))
-        if number + columns >= len(variants):
-            axis.set_xlabel(r"log kernel $s_j$", fontsize=8)
-        if number % columns == 0:
-            axis.set_ylabel(r"$\log\,\langle \phi_{\mathrm{q}}(q), \phi_{\mathrm{k}}(k_j) \rangle$", fontsize=8)
+        axis.tick_params(labelsize=7)
+    score = r"$\log\,\langle \phi_{\mathrm{q}}(q), \phi_{\mathrm{k}}(k_j) \rangle$"
+    label_outer(axes, r"log kernel $s_j$", score, size=8)
     handles = [
         _points_handle(OWN, f"own maps ({plain(own)})"),
         _points_handle(VARIANT, "the panel's variant"),

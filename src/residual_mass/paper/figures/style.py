@@ -79,11 +79,24 @@ def with_minus_sign(number: str) -> str:
 
 
 def panel_axes(figure: Figure, rows: int, columns: int, count: int, sharey: bool = True) -> list[Axes]:
-    """Creates the axes of `count` panels with a common x axis, row by row; the last row may be incomplete."""
+    """Creates the axes of `count` panels with a common x axis, row by row; the last row may be incomplete. Panels with
+    none below have tick labels.
+    """
     axes = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False).ravel()
     for axis in axes[count:]:
         axis.remove()
+    for axis in axes[max(count - columns, 0) : count]:
+        axis.tick_params(labelbottom=True)
     return list(axes[:count])
+
+
+def label_outer(axes: Sequence[Axes], x: str, y: str, size: float | None = None) -> None:
+    """Labels the x axis of panels with tick labels below, and the y axis of those in the first column."""
+    for axis in axes:
+        if axis.xaxis.get_tick_params()["labelbottom"]:
+            axis.set_xlabel(x, fontsize=size)
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(y, fontsize=size)
 
 
 def finish(figure: Figure, handles: Sequence[Artist], title: str, size: float = 8) -> None:

@@ -19,6 +19,7 @@ from residual_mass.paper.figures.style import (
     VERMILLION,
     Look,
     finish,
+    label_outer,
     panel_axes,
     plain,
     tick_logarithmic,
@@ -99,15 +100,12 @@ def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
         # The divergence is over the whole prefix and the same at every K.
         _draw_line(divergence, rows[rows["rank"] == 0], "step", "kl", looks[length])
     divergence.set_title("divergence from the teacher, nats")
-    for number, axis in enumerate(axes):
+    for axis in axes:
         _logarithmic(axis.yaxis)
         axis.locator_params(axis="x", nbins=4)
         axis.xaxis.set_major_formatter("{x:,.0f}")
-        if number % columns == 0 and axis is not divergence:
-            axis.set_ylabel("relative error")
-        if number + columns > len(ranks):  # no panel below
-            axis.tick_params(labelbottom=True)
-            axis.set_xlabel("training steps")
+    label_outer(axes, "training steps", "relative error")
+    divergence.set_ylabel("")
     styles = {
         r"Top-$K{+}\phi$": {"linestyle": "-", "linewidth": 1.2},
         "without subtraction": {"linestyle": "-", "linewidth": 0.5},
