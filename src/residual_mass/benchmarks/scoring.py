@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass.benchmarks.catalogue import CEILING, FLOOR, task_named
+from residual_mass.benchmarks.catalogue import Task, task_named
 from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import (
@@ -28,6 +28,7 @@ from residual_mass.core.settings import ArmSpec
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
+from residual_mass.metrics import Metric, metric_of_mean
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ScoreSpec
 
@@ -74,9 +75,10 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     scores["all"] = {arm: _over_tasks([of_task[arm] for of_task in scores.values()]) for arm in arms}
     lines = []
     for task, of_task in scores.items():
-        about, above = _about(spec, manifest, task), _above_full(task, of_task)
+        metric = metric_of_mean(entry.metric for entry in _covered(spec, manifest, task))
+        about, beating = _about(spec, manifest, task, metric), _better_than_full(task, of_task, metric)
         lines += [
-            {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, arm in above)}
+            {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, metric, arm in beating)}
             for arm, score in of_task.items()
         ]
     write_text(out, csv_text(RESULTS, lines))
@@ -192,40 +194,38 @@ def _over_tasks(tasks: Sequence[ArmScore]) -> ArmScore:
     )
 
 
-def _above_full(task: str, scores: Mapping[ArmSpec, ArmScore]) -> set[ArmSpec]:
-    """The arms significantly above full, Holm-adjusted over the partial arms of the task; each is reported."""
+def _better_than_full(task: str, scores: Mapping[ArmSpec, ArmScore], metric: Metric) -> set[ArmSpec]:
+    """The arms significantly better than full, Holm-adjusted over the partial arms of the task; each is reported."""
     gaps = {arm: score.full_gap for arm, score in scores.items() if score.full_gap is not None}
     adjusted = dict(zip(gaps, holm([gap.p for gap in gaps.values()]), strict=True))
-    above = {arm for arm, gap in gaps.items() if gap.mean.value > 0 and adjusted[arm] < SIGNIFICANT}
-    for arm in sorted(above, key=_canonical):
+    beating = {arm for arm, gap in gaps.items() if metric.better(gap.mean.value, 0) and adjusted[arm] < SIGNIFICANT}
+    for arm in sorted(beating, key=_canonical):
         logger.warning(
-            "alarm: %s is above full (adjusted p %.2g): more likely a mistake in the harness than a finding",
+            "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
             _name(task, arm),
+            metric.better_side,
             adjusted[arm],
         )
-    return above
+    return beating
 
 
-def _flags(score: ArmScore, above_full: bool) -> str:
-    raised = {
-        "beats_full": above_full,
-        "ceiling": score.value.value >= CEILING,
-        "floor": score.value.value <= FLOOR,
-    }
-    return " ".join(sorted(flag for flag, is_raised in raised.items() if is_raised))
+def _flags(score: ArmScore, metric: Metric, beats_full: bool) -> str:
+    return " ".join(sorted({*metric.flags(score.value.value), *["beats_full"] * beats_full}))
 
 
-def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> dict[str, str]:
+def _covered(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> list[Task]:
+    return [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
+
+
+def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str, metric: Metric) -> dict[str, str]:
     """The columns that all lines of a task, or of `all`, have in common."""
-    covered = [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
-    metrics = {entry.metric or "string_match" for entry in covered}
-    kinds = {entry.data(spec.data_source) for entry in covered}
+    kinds = {entry.data(spec.data_source) for entry in _covered(spec, manifest, task)}
     return {
         "benchmark": spec.benchmark,
         "backbone": spec.backbone.name,
         "length": spec.length,
         "task": task,
-        "metric": metrics.pop() if len(metrics) == 1 else "mean",
+        "metric": metric.name,
         "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
         "decoding": spec.decoding,
         "study": spec.study,

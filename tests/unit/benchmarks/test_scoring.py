@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.records import record
 from tests.unit.benchmarks.pairs import compare_task
+from tests.unit.test_metrics import LOSS
 
 from residual_mass.benchmarks import scoring
 from residual_mass.benchmarks.catalogue import BENCHMARKS, tasks_of
@@ -416,6 +417,19 @@ def test_ceiling_and_beats_full_are_listed_in_order(tmp_path: Path) -> None:
     manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(30)]})
     rows = rows_of(manifest, lambda t, a, d: "" if a.method == "full" else gold(t, a, d), ARMS[:2])
     assert [line["flags"] for line in score(manifest, rows, tmp_path)] == ["floor", "beats_full ceiling"] * 2
+
+
+def test_flags_and_alarm_follow_the_direction_of_the_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = replace(LOSS, floor=0.9, ceiling=0.1)
+    monkeypatch.setitem(BENCHMARKS, "ruler", tuple(replace(task, metric=loss) for task in BENCHMARKS["ruler"]))
+    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(30)]})
+    rows = rows_of(manifest, lambda t, a, d: gold(t, a, d) if a.method == "full" else "", ARMS[:2])
+    table = score(manifest, rows, tmp_path)
+    assert [line["flags"] for line in table] == ["floor", "beats_full ceiling"] * 2
+    assert {line["metric"] for line in table} == {"loss"}
+    assert caplog.text.count("topk 2% is below full (adjusted p ") == 2
 
 
 def test_one_example_leaves_undefined_numbers_empty(tmp_path: Path) -> None:

@@ -241,7 +241,8 @@ def test_the_authors_score_is_told_where_it_is_another(tmp_path: Path) -> None:
     for original, told in (("0.612300", True), ("0.500000", False), ("", False)):
         rows = edit(result_rows(), {"task": "all"}, original_value=original)
         (result,) = load_results(write_rows(tmp_path / "a.csv", rows))
-        notes = list(on_score(result.score(place("ruler", "1k", "smol", "topk", 2.0)), None))
+        where = place("ruler", "1k", "smol", "topk", 2.0)
+        notes = list(on_score(result.score(where), where.metric, None))
         assert ("by the authors' scorer 0.612" in notes) == told and "standard error 0.100" in notes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.report.verdicts import sweep_cells
-from residual_mass.paper.table import Cell, Interval, Mark, Table, format_score
+from residual_mass.paper.table import Cell, Gain, Mark, Table, format_score
 from residual_mass.paper.tables import accounting_table
 from residual_mass.paper.tables.tally import Tally, main_texts, tally_by_family
 from residual_mass.paper.titles import task_title
@@ -15,12 +15,15 @@ from residual_mass.paper.titles import task_title
 
 @dataclass(frozen=True)
 class Bounded:
-    """A printed number with its 95 % interval; `mark` says on which side of 0 it is by more than chance."""
+    """A printed number with its 95 % interval; `mark` says on which side of 0 it is by more than chance, and `better`
+    whether that is the better side.
+    """
 
     text: str
     low: str
     high: str
     mark: Mark = ""
+    better: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ def collect_gains(tables: Sequence[Table]) -> Gains:
     for cell in cells:
         budget = cell.place.budget_percent
         if cell.place.method == "topk_phi" and cell.gain and budget is not None:
-            bounds = _bounded(cell.gain.value, cell.gain.interval, cell.mark)
-            found.setdefault(_task(cell), {}).setdefault(budget, bounds)
+            found.setdefault(_task(cell), {}).setdefault(budget, _bounded(cell, cell.gain))
     budgets = sorted({budget for gains in found.values() for budget in gains})
     rows = tuple(
         GainRow(where[0], task_title(where[1], where[2]), where[3], where in low, tuple(map(gains.get, budgets)))
@@ -104,8 +106,9 @@ def _error(cell: Cell) -> Bounded:
     return Bounded(cell.text, format_score(interval.low), format_score(interval.high))
 
 
-def _bounded(value: float, interval: Interval, mark: Mark) -> Bounded:
-    return Bounded(f"{value:+z.3f}", f"{interval.low:+z.3f}", f"{interval.high:+z.3f}", mark)
+def _bounded(cell: Cell, gain: Gain) -> Bounded:
+    numbers = (f"{number:+z.3f}" for number in (gain.value, gain.interval.low, gain.interval.high))
+    return Bounded(*numbers, cell.mark, cell.place.metric.better(gain.value, 0))
 
 
 def _task(cell: Cell) -> tuple[str, str, str, str]:
