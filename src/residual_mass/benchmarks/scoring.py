@@ -41,6 +41,14 @@ RERUN = "run the generate stage again"
 
 
 @dataclass(frozen=True)
+class Flips:
+    """Answers that an arm turns, relative to full on the same examples (arXiv 2407.09141)."""
+
+    right_to_wrong: int
+    wrong_to_right: int
+
+
+@dataclass(frozen=True)
 class ArmScore:
     """The score of an arm on a task or over all tasks: one line of the result table.
 
@@ -49,6 +57,7 @@ class ArmScore:
         original: by the scorer of the benchmark's authors.
         gain: difference to topk at the same budget; None for full and topk, or without topk.
         full_gap: difference to full; None for full, or without it.
+        flips: None as `full_gap`, and where answers are not right or wrong.
         ks: exact keys beyond the anchors, per example.
         cuts: tokens cut off the prompt, per example.
     """
@@ -57,6 +66,7 @@ class ArmScore:
     original: MeanScore
     gain: Comparison | None
     full_gap: Comparison | None
+    flips: Flips | None
     ks: list[int]
     cuts: list[int]
 
@@ -145,7 +155,7 @@ def _score_task(
     spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[GenerationRow]]
 ) -> dict[ArmSpec, ArmScore]:
     harness, original = _example_scores(spec.benchmark, task, prompts, list(rows.values()))
-    values = dict(zip(rows, harness, strict=True))
+    values, metric = dict(zip(rows, harness, strict=True)), task_named(spec.benchmark, task).metric
     pairs = [(arm, other) for arm in rows for other in (_baseline(arm), FULL) if other in rows and other != arm]
     resampling = spec.bootstrap_resamples, spec.seed, task
     estimates = estimate_arms(np.concatenate([harness, original]), *resampling)
@@ -157,6 +167,7 @@ def _score_task(
             original=estimates[len(rows) + number],
             gain=compared.get((arm, _baseline(arm))),
             full_gap=compared.get((arm, FULL)),
+            flips=_flips(metric, values[FULL], values[arm]) if (arm, FULL) in compared else None,
             ks=[row["k"] for row in rows[arm]],
             cuts=[row["cut_tokens"] for row in rows[arm]],
         )
@@ -181,14 +192,27 @@ def _baseline(arm: ArmSpec) -> ArmSpec | None:
     return ArmSpec("topk", arm.budget_percent) if arm.method not in ("full", "topk") else None
 
 
+def _flips(metric: Metric, of_full: np.ndarray, of_arm: np.ndarray) -> Flips | None:
+    if metric.right is None:
+        return None
+    right = [(metric.is_right(before), metric.is_right(after)) for before, after in zip(of_full, of_arm, strict=True)]
+    return Flips(right.count((True, False)), right.count((False, True)))
+
+
+def _sum(flips: Sequence[Flips]) -> Flips:
+    return Flips(sum(each.right_to_wrong for each in flips), sum(each.wrong_to_right for each in flips))
+
+
 def _over_tasks(tasks: Sequence[ArmScore]) -> ArmScore:
     gains = [task.gain for task in tasks if task.gain is not None]
     gaps = [task.full_gap for task in tasks if task.full_gap is not None]
+    flips = [task.flips for task in tasks if task.flips is not None]
     return ArmScore(
         value=estimate_over_tasks([task.value for task in tasks]),
         original=estimate_over_tasks([task.original for task in tasks]),
         gain=compare_over_tasks(gains) if gains else None,
         full_gap=compare_over_tasks(gaps) if gaps else None,
+        flips=_sum(flips) if len(flips) == len(tasks) else None,
         ks=[k for task in tasks for k in task.ks],
         cuts=[cut for task in tasks for cut in task.cuts],
     )
@@ -255,7 +279,8 @@ def _numbers(score: ArmScore) -> dict[str, str]:
         numbers |= {"gain_p": score.gain.p, "mde": score.gain.detectable}
     if score.full_gap:
         numbers |= {"full_gap": score.full_gap.mean.value, "full_gap_p": score.full_gap.p}
-    return {"n": str(len(score.ks)), **{name: _number(number) for name, number in numbers.items()}}
+    counts = {"n": len(score.ks)} | (vars(score.flips) if score.flips else {})
+    return {name: _number(number) for name, number in numbers.items()} | {name: str(n) for name, n in counts.items()}
 
 
 def _mean_fields(prefix: str, mean: MeanScore) -> dict[str, float | None]:

@@ -1,4 +1,6 @@
-"""A study's own findings at the top of its page: gains of completion over TopK, errors of attention outputs."""
+"""A study's own findings at the top of its page: gains of completion over TopK, turned answers, errors of attention
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +56,30 @@ class Gains:
 
 
 @dataclass(frozen=True)
+class Turned:
+    """Answers that a method turns relative to full attention, at a budget."""
+
+    budget: float
+    right_to_wrong: str
+    wrong_to_right: str
+
+
+@dataclass(frozen=True)
+class TurnedRow:
+    """Turned answers of a benchmark at a length by method and budget, out of so many."""
+
+    backbone: str
+    task: str
+    length: str
+    answers: int
+    methods: dict[str, list[Turned]]
+
+    @property
+    def budgets(self) -> list[str]:
+        return [f"{turned.budget:g}" for turned in next(iter(self.methods.values()))]
+
+
+@dataclass(frozen=True)
 class ErrorRow:
     """Mean errors of attention outputs on a text by method, and completion's change of TopK's error in percent."""
 
@@ -80,6 +106,18 @@ def collect_gains(tables: Sequence[Table]) -> Gains:
         for where, gains in found.items()
     )
     return Gains(tuple(budgets), rows, tally_by_family(main_texts(cells)) if rows else {})
+
+
+def collect_turned(tables: Sequence[Table]) -> list[TurnedRow]:
+    """Collects turned answers in the sweeps, of benchmarks with right and wrong answers."""
+    rows: dict[tuple[str, str, str, str], TurnedRow] = {}
+    cells = {cell.place: cell for cell in sweep_cells(tables) if cell.row.get("right_to_wrong")}
+    for cell in sorted(cells.values(), key=lambda cell: cell.place.budget_percent or 0):
+        where = backbone, benchmark, task, length = _task(cell)
+        row = rows.setdefault(where, TurnedRow(backbone, task_title(benchmark, task), length, cell.n, {}))
+        counts = (cell.row[name] for name in ("right_to_wrong", "wrong_to_right"))
+        row.methods.setdefault(cell.place.method, []).append(Turned(cell.place.budget_percent or 0, *counts))
+    return list(rows.values())
 
 
 def collect_errors(tables: Sequence[Table]) -> list[ErrorRow]:

@@ -65,6 +65,9 @@ def _tests(score: Score, p_holm: float | None) -> Iterator[str]:
         yield f"smallest gain that so many examples would show {format_score(score.mde)}"
     if row["full_gap"]:
         yield f"difference to Full {_signed(row['full_gap'])}, p {float(row['full_gap_p']):.3g}"
+    if row["right_to_wrong"]:
+        flips = f"{row['right_to_wrong']} from right to wrong, {row['wrong_to_right']} from wrong to right"
+        yield f"answers turned relative to Full: {flips}"
 
 
 def _signed(number: str) -> str:

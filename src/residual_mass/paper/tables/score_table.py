@@ -37,7 +37,8 @@ KINDS: tuple[str, ...] = typing.get_args(Data)
 """Where examples come from, in the order in which titles name it."""
 FROM_ROW = (
     "value stderr ci_low ci_high n original_value gain gain_ci_low gain_ci_high gain_p gain_p_holm mde full_gap "
-    "full_gap_p flags data cut_share decoding study model_id revision phi_sha prompts_sha weights"
+    "full_gap_p right_to_wrong wrong_to_right flags data cut_share decoding study model_id revision phi_sha "
+    "prompts_sha weights"
 ).split()
 COLUMNS = (*"table backbone benchmark task length method budget_percent maps text bold".split(), *FROM_ROW, "source")
 
