@@ -3,6 +3,6 @@ Snakemake reruns it.
 """
 
 RECIPES = {
-    "prompts": 3, "generate": 4, "score": 3, "train": 3, "capture": 4, "kernels": 4, "map_errors": 5, "audit": 1,
-    "findings": 2, "runtime": 2,
+    "prompts": 3, "generate": 4, "score": 4, "train": 3, "capture": 5, "kernels": 5, "map_errors": 6, "audit": 1,
+    "findings": 2, "runtime": 2, "force": 1, "fidelity": 1,
 }  # fmt: skip

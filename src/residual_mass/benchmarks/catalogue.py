@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from residual_mass.inputs.hub_data import BABILONG, ESSAYS, LONGBENCH, HubPart
+from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric, metric_of_mean
 
 Data = Literal["original", "simulated", "stand-in"]
 """Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's
 definition, or other real text in the task's format.
 """
-FLOOR, CEILING = 0.02, 0.98
-"""Scores beyond these bounds say little of the difference between arms."""
 LEVEL, POWER = 0.95, 0.80
 """Of intervals, and of the test behind the minimal detectable gain."""
 
@@ -26,7 +25,8 @@ class Task:
     Attributes:
         shortest: minimal nominal length in tokens for an example, the template and the answer.
         process_results: name of the harness's scoring function.
-        metric: key of that function's score; None where it is the nominal length (RULER).
+        metric: what that function's score is; its name is the score's key, except for RULER, whose key is the nominal
+            length.
         title: name in tables.
         max_new_tokens: the harness's limit on generated tokens.
         without_hub: the examples of the assets, in place of the data on the hub.
@@ -37,7 +37,7 @@ class Task:
     max_new_tokens: int
     shortest: int = 1024
     process_results: str = "process_results"
-    metric: str | None = None
+    metric: Metric = STRING_MATCH
     without_hub: Data = "original"
 
     def data(self, data_source: str) -> Data:
@@ -50,7 +50,7 @@ def _ruler(name: str, max_new_tokens: int, shortest: int = 1024, process_results
 
 
 def _babilong(number: int) -> Task:
-    return Task(f"babilong_qa{number}", f"QA{number}", 16, metric="acc", without_hub="simulated")
+    return Task(f"babilong_qa{number}", f"QA{number}", 16, metric=ACC, without_hub="simulated")
 
 
 BENCHMARKS: dict[str, tuple[Task, ...]] = {
@@ -67,10 +67,10 @@ BENCHMARKS: dict[str, tuple[Task, ...]] = {
     ),
     "babilong": tuple(_babilong(number) for number in (1, 2, 3, 4, 5)),
     "longbench": (
-        Task("longbench_gov_report", "GovReport", 512, 1024, "get_rouge_score", "rouge_score", "stand-in"),
-        Task("longbench_qmsum", "QMSum", 512, 1024, "get_rouge_score", "rouge_score", "stand-in"),
-        Task("longbench_musique", "MuSiQue", 32, 2048, "get_qa_f1_score", "qa_f1_score", "stand-in"),
-        Task("longbench_hotpotqa", "HotpotQA", 32, 2048, "get_qa_f1_score", "qa_f1_score"),
+        Task("longbench_gov_report", "GovReport", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
+        Task("longbench_qmsum", "QMSum", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
+        Task("longbench_musique", "MuSiQue", 32, 2048, "get_qa_f1_score", QA_F1, "stand-in"),
+        Task("longbench_hotpotqa", "HotpotQA", 32, 2048, "get_qa_f1_score", QA_F1),
     ),
 }
 
@@ -116,6 +116,12 @@ def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
 def task_named(benchmark: str, name: str) -> Task:
     """The task `name` of a benchmark."""
     return next(task for task in _known(benchmark) if task.name == name)
+
+
+def metric_of(benchmark: str, task: str | None = None) -> Metric:
+    """The metric of a task, or of the mean over all tasks of the benchmark."""
+    tasks = _known(benchmark) if task is None else [task_named(benchmark, task)]
+    return metric_of_mean(each.metric for each in tasks)
 
 
 def _known(benchmark: str) -> tuple[Task, ...]:

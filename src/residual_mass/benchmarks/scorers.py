@@ -21,14 +21,14 @@ ANSWER_ENDS = (".", "<context>", "<example>")
 
 
 def harness_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
-    """The harness's metric of one generation, in [0, 1]."""
+    """One generation by the harness's scorer, in the task's metric."""
     entry = task_named(benchmark, task)
     metrics = _harness_function(benchmark, entry.process_results)(doc, [text])
-    return float(metrics[str(doc["max_length"]) if entry.metric is None else entry.metric])
+    return float(metrics[str(doc["max_length"]) if benchmark == "ruler" else entry.metric.name])
 
 
 def original_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
-    """The metric of the benchmark's authors, in [0, 1]. It differs from the harness's in two cases.
+    """One generation by the scorer of the benchmark's authors. It differs from the harness's in two cases.
 
     RULER's question answering: one reference suffices, while the harness counts the share of references. BABILong: the
     first sentence must name the target and no other label, while the harness looks for the target anywhere.

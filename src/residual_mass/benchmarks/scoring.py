@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass.benchmarks.catalogue import CEILING, FLOOR, task_named
+from residual_mass.benchmarks.catalogue import Task, task_named
 from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import (
@@ -28,6 +28,7 @@ from residual_mass.core.settings import ArmSpec
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
+from residual_mass.metrics import Metric, metric_of_mean
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ScoreSpec
 
@@ -40,6 +41,14 @@ RERUN = "run the generate stage again"
 
 
 @dataclass(frozen=True)
+class Flips:
+    """Answers that an arm turns, relative to full on the same examples (arXiv 2407.09141)."""
+
+    right_to_wrong: int
+    wrong_to_right: int
+
+
+@dataclass(frozen=True)
 class ArmScore:
     """The score of an arm on a task or over all tasks: one line of the result table.
 
@@ -48,6 +57,7 @@ class ArmScore:
         original: by the scorer of the benchmark's authors.
         gain: difference to topk at the same budget; None for full and topk, or without topk.
         full_gap: difference to full; None for full, or without it.
+        flips: None as `full_gap`, and where answers are not right or wrong.
         ks: exact keys beyond the anchors, per example.
         cuts: tokens cut off the prompt, per example.
     """
@@ -56,6 +66,7 @@ class ArmScore:
     original: MeanScore
     gain: Comparison | None
     full_gap: Comparison | None
+    flips: Flips | None
     ks: list[int]
     cuts: list[int]
 
@@ -74,9 +85,10 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     scores["all"] = {arm: _over_tasks([of_task[arm] for of_task in scores.values()]) for arm in arms}
     lines = []
     for task, of_task in scores.items():
-        about, above = _about(spec, manifest, task), _above_full(task, of_task)
+        metric = metric_of_mean(entry.metric for entry in _covered(spec, manifest, task))
+        about, beating = _about(spec, manifest, task, metric), _better_than_full(task, of_task, metric)
         lines += [
-            {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, arm in above)}
+            {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, metric, arm in beating)}
             for arm, score in of_task.items()
         ]
     write_text(out, csv_text(RESULTS, lines))
@@ -143,7 +155,7 @@ def _score_task(
     spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[GenerationRow]]
 ) -> dict[ArmSpec, ArmScore]:
     harness, original = _example_scores(spec.benchmark, task, prompts, list(rows.values()))
-    values = dict(zip(rows, harness, strict=True))
+    values, metric = dict(zip(rows, harness, strict=True)), task_named(spec.benchmark, task).metric
     pairs = [(arm, other) for arm in rows for other in (_baseline(arm), FULL) if other in rows and other != arm]
     resampling = spec.bootstrap_resamples, spec.seed, task
     estimates = estimate_arms(np.concatenate([harness, original]), *resampling)
@@ -155,6 +167,7 @@ def _score_task(
             original=estimates[len(rows) + number],
             gain=compared.get((arm, _baseline(arm))),
             full_gap=compared.get((arm, FULL)),
+            flips=_flips(metric, values[FULL], values[arm]) if (arm, FULL) in compared else None,
             ks=[row["k"] for row in rows[arm]],
             cuts=[row["cut_tokens"] for row in rows[arm]],
         )
@@ -179,53 +192,64 @@ def _baseline(arm: ArmSpec) -> ArmSpec | None:
     return ArmSpec("topk", arm.budget_percent) if arm.method not in ("full", "topk") else None
 
 
+def _flips(metric: Metric, of_full: np.ndarray, of_arm: np.ndarray) -> Flips | None:
+    if metric.right is None:
+        return None
+    right = [(metric.is_right(before), metric.is_right(after)) for before, after in zip(of_full, of_arm, strict=True)]
+    return Flips(right.count((True, False)), right.count((False, True)))
+
+
+def _sum(flips: Sequence[Flips]) -> Flips:
+    return Flips(sum(each.right_to_wrong for each in flips), sum(each.wrong_to_right for each in flips))
+
+
 def _over_tasks(tasks: Sequence[ArmScore]) -> ArmScore:
     gains = [task.gain for task in tasks if task.gain is not None]
     gaps = [task.full_gap for task in tasks if task.full_gap is not None]
+    flips = [task.flips for task in tasks if task.flips is not None]
     return ArmScore(
         value=estimate_over_tasks([task.value for task in tasks]),
         original=estimate_over_tasks([task.original for task in tasks]),
         gain=compare_over_tasks(gains) if gains else None,
         full_gap=compare_over_tasks(gaps) if gaps else None,
+        flips=_sum(flips) if len(flips) == len(tasks) else None,
         ks=[k for task in tasks for k in task.ks],
         cuts=[cut for task in tasks for cut in task.cuts],
     )
 
 
-def _above_full(task: str, scores: Mapping[ArmSpec, ArmScore]) -> set[ArmSpec]:
-    """The arms significantly above full, Holm-adjusted over the partial arms of the task; each is reported."""
+def _better_than_full(task: str, scores: Mapping[ArmSpec, ArmScore], metric: Metric) -> set[ArmSpec]:
+    """The arms significantly better than full, Holm-adjusted over the partial arms of the task; each is reported."""
     gaps = {arm: score.full_gap for arm, score in scores.items() if score.full_gap is not None}
     adjusted = dict(zip(gaps, holm([gap.p for gap in gaps.values()]), strict=True))
-    above = {arm for arm, gap in gaps.items() if gap.mean.value > 0 and adjusted[arm] < SIGNIFICANT}
-    for arm in sorted(above, key=_canonical):
+    beating = {arm for arm, gap in gaps.items() if metric.better(gap.mean.value, 0) and adjusted[arm] < SIGNIFICANT}
+    for arm in sorted(beating, key=_canonical):
         logger.warning(
-            "alarm: %s is above full (adjusted p %.2g): more likely a mistake in the harness than a finding",
+            "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
             _name(task, arm),
+            metric.better_side,
             adjusted[arm],
         )
-    return above
+    return beating
 
 
-def _flags(score: ArmScore, above_full: bool) -> str:
-    raised = {
-        "beats_full": above_full,
-        "ceiling": score.value.value >= CEILING,
-        "floor": score.value.value <= FLOOR,
-    }
-    return " ".join(sorted(flag for flag, is_raised in raised.items() if is_raised))
+def _flags(score: ArmScore, metric: Metric, beats_full: bool) -> str:
+    return " ".join(sorted({*metric.flags(score.value.value), *["beats_full"] * beats_full}))
 
 
-def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> dict[str, str]:
+def _covered(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> list[Task]:
+    return [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
+
+
+def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str, metric: Metric) -> dict[str, str]:
     """The columns that all lines of a task, or of `all`, have in common."""
-    covered = [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
-    metrics = {entry.metric or "string_match" for entry in covered}
-    kinds = {entry.data(spec.data_source) for entry in covered}
+    kinds = {entry.data(spec.data_source) for entry in _covered(spec, manifest, task)}
     return {
         "benchmark": spec.benchmark,
         "backbone": spec.backbone.name,
         "length": spec.length,
         "task": task,
-        "metric": metrics.pop() if len(metrics) == 1 else "mean",
+        "metric": metric.name,
         "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
         "decoding": spec.decoding,
         "study": spec.study,
@@ -255,7 +279,8 @@ def _numbers(score: ArmScore) -> dict[str, str]:
         numbers |= {"gain_p": score.gain.p, "mde": score.gain.detectable}
     if score.full_gap:
         numbers |= {"full_gap": score.full_gap.mean.value, "full_gap_p": score.full_gap.p}
-    return {"n": str(len(score.ks)), **{name: _number(number) for name, number in numbers.items()}}
+    counts = {"n": len(score.ks)} | (vars(score.flips) if score.flips else {})
+    return {name: _number(number) for name, number in numbers.items()} | {name: str(n) for name, n in counts.items()}
 
 
 def _mean_fields(prefix: str, mean: MeanScore) -> dict[str, float | None]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, PlainSerializer, TypeAdapter, ValidationError
 
+from residual_mass.benchmarks.catalogue import metric_of
 from residual_mass.files import REMAKE, csv_text, read_text, write_text
+from residual_mass.metrics import METRICS, Metric
 from residual_mass.paper.latex import Latex, caption_of, escape, render
 from residual_mass.paper.marked import Marked, marked
 
 Text = Annotated[str, PlainSerializer(marked, return_type=str), AfterValidator(Marked)]
 """Plain or marked text; saved as marked text."""
 Mark = Literal["", "above", "below"]
+Key = TypeVar("Key")
 
 ALL_TASKS = "all"
 """Task of the mean over a benchmark's tasks."""
@@ -34,7 +39,7 @@ class Place:
         task: its name in the harness, or `all` for the mean over tasks.
         budget_percent: None for full attention.
         maps: label of the feature maps; None for methods without, and in layouts for a study's main ones.
-        quantity: `score`, a column of the accounting files, or what a table of costs prints.
+        quantity: `score`, the name of a metric, a column of the accounting files, or what a table of costs prints.
         implementation, batch: of a latency.
     """
 
@@ -49,6 +54,13 @@ class Place:
     quantity: str = SCORE
     implementation: str = ""
     batch: int | None = None
+
+    @property
+    def metric(self) -> Metric:
+        """Of a score, or of a quantity that is one."""
+        if self.quantity in METRICS:
+            return METRICS[self.quantity]
+        return metric_of(self.benchmark, None if self.task == ALL_TASKS else self.task)
 
     def __str__(self) -> str:
         latency = f"({self.implementation}, batch {self.batch})" if self.batch else ""
@@ -273,6 +285,13 @@ def load_table(path: Path, study: str) -> Table:
     if table.study != study:
         raise ValueError(f"{path}: is of study {table.study!r}, not of {study!r}; pass tables of one study")
     return table
+
+
+def best_printed(texts: Mapping[Key, str], metric: Metric) -> set[Key]:
+    """What has the best of these printed values; equal digits tie."""
+    values = {key: Decimal(text) for key, text in texts.items()}
+    best = metric.best(values.values())
+    return {key for key, value in values.items() if value == best}
 
 
 def format_score(value: float) -> str:

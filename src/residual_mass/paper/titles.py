@@ -6,6 +6,7 @@ import re
 
 from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.core.settings import length_and_variant
+from residual_mass.metrics import METRICS, QA_F1, ROUGE
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.specs import TableSpec
@@ -24,7 +25,7 @@ VARIANT_TITLES = {
     "aux_only": Marked("Auxiliary only"),
     "residual_loss": Marked("Residual objective"),
 }
-FAMILIES = {"rouge_score": "Summarisation", "qa_f1_score": "Question answering"}
+FAMILIES = {ROUGE: "Summarisation", QA_F1: "Question answering"}
 """LongBench's tasks by their metric."""
 
 
@@ -48,9 +49,13 @@ def task_title(benchmark: str, task: str) -> str:
 
 
 def family_title(place: Place) -> str:
-    """The kind of task that a score is counted under: a LongBench task's family, otherwise its benchmark."""
+    """The kind of task that a score is counted under: a LongBench task's family, otherwise its benchmark. Values of
+    another metric than the benchmark's own are counted apart.
+    """
+    if place.quantity in METRICS:
+        return f"{benchmark_title(place.benchmark)}, {place.metric.title}"
     if place.benchmark == "longbench" and place.task != ALL_TASKS:
-        return FAMILIES[str(task_named(place.benchmark, place.task).metric)]
+        return FAMILIES[place.metric]
     return benchmark_title(place.benchmark)
 
 

@@ -27,8 +27,9 @@ def test_scorer_and_metric_are_the_harness_s(benchmark: str, name: str) -> None:
     files_score_as = config["process_results"].__name__.replace("_with_score", "_score")
     assert files_score_as == task.process_results
     assert config["generation_kwargs"]["max_gen_toks"] == task.max_new_tokens
-    if task.metric is not None:
-        assert task.metric in [entry["metric"] for entry in config["metric_list"]]
+    key = "4096" if benchmark == "ruler" else task.metric.name
+    (entry,) = [entry for entry in config["metric_list"] if entry["metric"] == key]
+    assert entry["higher_is_better"] == task.metric.higher_is_better
 
 
 def test_every_task_is_either_built_or_left_out() -> None:

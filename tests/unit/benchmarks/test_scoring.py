@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from tests.records import record, recorded
 from tests.unit.benchmarks.pairs import compare_task
+from tests.unit.test_metrics import LOSS
 
 from residual_mass.benchmarks import scoring
 from residual_mass.benchmarks.catalogue import BENCHMARKS, tasks_of
@@ -47,7 +49,7 @@ SPEC = ScoreSpec(
 ARMS = (ArmSpec("full"), ArmSpec("topk", 2.0), ArmSpec("topk_phi", 2.0, "1k"))
 NUMBERS = (
     "value stderr ci_low ci_high original_value original_stderr original_ci_low original_ci_high "
-    "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p"
+    "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p right_to_wrong wrong_to_right"
 ).split()
 
 
@@ -141,8 +143,8 @@ def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path)
     assert ",".join(table[0]) == (
         "benchmark,backbone,length,task,method,budget_percent,maps,metric,value,stderr,ci_low,ci_high,"
         "original_value,original_stderr,original_ci_low,original_ci_high,n,"
-        "gain,gain_ci_low,gain_ci_high,gain_p,mde,full_gap,full_gap_p,flags,data,k_mean,k_zero_share,cut_share,"
-        "decoding,study,model_id,revision,phi_sha,prompts_sha,weights"
+        "gain,gain_ci_low,gain_ci_high,gain_p,mde,full_gap,full_gap_p,right_to_wrong,wrong_to_right,flags,data,"
+        "k_mean,k_zero_share,cut_share,decoding,study,model_id,revision,phi_sha,prompts_sha,weights"
     )
     phi = line_of(table, "all", "topk_phi")
     assert (phi["benchmark"], phi["backbone"], phi["length"]) == ("ruler", "tiny", "1k")
@@ -262,7 +264,8 @@ def test_arms_named_by_the_spec_are_all_that_is_scored(
         table = list(csv.DictReader(stream))
     assert [line["method"] for line in table] == ["topk", "topk_phi"] * 13
     for line in table:
-        assert line == {**whole[line["task"], line["method"]], "full_gap": "", "full_gap_p": ""}
+        against_full = ("full_gap", "full_gap_p", "right_to_wrong", "wrong_to_right")
+        assert line == whole[line["task"], line["method"]] | dict.fromkeys(against_full, "")
     with pytest.raises(ValueError) as error:
         scoring.run(replace(SPEC, arms=(ArmSpec("topk_phi", 2.0, "2k"),)), manifest, [tmp_path / "all.jsonl"], out)
     assert "all.jsonl: niah_single_1 topk_phi 2% 2k lacks 2 of 2 examples" in error_line(error)
@@ -368,6 +371,12 @@ def test_every_number_by_definition(study: tuple[Path, list[Row]], tmp_path: Pat
         if arm.method != "full":
             gap = against(ArmSpec("full"))
             expected |= {"full_gap": gap.mean.value, "full_gap_p": gap.p}
+            turned = Counter(
+                (bool(before == 1), bool(after == 1))  # half of two references is not right
+                for name, after_all in of_arm.items()
+                for before, after in zip(_scores(manifest, rows, name, ARMS[0])[:, 0], after_all[:, 0], strict=True)
+            )
+            expected |= {"right_to_wrong": turned[True, False], "wrong_to_right": turned[False, True]}
         for name in NUMBERS:
             if name in expected:
                 assert float(line[name]) == pytest.approx(expected[name], abs=6e-7), (task, arm, name)
@@ -418,6 +427,19 @@ def test_ceiling_and_beats_full_are_listed_in_order(tmp_path: Path) -> None:
     assert [line["flags"] for line in score(manifest, rows, tmp_path)] == ["floor", "beats_full ceiling"] * 2
 
 
+def test_flags_and_alarm_follow_the_direction_of_the_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = replace(LOSS, floor=0.9, ceiling=0.1)
+    monkeypatch.setitem(BENCHMARKS, "ruler", tuple(replace(task, metric=loss) for task in BENCHMARKS["ruler"]))
+    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(30)]})
+    rows = rows_of(manifest, lambda t, a, d: gold(t, a, d) if a.method == "full" else "", ARMS[:2])
+    table = score(manifest, rows, tmp_path)
+    assert [line["flags"] for line in table] == ["floor", "beats_full ceiling"] * 2
+    assert {line["metric"] for line in table} == {"loss"}
+    assert caplog.text.count("topk 2% is below full (adjusted p ") == 2
+
+
 def test_one_example_leaves_undefined_numbers_empty(tmp_path: Path) -> None:
     manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": ["7"], "max_length": 1024}]})
     phi = line_of(score(manifest, rows_of(manifest, gold), tmp_path), "all", "topk_phi")
@@ -428,7 +450,7 @@ def test_one_example_leaves_undefined_numbers_empty(tmp_path: Path) -> None:
 
 def test_without_full_or_topk_there_is_nothing_to_compare_with(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
     table = score(manifest, [row for row in rows if row["maps"]], tmp_path)
-    assert {line[name] for line in table for name in ("gain", "gain_p", "mde", "full_gap", "full_gap_p")} == {""}
+    assert {line[name] for line in table for name in NUMBERS[8:]} == {""}
     assert {line["value"] for line in table} == {"1.000000"}
 
 
@@ -459,7 +481,11 @@ def test_metric_and_data_of_the_other_benchmarks(
     written(tmp_path / "all.jsonl", rows)
     scoring.run(spec, manifest, [tmp_path / "all.jsonl"], tmp_path / "out.csv")
     with open(tmp_path / "out.csv", newline="") as stream:
-        table = [line for line in csv.DictReader(stream) if line["method"] == "full"]
+        lines = list(csv.DictReader(stream))
+    assert {line["right_to_wrong"] for line in lines if line["method"] == "topk"} == (
+        {"0"} if benchmark == "babilong" else {""}  # ROUGE and F1 know no right answer
+    )
+    table = [line for line in lines if line["method"] == "full"]
     assert [line["metric"] for line in table] == metrics
     assert [line["data"] for line in table] == data
     assert {line["value"] for line in table} == {"1.000000"}

@@ -90,7 +90,7 @@ def result_rows(
 def _tests_of(method: str) -> Row:
     """Comparisons of an arm, in which nothing is found."""
     gain = {"gain": "0.010000", "gain_ci_low": "-0.1", "gain_ci_high": "0.1", "gain_p": "0.800000", "mde": "0.200000"}
-    full = {"full_gap": "-0.050000", "full_gap_p": "0.500000"}
+    full = {"full_gap": "-0.050000", "full_gap_p": "0.500000", "right_to_wrong": "3", "wrong_to_right": "1"}
     return {"full": {}, "topk": full}.get(method, gain | full)
 
 

@@ -12,6 +12,7 @@ from sample_results import LABELS, TEMPLATES, place
 from tests.needs import LATEX, needs
 
 from residual_mass.cli import main
+from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH
 from residual_mass.paper import published
 from residual_mass.paper.table import Place
 from residual_mass.paper.tables.render import make_published
@@ -193,18 +194,18 @@ def test_the_papers_count_on_ruler() -> None:
     """`Matches or improves in 31 of 32 configurations; the only exception is 1B at 64k and 4 %, by 0.001`."""
     texts = texts_of("ruler_sweep")
     counted = tally(texts)
-    assert counted == Tally(30, 1, 1, Decimal("0.01609375"))
+    assert counted == Tally(30, 1, 1, Decimal("0.01609375"), STRING_MATCH)
     arms = [place("ruler", "64k", "1b", method, 4.0) for method in ("topk_phi", "topk")]
     loss = tally({place: texts[place] for place in arms})
-    assert loss == Tally(0, 0, 1, Decimal("-0.001"))
+    assert loss == Tally(0, 0, 1, Decimal("-0.001"), STRING_MATCH)
 
 
 def test_the_papers_count_on_longbench() -> None:
     """Summarisation: 13 of 16 improve, one tie, mean +0.006; question answering: 6 of 16, two ties, mean -0.001."""
     counted = tally_by_family(texts_of("natural_main"))
     assert counted == {
-        "Summarisation": Tally(13, 1, 2, Decimal("0.00625")),
-        "Question answering": Tally(6, 2, 8, Decimal("-0.0013125")),
+        "Summarisation": Tally(13, 1, 2, Decimal("0.00625"), ROUGE),
+        "Question answering": Tally(6, 2, 8, Decimal("-0.0013125"), QA_F1),
     }
     caption = caption_of(make_published("natural_main").latex(TEMPLATES / "natural_main.tex.j2"))
     above = r"Top-$K{+}\phi$ is above Top-$K$ in"
@@ -221,6 +222,6 @@ def test_the_papers_count_at_one_percent() -> None:
 def test_the_papers_count_on_babilong() -> None:
     """`More variable, but at 64k both backbones still benefit consistently`."""
     texts = texts_of("babilong_sweep")
-    assert tally(texts) == Tally(27, 2, 3, Decimal("0.01253125"))
+    assert tally(texts) == Tally(27, 2, 3, Decimal("0.01253125"), ACC)
     longest = tally({place: text for place, text in texts.items() if place.length == "64k"})
     assert longest is not None and (longest.wins, longest.cells) == (8, 8)

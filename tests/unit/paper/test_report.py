@@ -241,7 +241,8 @@ def test_the_authors_score_is_told_where_it_is_another(tmp_path: Path) -> None:
     for original, told in (("0.612300", True), ("0.500000", False), ("", False)):
         rows = edit(result_rows(), {"task": "all"}, original_value=original)
         (result,) = load_results(write_rows(tmp_path / "a.csv", rows))
-        notes = list(on_score(result.score(place("ruler", "1k", "smol", "topk", 2.0)), None))
+        where = place("ruler", "1k", "smol", "topk", 2.0)
+        notes = list(on_score(result.score(where), where.metric, None))
         assert ("by the authors' scorer 0.612" in notes) == told and "standard error 0.100" in notes
 
 
@@ -298,6 +299,23 @@ def test_the_page_opens_with_what_the_study_found(study: Study, page: Element) -
         ) and change == f"{100 * float(sub['value']) / float(topk['value']) - 100:+.0f}%"
         for cell, line in zip(methods, (topk, nosub, sub), strict=True):
             assert cell == f"{line['text']} [{float(line['ci_low']):.3f}, {float(line['ci_high']):.3f}]"
+
+
+def test_the_page_tells_the_answers_that_methods_turn(own: Study) -> None:
+    edit_cells(
+        own.table("ruler_sweep"),
+        lambda cell: (cell.place.method, cell.place.length, cell.place.budget_percent) == ("topk", "4k", 2.0),
+        lambda cell: replace(cell, row=cell.row | {"right_to_wrong": "17", "wrong_to_right": "0"}),
+    )
+    page = Page(own.page()).root
+    told = [" ".join(line.text.split()) for line in section(page, "findings").all("li") if "answers" in line.text]
+    assert [line.partition(",")[0] for line in told] == ["RULER 4k", "RULER 8k", "BABILong 4k", "BABILong 8k"]
+    assert "RULER 4k, 6500 answers: at 0.5% / 1% / 2% / 4% Top-K turns 3 / 3 / 17 / 3 from right to wrong" in told[0]
+    assert "and 1 / 1 / 0 / 1 from wrong to right; " in told[0]
+    notes = [button.attributes["data-notes"] for button in page.all("button", "value")]
+    assert any(
+        "answers turned relative to Full: 3 from right to wrong, 1 from wrong to right" in note for note in notes
+    )
 
 
 def test_gains_beyond_chance_are_marked_and_cells_of_two_tables_count_once(own: Study) -> None:

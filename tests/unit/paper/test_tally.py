@@ -6,6 +6,7 @@ from decimal import Decimal
 
 from sample_results import place
 
+from residual_mass.metrics import STRING_MATCH
 from residual_mass.paper.table import Place
 from residual_mass.paper.tables.tally import Tally, tally, tally_by_family
 
@@ -19,7 +20,7 @@ def pair(
 
 def test_wins_ties_losses_and_the_mean_are_exact() -> None:
     texts = pair("0.100", "0.300", 1) | pair("0.200", "0.200", 2) | pair("0.300", "0.299", 4)
-    assert tally(texts) == Tally(1, 1, 1, Decimal("0.199") / 3)
+    assert tally(texts) == Tally(1, 1, 1, Decimal("0.199") / 3, STRING_MATCH)
 
 
 def test_without_a_pair_there_is_nothing_to_count() -> None:
@@ -28,8 +29,10 @@ def test_without_a_pair_there_is_nothing_to_count() -> None:
 
 
 def test_another_method_can_be_counted_against() -> None:
-    assert tally(pair("0.1", "0.2"), "topk_phi_nosub") == Tally(0, 0, 1, Decimal("-0.8"))
-    assert tally_by_family(pair("0.1", "1.0"), "topk_phi_nosub") == {"RULER": Tally(0, 1, 0, Decimal("0"))}
+    assert tally(pair("0.1", "0.2"), "topk_phi_nosub") == Tally(0, 0, 1, Decimal("-0.8"), STRING_MATCH)
+    assert tally_by_family(pair("0.1", "1.0"), "topk_phi_nosub") == {
+        "RULER": Tally(0, 1, 0, Decimal("0"), STRING_MATCH)
+    }
     assert tally(pair("0.1", "0.2"), "full") is None
 
 

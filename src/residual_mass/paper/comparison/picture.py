@@ -98,8 +98,8 @@ def _changes(texts: Texts) -> Findings:
     for method, name in COMPARED_WITH.items():
         for family, counted in tally_by_family(scores, method).items():
             sides = f"{counted.wins} / {counted.ties} / {counted.losses}"
-            mean = f"{counted.mean_change:+z.3f}"
-            statement = f"cells with TopK+phi above / equal / below {name}"
+            mean, metric = f"{counted.mean_change:+z.3f}", counted.metric
+            statement = f"cells with TopK+phi {metric.better_side} / equal / {metric.worse_side} {name}"
             found[family, statement] = Finding(sides, _sign(counted.wins - counted.losses))
             found[family, f"mean change from {name} to TopK+phi"] = Finding(mean, _sign(Decimal(mean)))
     return found
@@ -107,16 +107,17 @@ def _changes(texts: Texts) -> Findings:
 
 def _mismatch(texts: Texts) -> Findings:
     """Compares maps, at lengths that they were trained for and at longer ones, with TopK at the same length."""
-    below: dict[tuple[str, str], list[bool]] = {}
+    worse: dict[tuple[str, str], list[bool]] = {}
     for place, text in texts.items():
         topk = replace(place, method="topk", maps=None)
         if place.maps is None or topk not in texts:
             continue
         trained, _ = length_and_variant(place.maps)
         use = "beyond" if tokens_of(trained) < tokens_of(place.length) else "within"
-        statement = f"cells below TopK, of those with maps used {use} their length"
-        below.setdefault((_family(place), statement), []).append(Decimal(text) < Decimal(texts[topk]))
-    return {key: _share(each) for key, each in sorted(below.items())}
+        statement = f"cells {place.metric.worse_side} TopK, of those with maps used {use} their length"
+        is_worse = place.metric.better(Decimal(texts[topk]), Decimal(text))
+        worse.setdefault((_family(place), statement), []).append(is_worse)
+    return {key: _share(each) for key, each in sorted(worse.items())}
 
 
 def _accounting(texts: Texts) -> Findings:
@@ -182,12 +183,12 @@ def _ranks(published: Texts, ours: Texts) -> tuple[Findings, Findings]:
 
 
 def _scores(texts: Texts) -> dict[tuple[str, str], dict[str, Decimal]]:
-    """Returns the score of every row by backbone and family; row names do not depend on the maps' training length."""
+    """Returns how good every row is by backbone and family; row names do not depend on the maps' training length."""
     scores: dict[tuple[str, str], dict[str, Decimal]] = {}
     for place, text in texts.items():
         _, variant = length_and_variant(place.maps or "")
         row = variant or ("ours" if place.maps else place.method)
-        scores.setdefault((place.backbone, _family(place)), {})[row] = Decimal(text)
+        scores.setdefault((place.backbone, _family(place)), {})[row] = place.metric.goodness(Decimal(text))
     return scores
 
 

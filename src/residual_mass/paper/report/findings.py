@@ -1,4 +1,6 @@
-"""A study's own findings at the top of its page: gains of completion over TopK, errors of attention outputs."""
+"""A study's own findings at the top of its page: gains of completion over TopK, turned answers, errors of attention
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.report.verdicts import sweep_cells
-from residual_mass.paper.table import Cell, Interval, Mark, Table, format_score
+from residual_mass.paper.table import Cell, Gain, Mark, Table, format_score
 from residual_mass.paper.tables import accounting_table
 from residual_mass.paper.tables.tally import Tally, main_texts, tally_by_family
 from residual_mass.paper.titles import task_title
@@ -15,12 +17,15 @@ from residual_mass.paper.titles import task_title
 
 @dataclass(frozen=True)
 class Bounded:
-    """A printed number with its 95 % interval; `mark` says on which side of 0 it is by more than chance."""
+    """A printed number with its 95 % interval; `mark` says on which side of 0 it is by more than chance, and `better`
+    whether that is the better side.
+    """
 
     text: str
     low: str
     high: str
     mark: Mark = ""
+    better: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,30 @@ class Gains:
 
 
 @dataclass(frozen=True)
+class Turned:
+    """Answers that a method turns relative to full attention, at a budget."""
+
+    budget: float
+    right_to_wrong: str
+    wrong_to_right: str
+
+
+@dataclass(frozen=True)
+class TurnedRow:
+    """Turned answers of a benchmark at a length by method and budget, out of so many."""
+
+    backbone: str
+    task: str
+    length: str
+    answers: int
+    methods: dict[str, list[Turned]]
+
+    @property
+    def budgets(self) -> list[str]:
+        return [f"{turned.budget:g}" for turned in next(iter(self.methods.values()))]
+
+
+@dataclass(frozen=True)
 class ErrorRow:
     """Mean errors of attention outputs on a text by method, and completion's change of TopK's error in percent."""
 
@@ -70,14 +99,25 @@ def collect_gains(tables: Sequence[Table]) -> Gains:
     for cell in cells:
         budget = cell.place.budget_percent
         if cell.place.method == "topk_phi" and cell.gain and budget is not None:
-            bounds = _bounded(cell.gain.value, cell.gain.interval, cell.mark)
-            found.setdefault(_task(cell), {}).setdefault(budget, bounds)
+            found.setdefault(_task(cell), {}).setdefault(budget, _bounded(cell, cell.gain))
     budgets = sorted({budget for gains in found.values() for budget in gains})
     rows = tuple(
         GainRow(where[0], task_title(where[1], where[2]), where[3], where in low, tuple(map(gains.get, budgets)))
         for where, gains in found.items()
     )
     return Gains(tuple(budgets), rows, tally_by_family(main_texts(cells)) if rows else {})
+
+
+def collect_turned(tables: Sequence[Table]) -> list[TurnedRow]:
+    """Collects turned answers in the sweeps, of benchmarks with right and wrong answers."""
+    rows: dict[tuple[str, str, str, str], TurnedRow] = {}
+    cells = {cell.place: cell for cell in sweep_cells(tables) if cell.row.get("right_to_wrong")}
+    for cell in sorted(cells.values(), key=lambda cell: cell.place.budget_percent or 0):
+        where = backbone, benchmark, task, length = _task(cell)
+        row = rows.setdefault(where, TurnedRow(backbone, task_title(benchmark, task), length, cell.n, {}))
+        counts = (cell.row[name] for name in ("right_to_wrong", "wrong_to_right"))
+        row.methods.setdefault(cell.place.method, []).append(Turned(cell.place.budget_percent or 0, *counts))
+    return list(rows.values())
 
 
 def collect_errors(tables: Sequence[Table]) -> list[ErrorRow]:
@@ -104,8 +144,9 @@ def _error(cell: Cell) -> Bounded:
     return Bounded(cell.text, format_score(interval.low), format_score(interval.high))
 
 
-def _bounded(value: float, interval: Interval, mark: Mark) -> Bounded:
-    return Bounded(f"{value:+z.3f}", f"{interval.low:+z.3f}", f"{interval.high:+z.3f}", mark)
+def _bounded(cell: Cell, gain: Gain) -> Bounded:
+    numbers = (f"{number:+z.3f}" for number in (gain.value, gain.interval.low, gain.interval.high))
+    return Bounded(*numbers, cell.mark, cell.place.metric.better(gain.value, 0))
 
 
 def _task(cell: Cell) -> tuple[str, str, str, str]:

@@ -24,7 +24,7 @@ from residual_mass.paper.document import figure_caption
 from residual_mass.paper.marked import to_html
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.report.entries import PageTable
-from residual_mass.paper.report.findings import collect_errors, collect_gains
+from residual_mass.paper.report.findings import collect_errors, collect_gains, collect_turned
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.verdicts import COUNTED, Compared, changes_figure, load_comparison, standing
 from residual_mass.paper.table import Table, load_table
@@ -118,6 +118,7 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         kinds=KIND_NOTES,
         gains=collect_gains(tables),
+        turned=collect_turned(tables),
         errors=collect_errors(tables),
         error_methods=list(METHODS.values()),
         examples=list(_examples(tables)),

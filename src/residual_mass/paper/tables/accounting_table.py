@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 
 from residual_mass.core.settings import tokens_of
+from residual_mass.metrics import RELATIVE_ERROR
 from residual_mass.paper import published
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.readers.accounting_file import LOG_Z, METHODS, AccountingRow, load_accounting
-from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place, Row, Table, format_score
+from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place, Row, Table, best_printed, format_score
 from residual_mass.paper.tables import notes as note
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, model_warnings
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
@@ -70,7 +70,7 @@ def make_published(_: str) -> Table:
         texts = {PUBLISHED_QUANTITIES[fact["quantity"]]: fact["value"] for fact in found}
         cells = (
             Cell(Place(backbone, length, corpus=corpus, budget_percent=budget, maps=maps, quantity=name), texts[name],
-                 bold=name in _lowest(texts))
+                 bold=name in _best(texts))
             for name in QUANTITIES
         )  # fmt: skip
         lines.append(_Line(corpus, length, k, tuple(cells)))
@@ -144,16 +144,15 @@ def _shown(rows: Sequence[AccountingRow], spec: TableSpec) -> list[AccountingRow
     return [by_place[place] for place in places]
 
 
-def _lowest(texts: dict[str, str]) -> list[str]:
+def _best(texts: dict[str, str]) -> set[str]:
     """The methods with the lowest printed error; an oracle is no competitor."""
-    lowest = min(Decimal(texts[name]) for name in METHODS)
-    return [name for name in METHODS if Decimal(texts[name]) == lowest]
+    return best_printed({name: texts[name] for name in METHODS}, RELATIVE_ERROR)
 
 
 def _measured_line(row: AccountingRow) -> _Line:
     values = {name: row.value(name) for name in QUANTITIES}
     texts = {name: LEFT_OUT if value is None else format_score(value) for name, value in values.items()}
-    cells = (_cell(row, name, texts[name], name in _lowest(texts)) for name in QUANTITIES)
+    cells = (_cell(row, name, texts[name], name in _best(texts)) for name in QUANTITIES)
     return _Line(row.row["corpus"], row.row["length"], row.row["k"], tuple(cells))
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residual_mass.benchmarks.catalogue import CEILING, FLOOR, LEVEL, POWER
+from residual_mass.benchmarks.catalogue import LEVEL, POWER
+from residual_mass.metrics import Flag
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.published import MODELS
 from residual_mass.paper.readers.results import Result, Score
@@ -135,8 +136,10 @@ def _shared(facts: Iterable[tuple[str, str]], backbones: int) -> Iterator[str]:
 
 
 def _uncertainty(content: Content) -> Iterator[str]:
-    width = max((score.interval.high - score.interval.low) / 2 for score in content.scores.values())
-    yield f"Largest half-width of a {LEVEL:.0%} bootstrap interval over examples: {width:.3f}."
+    alike = _by_unit(content.scores)
+    for (unit, examples), scores in alike.items():
+        width = max((score.interval.high - score.interval.low) / 2 for score in scores)
+        yield f"Largest half-width of a {LEVEL:.0%} bootstrap interval over {examples}: {_measured(width, unit)}."
     tested = [score for score in content.scores.values() if score.gain is not None]
     if not tested:
         return
@@ -147,23 +150,36 @@ def _uncertainty(content: Content) -> Iterator[str]:
         f"{'remains' if survive == 1 else 'remain'} at $p < {ALPHA:g}$ after Holm's correction over this table"
         + (rf" ({above} above, $\dagger$; {below} below, $\ddagger$)." if survive else ".")
     )
-    if known := [score.mde for score in tested if score.mde is not None]:
-        yield (
-            f"Median smallest gain that so many examples would show (one comparison, two-sided {1 - LEVEL:.0%}, power "
-            f"{POWER:.0%}): {statistics.median(known):.3f}."
-        )
+    for (unit, examples), scores in alike.items():
+        if known := [score.mde for score in scores if score.gain is not None and score.mde is not None]:
+            yield (
+                f"Median smallest gain that so many {examples} would show (one comparison, two-sided {1 - LEVEL:.0%}, "
+                f"power {POWER:.0%}): {_measured(statistics.median(known), unit)}."
+            )
+
+
+def _by_unit(scores: Mapping[Place, Score]) -> dict[tuple[str, str], list[Score]]:
+    """Scores by their unit and what they are means of."""
+    groups: dict[tuple[str, str], list[Score]] = {}
+    for place, score in scores.items():
+        groups.setdefault((place.metric.unit, place.metric.combine), []).append(score)
+    return groups
+
+
+def _measured(number: float, unit: str) -> str:
+    return f"{number:.3f} {unit}".rstrip()
 
 
 def tallies(texts: Mapping[Place, str]) -> Iterator[Marked]:
-    """How often completion is above top-k, family by family."""
+    """How often completion is better than top-k, family by family."""
     for family, counted in tally_by_family(texts).items():
         yield Marked(f"{marked(family)}: {_tally(counted)}")
 
 
 def _tally(counted: Tally) -> Marked:
     return Marked(
-        f"{PHI} is above {TOPK} in {counted.wins} of {counted.cells} cells, equal in {counted.ties}, "
-        f"mean change ${counted.mean_change:+z.3f}$."
+        f"{PHI} is {counted.metric.better_side} {TOPK} in {counted.wins} of {counted.cells} cells, equal in "
+        f"{counted.ties}, mean change ${counted.mean_change:+z.3f}$."
     )
 
 
@@ -173,15 +189,22 @@ def _flagged(scores: Mapping[Place, Score]) -> Iterator[str]:
     )
     if floor or ceiling:
         yield (
-            f"Of {len(scores)} values {len(floor)} are at the floor (at most {FLOOR:g}) and {len(ceiling)} at the "
-            f"ceiling (at least {CEILING:g}), where methods cannot be told apart."
+            f"Of {len(scores)} values {len(floor)} are at the floor{_bounds(scores, 'floor')} and {len(ceiling)} at "
+            f"the ceiling{_bounds(scores, 'ceiling')}, where methods cannot be told apart."
         )
     if alarms:
+        sides = " or ".join(dict.fromkeys(place.metric.better_side for place in alarms))
         named = "; ".join(map(str, alarms[:NAMED_ALARMS])) + ("; ..." if len(alarms) > NAMED_ALARMS else "")
         yield (
-            f"Alarm, partial-KV values above Full by more than chance: {len(alarms)} ({named}); suspect the evaluation "
-            "before the method."
+            f"Alarm, partial-KV values {sides} Full by more than chance: {len(alarms)} ({named}); suspect the "
+            "evaluation before the method."
         )
+
+
+def _bounds(places: Iterable[Place], flag: Flag) -> str:
+    """The values of these metrics that get a flag; empty where none does."""
+    bounds = dict.fromkeys(bound for place in places if (bound := place.metric.bound(flag)))
+    return f" ({' or '.join(bounds)})" if bounds else ""
 
 
 def _full_at_floor(results: Iterable[Result], content: Content, backbones: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from residual_mass.metrics import Metric
 from residual_mass.paper.readers import optional
 from residual_mass.paper.readers.results import Score
 from residual_mass.paper.table import Interval, format_score
@@ -11,11 +12,11 @@ from residual_mass.paper.table import Interval, format_score
 FLAGS = {
     "floor": "at the floor, where methods cannot be told apart",
     "ceiling": "at the ceiling, where methods cannot be told apart",
-    "beats_full": "above Full by more than chance, which is suspicious",
+    "beats_full": "{better_side} Full by more than chance, which is suspicious",
 }
 
 
-def on_score(score: Score, p_holm: float | None) -> Iterator[str]:
+def on_score(score: Score, metric: Metric, p_holm: float | None) -> Iterator[str]:
     """
     Args:
         p_holm: the p-value of the gain, corrected for all those of the table.
@@ -29,7 +30,7 @@ def on_score(score: Score, p_holm: float | None) -> Iterator[str]:
         yield f"by the authors' scorer {format_score(original)}"
     yield f"{score.examples} examples"
     yield from _tests(score, p_holm)
-    yield from (FLAGS.get(flag, flag) for flag in score.flags)
+    yield from (FLAGS[flag].format(better_side=metric.better_side) for flag in score.flags)
     if score.data != ("original",):
         yield f"{' and '.join(score.data)} examples"
     if score.maps:
@@ -64,6 +65,9 @@ def _tests(score: Score, p_holm: float | None) -> Iterator[str]:
         yield f"smallest gain that so many examples would show {format_score(score.mde)}"
     if row["full_gap"]:
         yield f"difference to Full {_signed(row['full_gap'])}, p {float(row['full_gap_p']):.3g}"
+    if row["right_to_wrong"]:
+        flips = f"{row['right_to_wrong']} from right to wrong, {row['wrong_to_right']} from wrong to right"
+        yield f"answers turned relative to Full: {flips}"
 
 
 def _signed(number: str) -> str:

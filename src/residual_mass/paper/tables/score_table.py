@@ -13,7 +13,20 @@ from residual_mass.paper import published
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.published import MAIN_MAPS, model_title
 from residual_mass.paper.readers.results import Result, Score, load_results
-from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Gain, Grid, Interval, Mark, Place, Row, Table
+from residual_mass.paper.table import (
+    LEFT_OUT,
+    Block,
+    Cell,
+    Entry,
+    Gain,
+    Grid,
+    Interval,
+    Mark,
+    Place,
+    Row,
+    Table,
+    best_printed,
+)
 from residual_mass.paper.table import format_score as printed
 from residual_mass.paper.tables import captions, notes
 from residual_mass.paper.tables.layouts import PUBLISHED, Layout, Slice, evaluated, layout_of
@@ -24,7 +37,8 @@ KINDS: tuple[str, ...] = typing.get_args(Data)
 """Where examples come from, in the order in which titles name it."""
 FROM_ROW = (
     "value stderr ci_low ci_high n original_value gain gain_ci_low gain_ci_high gain_p gain_p_holm mde full_gap "
-    "full_gap_p flags data cut_share decoding study model_id revision phi_sha prompts_sha weights"
+    "full_gap_p right_to_wrong wrong_to_right flags data cut_share decoding study model_id revision phi_sha "
+    "prompts_sha weights"
 ).split()
 COLUMNS = (*"table backbone benchmark task length method budget_percent maps text bold".split(), *FROM_ROW, "source")
 
@@ -99,17 +113,11 @@ def _with_maps(place: Place) -> Place:
 
 def best_of_columns(texts: Mapping[Place, str]) -> set[Place]:
     """The best partial-KV places of each column: by the printed digits, with ties, and without full attention."""
-    best: dict[Place, float] = {}
+    columns: dict[Place, dict[Place, str]] = {}
     for place, text in texts.items():
         if place.method != "full":
-            column = _column(place)
-            best[column] = max(best.get(column, float(text)), float(text))
-    return {place for place, text in texts.items() if float(text) == best.get(_column(place))}
-
-
-def _column(place: Place) -> Place:
-    """What competing rows share. Full attention, which has no budget, shares it with none of them."""
-    return replace(place, method="", maps=None)
+            columns.setdefault(replace(place, method="", maps=None), {})[place] = text
+    return {place for column, competing in columns.items() for place in best_printed(competing, column.metric)}
 
 
 def _loaded(spec: TableSpec, shown: Iterable[Place], paths: list[Path]) -> dict[tuple[str, str, str], Result]:
@@ -181,7 +189,7 @@ def _cell(place: Place, score: Score, p_holm: float | None, bold: bool) -> Cell:
         model_id=score.row["model_id"],
         weights=score.row["weights"],
         source=score.source.name,
-        notes=tuple(notes.on_score(score, p_holm)),
+        notes=tuple(notes.on_score(score, place.metric, p_holm)),
         row={name: score.row[name] for name in FROM_ROW if name in score.row} | corrected,
     )
 

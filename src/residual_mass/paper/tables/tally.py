@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from residual_mass.metrics import Metric
 from residual_mass.paper.table import Cell, Place
 from residual_mass.paper.titles import family_title
 
@@ -15,14 +16,15 @@ Texts = Mapping[Place, str]
 
 @dataclass(frozen=True)
 class Tally:
-    """Cells in which top-k with completion is above, equal to and below another method, and the mean change of the
-    score.
+    """Cells in which top-k with completion is better than, equal to and worse than another method, the mean change,
+    and one of the metrics that changed, which all have one direction.
     """
 
     wins: int
     ties: int
     losses: int
     mean_change: Decimal
+    metric: Metric
 
     @property
     def cells(self) -> int:
@@ -35,12 +37,16 @@ def main_texts(cells: Iterable[Cell]) -> dict[Place, str]:
 
 
 def tally(texts: Texts, other: str = "topk") -> Tally | None:
-    """Counts at the printed precision, over the cells that the method `other` has, too; None when there is none."""
+    """Counts at the printed precision, over the cells of a family that the method `other` has, too; None when there is
+    none.
+    """
     found = list(changes(texts, other))
     if not found:
         return None
-    wins, losses = sum(change > 0 for change in found), sum(change < 0 for change in found)
-    return Tally(wins, len(found) - wins - losses, losses, sum(found, Decimal()) / len(found))
+    metric = next(iter(texts)).metric
+    good = [metric.goodness(change) for change in found]
+    wins, losses = sum(each > 0 for each in good), sum(each < 0 for each in good)
+    return Tally(wins, len(found) - wins - losses, losses, sum(found, Decimal()) / len(found), metric)
 
 
 def tally_by_family(texts: Texts, other: str = "topk") -> dict[str, Tally]:

@@ -1,0 +1,115 @@
+"""What the numbers in result files measure: one object per metric, which is asked for its direction, its bounds and its
+unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal, TypeVar
+
+Number = TypeVar("Number", float, Decimal)
+Flag = Literal["floor", "ceiling"]
+Side = Literal["above", "below"]
+Unit = Literal["examples", "documents"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of answers or of attention outputs.
+
+    Attributes:
+        name: the value of the column `metric` in result files.
+        title: in running text and on axes.
+        unit: empty for shares and ratios.
+        low, high: the range; None where it has no bound.
+        floor, ceiling: values at these bounds or beyond are so bad, or so good, that methods cannot be told apart; None
+            where no such bound is known.
+        right: the worst score of a right answer; None where answers are not right or wrong.
+        combine: what a value is the mean of: examples and then tasks, or documents.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    higher_is_better: bool = True
+    low: float | None = None
+    high: float | None = None
+    floor: float | None = None
+    ceiling: float | None = None
+    right: float | None = None
+    combine: Unit = "examples"
+
+    @property
+    def better_side(self) -> Side:
+        """Where the better of two values is, seen from the other."""
+        return "above" if self.higher_is_better else "below"
+
+    @property
+    def worse_side(self) -> Side:
+        return "below" if self.higher_is_better else "above"
+
+    def goodness(self, number: Number) -> Number:
+        """A value, or a difference of two, with the sign that makes more of it better."""
+        return number if self.higher_is_better else -number
+
+    def better(self, first: Number, second: Number) -> bool:
+        """Whether `first` is better than `second`."""
+        return self.goodness(first) > self.goodness(second)
+
+    def best(self, values: Iterable[Number]) -> Number:
+        return max(values, key=self.goodness)
+
+    def flags(self, value: float) -> set[Flag]:
+        """The bounds that a value is at or beyond."""
+        found: set[Flag] = set()
+        if self.floor is not None and not self.better(value, self.floor):
+            found.add("floor")
+        if self.ceiling is not None and not self.better(self.ceiling, value):
+            found.add("ceiling")
+        return found
+
+    def bound(self, flag: Flag) -> str:
+        """The values that get a flag, in words; empty where none does."""
+        value = self.floor if flag == "floor" else self.ceiling
+        if value is None:
+            return ""
+        return f"{'at most' if (flag == 'floor') == self.higher_is_better else 'at least'} {value:g}"
+
+    def is_right(self, score: float) -> bool:
+        """Whether this is the score of a right answer; of metrics with `right` alone."""
+        assert self.right is not None, f"{self.name} has no right answers"
+        return not self.better(self.right, score)
+
+
+def _score(name: str, title: str, right: float | None = None) -> Metric:
+    """A score from 0 to 1 of the harness."""
+    return Metric(name, title, low=0, high=1, floor=0.02, ceiling=0.98, right=right)
+
+
+STRING_MATCH = _score("string_match", "share of references found", right=1)
+ACC = _score("acc", "accuracy", right=1)
+ROUGE = _score("rouge_score", "ROUGE-L")
+QA_F1 = _score("qa_f1_score", "F1 of words")
+MEAN = _score("mean", "mean score")
+"""Of tasks with different scores."""
+RELATIVE_ERROR = Metric("relative_error", "relative error", higher_is_better=False, low=0)
+"""Of attention outputs."""
+METRICS = {each.name: each for each in (STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR)}
+
+
+def metric_of_mean(metrics: Iterable[Metric]) -> Metric:
+    """The metric of an unweighted mean over tasks with these.
+
+    Raises:
+        ValueError: they differ, and not all are scores from 0 to 1, of which a mean has no meaning.
+    """
+    distinct = set(metrics)
+    if len(distinct) == 1:
+        return distinct.pop()
+    for metric in distinct:
+        if (metric.higher_is_better, metric.low, metric.high) != (MEAN.higher_is_better, MEAN.low, MEAN.high):
+            names = " and ".join(sorted(each.name for each in distinct))
+            raise ValueError(f"no mean over {names}: {metric.name} is no score from 0 to 1; report them apart")
+    return MEAN
