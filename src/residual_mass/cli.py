@@ -28,6 +28,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 LESS_MEMORY = {
     "train": "lower phi.queries_per_step",
     "generate": "lower batch_tokens",
+    "force": "lower fidelity.tokens",
     "capture": "lower diagnostics.queries",
     "kernels": "lower diagnostics.queries",
     "map-errors": "lower diagnostics.queries",
@@ -150,6 +151,14 @@ STAGES = {
     "generate": Stage(
         "benchmarks.generate", "decode every arm from one prefill each", "assets prompts phi+", "store out",
         specs.GenerateSpec, True,
+    ),
+    "force": Stage(
+        "benchmarks.force", "decode given continuations under every arm", "assets prompts* phi+", "store out",
+        specs.ForceSpec, True,
+    ),
+    "fidelity": Stage(
+        "benchmarks.fidelity", "read distances from full attention out of given continuations", "forced", "out pairs",
+        specs.FidelitySpec,
     ),
     "score": Stage(
         "benchmarks.scoring", "score stored generations into a result CSV", "prompts generations+", "out",

@@ -96,7 +96,39 @@ MEAN = _score("mean", "mean score")
 """Of tasks with different scores."""
 RELATIVE_ERROR = Metric("relative_error", "relative error", higher_is_better=False, low=0)
 """Of attention outputs."""
-METRICS = {each.name: each for each in (STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR)}
+
+
+def _fidelity(name: str, title: str, unit: str = "", better: bool = False, **bounds: float) -> Metric:
+    """Distance of an arm from full attention, token by token."""
+    return Metric(name, title, unit, better, combine="documents", **bounds)
+
+
+KL = _fidelity("kl", "KL(Full || arm)", "nats", low=0)
+SAME_TOP = _fidelity("same_top", "equal top tokens", better=True, low=0, high=1)
+LOG_PPL_RATIO = _fidelity("log_ppl_ratio", "log perplexity ratio", "nats")
+NLL = _fidelity("nll", "negative log-likelihood", "nats", low=0)
+FIRST = _fidelity("first", "tokens that come first", better=True, low=0, high=1)
+KEPT = _fidelity("kept", "answer before the first difference", better=True, low=0, high=1)
+"""Of the answer of full attention, the share that an arm reproduces."""
+DELTA_P_RMS = _fidelity("delta_p_rms", "RMS of the change of p(token)", low=0, high=1)
+QUANTILES = {
+    "kl": {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999, "max": 1.0},
+    "delta_p": {"p1": 0.01, "p5": 0.05, "median": 0.5, "p95": 0.95, "p99": 0.99},
+}
+"""Quantiles over tokens that are reported of a measure, by the ending of the metric's name."""
+_KL_QUANTILES = tuple(_fidelity(f"kl_{end}", f"KL, {end} over tokens", "nats", low=0) for end in QUANTILES["kl"])
+_DELTA_P_QUANTILES = tuple(
+    _fidelity(f"delta_p_{end}", f"change of p(token), {end} over tokens", better=True, low=-1, high=1)
+    for end in QUANTILES["delta_p"]
+)
+"""More is better: a token that full attention did not expect may well gain."""
+METRICS = {
+    each.name: each
+    for each in (
+        STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR,
+        KL, *_KL_QUANTILES, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT, DELTA_P_RMS, *_DELTA_P_QUANTILES,
+    )
+}  # fmt: skip
 
 
 def metric_of_mean(metrics: Iterable[Metric]) -> Metric:

@@ -1,9 +1,66 @@
-"""Evaluation: generations of every method and budget from one prefill, then their scores.
+"""Evaluation: distances of every method and budget from full attention on given continuations, and scores of what each
+generates from one prefill.
 
-Needs: frozen prompts, feature maps, the backbone.
-Makes: results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
+Needs: the assets, frozen prompts, feature maps, the backbone.
+Makes: results/forced/{backbone}_{length}.parquet, results/fidelity_{backbone}_{length}.csv,
+results/fidelity_pairs_{backbone}_{length}.csv, results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
 results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv
 """
+
+
+rule force:
+    input:
+        assets=plan.assets,
+        prompts=plan.force_prompts,
+        phi=plan.force_phi,
+    output:
+        paths.FORCED,
+    log:
+        "logs/force/{backbone}_{length}.log",
+    benchmark:
+        "logs/force/{backbone}_{length}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: machine.half_of_the_cores
+    resources:
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(480, 240),
+    params:
+        spec=plan.force_spec,
+        # Declared nowhere, so that finished rows outlive an interrupted job.
+        store=paths.FORCED_STORE,
+    message:
+        "Given continuations under every arm of {wildcards.backbone} at {wildcards.length}"
+    shell:
+        'python -m residual_mass force --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --prompts {input.prompts} --phi {input.phi} --store {params.store} --out {output} > {log} 2>&1"
+
+
+rule fidelity:
+    input:
+        paths.FORCED,
+    output:
+        fidelity=paths.FIDELITY,
+        pairs=paths.FIDELITY_PAIRS,
+    log:
+        "logs/fidelity/{backbone}_{length}.log",
+    benchmark:
+        "logs/fidelity/{backbone}_{length}.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=30,
+    params:
+        spec=plan.fidelity_spec,
+    message:
+        "Fidelity of {wildcards.backbone} at {wildcards.length}"
+    shell:
+        "python -m residual_mass fidelity --spec {params.spec:q} --forced {input} --out {output.fidelity}"
+        " --pairs {output.pairs} > {log} 2>&1"
 
 
 rule generate:

@@ -3,13 +3,13 @@
 The T tokens of a continuation are one chunk of T query rows an arm, in place of T steps: every row selects for itself,
 and earlier tokens of the chunk are exact and causal.
 
-Shape letters: T = forced tokens, L = prefix tokens, Hq / Hkv = query / KV heads, G = Hq / Hkv, D = head dimension, V =
-vocabulary.
+Shape letters: A = arms, T = forced tokens, L = prefix tokens, Hq / Hkv = query / KV heads, G = Hq / Hkv, D = head
+dimension, V = vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -28,6 +28,8 @@ State = Literal["own", "dense"]
 """Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full
 attention, which leaves the error of each step alone.
 """
+ROWS = 512
+"""Most tokens, over all arms, of one pass through the model, which bounds the memory of their logits."""
 Layers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [1, Hkv, T, D] of the forced tokens by layer."""
 
@@ -58,22 +60,26 @@ class ForcedDecoder:
     def full(self, tokens: Sequence[int]) -> tuple[Tensor, Layers]:
         """Returns logits [T, V] of full attention after each token, and the tokens' keys and values under it."""
         chunk = _FullChunk(self.prefix)
-        return self._logits(ArmSpec("full"), chunk, tokens), chunk.layers
+        return self._logits([ArmSpec("full")], chunk, tokens)[0], chunk.layers
 
     @torch.no_grad()
-    def logits(self, arm: ArmSpec, tokens: Sequence[int], dense: Layers | None = None) -> Tensor:
-        """Returns logits [T, V] of a partial arm after each token.
+    def logits(self, arms: Sequence[ArmSpec], tokens: Sequence[int], dense: Layers | None = None) -> Iterator[Tensor]:
+        """Yields logits [T, V] of each partial arm after each token.
 
         Args:
-            dense: what `full` returned for the same tokens, for the state `dense`; None for the arm's own.
+            dense: what `full` returned for the same tokens, for the state `dense`; None for the arms' own.
 
         Raises:
             NotFiniteError: a logit is not finite; names the arm and the layer.
             RuntimeError: an attention layer bypassed the hook.
         """
+        size = max(1, ROWS // len(tokens))
+        for some in (arms[start : start + size] for start in range(0, len(arms), size)):
+            yield from self._logits(some, _ArmsChunk([self._chunk(arm, dense) for arm in some]), tokens)
+
+    def _chunk(self, arm: ArmSpec, dense: Layers | None) -> _ArmChunk:
         number = self.partial.index(arm)
-        group = next(group for group in self.groups if number in group.arms)
-        return self._logits(arm, _ArmChunk(self, arm, group, dense), tokens)
+        return _ArmChunk(self, arm, next(group for group in self.groups if number in group.arms), dense)
 
     @torch.no_grad()
     def greedy(self, first: int, limit: int) -> list[int]:
@@ -93,24 +99,27 @@ class ForcedDecoder:
         decoder.require_calls(len(tokens))
         return tokens
 
-    def _logits(self, arm: ArmSpec, chunk: _FullChunk | _ArmChunk, tokens: Sequence[int]) -> Tensor:
-        """Runs all tokens through the model at once, with the attention of `chunk`."""
+    def _logits(self, arms: Sequence[ArmSpec], chunk: _FullChunk | _ArmsChunk, tokens: Sequence[int]) -> Tensor:
+        """Runs all tokens of all arms through the model at once, with the attention of `chunk`: [A, T, V]."""
         counted = _Counted(chunk)
-        logits = self._forward(counted, tokens)
+        logits = self._forward(counted, len(arms), tokens)
         if counted.calls != dict.fromkeys(range(len(self.prefix)), 1):
             raise RuntimeError(f"attention hook calls by layer {counted.calls}, expected one in each")
-        if not logits.isfinite().all():
-            self._forward(watched := _Watched(chunk), tokens)
+        finite = logits.isfinite().flatten(1).all(1).tolist()
+        if not all(finite):
+            self._forward(watched := _Watched(chunk, finite.index(False)), len(arms), tokens)
+            arm = arms[finite.index(False)]
             place = "" if watched.layer is None else f", from layer {watched.layer} on,"
             what = f"the logits of the continuation under {arm.method}{under(arm.maps)}{place} are"
-            raise NotFiniteError(0, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.engine.backbone.spec))
+            cause = MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.engine.backbone.spec)
+            raise NotFiniteError(0, what, cause)
         return logits
 
-    def _forward(self, handler: Handler, tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor([list(tokens)], device=self.engine.backbone.device)
-        positions = torch.arange(self.length, self.length + len(tokens), device=ids.device).unsqueeze(0)
+    def _forward(self, handler: Handler, num_arms: int, tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(tokens)] * num_arms, device=self.engine.backbone.device)
+        positions = torch.arange(self.length, self.length + len(tokens), device=ids.device).expand(num_arms, -1)
         with attention_hook(self.engine.backbone.model, handler):
-            return self.engine.backbone.model(ids, position_ids=positions, use_cache=False).logits[0]
+            return self.engine.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
 
 class _Counted:
@@ -126,15 +135,15 @@ class _Counted:
 
 
 class _Watched:
-    """Finds the first layer whose attention is not finite."""
+    """Finds the first layer in which the attention of an arm is not finite."""
 
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
+    def __init__(self, handler: Handler, arm: int) -> None:
+        self.handler, self.arm = handler, arm
         self.layer: int | None = None
 
     def __call__(self, module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
         output = self.handler(module, *tensors)
-        if self.layer is None and not output.isfinite().all():
+        if self.layer is None and not output[self.arm].isfinite().all():
             self.layer = module.layer_idx
         return output
 
@@ -157,18 +166,30 @@ class _FullChunk:
         return exact_attention(module, query, keys, values, visible[None, None], scale)
 
 
-class _ArmChunk:
-    """Attention handler of forced tokens under one partial arm."""
+class _ArmsChunk:
+    """Attention handler of the same forced tokens under several partial arms, a row each."""
 
-    def __init__(self, decoder: ForcedDecoder, arm: ArmSpec, group: ArmGroup, dense: Layers | None) -> None:
-        self.decoder, self.arm, self.group, self.dense = decoder, arm, group, dense
+    def __init__(self, arms: Sequence[_ArmChunk]) -> None:
+        self.arms = arms
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        prefix = self._prefix_terms(module.layer_idx, query, key.shape[1], scale)
+        rows = zip(self.arms, query.split(1), key.split(1), value.split(1), strict=True)
+        return torch.cat([arm(module.layer_idx, *tensors, scale) for arm, *tensors in rows])
+
+
+class _ArmChunk:
+    """Attention of forced tokens under one partial arm."""
+
+    def __init__(self, decoder: ForcedDecoder, arm: ArmSpec, group: ArmGroup, dense: Layers | None) -> None:
+        self.decoder, self.arm, self.group, self.dense = decoder, arm, group, dense
+
+    def __call__(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attends with query [1, Hq, T, D], key and value [1, Hkv, T, D] in a layer: [1, T, Hq, D]."""
+        prefix = self._prefix_terms(index, query, key.shape[1], scale)
         rows = promoted(query).unflatten(1, (key.shape[1], -1))  # [1, Hkv, G, T, D]
-        new = self._chunk_terms(module.layer_idx, rows, promoted(key).unsqueeze(2), promoted(value).unsqueeze(2), scale)
+        new = self._chunk_terms(index, rows, promoted(key).unsqueeze(2), promoted(value).unsqueeze(2), scale)
         output = merge(_by_token(prefix, rows.shape[3]), *new)  # [1, Hkv, G, T, D]
         return output.flatten(1, 2).transpose(1, 2).to(query.dtype)
 

@@ -35,7 +35,7 @@ from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.forced import ForcedDecoder, Layers
+    from residual_mass.backbones.forced import ForcedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class Continuation:
         answer: token ids of the continuation; None where full attention is still to write it.
         limit: its longest length in tokens.
         nominal_length: L in the budget formula; None takes the prefix's own.
+        arms: it is decoded under.
         states: of the arms' forced tokens.
     """
 
@@ -72,7 +73,8 @@ class Continuation:
     answer: tuple[int, ...] | None
     limit: int
     nominal_length: int | None
-    states: tuple[str, ...] = ("own",)
+    arms: tuple[ArmSpec, ...]
+    states: tuple[str, ...]
 
     def key(self, spec: ForceSpec, arm: ArmSpec, state: str, identity: str, shas: dict[str, str]) -> str:
         return row_key(
@@ -122,7 +124,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     wanted = [
         Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
         for each in continuations
-        for state, arm in product(each.states, spec.arms)
+        for state, arm in product(each.states, each.arms)
         if not (arm.is_full and state == "dense")
     ]
     with RowStore(store, STORED) as rows:
@@ -135,7 +137,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
 
 def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
     """Held-out documents: a prefix of the length, one token, and what follows it."""
-    length = tokens_of(spec.length)
+    length, arms = tokens_of(spec.length), (*spec.arms, *spec.arms_of_documents)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
         found = independent_sequences(texts, spec.documents)
@@ -143,9 +145,8 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
             log.warning("%d documents instead of %d: corpus %s holds no more", len(found), spec.documents, corpus)
         for index, ids in enumerate(found):
             prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
-            yield Continuation(
-                corpus, "", index, FOLLOWING, prompt, answer, spec.tokens, length, states=("own", "dense")
-            )
+            place = corpus, "", index, FOLLOWING
+            yield Continuation(*place, prompt, answer, spec.tokens, length, arms, ("own", "dense"))
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
@@ -157,10 +158,10 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 example = encoded(asked, spec.truncate_to, prompt, tokenizer)
                 gold = _gold_ids(asked, task, prompt.doc, tokenizer)[: spec.tokens]
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
-                place = asked.benchmark, task, prompt.index
-                ids = tuple(example.ids)
-                yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), nominal)
-                yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), nominal)
+                place, ids = (asked.benchmark, task, prompt.index), tuple(example.ids)
+                decoded = nominal, spec.arms, ("own",)
+                yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
+                yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
 
 
 def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -223,28 +224,18 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[Row]:
     for continuation in dict.fromkeys(each.continuation for each in wanted):
         prompt, answer = continuation.prompt, continuation.answer
         answer = tuple(decoder.greedy(prompt[-1], continuation.limit)) if answer is None else answer
-        tokens = (prompt[-1], *answer[:-1])
+        tokens, targets = (prompt[-1], *answer[:-1]), torch.tensor(answer, device=decoder.engine.backbone.device)
         logits, layers = decoder.full(tokens)
         full = logits.double().log_softmax(-1)
         del logits
-        for each in (each for each in wanted if each.continuation == continuation):
-            yield {"key": each.key, "k": decoder.k(each.arm), **_measured(decoder, each, tokens, answer, full, layers)}
-
-
-def _measured(
-    decoder: ForcedDecoder,
-    wanted: Wanted,
-    tokens: Sequence[int],
-    answer: Sequence[int],
-    full: Tensor,
-    layers: Layers,
-) -> Row:
-    if wanted.arm.is_full:
-        arm = full
-    else:
-        dense = layers if wanted.state == "dense" else None
-        arm = decoder.logits(wanted.arm, tokens, dense).double().log_softmax(-1)
-    return {"token": list(answer)} | token_measures(full, arm, torch.tensor(answer, device=full.device))
+        for state in continuation.states:
+            rows = [each for each in wanted if each.continuation == continuation and each.state == state]
+            partial = [each.arm for each in rows if not each.arm.is_full]
+            by_arm = decoder.logits(partial, tokens, layers if state == "dense" else None)
+            for each in rows:
+                arm = full if each.arm.is_full else next(by_arm).double().log_softmax(-1)
+                measures = token_measures(full, arm, targets)
+                yield {"key": each.key, "k": decoder.k(each.arm), "token": list(answer), **measures}
 
 
 def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ from residual_mass.benchmarks.statistics import (
     estimate_arms,
     estimate_over_tasks,
 )
-from residual_mass.benchmarks.store import Row as GenerationRow
+from residual_mass.benchmarks.store import Row
 from residual_mass.core.estimators import NAMES
 from residual_mass.core.settings import ArmSpec
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
@@ -75,7 +75,10 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     """The `score` stage: one CSV row per task and arm, then the rows over all tasks."""
     record = Record("score", spec, [prompts, *generations])
     manifest = load_manifest(prompts)
-    examples = {task: load_prompts(prompts, task, entry["examples"]) for task, entry in manifest["tasks"].items()}
+    examples = {
+        task: load_prompts(prompts, task, min(spec.examples, entry["examples"]))
+        for task, entry in manifest["tasks"].items()
+    }
     cells = collect(generations, examples, spec.arms)
     arms = list(dict.fromkeys(arm for _, arm in cells))
     phi = {arm: rows[0]["phi_sha"] or "" for (_, arm), rows in cells.items()}
@@ -104,7 +107,7 @@ def join(files: Sequence[Path], out: Path) -> None:
 
 def collect(
     generations: Sequence[Path], examples: Mapping[str, Sequence[Prompt]], arms: Sequence[ArmSpec] | None = None
-) -> dict[tuple[str, ArmSpec], list[GenerationRow]]:
+) -> dict[tuple[str, ArmSpec], list[Row]]:
     """The rows of all files by task and arm, in the order of the examples; a file may hold some tasks or arms only.
 
     Args:
@@ -115,7 +118,7 @@ def collect(
     Raises:
         ValueError: a row comes from another prompt, comes twice, or is missing; names the file.
     """
-    found: dict[tuple[str, ArmSpec], dict[int, GenerationRow]] = {}
+    found: dict[tuple[str, ArmSpec], dict[int, Row]] = {}
     for path in generations:
         for row in read_jsonl(path):
             task, index, arm = row["task"], row["index"], ArmSpec(row["method"], row["budget_percent"], row["maps"])
@@ -139,7 +142,7 @@ def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
     return NAMES.index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
 
 
-def _check_complete(cell: dict[int, GenerationRow], examples: int, files: Sequence[Path], name: str) -> None:
+def _check_complete(cell: dict[int, Row], examples: int, files: Sequence[Path], name: str) -> None:
     if missing := [str(i) for i in range(examples) if i not in cell]:
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         searched = ", ".join(map(str, files))
@@ -152,7 +155,7 @@ def _name(task: str, arm: ArmSpec) -> str:
 
 
 def _score_task(
-    spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[GenerationRow]]
+    spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[Row]]
 ) -> dict[ArmSpec, ArmScore]:
     harness, original = _example_scores(spec.benchmark, task, prompts, list(rows.values()))
     values, metric = dict(zip(rows, harness, strict=True)), task_named(spec.benchmark, task).metric
@@ -176,7 +179,7 @@ def _score_task(
 
 
 def _example_scores(
-    benchmark: str, task: str, prompts: Sequence[Prompt], arms: Sequence[Sequence[GenerationRow]]
+    benchmark: str, task: str, prompts: Sequence[Prompt], arms: Sequence[Sequence[Row]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores by the harness and by the benchmark's authors, each (arms, examples)."""
     scores = np.empty((2, len(arms), len(prompts)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -15,6 +16,8 @@ from residual_mass.benchmarks.catalogue import LEVEL, POWER
 
 CHUNK = 256
 """Resamples drawn at a time, to bound memory; no result depends on it."""
+EXACT = 16
+"""Most differences of which all sign patterns are tried."""
 TIE = 1e-12
 """Sums that differ by less than this share of their terms' size are equal, as they differ by rounding only."""
 
@@ -57,14 +60,13 @@ class Comparison:
     def p(self) -> float:
         """Two-sided p-value of the paired sign-flip permutation test of no difference.
 
-        Exact where the sign patterns of the non-zero differences are no more than the resamples, else Monte Carlo.
+        Exact for up to EXACT non-zero differences, else Monte Carlo.
         """
         shares = np.concatenate([task / len(task) for task in self.differences]) / len(self.differences)
         shares = shares[shares != 0]
         bound = abs(shares.sum()) - TIE * np.abs(shares).sum()
-        if 2 ** len(shares) <= len(self.flipped):
-            patterns = np.arange(2 ** len(shares))[:, None] >> np.arange(len(shares)) & 1
-            return float(np.mean(np.abs((1.0 - 2.0 * patterns) @ shares) >= bound))
+        if len(shares) <= EXACT:
+            return float(np.mean(np.abs(_all_signs(len(shares)) @ shares) >= bound))
         return float(1 + np.count_nonzero(np.abs(self.flipped) >= bound)) / (1 + len(self.flipped))
 
     @property
@@ -78,12 +80,17 @@ def estimate_arms(scores: np.ndarray, resamples: int, seed: int, task: str) -> l
     Resamples depend on seed, task and number of examples only, so all arms are resampled alike.
     """
     n = scores.shape[1]
-    rng = _generator(f"{seed} {task}")
-    sums = [_counts(rng.integers(n, size=(size, n))) @ scores.T for size in _chunks(resamples)]
-    draws = np.concatenate(sums).T / n
+    draws = np.concatenate([counts @ scores.T for counts in resampled(n, resamples, seed, task)]).T / n
     return [
         MeanScore(float(of_arm.mean()), _stderr(of_arm), drawn) for of_arm, drawn in zip(scores, draws, strict=True)
     ]
+
+
+def resampled(n: int, resamples: int, seed: int, task: str) -> Iterator[np.ndarray]:
+    """How often each of n examples is drawn: [resamples, n], in chunks."""
+    rng = _generator(f"{seed} {task}")
+    for size in _chunks(resamples):
+        yield _counts(rng.integers(n, size=(size, n)))
 
 
 def estimate_over_tasks(tasks: Sequence[MeanScore]) -> MeanScore:
@@ -94,14 +101,18 @@ def estimate_over_tasks(tasks: Sequence[MeanScore]) -> MeanScore:
     )
 
 
-def compare_arms(differences: np.ndarray, resamples: int, seed: int, task: str) -> list[Comparison]:
+def compare_arms(
+    differences: np.ndarray, resamples: int, seed: int, task: str, permutations: int | None = None
+) -> list[Comparison]:
     """A comparison for each row of paired differences [pairs, examples], resampled as in `estimate_arms`.
 
-    The random signs, too, depend on seed, task and number of examples only.
+    The random signs, too, depend on seed, task and number of examples only; there are as many as `permutations`, or as
+    the resamples where that is None.
     """
     n = differences.shape[1]
     rng = _generator(f"{seed} {task} signs")
-    sums = [(2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1) @ differences.T for size in _chunks(resamples)]
+    chunks = _chunks(permutations or resamples)
+    sums = [(2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1) @ differences.T for size in chunks]
     flipped = np.concatenate(sums).T / n
     means = estimate_arms(differences, resamples, seed, task)
     return [Comparison(mean, (pair,), flips) for mean, pair, flips in zip(means, differences, flipped, strict=True)]
@@ -124,6 +135,12 @@ def minimal_detectable_effect(differences: Sequence[np.ndarray]) -> float | None
     stderr = _stratified([_stderr(task) for task in differences])
     normal = NormalDist()
     return (normal.inv_cdf((1 + LEVEL) / 2) + normal.inv_cdf(POWER)) * stderr if stderr else None
+
+
+@cache
+def _all_signs(n: int) -> np.ndarray:
+    """[2^n, n], every pattern of signs."""
+    return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
 
 
 def _generator(name: str) -> np.random.Generator:

@@ -24,6 +24,7 @@ from residual_mass.study.config import Configuration, Study
 from residual_mass.study.sections import (
     BackboneSettings,
     Benchmark,
+    Continuations,
     Decoding,
     Head,
     Latencies,
@@ -33,10 +34,13 @@ from residual_mass.study.sections import (
     TrainingSettings,
 )
 from residual_mass.study.specs import (
+    AskedSpec,
     AuditSpec,
     BackboneSpec,
     CaptureSpec,
+    FidelitySpec,
     FindingsSpec,
+    ForceSpec,
     GenerateSpec,
     KernelsSpec,
     MapErrorsSpec,
@@ -168,7 +172,7 @@ class Computed:
 
     def prompts_spec(self, wildcards: Wildcards) -> str:
         owner = self.prompts_owner(wildcards)
-        benchmark = self.studies[owner.study].benchmarks[wildcards.benchmark]
+        study = self.studies[owner.study]
         spec = PromptsSpec(
             benchmark=wildcards.benchmark,
             length=wildcards.length,
@@ -176,15 +180,22 @@ class Computed:
             model_id=owner.model_id,
             revision=owner.revision,
             tokenizer_source="hub" if owner.source == "hub" else "assets",
-            data_source=benchmark.data_source,
-            examples=self.examples_of(benchmark),
-            seed=benchmark.seed,
+            data_source=study.benchmarks[wildcards.benchmark].data_source,
+            examples=self.frozen_examples(study, wildcards.benchmark),
+            seed=study.benchmarks[wildcards.benchmark].seed,
             recipe=RECIPES["prompts"],
         )
         return to_json(spec)
 
     def examples_of(self, benchmark: Benchmark) -> int:
+        """Examples per task that are decoded."""
         return self.configuration.main.examples or benchmark.examples
+
+    def frozen_examples(self, study: Study, name: str) -> int:
+        """Examples per task that are frozen: those decoded, and where fidelity is measured on more, these."""
+        decoded = self.examples_of(study.benchmarks[name])
+        forced = study.fidelity.examples if study.fidelity.lengths and name in study.fidelity.benchmarks else 0
+        return max(decoded, forced)
 
     def prompts_of(self, wildcards: Wildcards) -> str:
         tokenizer = self.backbone_of(wildcards).tokenizer
@@ -328,6 +339,7 @@ class Computed:
             benchmark=wildcards.benchmark,
             length=wildcards.length,
             data_source=benchmark.data_source,
+            examples=self.examples_of(benchmark),
             arms=self.compared_arms(study, compared) if compared else None,
             decoding=decoding_words(**decoding, truncate_to=study.truncate_to),
             recipe=RECIPES["score"],
@@ -346,6 +358,65 @@ class Computed:
         ablations = self.study_of(wildcards).ablations
         place = {"comparison": wildcards.ablation, "backbone": wildcards.backbone, "length": ablations.length}
         return expand(paths.COMPARED, **place, benchmark=ablations.benchmarks)
+
+    # ---- fidelity ----------------------------------------------------------------------------------------------------
+
+    def fidelity_of(self, wildcards: Wildcards) -> Study:
+        """The study of the wildcards' backbone, which measures fidelity at their length."""
+        study, where = self.study_of(wildcards), file_of(self.backbone_of(wildcards).study)
+        known("length", wildcards.length, study.fidelity.lengths, f"fidelity.lengths of {where}")
+        return study
+
+    def force_maps(self, wildcards: Wildcards) -> list[str]:
+        """Labels of the maps that continuations are decoded with: the main ones, and those of too short texts."""
+        study = self.fidelity_of(wildcards)
+        others = study.mismatch.maps if wildcards.backbone in study.mismatch.backbones else ()
+        return list(dict.fromkeys([study.maps.main, *others]))
+
+    def force_phi(self, wildcards: Wildcards) -> list[str]:
+        return expand(paths.PHI, backbone=wildcards.backbone, maps=self.force_maps(wildcards))
+
+    def force_asked(self, wildcards: Wildcards) -> list[str]:
+        """The benchmarks whose prompts are continued."""
+        study = self.fidelity_of(wildcards)
+        return [name for name in study.fidelity.benchmarks if wildcards.length in study.lengths_of(name)]
+
+    def force_prompts(self, wildcards: Wildcards) -> list[str]:
+        tokenizer = self.backbone_of(wildcards).tokenizer
+        names = self.force_asked(wildcards)
+        return expand(paths.PROMPTS, benchmark=names, tokenizer=tokenizer, length=wildcards.length) if names else []
+
+    def force_spec(self, wildcards: Wildcards) -> str:
+        study = self.fidelity_of(wildcards)
+        maps = self.force_maps(wildcards)
+        asked = (
+            AskedSpec(benchmark=name, examples=study.fidelity.examples, **shared(Decoding, study.benchmarks[name]))
+            for name in self.force_asked(wildcards)
+        )
+        others = (ArmSpec("topk_phi", budget, label) for label in maps[1:] for budget in study.budgets)
+        spec = ForceSpec(
+            **self.identity(wildcards),
+            length=wildcards.length,
+            asked=tuple(asked),
+            arms=self.group_arms(study, "main"),
+            arms_of_documents=tuple(others),
+            anchors=study.anchors,
+            truncate_to=study.truncate_to,
+            maps=maps_specs(maps),
+            recipe=RECIPES["force"],
+            **shared(Continuations, study.fidelity),
+        )
+        return to_json(spec)
+
+    def fidelity_spec(self, wildcards: Wildcards) -> str:
+        study = self.fidelity_of(wildcards)
+        spec = FidelitySpec(
+            **self.identity(wildcards),
+            length=wildcards.length,
+            recipe=RECIPES["fidelity"],
+            **shared(Resampling, study.score),
+        )
+        return to_json(spec)
 
     # ---- diagnostics -------------------------------------------------------------------------------------------------
 

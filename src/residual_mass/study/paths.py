@@ -24,6 +24,11 @@ COMPARED = "results/compared/{comparison}/{benchmark}_{backbone}_{length}.csv"
 MISMATCH = "results/cross_length_mismatch_{backbone}.csv"
 ABLATION = "results/ablation_{ablation}_{backbone}.csv"
 
+FORCED = "results/forced/{backbone}_{length}.parquet"
+FORCED_STORE = "results/forced/_store/{backbone}_{length}.jsonl"
+FIDELITY = "results/fidelity_{backbone}_{length}.csv"
+FIDELITY_PAIRS = "results/fidelity_pairs_{backbone}_{length}.csv"
+
 HEADS = "results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet"
 MASS = "results/diagnostics/mass_{backbone}_{corpus}_{length}.parquet"
 ROWS = "results/diagnostics/rows_{backbone}_{corpus}_{length}.safetensors"

@@ -113,6 +113,8 @@ class ForceSpec(Continuations):
     asked: tuple[AskedSpec, ...]
     """One for each file of prompts."""
     arms: tuple[ArmSpec, ...]
+    arms_of_documents: tuple[ArmSpec, ...]
+    """Further arms, on documents alone."""
     anchors: AnchorSpec
     truncate_to: str
     maps: tuple[MapsSpec, ...]
@@ -139,6 +141,8 @@ class ScoreSpec(Resampling):
     benchmark: str
     length: str
     data_source: Literal["assets", "hub"]
+    examples: int
+    """Per task, of the frozen ones."""
     arms: tuple[ArmSpec, ...] | None
     """Arms to score; null scores every arm that the generations hold."""
     decoding: str

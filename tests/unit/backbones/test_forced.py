@@ -68,7 +68,7 @@ def as_a_chunk(engine: SharedPrefillEngine, prompt: list[int], tokens: list[int]
     """Log-probabilities [arms, T, V] of the same."""
     decoder = ForcedDecoder(engine, prompt)
     full, layers = decoder.full(tokens)
-    partial = [decoder.logits(arm, tokens, layers if dense else None) for arm in ARMS[1:]]
+    partial = decoder.logits(ARMS[1:], tokens, layers if dense else None)
     return torch.stack([full, *partial]).log_softmax(-1)
 
 
@@ -133,7 +133,7 @@ class MaskedTopK:
 def test_topk_is_sdpa_under_a_mask(budget: float, tiny_backbone: Backbone) -> None:
     (prompt,), (tokens,) = random_ids(150), random_ids(T)
     engine = SharedPrefillEngine(tiny_backbone, [ArmSpec("topk", budget)], ANCHORS, None, None)
-    ours = ForcedDecoder(engine, prompt).logits(engine.arms[0], tokens)
+    ours = next(ForcedDecoder(engine, prompt).logits(engine.arms, tokens))
     k = retrieved_count(budget, 150, ANCHORS.sink + ANCHORS.tail)
     with attention_hook(tiny_backbone.model, MaskedTopK(150, k, ANCHORS)):
         masked = tiny_backbone.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -T:]
@@ -152,7 +152,7 @@ def test_a_bypassed_hook_is_refused(tiny_backbone: Backbone, monkeypatch: pytest
     decoder = ForcedDecoder(engine_of(tiny_backbone), random_ids(150)[0])
     monkeypatch.setattr(forced, "attention_hook", lambda *_: nullcontext())
     with pytest.raises(RuntimeError, match="attention hook calls"):
-        decoder.logits(ARMS[1], random_ids(T)[0])
+        list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
 
 
 def test_a_layer_that_skips_the_hook_is_refused(tiny_backbone: Backbone) -> None:
@@ -161,17 +161,17 @@ def test_a_layer_that_skips_the_hook_is_refused(tiny_backbone: Backbone) -> None
     skipped = backbone.model.model.layers[1].self_attn
     skipped.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
     with pytest.raises(RuntimeError, match="attention hook calls"):
-        decoder.logits(ARMS[1], random_ids(T)[0])
+        list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
 
 
 def test_what_is_not_finite_names_arm_and_layer(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ForcedDecoder(engine_of(tiny_backbone), random_ids(150)[0])
     decoder.prefix[1].values[:, :, -1] = torch.nan
     with pytest.raises(NotFiniteError, match=r"under topk, from layer 1 on, are not finite"):
-        decoder.logits(ARMS[1], random_ids(T)[0])
-    monkeypatch.setattr(forced, "_Watched", lambda chunk: type("Blind", (), {"layer": None, "__call__": exact})())
+        list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
+    monkeypatch.setattr(forced, "_Watched", lambda *_: type("Blind", (), {"layer": None, "__call__": exact})())
     with pytest.raises(NotFiniteError, match=r"of the continuation under topk are not finite"):
-        decoder.logits(ARMS[1], random_ids(T)[0])
+        list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
 
 
 def exact(_: Any, *arguments: Any) -> Tensor:
