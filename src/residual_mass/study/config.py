@@ -105,7 +105,7 @@ class Study(Settings):
     def evaluated_lengths(self) -> list[str]:
         """Every length at which something is evaluated."""
         lengths = [length for benchmark in self.benchmarks for length in self.lengths_of(benchmark)]
-        return list(dict.fromkeys([*self.lengths, *lengths]))
+        return list(dict.fromkeys([*self.lengths, *self.fidelity.lengths, *lengths]))
 
     @property
     def all_lengths(self) -> list[str]:
@@ -118,6 +118,7 @@ class Study(Settings):
     def _slips(self) -> Iterator[Slip]:
         """What no key says alone."""
         yield from self._benchmark_slips()
+        yield from _unknown("fidelity.benchmarks", self.fidelity.benchmarks, self.benchmarks)
         yield from self._comparison_slips()
         yield from self._length_slips()
         yield from _unknown("methods", self.methods, estimators.NAMES)

@@ -40,6 +40,7 @@ SPEC = ScoreSpec(
     benchmark="ruler",
     length="1k",
     data_source="assets",
+    examples=1000,
     arms=None,
     decoding="greedy; cut to 2k",
     bootstrap_resamples=200,
