@@ -165,6 +165,10 @@ STAGES = {
         specs.ScoreSpec,
     ),
     "join": Stage("benchmarks.scoring", "join result CSVs", "results+", "out", function="join"),
+    "score-claims": Stage(
+        "paper.score_claims", "check the paper's statements about scores, on scores and on right answers' likelihood",
+        "results+ mismatch? fidelity*", "out", specs.ScoreClaimsSpec,
+    ),
     "capture": Stage(
         "diagnostics.capture", "measure attention rows on held-out text", "assets phi prompts?", "heads mass rows",
         specs.CaptureSpec, True,

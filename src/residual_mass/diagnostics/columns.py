@@ -12,7 +12,3 @@ STATE_DTYPE = (
     "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
     f"change_in_log_z change_in_log_z_ci_low change_in_log_z_ci_high clamped_share {_MAPS}"
 ).split()
-CLAIMS = (
-    "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict "
-    f"clamped_share packs heads {_MAPS}"
-).split()

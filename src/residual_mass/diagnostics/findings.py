@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from residual_mass import statements
 from residual_mass.diagnostics import CWE, columns
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
 from residual_mass.diagnostics.resampling import (
@@ -56,7 +57,7 @@ def run(
     texts = {
         accounting: csv_text(columns.ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
         state_dtype: csv_text(columns.STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
-        claims: csv_text(columns.CLAIMS, list(_claim_rows(spec, as_is, drawn))),
+        claims: csv_text(statements.COLUMNS, list(_claim_rows(spec, as_is, drawn))),
     }
     for path, text in texts.items():
         write_text(path, text)
@@ -133,13 +134,13 @@ def _claim_row(claim: Claim[Samples], as_is: Samples, drawn: Samples, samples: S
         found = estimate_extreme(claim.number, as_is, drawn, claim.extreme)
     numbers = [_text(value, claim.decimals) for value in found]
     return {
-        **{name: settings[0].facts[name] for name in columns.CLAIMS if name in settings[0].facts},
+        **{name: settings[0].facts[name] for name in statements.COLUMNS if name in settings[0].facts},
         "claim": claim.name,
         "statement": claim.statement,
         "shown_in": claim.shown_in,
         "statistic": claim.statistic,
         **dict(zip(("estimate", "ci_low", "ci_high"), numbers, strict=True)),
-        "verdict": _verdict(*numbers[1:]),
+        "verdict": statements.verdict(*numbers[1:]),
         "clamped_share": _text(_clamped_share(claim, samples)),
         "packs": min(len(setting.packs) for setting in settings),
         "heads": len(settings[0].heads),
@@ -150,13 +151,6 @@ def _clamped_share(claim: Claim[Samples], samples: Sequence[Sample]) -> float:
     budgets = [[sample.budget] if claim.one_budget else list(sample.setting.ks) for sample in samples]
     shares = [sample.mean("clamped", b)[0] for sample, of in zip(samples, budgets, strict=True) for b in of]
     return float(np.mean(shares))
-
-
-def _verdict(low: str, high: str) -> str:
-    """Judges the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided."""
-    if low and float(low) > 0:
-        return "holds"
-    return "does not hold" if high and float(high) < 0 else "undecided"
 
 
 def _with_interval(name: str, numbers: BootstrapEstimate) -> dict[str, object]:

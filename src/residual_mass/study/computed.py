@@ -46,6 +46,7 @@ from residual_mass.study.specs import (
     MapErrorsSpec,
     PromptsSpec,
     RuntimeSpec,
+    ScoreClaimsSpec,
     ScoreSpec,
     TrainSpec,
     VariantSpec,
@@ -417,6 +418,28 @@ class Computed:
             **shared(Resampling, study.score),
         )
         return to_json(spec)
+
+    def claimed_results(self, wildcards: Wildcards) -> list[str]:
+        """The scores of every benchmark at every length."""
+        study = self.study_of(wildcards)
+        lengths = {name: study.lengths_of(name) for name in study.benchmarks}
+        return [
+            path
+            for name in lengths
+            for path in expand(paths.RESULTS, benchmark=name, backbone=wildcards.backbone, length=lengths[name])
+        ]
+
+    def claimed_mismatch(self, wildcards: Wildcards) -> list[str]:
+        compared = wildcards.backbone in self.study_of(wildcards).mismatch.backbones
+        return expand(paths.MISMATCH, backbone=wildcards.backbone) if compared else []
+
+    def claimed_fidelity(self, wildcards: Wildcards) -> list[str]:
+        lengths = self.study_of(wildcards).fidelity.lengths
+        return expand(paths.FIDELITY, backbone=wildcards.backbone, length=lengths) if lengths else []
+
+    def score_claims_spec(self, wildcards: Wildcards) -> str:
+        study = self.study_of(wildcards)
+        return to_json(ScoreClaimsSpec(study.mismatch.budget, RECIPES["score_claims"]))
 
     # ---- diagnostics -------------------------------------------------------------------------------------------------
 

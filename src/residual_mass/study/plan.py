@@ -241,7 +241,11 @@ class Plan(Computed):
         return expand(paths.FIGURE_PNG, study=study, label=self.figures_of(study))
 
     def page_claims(self) -> list[str]:
-        return expand(paths.CLAIMS, backbone=self.studies[self.configuration.main.study].diagnostics.backbones)
+        name = self.configuration.main.study
+        return [
+            *expand(paths.CLAIMS, backbone=self.studies[name].diagnostics.backbones),
+            *expand(paths.SCORE_CLAIMS, backbone=self.backbones_of(name)),
+        ]
 
     def report_spec(self, _: Wildcards) -> str:
         name = self.configuration.main.study
@@ -277,6 +281,7 @@ class Plan(Computed):
                 backbone=mismatch.backbones or ablations.backbones,
                 length=dict.fromkeys(compared),
             ),
+            *expand(paths.SCORE_CLAIMS, backbone=names),
             *expand(paths.RUNTIME, backbone=names),
             *expand(paths.AUDIT, backbone=captured.backbones, corpus=captured.corpora, length=captured.lengths),
             *expand(findings, backbone=captured.backbones),

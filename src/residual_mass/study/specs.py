@@ -344,6 +344,15 @@ class NumbersSpec(Settings):
 
 
 @dataclass(frozen=True)
+class ScoreClaimsSpec(Settings):
+    """The paper's statements about task scores."""
+
+    budget_percent: float
+    """The budget at which they are made; other budgets are other settings."""
+    recipe: int
+
+
+@dataclass(frozen=True)
 class DocumentSpec(Settings):
     """All tables and figures of a study."""
 

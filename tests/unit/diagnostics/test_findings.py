@@ -28,6 +28,7 @@ from tests.unit.diagnostics.test_claims import (
 )
 
 from residual_mass.core.settings import to_json
+from residual_mass import statements
 from residual_mass.diagnostics import columns, findings
 from residual_mass.diagnostics.resampling import resampled, whole
 from residual_mass.diagnostics.settings import read_settings
@@ -122,7 +123,7 @@ def test_changes_of_the_type_are_paired(files: list[Files], tmp_path: Path) -> N
 
 def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
     *_, table = run(tmp_path, files)
-    assert list(table) == columns.CLAIMS and len(table) == 2 * 15 + 14 + 5
+    assert list(table) == statements.COLUMNS and len(table) == 2 * 15 + 14 + 5
     draws, dropped = [], []
     for pair, one, (corpus, length, packs) in zip(files, whole(read(tmp_path, files), 4.0), SETTINGS, strict=True):
         (s,) = slow_draws(pair, one)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sample_results import TEMPLATES, Arm, result_rows, table_spec, write_rows
 from tests.records import recorded
 
-from residual_mass.diagnostics.columns import ACCOUNTING, CLAIMS
+from residual_mass.diagnostics.columns import ACCOUNTING
 from residual_mass.paper import published
 from residual_mass.paper.comparison import by_cell as comparison
 from residual_mass.paper.figures.style import TEXT_WIDTH, save
@@ -226,4 +226,4 @@ def _claims(folder: Path) -> Path:
          "ci_high": "0.3", "verdict": verdict}
         for primary, verdict, text in statements
     ]  # fmt: skip
-    return write(folder / "claims_1b.csv", CLAIMS, rows)
+    return write(folder / "claims_1b.csv", statements.COLUMNS, rows)

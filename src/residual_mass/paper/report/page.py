@@ -15,8 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from residual_mass import __version__
-from residual_mass.diagnostics.columns import CLAIMS
+from residual_mass import __version__, statements
 from residual_mass.files import read_csv, read_text, write_text
 from residual_mass.paper.comparison import picture
 from residual_mass.paper.comparison.by_cell import open_points
@@ -110,7 +109,7 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
     record = Record("report", spec, files.recorded(), sources=[files.deviations, template])
     compared = load_comparison(files.comparison) if files.comparison else []
     tables = [load_table(path, spec.study) for path in files.tables]
-    claims = [row for path in files.claims for row in read_csv(path, CLAIMS, "findings")]
+    claims = [row for path in files.claims for row in read_csv(path, statements.COLUMNS, "findings")]
     page = _render(
         template,
         spec=spec,
