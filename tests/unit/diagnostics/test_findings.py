@@ -27,8 +27,8 @@ from tests.unit.diagnostics.test_claims import (
     write_files,
 )
 
-from residual_mass.core.settings import to_json
 from residual_mass import statements
+from residual_mass.core.settings import to_json
 from residual_mass.diagnostics import columns, findings
 from residual_mass.diagnostics.resampling import resampled, whole
 from residual_mass.diagnostics.settings import read_settings
