@@ -125,7 +125,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
         Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
         for each in continuations
         for state, arm in product(each.states, each.arms)
-        if not (arm.is_full and state == "dense")
+        if state == "own" or arm in spec.arms and not arm.is_full
     ]
     with RowStore(store, STORED) as rows:
         missing = [each for each in wanted if each.key not in rows.rows]

@@ -114,7 +114,7 @@ class ForceSpec(Continuations):
     """One for each file of prompts."""
     arms: tuple[ArmSpec, ...]
     arms_of_documents: tuple[ArmSpec, ...]
-    """Further arms, on documents alone."""
+    """Further arms, on documents and in their own state alone."""
     anchors: AnchorSpec
     truncate_to: str
     maps: tuple[MapsSpec, ...]
