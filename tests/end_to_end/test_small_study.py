@@ -16,6 +16,8 @@ import pytest
 import yaml
 from tests.small_study import write_small_study
 
+from residual_mass.study.config import FIDELITY_TABLES
+
 STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
 GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"
 CSV = "results/ruler_tiny_1k.csv"
@@ -71,14 +73,17 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     errors = pd.read_csv(study / "results/diagnostics/map_errors_tiny_1k.csv")
     assert sorted(set(errors.maps)) == ["1k", "1k-dphi_4", "1k-kl_only", "512"]
     labels = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["tables"]
-    assert len(labels) == 11
+    assert len(labels) == 13
     for label in labels:
         assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
-    others = ("exact_accounting", "phi_param_count", "training_cost_64k", "runtime_tiny")
+    others = (*FIDELITY_TABLES, "exact_accounting", "phi_param_count", "training_cost_64k", "runtime_tiny")
     for label in (label for label in labels if label not in others):
         cells = pd.read_csv(study / "paper_tables" / "mini" / f"{label}.csv", dtype={"text": str})
         shown = cells[cells.text != "--"]
         assert len(shown) and shown[["n", "ci_low", "ci_high", "source", "prompts_sha"]].notna().all(axis=None)
+    for label in FIDELITY_TABLES:
+        cells = pd.read_csv(study / "paper_tables" / "mini" / f"{label}.csv")
+        assert cells[["value", "ci_low", "ci_high"]].notna().all(axis=None) and set(cells.maps.dropna()) >= {"1k"}
     rendered = (study / "paper_tables" / "mini" / "ruler_sweep.tex").read_text()
     assert r"Tiny \& random\_Llama" in rendered
     compared = pd.read_csv(study / "paper_tables" / "mini" / "comparison.csv")

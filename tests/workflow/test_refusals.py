@@ -22,9 +22,9 @@ TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),
     (
         "paper_tables/mini/no_such_table.tex",
-        "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, "
-        "ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting, "
-        "phi_param_count, training_cost_64k, runtime_smol",
+        "table 'no_such_table' is not in config/studies/mini.yaml, which has fidelity, fidelity_answers, "
+        "natural_main, stress_1pct, ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, "
+        "exact_accounting, phi_param_count, training_cost_64k, runtime_smol",
     ),
     (
         "paper_tables/published/runtime_smol.tex",
@@ -185,6 +185,18 @@ def show_an_ablation_of_nothing(study: dict[str, Any]) -> None:
     study["ablations"]["backbones"] = []
 
 
+def show_fidelity_at_no_length(study: dict[str, Any]) -> None:
+    study["fidelity"]["lengths"] = []
+
+
+def show_fidelity_on_no_text(study: dict[str, Any]) -> None:
+    study["fidelity"]["corpora"] = []
+
+
+def show_answers_at_unanswered_lengths(study: dict[str, Any]) -> None:
+    study["fidelity"] |= {"lengths": ["1k"], "benchmarks": ["longbench"]}
+
+
 def share_out_unevenly(study: dict[str, Any]) -> None:
     study["phi"] |= {"gpus": 2, "sequences_per_step": 3}
 
@@ -300,6 +312,12 @@ STUDY_SLIPS = [
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
     (compare_without_topk, "methods: topk is missing, which mismatch and ablations compare with"),
     (show_an_ablation_of_nothing, "tables: dphi_ablation needs a backbone in ablations.backbones"),
+    (show_fidelity_at_no_length, "tables: fidelity needs a length in fidelity.lengths and a text in fidelity.corpora"),
+    (show_fidelity_on_no_text, "tables: fidelity needs a length in fidelity.lengths and a text in fidelity.corpora"),
+    (
+        show_answers_at_unanswered_lengths,
+        "tables: fidelity_answers needs one of fidelity.benchmarks at one of fidelity.lengths",
+    ),
     (compare_untrained_maps, "mismatch.maps: 256 is not one of 512, 1k, 2k"),
     (ablate_prompts_longer_than_the_maps, "ablations.benchmarks: prompts of longbench are up to truncate_to (2k) long"),
     (ablate_beyond_the_benchmark, "ablations.length: 1k is not one of 2k"),
@@ -313,7 +331,8 @@ STUDY_SLIPS = [
     (
         tabulate_latencies_of_a_foreign_backbone,
         "tables: runtime_1b is not one of babilong_sweep, cross_length_mismatch, dphi_ablation, exact_accounting, "
-        "loss_ablation, natural_main, phi_param_count, ruler_sweep, stress_1pct, training_cost_64k, runtime_smol",
+        "loss_ablation, natural_main, phi_param_count, ruler_sweep, stress_1pct, training_cost_64k, fidelity, "
+        "fidelity_answers, runtime_smol",
     ),
     (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]

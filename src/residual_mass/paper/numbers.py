@@ -12,7 +12,7 @@ from residual_mass.paper.table import Cell, Interval, Table, load_table
 from residual_mass.provenance import Record
 from residual_mass.study.specs import NumbersSpec
 
-COUNTED = ("examples", "packs")
+COUNTED = ("examples", "documents", "packs")
 """What is counted behind a value that prose would quote."""
 SMALLEST_P = 0.001
 """P-values below it are printed as such: more digits say nothing about so few resamples."""

@@ -98,7 +98,7 @@ class Cell:
         text: the value as the table prints it.
         interval: 95 % bootstrap interval.
         range: of a step's time, the fastest and the slowest repeat.
-        n: how many of `counted` are behind the value: examples, packs, repeats, trainings.
+        n: how many of `counted` are behind the value: examples, documents, packs, repeats, trainings.
         mark: whether the gain is more than chance.
         flags: `floor`, `ceiling`, `beats_full`.
         data: where the examples come from: `original`, `simulated`, `stand-in`.
@@ -181,12 +181,14 @@ class Grid:
             in the first of these columns, and otherwise in a row of its own.
         columns: titles of the columns with values, of each group.
         groups: titles over groups of columns; without any, there is one group.
+        title: of the whole, in tables of several grids.
     """
 
     heads: tuple[Text, ...]
     columns: tuple[Text, ...]
     blocks: tuple[Block, ...]
     groups: tuple[Text, ...] = ()
+    title: Text = ""
 
     @property
     def titled(self) -> bool:
@@ -297,3 +299,16 @@ def best_printed(texts: Mapping[Key, str], metric: Metric) -> set[Key]:
 def format_score(value: float) -> str:
     """The three decimals that the paper prints; what rounds to zero has no minus."""
     return f"{value:z.3f}"
+
+
+def format_value(value: float, metric: Metric, sign: str = "") -> str:
+    """A value of `metric`, or a difference of two, with three decimals. What is positive without an upper bound, as a
+    divergence is, may be large or tiny: it has three significant digits, and at most four decimals.
+
+    Args:
+        sign: `+` also shows the sign of a positive value.
+    """
+    decimals = 3
+    if metric.low == 0 and metric.high is None:
+        decimals = min(max(-Decimal(f"{value:.2e}").as_tuple().exponent, 0), 4)
+    return f"{value:{sign}z.{decimals}f}"

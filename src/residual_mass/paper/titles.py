@@ -12,6 +12,7 @@ from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.specs import TableSpec
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
+CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "cwe": "CWE"}
 FULL, TOPK, PHI = Marked("Full"), Marked("Top-$K$"), Marked(r"Top-$K{+}\phi$")
 METHOD_TITLES = {"full": FULL, "topk": TOPK, "topk_phi": PHI, "topk_phi_nosub": Marked(rf"{PHI} (NoSub)")}
 OURS = Marked("Ours")
@@ -41,6 +42,10 @@ def backbone_title(spec: TableSpec, backbone: str, model_id: str) -> str:
 
 def benchmark_title(benchmark: str) -> str:
     return BENCHMARK_TITLES.get(benchmark, benchmark)
+
+
+def corpus_title(corpus: str) -> str:
+    return CORPUS_TITLES.get(corpus, corpus)
 
 
 def task_title(benchmark: str, task: str) -> str:

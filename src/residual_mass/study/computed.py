@@ -369,9 +369,13 @@ class Computed:
         return study
 
     def force_maps(self, wildcards: Wildcards) -> list[str]:
-        """Labels of the maps that continuations are decoded with: the main ones, and those of too short texts."""
-        study = self.fidelity_of(wildcards)
-        others = study.mismatch.maps if wildcards.backbone in study.mismatch.backbones else ()
+        """Labels of the maps that continuations are decoded with."""
+        return self.forced_maps(self.fidelity_of(wildcards), [wildcards.backbone])
+
+    @staticmethod
+    def forced_maps(study: Study, backbones: Iterable[str]) -> list[str]:
+        """The main maps, and where one of these backbones has them those that were trained on shorter texts."""
+        others = study.mismatch.maps if set(backbones) & set(study.mismatch.backbones) else ()
         return list(dict.fromkeys([study.maps.main, *others]))
 
     def force_phi(self, wildcards: Wildcards) -> list[str]:
@@ -380,7 +384,7 @@ class Computed:
     def force_asked(self, wildcards: Wildcards) -> list[str]:
         """The benchmarks whose prompts are continued."""
         study = self.fidelity_of(wildcards)
-        return [name for name in study.fidelity.benchmarks if wildcards.length in study.lengths_of(name)]
+        return [name for name in study.fidelity.benchmarks if wildcards.length in study.answered_lengths(name)]
 
     def force_prompts(self, wildcards: Wildcards) -> list[str]:
         tokenizer = self.backbone_of(wildcards).tokenizer

@@ -50,6 +50,8 @@ METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
 """The ablation that each of these tables shows."""
 ACCOUNTING_TABLE = "exact_accounting"
+FIDELITY_TABLE, FIDELITY_ANSWERS = FIDELITY_TABLES = "fidelity", "fidelity_answers"
+"""Of held-out texts, and of the answers to a benchmark's prompts."""
 RUNTIME_TABLES = "runtime_"
 """What the tables of latencies begin with; the backbone follows."""
 PUBLISHED = "published"
@@ -100,6 +102,12 @@ class Study(Settings):
         if benchmark not in self.benchmarks:
             return ()
         return self.benchmarks[benchmark].lengths or self.lengths
+
+    def answered_lengths(self, benchmark: str) -> tuple[str, ...]:
+        """Lengths at which the prompts of a benchmark are continued by given answers."""
+        if benchmark not in self.fidelity.benchmarks:
+            return ()
+        return tuple(length for length in self.lengths_of(benchmark) if length in self.fidelity.lengths)
 
     @property
     def evaluated_lengths(self) -> list[str]:
@@ -180,6 +188,10 @@ class Study(Settings):
         for label, section in (needs | dict.fromkeys(ABLATION_TABLES, "ablations")).items():
             if label in self.tables and not getattr(self, section).backbones:
                 yield Slip("tables", f"{label} needs a backbone in {section}.backbones")
+        if FIDELITY_TABLE in self.tables and not (self.fidelity.lengths and self.fidelity.corpora):
+            yield Slip("tables", f"{FIDELITY_TABLE} needs a length in fidelity.lengths and a text in fidelity.corpora")
+        if FIDELITY_ANSWERS in self.tables and not any(map(self.answered_lengths, self.fidelity.benchmarks)):
+            yield Slip("tables", f"{FIDELITY_ANSWERS} needs one of fidelity.benchmarks at one of fidelity.lengths")
 
     def _diagnostics_slips(self) -> Iterator[Slip]:
         """In what is captured, and in what the figures show of it."""
@@ -361,7 +373,8 @@ def tables_for(backbones: Iterable[str]) -> list[str]:
     from residual_mass.paper.tables.layouts import LAYOUTS
 
     of_paper = [label for label in published.labels() if not label.startswith(RUNTIME_TABLES)]
-    return list(dict.fromkeys([*of_paper, *LAYOUTS, *(f"{RUNTIME_TABLES}{backbone}" for backbone in backbones)]))
+    latencies = (f"{RUNTIME_TABLES}{backbone}" for backbone in backbones)
+    return list(dict.fromkeys([*of_paper, *LAYOUTS, *FIDELITY_TABLES, *latencies]))
 
 
 def _listed(values: Any) -> tuple[Any, ...]:

@@ -22,7 +22,14 @@ from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.study import paths
 from residual_mass.study.computed import Computed, Wildcards, file_of, known
-from residual_mass.study.config import ABLATION_TABLES, ACCOUNTING_TABLE, RUNTIME_TABLES, Study
+from residual_mass.study.config import (
+    ABLATION_TABLES,
+    ACCOUNTING_TABLE,
+    FIDELITY_ANSWERS,
+    FIDELITY_TABLE,
+    RUNTIME_TABLES,
+    Study,
+)
 from residual_mass.study.config import load as read_configuration
 from residual_mass.study.sections import COSTS, KERNEL_FIDELITY, Figure
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
@@ -59,6 +66,10 @@ class Plan(Computed):
         study = self.study_named(wildcards)
         label = known("table", wildcards.label, study.tables, file_of(wildcards.study))
         backbones = self.backbones_of(wildcards.study)
+        if label == FIDELITY_TABLE:
+            return expand(paths.FIDELITY, backbone=backbones, length=study.fidelity.lengths)
+        if label == FIDELITY_ANSWERS:
+            return expand(paths.FIDELITY, backbone=backbones, length=self._answered(study))
         if label == "cross_length_mismatch":
             return expand(paths.MISMATCH, backbone=study.mismatch.backbones)
         if label == ACCOUNTING_TABLE:
@@ -81,6 +92,12 @@ class Plan(Computed):
             labels += [maps for maps in self.compared_maps(study, "dphi") if maps != study.ablations.length]
         return expand(paths.PHI, backbone=backbone, maps=labels)
 
+    @staticmethod
+    def _answered(study: Study) -> list[str]:
+        """The lengths at which prompts of some benchmark are continued."""
+        asked = {length for name in study.fidelity.benchmarks for length in study.answered_lengths(name)}
+        return [length for length in study.fidelity.lengths if length in asked]
+
     def _benchmark_results(self, study: str, benchmark: str) -> list[str]:
         place = {"benchmark": benchmark, "backbone": self.backbones_of(study)}
         return expand(paths.RESULTS, **place, length=self.studies[study].lengths_of(benchmark))
@@ -95,6 +112,12 @@ class Plan(Computed):
             "benchmarks": sorted(study.benchmarks),
         }  # fmt: skip
         mismatch, ablations, captured = study.mismatch, study.ablations, study.diagnostics
+        if label == FIDELITY_TABLE:
+            shown |= {"lengths": study.fidelity.lengths, "benchmarks": [], "maps": self.forced_maps(study, names)}
+        if label == FIDELITY_ANSWERS:
+            asked = {name: study.answered_lengths(name) for name in study.fidelity.benchmarks}
+            shown |= {"lengths": self._answered(study), "lengths_of": asked, "benchmarks": study.fidelity.benchmarks}
+            shown |= {"maps": [study.maps.main]}
         if label == "cross_length_mismatch":
             shown |= {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "maps": mismatch.maps}
             shown |= {"budgets": [mismatch.budget], "benchmarks": ["ruler"]}

@@ -12,7 +12,7 @@ from residual_mass.paper.report.verdicts import sweep_cells
 from residual_mass.paper.table import Cell, Gain, Mark, Table, format_score
 from residual_mass.paper.tables import accounting_table
 from residual_mass.paper.tables.tally import Tally, main_texts, tally_by_family
-from residual_mass.paper.titles import task_title
+from residual_mass.paper.titles import corpus_title, task_title
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _errors(where: tuple[str, str, str, str], quantities: Mapping[str, Cell]) ->
     topk, completed = (quantities[name].value or 0 for name in ("e_topk", "e_sub"))
     errors = tuple(_error(quantities[name]) for name in METHODS)
     change = f"{100 * (completed / topk - 1):+z.0f}".replace("-", "−") if topk else ""
-    return ErrorRow(backbone, accounting_table.corpus_title(corpus), length, k, errors, change)
+    return ErrorRow(backbone, corpus_title(corpus), length, k, errors, change)
 
 
 def _error(cell: Cell) -> Bounded:

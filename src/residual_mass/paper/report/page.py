@@ -26,7 +26,7 @@ from residual_mass.paper.report.entries import PageTable
 from residual_mass.paper.report.findings import collect_errors, collect_gains, collect_turned
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.verdicts import COUNTED, Compared, changes_figure, load_comparison, standing
-from residual_mass.paper.table import Table, load_table
+from residual_mass.paper.table import SCORE, Table, load_table
 from residual_mass.paper.tables.captions import KIND_NOTES, model_warnings
 from residual_mass.paper.templating import RESTORE, fill
 from residual_mass.paper.titles import METHOD_TITLES, task_title
@@ -180,7 +180,7 @@ def _figures(spec: ReportSpec, paths: Sequence[Path]) -> Iterator[PageFigure]:
 
 def _examples(tables: Iterable[Table]) -> Iterator[Examples]:
     """Yields examples once per task and length, or more often if backbones or tables differ."""
-    cells = (cell for table in tables for cell in table.evaluated if cell.place.benchmark)
+    cells = (cell for table in tables for cell in table.evaluated if cell.place.quantity == SCORE)
     yield from dict.fromkeys(
         Examples(
             task=task_title(cell.place.benchmark, cell.place.task),

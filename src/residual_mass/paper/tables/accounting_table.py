@@ -16,7 +16,7 @@ from residual_mass.paper.readers.accounting_file import LOG_Z, METHODS, Accounti
 from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place, Row, Table, best_printed, format_score
 from residual_mass.paper.tables import notes as note
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, model_warnings
-from residual_mass.paper.titles import METHOD_TITLES, backbone_title
+from residual_mass.paper.titles import METHOD_TITLES, backbone_title, corpus_title
 from residual_mass.study.config import ACCOUNTING_TABLE as LABEL
 from residual_mass.study.specs import TableSpec
 
@@ -29,7 +29,6 @@ COLUMNS = tuple(
     "study model_id revision weights phi_sha packs rows".split()
 )
 FROM_ROW = ("k", "study", "revision", "phi_sha", "packs", "rows")
-CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "cwe": "CWE"}
 PUBLISHED_QUANTITIES = {
     "topk": "e_topk", "topk_phi_nosub": "e_nosub", "topk_phi": "e_sub", "exact_nosub": "e_exact_nosub",
     "mean_log_z_error": LOG_Z,
@@ -193,10 +192,6 @@ def _notes_on(row: AccountingRow, quantity: str) -> Iterator[str]:
     if quantity in OF_THE_REST:
         yield f"share of rows whose residual was dropped {facts['clamped_share']}"
     yield from note.exactly(facts[quantity], row.path.name)
-
-
-def corpus_title(corpus: str) -> str:
-    return CORPUS_TITLES.get(corpus, corpus)
 
 
 def _title(spec: TableSpec, row: AccountingRow) -> str:

@@ -12,7 +12,8 @@ from residual_mass.metrics import Flag
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.published import MODELS
 from residual_mass.paper.readers.results import Result, Score
-from residual_mass.paper.table import ALL_TASKS, Place
+from residual_mass.paper.table import ALL_TASKS, Mark, Place
+from residual_mass.paper.tables.gains import ALPHA
 from residual_mass.paper.tables.tally import Tally, tally_by_family
 from residual_mass.paper.titles import OWN_ROW, PHI, TOPK, benchmark_title, task_title
 from residual_mass.study.specs import TableSpec
@@ -20,10 +21,9 @@ from residual_mass.study.specs import TableSpec
 if TYPE_CHECKING:
     from residual_mass.paper.tables.score_table import Content
 
-ALPHA = 0.05
-"""Chance of any false mark in a table."""
 NAMED_ALARMS = 3
 """A caption names so many cells that beat full attention, and counts the others."""
+HALF_WIDTH = f"Largest half-width of a {LEVEL:.0%} bootstrap interval over"
 KIND_NOTES = {
     "simulated": "simulated, which means made here after the benchmark's definition",
     "stand-in": "stand-in, which means other real text in the benchmark's format",
@@ -85,9 +85,14 @@ def _check_same_models(results: Iterable[Result]) -> None:
 def model_warnings(models: Iterable[tuple[str, str]]) -> Iterator[str]:
     """What a reader must know of these models, given by id and weights, before the values."""
     models = list(models)
+    yield from random_weights(models)
+    yield from not_evaluated(model_id for model_id, _ in models)
+
+
+def random_weights(models: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names the models, given by id and weights, whose values say nothing."""
     if random := dict.fromkeys(model_id for model_id, weights in models if weights == "random"):
         yield f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
-    yield from not_evaluated(model_id for model_id, _ in models)
 
 
 def not_evaluated(model_ids: Iterable[str]) -> Iterator[str]:
@@ -139,23 +144,28 @@ def _uncertainty(content: Content) -> Iterator[str]:
     alike = _by_unit(content.scores)
     for (unit, examples), scores in alike.items():
         width = max((score.interval.high - score.interval.low) / 2 for score in scores)
-        yield f"Largest half-width of a {LEVEL:.0%} bootstrap interval over {examples}: {_measured(width, unit)}."
+        yield f"{HALF_WIDTH} {examples}: {_measured(width, unit)}."
     tested = [score for score in content.scores.values() if score.gain is not None]
     if not tested:
         return
-    above, below = (sum(cell.mark == side for cell in content.cells.values()) for side in ("above", "below"))
-    survive = above + below
-    yield Marked(
-        f"Of {len(tested)} paired comparisons with {TOPK} at the same budget, {survive or 'none'} "
-        f"{'remains' if survive == 1 else 'remain'} at $p < {ALPHA:g}$ after Holm's correction over this table"
-        + (rf" ({above} above, $\dagger$; {below} below, $\ddagger$)." if survive else ".")
-    )
+    marks = [cell.mark for cell in content.cells.values() if cell.gain is not None]
+    yield Marked(f"Of {len(marks)} paired comparisons with {TOPK} at the same budget, {survivors(marks)}.")
     for (unit, examples), scores in alike.items():
         if known := [score.mde for score in scores if score.gain is not None and score.mde is not None]:
             yield (
                 f"Median smallest gain that so many {examples} would show (one comparison, two-sided {1 - LEVEL:.0%}, "
                 f"power {POWER:.0%}): {_measured(statistics.median(known), unit)}."
             )
+
+
+def survivors(marks: Sequence[Mark], over: str = "this table") -> Marked:
+    """What remains of tests that are corrected together."""
+    above, below = (marks.count(side) for side in ("above", "below"))
+    survive = above + below
+    return Marked(
+        f"{survive or 'none'} {'remains' if survive == 1 else 'remain'} at $p < {ALPHA:g}$ after Holm's correction "
+        f"over {over}" + (rf" ({above} above, $\dagger$; {below} below, $\ddagger$)" if survive else "")
+    )
 
 
 def _by_unit(scores: Mapping[Place, Score]) -> dict[tuple[str, str], list[Score]]:
@@ -173,10 +183,10 @@ def _measured(number: float, unit: str) -> str:
 def tallies(texts: Mapping[Place, str]) -> Iterator[Marked]:
     """How often completion is better than top-k, family by family."""
     for family, counted in tally_by_family(texts).items():
-        yield Marked(f"{marked(family)}: {_tally(counted)}")
+        yield Marked(f"{marked(family)}: {tallied(counted)}")
 
 
-def _tally(counted: Tally) -> Marked:
+def tallied(counted: Tally) -> Marked:
     return Marked(
         f"{PHI} is {counted.metric.better_side} {TOPK} in {counted.wins} of {counted.cells} cells, equal in "
         f"{counted.ties}, mean change ${counted.mean_change:+z.3f}$."

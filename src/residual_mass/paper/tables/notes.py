@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from residual_mass.metrics import Metric
 from residual_mass.paper.readers import optional
 from residual_mass.paper.readers.results import Score
-from residual_mass.paper.table import Interval, format_score
+from residual_mass.paper.table import Gain, Interval, format_score
 
 FLAGS = {
     "floor": "at the floor, where methods cannot be told apart",
@@ -16,11 +16,7 @@ FLAGS = {
 }
 
 
-def on_score(score: Score, metric: Metric, p_holm: float | None) -> Iterator[str]:
-    """
-    Args:
-        p_holm: the p-value of the gain, corrected for all those of the table.
-    """
+def on_score(score: Score, metric: Metric, gain: Gain | None) -> Iterator[str]:
     row = score.row
     yield within(score.interval)
     if row["stderr"]:
@@ -29,7 +25,7 @@ def on_score(score: Score, metric: Metric, p_holm: float | None) -> Iterator[str
     if original is not None and format_score(original) != format_score(score.value):
         yield f"by the authors' scorer {format_score(original)}"
     yield f"{score.examples} examples"
-    yield from _tests(score, p_holm)
+    yield from _tests(score, gain)
     yield from (FLAGS[flag].format(better_side=metric.better_side) for flag in score.flags)
     if score.data != ("original",):
         yield f"{' and '.join(score.data)} examples"
@@ -38,8 +34,8 @@ def on_score(score: Score, metric: Metric, p_holm: float | None) -> Iterator[str
     yield from exactly(row["value"], score.source.name)
 
 
-def within(interval: Interval) -> str:
-    return f"95% interval {format_score(interval.low)} to {format_score(interval.high)}"
+def within(interval: Interval, printed: Callable[[float], str] = format_score) -> str:
+    return f"95% interval {printed(interval.low)} to {printed(interval.high)}"
 
 
 def feature_maps(label: str, phi_sha: str = "") -> str:
@@ -53,22 +49,26 @@ def exactly(value: str, source: str) -> Iterator[str]:
     yield f"from {source}"
 
 
-def _tests(score: Score, p_holm: float | None) -> Iterator[str]:
+def difference(gain: Gain, signed: Callable[[float], str]) -> str:
+    """To top-k, with its p-values."""
+    low, high = signed(gain.interval.low), signed(gain.interval.high)
+    p = f"p {gain.p:.3g}, {round(gain.p_holm, 6):.3g} after Holm's correction"
+    return f"difference to Top-K at the same budget {signed(gain.value)} ({low} to {high}), {p}"
+
+
+def _tests(score: Score, gain: Gain | None) -> Iterator[str]:
     """Paired differences with their p-values."""
     row = score.row
-    if score.gain is not None:
-        low, high = (_signed(row[f"gain_ci_{side}"]) for side in ("low", "high"))
-        corrected = "" if p_holm is None else f", {round(p_holm, 6):.3g} after Holm's correction"
-        p = f"p {score.gain_p:.3g}{corrected}"
-        yield f"difference to Top-K at the same budget {_signed(row['gain'])} ({low} to {high}), {p}"
+    if gain is not None:
+        yield difference(gain, _signed)
     if score.mde is not None:
         yield f"smallest gain that so many examples would show {format_score(score.mde)}"
     if row["full_gap"]:
-        yield f"difference to Full {_signed(row['full_gap'])}, p {float(row['full_gap_p']):.3g}"
+        yield f"difference to Full {_signed(float(row['full_gap']))}, p {float(row['full_gap_p']):.3g}"
     if row["right_to_wrong"]:
         flips = f"{row['right_to_wrong']} from right to wrong, {row['wrong_to_right']} from wrong to right"
         yield f"answers turned relative to Full: {flips}"
 
 
-def _signed(number: str) -> str:
-    return f"{float(number):+z.3f}"
+def _signed(number: float) -> str:
+    return f"{number:+z.3f}"

@@ -10,6 +10,7 @@ from residual_mass.files import write_text
 from residual_mass.paper.table import Table
 from residual_mass.paper.tables import (
     accounting_table,
+    fidelity_table,
     parameter_table,
     runtime_table,
     score_table,
@@ -25,10 +26,12 @@ FRAME = "frame.tex.j2"
 
 @dataclass(frozen=True)
 class Kind:
-    """What makes a table from the results of a study, and the one with the paper's values from its label."""
+    """What makes a table from the results of a study, and the one with the paper's values from its label; None where
+    the paper has none.
+    """
 
     make: Callable[[TableSpec, list[Path]], Table]
-    make_published: Callable[[str], Table]
+    make_published: Callable[[str], Table] | None
 
 
 SCORES = Kind(score_table.make, score_table.make_published)
@@ -38,6 +41,7 @@ KINDS = {
     accounting_table.LABEL: Kind(accounting_table.make, accounting_table.make_published),
     parameter_table.LABEL: Kind(parameter_table.make, parameter_table.make_published),
     training_cost_table.LABEL: Kind(training_cost_table.make, training_cost_table.make_published),
+    **dict.fromkeys(fidelity_table.KINDS, Kind(fidelity_table.make, None)),
 }
 
 
@@ -65,8 +69,11 @@ def run_published(label: str, template: Path, out: Path) -> None:
 
 
 def make_published(label: str) -> Table:
-    """Table `label` with the paper's values."""
-    return _kind(label).make_published(label)
+    """Table `label` with the paper's values. Raises ValueError when the paper has no such table."""
+    make = _kind(label).make_published
+    if make is None:
+        raise ValueError(f"the paper has no table {label!r}")
+    return make(label)
 
 
 def _kind(label: str) -> Kind:

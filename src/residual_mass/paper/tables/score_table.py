@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import Data
-from residual_mass.holm import holm
 from residual_mass.paper import published
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.published import MAIN_MAPS, model_title
@@ -20,8 +19,6 @@ from residual_mass.paper.table import (
     Entry,
     Gain,
     Grid,
-    Interval,
-    Mark,
     Place,
     Row,
     Table,
@@ -29,6 +26,7 @@ from residual_mass.paper.table import (
 )
 from residual_mass.paper.table import format_score as printed
 from residual_mass.paper.tables import captions, notes
+from residual_mass.paper.tables.gains import corrected, fields_of, gain_of, mark_of
 from residual_mass.paper.tables.layouts import PUBLISHED, Layout, Slice, evaluated, layout_of
 from residual_mass.paper.titles import backbone_title
 from residual_mass.study.specs import TableSpec
@@ -142,11 +140,11 @@ def _result_of(place: Place, loaded: Mapping[tuple[str, str, str], Result], path
 
 def _measured_cells(layout: Layout, scores: Mapping[Place, Score]) -> dict[Place, Cell]:
     tested = {place: score.gain_p for place, score in scores.items() if score.gain_p is not None}
-    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
+    p_holm = corrected(tested)
     texts = {place: printed(score.value) for place, score in scores.items()}
     bold = _bold(layout, texts, _undecided(scores))
     return {
-        place: _cell(place, scores[place], corrected.get(place), place in bold)
+        place: _cell(place, scores[place], gain_of(scores[place].row, p_holm.get(place)), place in bold)
         if place in scores
         else Cell(place, LEFT_OUT)
         for place in layout.all_places()
@@ -170,9 +168,7 @@ def _task_of(place: Place) -> tuple[str, str, str, str]:
     return place.backbone, place.benchmark, place.task, place.length
 
 
-def _cell(place: Place, score: Score, p_holm: float | None, bold: bool) -> Cell:
-    gain = _gain(score, p_holm)
-    corrected = {} if p_holm is None else {"gain_p_holm": f"{p_holm:.6f}"}
+def _cell(place: Place, score: Score, gain: Gain | None, bold: bool) -> Cell:
     return Cell(
         place=replace(place, maps=score.maps),
         text=printed(score.value),
@@ -181,7 +177,7 @@ def _cell(place: Place, score: Score, p_holm: float | None, bold: bool) -> Cell:
         n=score.examples,
         counted="examples",
         bold=bold,
-        mark=_mark(gain),
+        mark=mark_of(gain),
         gain=gain,
         flags=score.flags,
         data=score.data,
@@ -189,22 +185,9 @@ def _cell(place: Place, score: Score, p_holm: float | None, bold: bool) -> Cell:
         model_id=score.row["model_id"],
         weights=score.row["weights"],
         source=score.source.name,
-        notes=tuple(notes.on_score(score, place.metric, p_holm)),
-        row={name: score.row[name] for name in FROM_ROW if name in score.row} | corrected,
+        notes=tuple(notes.on_score(score, place.metric, gain)),
+        row={name: score.row[name] for name in FROM_ROW if name in score.row} | fields_of(gain),
     )
-
-
-def _gain(score: Score, p_holm: float | None) -> Gain | None:
-    if score.gain is None or score.gain_p is None or p_holm is None:
-        return None
-    low, high = (float(score.row[f"gain_ci_{side}"]) for side in ("low", "high"))
-    return Gain(score.gain, Interval(low, high), score.gain_p, p_holm)
-
-
-def _mark(gain: Gain | None) -> Mark:
-    if gain is None or gain.p_holm >= captions.ALPHA or not gain.value:
-        return ""
-    return "above" if gain.value > 0 else "below"
 
 
 def _table(
