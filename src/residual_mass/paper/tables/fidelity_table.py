@@ -264,8 +264,12 @@ def _grid(measured: _Measured, metric: Metric, cells: Mapping[Place, Cell]) -> G
         columns=tuple(f"{budget:g}%" for budget in measured.spec.budgets),
         blocks=tuple(Block(tuple(row(block, line) for line in lines), block.title) for block in measured.blocks),
         groups=tuple(group.title for group in measured.groups),
-        title=", ".join(filter(None, (f"{metric.title[0].upper()}{metric.title[1:]}", metric.unit))),
+        title=", ".join(filter(None, (_title(metric), metric.unit))),
     )
+
+
+def _title(metric: Metric) -> str:
+    return metric.title[0].upper() + metric.title[1:]
 
 
 def _entry(cell: Cell, span: int) -> Entry:
@@ -296,7 +300,7 @@ def _notes(measured: _Measured, cells: Mapping[Place, Cell]) -> Iterator[str]:
     yield f"Behind a value: {'; '.join(_sizes(shown))}."
     for metric in kind.metrics:
         found = " ".join(_findings(metric, {place: cell for place, cell in cells.items() if place.metric == metric}))
-        yield Marked(f"{marked(metric.title)}: {found}")
+        yield Marked(f"{marked(_title(metric))}: {found}")
     if alone := dict.fromkeys(_text(cell.place) for cell in shown if cell.interval is None):
         yield f"Without intervals and tests, for a text or a task has one document only: {', '.join(alone)}."
     if absent := dict.fromkeys(place.backbone for place, cell in cells.items() if cell.value is None):
@@ -304,10 +308,10 @@ def _notes(measured: _Measured, cells: Mapping[Place, Cell]) -> Iterator[str]:
 
 
 def _sizes(cells: Iterable[Cell]) -> Iterator[str]:
-    """Documents and tokens, once per size with the texts that have it."""
+    """Once per size, with the texts that have it."""
     holders: dict[str, dict[str, None]] = {}
     for cell in cells:
-        size = f"{cell.row['documents']} {cell.counted}, {cell.row['tokens']} tokens"
+        size = f"{cell.n} {cell.counted if cell.n > 1 else cell.counted.removesuffix('s')}"
         holders.setdefault(size, {})[_text(cell.place)] = None
     for size, texts in holders.items():
         yield f"{size} ({', '.join(texts)})"
