@@ -20,6 +20,7 @@ from residual_mass.paper.published.protocol import settings_of
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
+from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
 from residual_mass.study.computed import Computed, Wildcards, file_of, known
 from residual_mass.study.config import ABLATION_TABLES, ACCOUNTING_TABLE, RUNTIME_TABLES, Study
@@ -211,7 +212,7 @@ class Plan(Computed):
     def figure_title(self, shown: Figure) -> str:
         """The backbone, unless there are several, and the text that a figure shows."""
         names = getattr(shown, "backbones", None) or (shown.backbone,)
-        text = [getattr(shown, key) for key in ("corpus", "text", "length") if hasattr(shown, key)]
+        text = [benchmark_title(getattr(shown, key)) for key in ("corpus", "text", "length") if hasattr(shown, key)]
         return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
 
     # ---- document and page -------------------------------------------------------------------------------------------
