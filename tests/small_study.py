@@ -60,6 +60,9 @@ def write_small_study(folder: Path) -> None:
         runtime={"contexts": ["512", "1k"], "batches": [1, 2], "repeats": 1},
         tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
         figures={
+            "fidelity": {"backbone": "tiny", "texts": ["wiki", "ruler"], "lengths": ["1k"]},
+            "fidelity_tokens": {"backbone": "tiny", "text": "wiki", "length": "1k"},
+            "fidelity_tokens_ruler": {"backbone": "tiny", "text": "ruler", "length": "1k"},
             "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
             **{
                 label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}

@@ -18,6 +18,7 @@ from residual_mass.core.settings import MapsSpec, to_json, tokens_of
 from residual_mass.paper.comparison.by_cell import COMPARED
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
 from residual_mass.study.config import FIDELITY_TABLES
+from residual_mass.study.sections import Resampling
 from residual_mass.study.specs import (
     AuditSpec,
     CaptureSpec,
@@ -231,6 +232,9 @@ def test_findings_read_every_capture_in_one_order(studies: dict[str, Run]) -> No
 
 MAIN = "1b_wikitext_64k"
 FIGURES = {
+    "fidelity": ["results/fidelity_1b_4k.csv", "results/fidelity_1b_64k.csv"],
+    "fidelity_tokens": ["results/forced/1b_64k.parquet"],
+    "fidelity_tokens_ruler": ["results/forced/1b_64k.parquet"],
     "entropy_gain": of_captures("heads", [MAIN, "3b_wikitext_64k"]),
     "kernel_sanity": of_captures("kernels", [MAIN]) + of_captures("heads", [MAIN]),
     "logz_calibration": of_captures("heads", SETTINGS_1B),
@@ -244,8 +248,8 @@ FIGURES = {
     "training_curves": [f"results/training_1b_{maps}.csv" for maps in ("4k", "8k", "16k", "64k")],
 }
 ONE_BUDGET = {
-    "kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown_1b",
-    "fixedk_breakdown_3b",
+    "fidelity_tokens", "fidelity_tokens_ruler", "kernel_sanity", "logz_calibration", "fullsub_nosub_delta",
+    "entropy_heatmap", "fixedk_breakdown_1b", "fixedk_breakdown_3b",
 }  # fmt: skip
 
 
@@ -257,7 +261,7 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
     assert {figures[label].budget_percent for label in set(FIGURES) - ONE_BUDGET} == {None}
     variants = ("hedgehog_map", "lolcats_loss", "kl_only", "aux_only")
     assert {label: figure.maps for label, figure in figures.items() if figure.maps} == {
-        "kernel_sanity": ("64k",),
+        **dict.fromkeys(("fidelity", "fidelity_tokens", "fidelity_tokens_ruler", "kernel_sanity"), ("64k",)),
         "ablation_kernel_fidelity": ("4k", *(f"4k-{name}" for name in variants)),
         "training_curves": ("4k", "8k", "16k", "64k"),
     }
@@ -265,7 +269,15 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
     assert {label: figure.backbone_titles for label, figure in figures.items() if figure.backbone_titles} == {
         "entropy_gain": titles
     }
+    texts = {label: (figure.texts, figure.score) for label, figure in figures.items() if figure.texts}
+    drawn = Resampling(bootstrap_resamples=10000, seed=0)
+    assert texts == {
+        "fidelity": (("wikitext", "ruler", "babilong"), None),
+        "fidelity_tokens": (("wikitext",), drawn),
+        "fidelity_tokens_ruler": (("ruler",), drawn),
+    }
     assert figures["entropy_gain"].title == "wikitext, 64k"
+    assert figures["fidelity_tokens"].title == "Llama-3.2-1B-Instruct, wikitext, 64k"
     assert figures["fixedk_breakdown_3b"].title == "Llama-3.2-3B-Instruct, wikitext, 64k"
 
 
@@ -547,12 +559,13 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
-    audited = everything - {"ablation_kernel_fidelity", "training_curves"}
+    of_tokens = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler"}
+    audited = everything - {"ablation_kernel_fidelity", "training_curves"} - of_tokens
     rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
     jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
-    one_budget = everything - {"entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    one_budget = everything - {"fidelity", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)

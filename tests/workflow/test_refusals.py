@@ -34,8 +34,9 @@ TARGETS = [
     ),
     (
         "paper_tables/mini/figures/heat.pdf",
-        "figure 'heat' is not in config/studies/mini.yaml, which has entropy_gain, kernel_sanity, logz_calibration, "
-        "fullsub_nosub_delta, ablation_kernel_fidelity, entropy_heatmap, mass_curves, quartile_error, "
+        "figure 'heat' is not in config/studies/mini.yaml, which has fidelity, fidelity_tokens, fidelity_tokens_ruler, "
+        "entropy_gain, kernel_sanity, logz_calibration, fullsub_nosub_delta, ablation_kernel_fidelity, "
+        "entropy_heatmap, mass_curves, quartile_error, "
         "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
     ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has mini, paper"),
@@ -278,6 +279,19 @@ def show_panels(study: dict[str, Any], label: str, corpora: list[str]) -> None:
     study["diagnostics"]["corpora"] = study["figures"][label]["corpora"] = corpora
 
 
+def show_an_unmeasured_text(study: dict[str, Any]) -> None:
+    study["figures"]["fidelity"]["texts"] = ["wiki", "pydoc"]
+
+
+def show_an_unmeasured_length(study: dict[str, Any]) -> None:
+    study["fidelity"]["lengths"] = ["1k"]
+    study["figures"]["fidelity"]["lengths"] = ["1k"]
+
+
+def show_prompts_where_there_are_none(study: dict[str, Any]) -> None:
+    study["figures"]["fidelity"]["texts"] = ["wiki", "longbench"]
+
+
 def ask_for_unknown_figure(study: dict[str, Any]) -> None:
     study["figures"]["heat"] = {}
 
@@ -306,7 +320,10 @@ STUDY_SLIPS = [
         show_more_panels_than_fit,
         "figures.fullsub_nosub_delta: corpora and lengths make 8 panels, but the figure has room for 6",
     ),
-    (ask_for_unknown_figure, "figures: heat is not one of entropy_gain, kernel_sanity, "),
+    (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, books, ruler, babilong, longbench"),
+    (show_an_unmeasured_length, "figures.fidelity_tokens.length: 2k is not one of 1k"),
+    (show_prompts_where_there_are_none, "figures.fidelity.lengths: longbench is not evaluated at 1k; take one of the"),
+    (ask_for_unknown_figure, "figures: heat is not one of fidelity, fidelity_tokens, entropy_gain, "),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),

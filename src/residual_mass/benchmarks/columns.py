@@ -7,7 +7,7 @@ RESULTS = (
     "k_mean k_zero_share cut_share decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
 FORCED = (
-    "text task index continuation state method budget_percent maps phi_sha k position token "
+    "text task index continuation state method budget_percent maps phi_sha k position token seen "
     "nll full_nll kl same_top first"
 ).split()
 FIDELITY = (

@@ -13,7 +13,8 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from functools import cached_property
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,16 @@ class Continuation:
     def place(self) -> Row:
         """What the columns of its rows say of it."""
         return {"text": self.text, "task": self.task, "index": self.index, "continuation": self.kind}
+
+    def seen(self, answer: Sequence[int]) -> Iterator[int]:
+        """For every token what the prompt has of it: 0 nothing, 1 the token, 2 the bigram that it ends."""
+        tokens, bigrams = self._in_prompt
+        for bigram in pairwise((self.prompt[-1], *answer)):
+            yield (bigram[1] in tokens) + (bigram in bigrams)
+
+    @cached_property
+    def _in_prompt(self) -> tuple[set[int], set[tuple[int, int]]]:
+        return set(self.prompt), set(pairwise(self.prompt))
 
 
 @dataclass(frozen=True)
@@ -272,5 +283,6 @@ def _token_rows(wanted: Sequence[Wanted], store: RowStore, shas: dict[str, str])
             "phi_sha": shas[arm.maps] if arm.maps else "",
             "k": row["k"],
         }
-        for position, values in enumerate(zip(*(row[name] for name in PER_TOKEN), strict=True)):
-            yield {**about, "position": position, **dict(zip(PER_TOKEN, values, strict=True))}
+        per_token = {name: row[name] for name in PER_TOKEN} | {"seen": each.continuation.seen(row["token"])}
+        for position, values in enumerate(zip(*per_token.values(), strict=True)):
+            yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}

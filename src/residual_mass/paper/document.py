@@ -17,6 +17,18 @@ from residual_mass.study.sections import kind_of
 from residual_mass.study.specs import DocumentSpec
 
 CAPTIONS = {
+    "fidelity": Marked(
+        r"Distance of the next token from that of full attention, on continuations that every method is given: the "
+        r"Kullback-Leibler divergence, averaged over tokens and documents, against the budget. Corpora go on as they "
+        r"do; the prompts of benchmarks are continued by the right answer. Feature maps are those of the study, unless "
+        r"the legend names the length that they were trained at."
+    ),
+    "fidelity_tokens": Marked(
+        r"The distance from full attention token by token at one budget: the share of tokens at least so far off (a), "
+        r"and its mean over quarters of the tokens by their probability under full attention (b), over tokens of which "
+        r"the prompt has nothing, the token, or the bigram that it ends (c), and over places in the continuation (d). "
+        r"Intervals are over documents."
+    ),
     "entropy_gain": Marked(
         r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
         r"mid-normalised entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the "

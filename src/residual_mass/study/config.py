@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -35,6 +36,8 @@ from residual_mass.study.sections import (
     Maps,
     Mismatch,
     Name,
+    OfOneText,
+    OfTexts,
     OneOrMore,
     Percent,
     Phi,
@@ -206,11 +209,23 @@ class Study(Settings):
                 )
         if KERNEL_FIDELITY in self.figures and ablated not in captured.lengths:
             yield Slip(f"figures.{KERNEL_FIDELITY}", f"needs ablations.length ({ablated}) in diagnostics.lengths")
-        options = {"corpus": captured.corpora, "length": captured.lengths, "maps": self.maps.trained}
-        options |= {"corpora": captured.corpora, "lengths": captured.lengths}
+        options = {"corpus": captured.corpora, "corpora": captured.corpora, "maps": self.maps.trained}
         for label, figure in self.figures.items():
-            for key, values in options.items():
+            if isinstance(figure, OfTexts | OfOneText):
+                yield from self._fidelity_figure_slips(f"figures.{label}", figure)
+                continue
+            for key, values in (options | dict.fromkeys(("length", "lengths"), captured.lengths)).items():
                 yield from _unknown(f"figures.{label}.{key}", _listed(getattr(figure, key, ())), values)
+
+    def _fidelity_figure_slips(self, where: str, figure: OfTexts | OfOneText) -> Iterator[Slip]:
+        several = isinstance(figure, OfTexts)
+        texts, lengths = (figure.texts, figure.lengths) if several else ((figure.text,), (figure.length,))
+        text_key, length_key = (f"{where}.{key}{'s' * several}" for key in ("text", "length"))
+        yield from _unknown(text_key, texts, (*self.fidelity.corpora, *self.fidelity.benchmarks))
+        yield from _unknown(length_key, lengths, self.fidelity.lengths)
+        for text, length in product(texts, lengths):
+            if text in self.fidelity.benchmarks and length not in self.lengths_of(text):
+                yield Slip(length_key, f"{text} is not evaluated at {length}; take one of the two out")
 
 
 # ---- config.yaml -----------------------------------------------------------------------------------------------------

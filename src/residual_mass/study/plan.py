@@ -20,6 +20,7 @@ from residual_mass.paper.published.protocol import settings_of
 from residual_mass.paper.tables.layouts import LAYOUTS
 from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
+from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
 from residual_mass.study.computed import Computed, Wildcards, file_of, known
 from residual_mass.study.config import (
@@ -31,7 +32,7 @@ from residual_mass.study.config import (
     Study,
 )
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.sections import COSTS, KERNEL_FIDELITY, Figure
+from residual_mass.study.sections import COSTS, KERNEL_FIDELITY, Figure, kind_of
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
 
 CAPTURED = {
@@ -40,9 +41,19 @@ CAPTURED = {
     "mass_curves": [paths.MASS, paths.HEADS],
 }
 """The captured files that a figure shows, where they are not those of the heads alone."""
-LOGS = {"training_curves": paths.TRAINING_LOG, COSTS: paths.RECIPES_LOG}
-"""The logs that a figure shows in place of captured files."""
-ONE_BUDGET = ("kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap", "fixedk_breakdown")
+UNCAPTURED = {
+    "fidelity": paths.FIDELITY,
+    "fidelity_tokens": paths.FORCED,
+    "training_curves": paths.TRAINING_LOG,
+    COSTS: paths.RECIPES_LOG,
+}
+"""What a figure shows in place of captured files."""
+MAIN_MAPS = ("fidelity", "fidelity_tokens", "kernel_sanity")
+"""The figures that tell the main maps from others."""
+ONE_BUDGET = (
+    "fidelity_tokens", "kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap",
+    "fixedk_breakdown",
+)  # fmt: skip
 """What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
 
 
@@ -171,13 +182,15 @@ class Plan(Computed):
     def figure_data(self, wildcards: Wildcards) -> list[str]:
         """The files that a figure shows, in the order of its lines or rows."""
         shown = self.figure_of(wildcards)
-        if log := LOGS.get(wildcards.label):
-            return expand(log, backbone=shown.backbone, maps=self.figure_maps(wildcards))
+        if pattern := UNCAPTURED.get(kind_of(wildcards.label)):
+            length = getattr(shown, "lengths", None) or getattr(shown, "length", None)
+            return expand(pattern, backbone=shown.backbone, maps=self.figure_maps(wildcards), length=length)
         return self._captured_for(wildcards, CAPTURED.get(wildcards.label, [paths.HEADS]))
 
     def figure_audits(self, wildcards: Wildcards) -> list[str]:
         """The audits of all captured rows that a figure shows."""
-        shows_rows = wildcards.label not in LOGS and paths.HEADS in CAPTURED.get(wildcards.label, [paths.HEADS])
+        uncaptured = kind_of(wildcards.label) in UNCAPTURED
+        shows_rows = not uncaptured and paths.HEADS in CAPTURED.get(wildcards.label, [paths.HEADS])
         return self._captured_for(wildcards, [paths.AUDIT]) if shows_rows else []
 
     def _captured_for(self, wildcards: Wildcards, patterns: list[str]) -> list[str]:
@@ -195,19 +208,22 @@ class Plan(Computed):
         study, label = self.studies[wildcards.study], wildcards.label
         shown = self.figure_of(wildcards)
         names = getattr(shown, "backbones", None) or (shown.backbone,)
+        texts = getattr(shown, "texts", None) or ((shown.text,) if hasattr(shown, "text") else ())
         spec = FigureSpec(
             label=label,
             title=self.figure_title(shown),
             budget_percent=study.diagnostics.budget if label.startswith(ONE_BUDGET) else None,
             maps=self.figure_maps(wildcards),
             backbone_titles=self.titles(names) if len(names) > 1 else {},
+            texts=texts,
+            score=study.score if kind_of(label) == "fidelity_tokens" else None,
         )
         return to_json(spec)
 
     def figure_maps(self, wildcards: Wildcards) -> tuple[str, ...]:
         """Labels of the feature maps that a figure compares, or whose logs it shows."""
         study, shown = self.studies[wildcards.study], self.figure_of(wildcards)
-        if wildcards.label == "kernel_sanity":
+        if kind_of(wildcards.label) in MAIN_MAPS:
             return (study.maps.main,)
         if wildcards.label == KERNEL_FIDELITY:
             length = study.ablations.length
@@ -219,7 +235,7 @@ class Plan(Computed):
     def figure_title(self, shown: Figure) -> str:
         """The backbone, unless there are several, and the text that a figure shows."""
         names = getattr(shown, "backbones", None) or (shown.backbone,)
-        text = [getattr(shown, key) for key in ("corpus", "length") if hasattr(shown, key)]
+        text = [benchmark_title(getattr(shown, key)) for key in ("corpus", "text", "length") if hasattr(shown, key)]
         return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
 
     # ---- document and page -------------------------------------------------------------------------------------------

@@ -478,8 +478,38 @@ class OfRecipes(Settings):
     """One of the backbones of `recipes`."""
 
 
-Figure = OfBackbones | OfOneCapture | OfCaptures | OfVariants | OfTrainings | OfRecipes
+@dataclass(frozen=True)
+class OfTexts(Settings):
+    """A column of panels for every text, a row for every length."""
+
+    backbone: Name
+    """A backbone of the study."""
+    texts: Annotated[OneOrMore[Name], Field(max_length=4)]
+    """Corpora and benchmarks of `fidelity`; benchmarks that have every one of the lengths."""
+    lengths: OneOrMore[Length]
+    """Lengths of `fidelity`."""
+
+
+@dataclass(frozen=True)
+class OfOneText(Settings):
+    """One backbone on one text at one length."""
+
+    backbone: Name
+    """A backbone of the study."""
+    text: Name
+    """A corpus of `fidelity`, or a benchmark of it that has the length."""
+    length: Length
+    """One of the lengths of `fidelity`."""
+
+
+Figure = OfBackbones | OfOneCapture | OfCaptures | OfVariants | OfTrainings | OfRecipes | OfTexts | OfOneText
 FIGURES: dict[str, tuple[type[Any], str]] = {
+    "fidelity": (OfTexts, "Distance of every arm's next token from that of full attention, against the budget."),
+    "fidelity_tokens": (
+        OfOneText,
+        "The same distance token by token at `diagnostics.budget`: its distribution, and the tokens where it is large; "
+        "any number of them, told apart by what follows the name.",
+    ),
     "entropy_gain": (OfBackbones, "Gain of completion per head against entropy."),
     "kernel_sanity": (
         OfOneCapture,
@@ -499,7 +529,7 @@ FIGURES: dict[str, tuple[type[Any], str]] = {
     ),
 }
 """What each kind of figure is given, and what it shows."""
-SEVERAL = ("fixedk_breakdown",)
+SEVERAL = ("fidelity_tokens", "fixedk_breakdown")
 """Kinds of which a study may have several: `<kind>_<anything>`."""
 
 

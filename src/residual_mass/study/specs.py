@@ -304,6 +304,10 @@ class FigureSpec(Settings):
     of each."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
     """What a figure of several backbones calls them."""
+    texts: tuple[str, ...] = ()
+    """Texts whose continuations a figure is about."""
+    score: Resampling | None = None
+    """Behind the intervals that a figure computes itself."""
 
 
 @dataclass(frozen=True)

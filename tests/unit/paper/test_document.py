@@ -127,7 +127,7 @@ def test_a_file_that_is_missing_or_not_what_was_recorded_is_named(tmp_path: Path
 
 
 def test_a_figure_of_no_known_kind_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, [], make_figures(tmp_path, "heat")).startswith("heat is not one of entropy_gain, ")
+    assert refusal(tmp_path, [], make_figures(tmp_path, "heat")).startswith("heat is not one of fidelity, ")
 
 
 @pytest.mark.parametrize("name", ["a b", "a%b", "a}b", "a~b", "a\\b", "a#b", "a$b", "é"])

@@ -15,9 +15,8 @@ from tests.records import recorded
 
 from residual_mass.files import csv_text
 from residual_mass.paper.figures.render import FIGURES, run
-from residual_mass.paper.figures.style import round_ticks
+from residual_mass.paper.figures.style import LOOKS, round_ticks
 from residual_mass.paper.figures.training import (
-    LOOKS,
     draw_recipe_costs,
     draw_training_curves,
     recipe_costs_points,
@@ -40,7 +39,7 @@ def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
     assert set(FIGURES) == set(sections.FIGURES)
     assert kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
     for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain", "entropy_gain_1b"):
-        with pytest.raises(ValueError, match=f"^{label} is not one of entropy_gain, .*recipe_costs"):
+        with pytest.raises(ValueError, match=f"^{label} is not one of fidelity, .*recipe_costs"):
             run(spec(label), [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
     assert not list(tmp_path.iterdir())
 

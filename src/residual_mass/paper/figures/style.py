@@ -52,6 +52,18 @@ class Look(NamedTuple):
     line: str = "-"
 
 
+LOOKS = (
+    Look(BLUE, "o"),
+    Look(VERMILLION, "s"),
+    Look("#009E73", "^"),
+    Look("#CC79A7", "D"),
+    Look("#E69F00", "v"),
+    Look("#56B4E9", "P"),
+    Look("#000000", "X"),
+)
+"""Series of a figure in Okabe and Ito's palette; markers distinguish them in print without colour."""
+
+
 @contextmanager
 def paper_style() -> Iterator[None]:
     """Applies SETTINGS to matplotlib's defaults, ignoring a user's own matplotlibrc."""
@@ -99,9 +111,9 @@ def label_outer(axes: Sequence[Axes], x: str, y: str, size: float | None = None)
             axis.set_ylabel(y, fontsize=size)
 
 
-def finish(figure: Figure, handles: Sequence[Artist], title: str, size: float = 8) -> None:
-    """Adds the title, and a legend for all panels in one row, or two if it is long."""
-    columns = len(handles) if len(handles) <= 6 else math.ceil(len(handles) / 2)
+def finish(figure: Figure, handles: Sequence[Artist], title: str, size: float = 8, columns: int | None = None) -> None:
+    """Adds the title, and a legend for all panels with so many columns, else in one row, or two if it is long."""
+    columns = columns or (len(handles) if len(handles) <= 6 else math.ceil(len(handles) / 2))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size, frameon=False)
     figure.suptitle(title, fontsize=9)
 

@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from residual_mass.paper.figures.style import (
-    BLUE,
     GREY,
+    LOOKS,
     TEXT_WIDTH,
-    VERMILLION,
     Look,
     finish,
     label_outer,
@@ -28,16 +27,6 @@ from residual_mass.paper.readers.diagnostics_file import check_same, exactly
 from residual_mass.paper.readers.training_log import check_one_training, shown_rows
 from residual_mass.study.specs import FigureSpec
 
-LOOKS = (
-    Look(BLUE, "o"),
-    Look(VERMILLION, "s"),
-    Look("#009E73", "^"),
-    Look("#CC79A7", "D"),
-    Look("#E69F00", "v"),
-    Look("#56B4E9", "P"),
-    Look("#000000", "X"),
-)
-"""Lines of a figure in Okabe and Ito's palette; markers distinguish them in print without colour."""
 MARKERS = 12
 """Most markers of a line."""
 
