@@ -7,7 +7,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.records import give_manifest
+from tests.records import give_manifest, recorded
+
+from residual_mass.files import jsonl, sha256_of
+from residual_mass.frozen_prompts import table_sha256
 
 MODEL_ID = "tests/Tiny-Llama"
 REVISION = "r1"
@@ -84,6 +87,26 @@ def write_assets(assets: Path) -> None:
     _sentence_tables(assets / "nltk_data" / "tokenizers" / "punkt_tab" / "english")
     _model(assets / "models" / "tiny-llama")
     give_manifest(assets)
+
+
+def freeze_prompts(manifest: Path, benchmark: str, length: str, docs: dict[str, list[dict[str, Any]]]) -> Path:
+    """Prompts of the haystack with the given docs by task, and their manifest."""
+    manifest.parent.mkdir(parents=True)
+    tasks = {}
+    for task, of_task in docs.items():
+        rows = [
+            {"task": task, "index": i, "prompt": f"{task} {i}. {HAYSTACK[60 * i : 60 * i + 900]}",
+             "max_generation_tokens": 16, "stop": [], "doc": doc}
+            for i, doc in enumerate(of_task)
+        ]  # fmt: skip
+        (file := manifest.parent / f"{task}.jsonl").write_text(jsonl(rows))
+        tasks[task] = {"file": file.name, "sha256": sha256_of(file), "examples": len(rows), "data": "original"}
+    content = {
+        "benchmark": benchmark, "length": length, "tokenizer": "tiny", "harness": {},
+        "examples": max(map(len, docs.values())), "tasks": tasks, "left_out": {}, "sha256": table_sha256(tasks),
+    }  # fmt: skip
+    manifest.write_text(json.dumps(content))
+    return recorded(manifest)
 
 
 def _write(path: Path, content: Any) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SENTENCES = {
-    "babilong_qa1": (r"Where is (\w+)\?", r"The most recent location of \1 is {}."),
-    "babilong_qa2": (r"Where is the (\w+)\?", r"The \1 is in the {}."),
-    "babilong_qa3": (r"Where was the (\w+) before the (\w+)\?", r"Before the \2 the \1 was in the {}."),
+    "babilong_qa1": (r"Where is (.+)\?", r"The most recent location of \1 is {}."),
+    "babilong_qa2": (r"Where is the (.+)\?", r"The \1 is in the {}."),
+    "babilong_qa3": (r"Where was the (.+) before the (.+)\?", r"Before the \2 the \1 was in the {}."),
 }
 """Sentences that BABILong asks to be answered with, by task: the question, and the answer made of it."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.faults import stages
 from tests.faults.forks import Forks
-from tests.small_assets import write_assets
+from tests.small_assets import freeze_prompts, write_assets
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,8 @@ def names_in(folder: Path) -> set[str]:
 def undisturbed(forks: Forks, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
     """By the stages' names."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    manifest = stages.freeze_prompts(folder / "prompts" / "manifest.json")
+    docs = {"ruler_vt": [{"outputs": [str(i)]} for i in range(stages.GENERATE.examples)]}
+    manifest = freeze_prompts(folder / "prompts" / "manifest.json", "ruler", stages.GENERATE.length, docs)
     found: dict[str, Undisturbed] = {}
 
     def run(stage: stages.Stage) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.records import recorded
-from tests.small_assets import HAYSTACK, MODEL_ID, REVISION
+from tests.small_assets import MODEL_ID, REVISION
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, to_json
-from residual_mass.files import jsonl, sha256_of
-from residual_mass.frozen_prompts import table_sha256
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, TrainSpec, VariantSpec
 
@@ -95,24 +91,3 @@ def without_seconds(log: bytes) -> bytes:
     rows = list(csv.reader(io.StringIO(log.decode())))
     at = rows[0].index("seconds")
     return "\n".join(",".join(row[:at] + row[at + 1 :]) for row in rows).encode()
-
-
-def freeze_prompts(manifest: Path, spec: GenerateSpec = GENERATE) -> Path:
-    """Prompts of the haystack for `spec`, with their manifest."""
-    manifest.parent.mkdir(parents=True)
-    (task,) = spec.tasks
-    rows = [
-        {"task": task, "index": i, "prompt": f"Number {i}. {HAYSTACK[60 * i : 60 * i + 900]}",
-         "max_generation_tokens": 16, "stop": [], "doc": {"outputs": [str(i)]}}
-        for i in range(spec.examples)
-    ]  # fmt: skip
-    (manifest.parent / f"{task}.jsonl").write_text(jsonl(rows))
-    entry = {"file": f"{task}.jsonl", "sha256": sha256_of(manifest.parent / f"{task}.jsonl"), "examples": len(rows)}
-    tasks = {task: {**entry, "data": "original"}}
-    content = {
-        "benchmark": spec.benchmark, "length": spec.length, "tokenizer": spec.backbone.tokenizer, "harness": {},
-        "examples": spec.examples, "tasks": tasks, "left_out": {},
-        "sha256": table_sha256(tasks),
-    }  # fmt: skip
-    manifest.write_text(json.dumps(content))
-    return recorded(manifest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
-from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
+from residual_mass.core.settings import MAPS_HEADER, ArmSpec, MapSpec, MapsSpec
 from residual_mass.files import replacing, sha256_of
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
@@ -120,6 +120,13 @@ def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None
     """Raises ValueError unless there is one file per entry of the spec's maps."""
     if len(phi) != len(maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
+
+
+def require_maps_of(arms: Iterable[ArmSpec], labels: Collection[str]) -> None:
+    """Raises ValueError unless the spec's maps, of these labels, are those of all arms."""
+    for arm in arms:
+        if arm.uses_phi and arm.maps not in labels:
+            raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(labels)}")
 
 
 @contextmanager

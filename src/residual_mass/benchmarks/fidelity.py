@@ -52,7 +52,7 @@ class Tokens:
         arms: in the order of the rows.
         starts: [D], where each document begins.
         measures: by name, [A, N].
-        facts: of the arms' rows: `k` and `phi_sha`, [A].
+        facts: of the arms' rows: `phi_sha`, and the mean over documents of `k`, [A].
     """
 
     arms: list[ArmSpec]
@@ -69,10 +69,13 @@ class Tokens:
                 ["method", "budget_percent", "maps"], sort=False, dropna=False
             )
         }
-        first = next(iter(by_arm.values()))
+        starts = np.flatnonzero(next(iter(by_arm.values()))["position"] == 0)
         measures = {name: np.stack([rows[name] for rows in by_arm.values()]).astype(float) for name in MEASURES}
-        facts = {name: [rows[name].iloc[0] for rows in by_arm.values()] for name in ("k", "phi_sha")}
-        return cls(list(by_arm), np.flatnonzero(first["position"] == 0), measures, facts)
+        facts = {
+            "k": [rows["k"].iloc[starts].mean() for rows in by_arm.values()],
+            "phi_sha": [rows["phi_sha"].iloc[0] for rows in by_arm.values()],
+        }
+        return cls(list(by_arm), starts, measures, facts)
 
     @property
     def lengths(self) -> np.ndarray:

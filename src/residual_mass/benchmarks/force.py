@@ -24,7 +24,7 @@ from torch import Tensor
 
 from residual_mass.backbones.corpora import check_corpora, held_out_corpus, independent_sequences
 from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
-from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
+from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.columns import FORCED
 from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
@@ -126,6 +126,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     record = Record("force", spec, [assets / MANIFEST, *prompts, *phi])
     require_one_file_each(phi, spec.maps)
     maps = {each.label: path for each, path in zip(spec.maps, phi, strict=True)}
+    require_maps_of((*spec.arms, *spec.arms_of_documents), maps)
     shas = {label: sha256_of(path) for label, path in maps.items()}
     check_corpora([], assets, spec.corpora)
     identity = backbone_identity(spec.backbone, assets)

@@ -21,7 +21,7 @@ from residual_mass.backbones.loading import (
     load_backbone,
     load_tokenizer,
 )
-from residual_mass.backbones.phi_maps import PhiMaps, require_one_file_each
+from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.encoded import Example, encoded, reference_texts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
@@ -90,9 +90,7 @@ def _maps_of(spec: GenerateSpec, phi: Sequence[Path]) -> dict[str, Path]:
     """The files of the maps that arms use, by label."""
     require_one_file_each(phi, spec.maps)
     files = {maps.label: path for maps, path in zip(spec.maps, phi, strict=True)}
-    for arm in spec.arms:
-        if arm.uses_phi and arm.maps not in files:
-            raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(files)}")
+    require_maps_of(spec.arms, files)
     return {maps.label: files[maps.label] for maps in _maps_used(spec)}
 
 

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.records import record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks import prompts
-from residual_mass.study.specs import PromptsSpec
+from residual_mass.core.settings import MapSpec
+from residual_mass.study.specs import BackboneSpec, PromptsSpec
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +42,28 @@ def manifest(benchmark_assets: Path, prompts_spec: PromptsSpec, tmp_path_factory
     out = tmp_path_factory.mktemp("prompts") / "manifest.json"
     prompts.run(prompts_spec, benchmark_assets, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def backbone_spec(prompts_spec: PromptsSpec) -> BackboneSpec:
+    """Of the small assets."""
+    return BackboneSpec(
+        "test", prompts_spec.model_id, prompts_spec.revision, "assets", "float32", "tiny", 2048, False, name="tiny"
+    )
+
+
+@pytest.fixture(scope="session")
+def phi(benchmark_assets: Path, backbone_spec: BackboneSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random feature maps of it; read only."""
+    import torch
+
+    torch.manual_seed(1)
+    backbone = load_backbone(backbone_spec, benchmark_assets)
+    training = {"model_id": backbone_spec.model_id, "revision": backbone_spec.revision, "length": 1024}
+    path = tmp_path_factory.mktemp("phi") / "tiny_1k.safetensors"
+    PhiMaps(HeadShape.of(backbone.model.config), MapSpec(d_emb=8, d_phi=8), training).save(path)
+    record(path)
+    return path
 
 
 @pytest.fixture

@@ -12,23 +12,16 @@ from tests.records import give_manifest, record, recorded
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import generate, scorers
 from residual_mass.benchmarks.encoded import cut_to, encoded
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
+from residual_mass.core.settings import AnchorSpec, ArmSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts, table_sha256
-from residual_mass.study.specs import BackboneSpec, GenerateSpec, PromptsSpec
+from residual_mass.study.specs import BackboneSpec, GenerateSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = ("ruler_cwe", "ruler_vt")
-
-
-@pytest.fixture(scope="session")
-def backbone_spec(prompts_spec: PromptsSpec) -> BackboneSpec:
-    return BackboneSpec(
-        "test", prompts_spec.model_id, prompts_spec.revision, "assets", "float32", "tiny", 2048, False, name="tiny"
-    )
 
 
 @pytest.fixture(scope="session")
@@ -52,19 +45,6 @@ def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
         allow_extrapolation=False,
         recipe=1,
     )
-
-
-@pytest.fixture(scope="session")
-def phi(benchmark_assets: Path, backbone_spec: BackboneSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-
-    torch.manual_seed(1)
-    backbone = load_backbone(backbone_spec, benchmark_assets)
-    training = {"model_id": backbone_spec.model_id, "revision": backbone_spec.revision, "length": 1024}
-    path = tmp_path_factory.mktemp("phi") / "tiny_1k.safetensors"
-    PhiMaps(HeadShape.of(backbone.model.config), MapSpec(d_emb=8, d_phi=8), training).save(path)
-    record(path)
-    return path
 
 
 class Stage:
@@ -254,7 +234,8 @@ def test_rows_that_were_settled_by_other_references_are_not_reused(
     for stops, same in ((True, False), (False, True)):
         told = replace(spec, stop_when_saturated=stops, answer_margin=None)
         keys = [
-            generate._key(told, generate._example(told, p, tokenizer), spec.arms[0], "", {}) for p in (prompt, other)
+            generate._key(told, encoded(told, told.truncate_to, p, tokenizer), spec.arms[0], "", {})
+            for p in (prompt, other)
         ]
         assert (keys[0] == keys[1]) == same
 
@@ -410,9 +391,9 @@ def test_a_chat_template_surrounds_the_prompt_and_survives_the_cut(
     spec = replace(spec, chat_template=True, tasks=("ruler_vt",), examples=1)
     prompt = load_prompts(manifest, "ruler_vt", 1)[0]
     text = f"<user>{prompt.prompt}</user>\n<assistant>"
-    whole = generate._example(spec, prompt, tokenizer)
+    whole = encoded(spec, spec.truncate_to, prompt, tokenizer)
     assert tokenizer.decode(whole.ids) == text and whole.cut == 0
-    cut = generate._example(replace(spec, truncate_to="512"), prompt, tokenizer)
+    cut = encoded(spec, "512", prompt, tokenizer)
     assert len(cut.ids) + cut.limit == 512 and cut.cut == len(whole.ids) - len(cut.ids)
     kept = tokenizer.decode(cut.ids)
     assert kept.startswith("<user>") and text.endswith(kept.removeprefix("<user>")) and len(kept) < len(text)

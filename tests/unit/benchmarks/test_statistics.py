@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.benchmarks.pairs import compare_task, estimate_task
 
 from residual_mass.benchmarks.statistics import (
+    EXACT,
     compare_arms,
     compare_over_tasks,
     estimate_arms,
@@ -135,19 +136,20 @@ def test_rounding_breaks_no_tie() -> None:
     assert compare_task(differences, [0.0] * 6, 64, 0, "t").p == expected
 
 
-def test_enumeration_is_used_up_to_the_number_of_resamples() -> None:
-    differences = [1.0] * 8 + [0.0] * 30  # 2**8 patterns, of which two are as extreme
-    assert compare_task(differences, [0.0] * 38, 256, 0, "t").p == 2 / 256
-    sampled = compare_task(differences, [0.0] * 38, 255, 0, "t").p * 256
-    assert sampled == pytest.approx(round(sampled)) and 1 <= sampled <= 12  # (b + 1) / (B + 1)
+def test_enumeration_is_used_up_to_so_many_differences() -> None:
+    for n in (1, 8, EXACT):  # of whose patterns two are as extreme, whatever the number of resamples
+        assert compare_task([1.0] * n + [0.0] * 30, [0.0] * (n + 30), 50, 0, "t").p == 2 / 2**n
+    sampled = compare_task([1.0] * (EXACT + 1), [0.0] * (EXACT + 1), 50, 0, "t").p * 51
+    assert sampled == pytest.approx(round(sampled)) and 1 <= sampled <= 3  # (b + 1) / (B + 1)
 
 
 def test_sampled_p_is_near_the_exact_one() -> None:
-    differences = [1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 0.5, 0.5, 0.25, 1.0, -0.25, 0.25, 0.5]  # 2**14 patterns
-    exact = compare_task(differences, [0.0] * 14, 2**14, 0, "t").p
-    assert exact == pytest.approx(signs_p([differences]))
-    sampled = compare_task(differences, [0.0] * 14, 10_000, 0, "t")
-    by_definition = (1 + sum(abs(mean) >= sum(differences) / 14 - 1e-9 for mean in sampled.flipped)) / 10_001
+    differences = [1.0] * 6 + [-1.0, -1.0, 0.5, 0.5, 0.25, 1.0, -0.25, 0.25, 0.5, 0.25, -0.25]
+    assert len(differences) == EXACT + 1
+    signs = 1 - 2 * (np.arange(2**17)[:, None] >> np.arange(17) & 1)
+    exact = float(np.mean(np.abs(signs @ np.array(differences)) >= sum(differences)))
+    sampled = compare_task(differences, [0.0] * 17, 10_000, 0, "t")
+    by_definition = (1 + sum(abs(mean) >= sum(differences) / 17 - 1e-9 for mean in sampled.flipped)) / 10_001
     assert sampled.p == pytest.approx(by_definition)
     assert sampled.p == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 10_000))
 

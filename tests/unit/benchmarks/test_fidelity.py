@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import csv
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from math import log, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tests.records import record
+from tests.unit.benchmarks.test_statistics import signs_p
+
+from residual_mass.benchmarks import fidelity
+from residual_mass.benchmarks.columns import FIDELITY, FIDELITY_PAIRS, FORCED
+from residual_mass.benchmarks.fidelity import token_quantiles
+from residual_mass.benchmarks.force import token_measures
+from residual_mass.benchmarks.statistics import resampled
+from residual_mass.core.settings import ArmSpec
+from residual_mass.files import write_parquet
+from residual_mass.metrics import QUANTILES
+from residual_mass.study.specs import BackboneSpec, FidelitySpec
+
+Row = dict[str, Any]
+Line = dict[str, str]
+BACKBONE = BackboneSpec("test", "tests/Tiny-Llama", "r1", "random", "float32", "tiny", 4096, False, name="tiny")
+SPEC = FidelitySpec(study="test", backbone=BACKBONE, length="1k", bootstrap_resamples=300, seed=4, recipe=1)
+FULL, TOPK, PHI, NOSUB = (
+    ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k"), ArmSpec("topk_phi_nosub", 3.0, "1k")
+)  # fmt: skip
+ARMS = (FULL, TOPK, ArmSpec("topk", 7.5), PHI, NOSUB, ArmSpec("topk_phi", 7.5, "1k"))
+
+
+def rows_of(
+    arm: ArmSpec,
+    index: int,
+    measures: dict[str, Sequence[Any]],
+    place: tuple[str, str, str, str] = ("wiki", "", "following", "own"),
+    k: int = 11,
+) -> list[Row]:
+    """The rows of one document under one arm; place: text, task, continuation and state."""
+    text, task, continuation, state = place
+    about = {
+        "text": text, "task": task, "index": index, "continuation": continuation, "state": state, "method": arm.method,
+        "budget_percent": arm.budget_percent, "maps": arm.maps or "", "phi_sha": "f00" if arm.uses_phi else "", "k": k,
+    }  # fmt: skip
+    tokens = zip(*measures.values(), strict=True)
+    return [
+        {**about, "position": position, "token": 5, **dict(zip(measures, token, strict=True))}
+        for position, token in enumerate(tokens)
+    ]
+
+
+def result_of(rows: Sequence[Row], folder: Path) -> tuple[list[Line], list[Line]]:
+    """What the stage makes of them: its two files."""
+    write_parquet(forced := folder / "forced.parquet", pd.DataFrame(rows, columns=list(FORCED)))
+    record(forced)
+    files = folder / "fidelity.csv", folder / "pairs.csv"
+    fidelity.run(SPEC, forced, *files)
+    lines, pairs = (list(csv.DictReader(file.read_text().splitlines())) for file in files)
+    return lines, pairs
+
+
+def line_of(lines: Sequence[Line], **where: str) -> Line:
+    (found,) = (line for line in lines if where.items() <= line.items())
+    return found
+
+
+# ---- definitions -----------------------------------------------------------------------------------------------------
+
+PROBABILITIES = [  # of three words under full attention, under the arm, and which word follows
+    ((1 / 2, 1 / 4, 1 / 4), (1 / 4, 1 / 2, 1 / 4), 0),
+    ((1 / 2, 1 / 4, 1 / 4), (1 / 2, 1 / 4, 1 / 4), 1),
+    ((1 / 4, 1 / 2, 1 / 4), (1 / 8, 3 / 4, 1 / 8), 1),
+    ((1 / 4, 1 / 4, 1 / 2), (3 / 4, 1 / 8, 1 / 8), 2),
+]
+KLS = [0.25 * log(2), 0.0, 0.5 * log(2) + 0.5 * log(2 / 3), 0.25 * log(1 / 3) + 0.25 * log(2) + 0.5 * log(4)]
+"""Two terms of the first cancel; the third is the smaller of the middle two."""
+
+
+def test_values_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """As `llama-perplexity --kl-divergence` defines them; percentiles lie on the line between two neighbours.
+
+    What differs are the uncertainties, which it computes as though all tokens were independent, and the weights where
+    documents differ in length: here, each document counts alike in what is a mean. It also skips words that the base
+    model gives less than exp(-16), and prints all but the KL in percent.
+    """
+    full, arm = (torch.tensor([row[i] for row in PROBABILITIES]).double().log() for i in (0, 1))
+    answer = torch.tensor([word for _, _, word in PROBABILITIES])
+    rows = [
+        row
+        for index, some in enumerate((slice(0, 2), slice(2, 4)))
+        for spec, log_p in ((FULL, full), (TOPK, arm))
+        for row in rows_of(spec, index, token_measures(full[some], log_p[some], answer[some]))
+    ]
+    lines, _ = result_of(rows, tmp_path)
+    first, fourth, third = KLS[0], KLS[3], KLS[2]
+    expected = {
+        "kl": sum(KLS) / 4,
+        "kl_median": (third + first) / 2,
+        "kl_p90": first + 0.7 * (fourth - first),
+        "kl_p95": first + 0.85 * (fourth - first),
+        "kl_p99": first + 0.97 * (fourth - first),
+        "kl_p99_9": first + 0.997 * (fourth - first),
+        "kl_max": fourth,
+        "same_top": 0.5,
+        "log_ppl_ratio": (log(2) + 0 + log(2 / 3) + 2 * log(2)) / 4,
+        "nll": (2 * log(2) + 2 * log(2) + log(4 / 3) + 3 * log(2)) / 4,
+        "first": 0.25,
+        "delta_p_rms": sqrt((1 / 16 + 0 + 1 / 16 + 9 / 64) / 4),
+        "delta_p_p1": -3 / 8 + 0.03 / 8,
+        "delta_p_p5": -3 / 8 + 0.15 / 8,
+        "delta_p_median": -1 / 8,
+        "delta_p_p95": 0.85 / 4,
+        "delta_p_p99": 0.97 / 4,
+    }
+    found = {line["metric"]: float(line["value"]) for line in lines if line["method"] == "topk"}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_kept_is_the_share_before_the_first_other_token(tmp_path: Path) -> None:
+    flags = [[True, True, False, True], [False, True], [True, True, True], [True, False]]
+    for continuation in ("greedy", "gold", "following"):
+        place = "ruler", "vt", continuation, "own"
+        rows = [
+            row
+            for index, same in enumerate(flags)
+            for row in rows_of(TOPK, index, dict.fromkeys(MEASURES[:3], [0.5] * len(same)) | {
+                "same_top": same, "first": same}, place)
+        ]  # fmt: skip
+        lines, _ = result_of(rows, tmp_path)
+        kept = [line["value"] for line in lines if line["metric"] == "kept"]
+        assert kept == (["0.5"] if continuation == "greedy" else [])  # (1/2 + 0 + 1 + 1/2) / 4
+
+
+@pytest.mark.parametrize("digits", [0, 6], ids=["ties", "no ties"])
+def test_resampled_quantiles_are_those_of_the_documents_written_out(digits: int) -> None:
+    rng = np.random.default_rng(digits)
+    lengths = np.array([1, 9, 4, 30, 2])
+    document = np.repeat(np.arange(5), lengths)
+    values = rng.normal(size=len(document)).round(digits)
+    counts = rng.multinomial(5, np.full(5, 0.2), size=60).astype(float)
+    counts[0] = [5, 0, 0, 0, 0]
+    shares = [0.0, *QUANTILES["kl"].values(), *QUANTILES["delta_p"].values(), 1 / 3]
+    for share, found in zip(shares, token_quantiles(values, document, counts, shares), strict=True):
+        assert found.value == np.quantile(values, share) and found.stderr is None
+        for drawn, times in zip(found.draws, counts.astype(int), strict=True):
+            written_out = np.concatenate([np.tile(values[document == d], n) for d, n in enumerate(times)])
+            assert drawn == pytest.approx(np.quantile(written_out, share), abs=1e-12)
+
+
+# ---- means, gains and pairs, against a slow reference ----------------------------------------------------------------
+
+MEASURES = ("nll", "full_nll", "kl", "same_top", "first")
+PLACES = {
+    ("wiki", "", "following", "own"): (4, 4, 4), ("wiki", "", "following", "dense"): (4, 4, 4),
+    ("ruler", "vt", "gold", "own"): (2, 5, 3), ("ruler", "cwe", "gold", "own"): (4, 1),
+    ("ruler", "vt", "greedy", "own"): (3, 1, 6), ("ruler", "cwe", "greedy", "own"): (7, 2),
+}  # fmt: skip
+"""Tokens of each document."""
+
+
+def random_rows(arms: Sequence[ArmSpec] = ARMS) -> Iterator[Row]:
+    """An arm's numbers do not depend on the others; Full is at no distance from itself."""
+    for place, lengths in PLACES.items():
+        for index, length in enumerate(lengths):
+            base = np.random.default_rng([index, length]).random(length)
+            for arm in (arm for arm in arms if arm != FULL or place[3] == "own"):
+                rng = np.random.default_rng([*f"{place}{index}{arm}".encode()])
+                same = rng.random(length) < 0.6
+                nll = base if arm == FULL else base + rng.normal(0, 0.3, length).clip(-0.2)
+                kl = 0 * base if arm == FULL else rng.exponential(0.1, length).round(9)
+                values = nll, base, kl, same | (arm == FULL), rng.random(length) < 0.5
+                measures = dict(zip(MEASURES, values, strict=True))
+                yield from rows_of(arm, index, measures, place, k=40 + index if arm == FULL else 7)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return list(random_rows())
+
+
+@pytest.fixture(scope="module")
+def result(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Line], list[Line]]:
+    return result_of(rows, tmp_path_factory.mktemp("fidelity"))
+
+
+def kept(tokens: pd.DataFrame) -> float:
+    return sum(1 for _ in itertools.takewhile(bool, tokens.same_top)) / len(tokens)
+
+
+OF_DOCUMENT: dict[str, Callable[[pd.DataFrame], float]] = {
+    "kl": lambda tokens: tokens.kl.mean(),
+    "same_top": lambda tokens: tokens.same_top.mean(),
+    "log_ppl_ratio": lambda tokens: (tokens.nll - tokens.full_nll).mean(),
+    "nll": lambda tokens: tokens.nll.mean(),
+    "first": lambda tokens: tokens["first"].mean(),
+    "kept": kept,
+}
+
+
+def documents_of(rows: list[Row], line: Line, arm: ArmSpec) -> dict[str, list[pd.DataFrame]]:
+    """The tokens that a line of the result is of, or those of another arm there: by task and document."""
+    found: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        place = all(row[name] == line[name] for name in ("text", "continuation", "state"))
+        of_arm = (row["method"], row["budget_percent"], row["maps"]) == (arm.method, arm.budget_percent, arm.maps or "")
+        if place and of_arm and line.get("task", "all") in ("all", row["task"]):
+            found.setdefault(row["task"], {}).setdefault(row["index"], []).append(row)
+    return {task: [pd.DataFrame(tokens) for tokens in documents.values()] for task, documents in found.items()}
+
+
+def arm_of(line: Line, method: str = "method", maps: str = "maps") -> ArmSpec:
+    budget = line["budget_percent"]
+    return ArmSpec(line[method], float(budget) if budget else None, line[maps] or None)
+
+
+def draws_of(line: Line, task: str, values: Sequence[Any]) -> list[list[Any]]:
+    """Resamples of a task's documents, written out."""
+    name = f"{line['text']} {line['continuation']} {task}"
+    counts = np.concatenate(list(resampled(len(values), SPEC.bootstrap_resamples, SPEC.seed, name))).astype(int)
+    return [[value for value, n in zip(values, times, strict=True) for _ in range(n)] for times in counts]
+
+
+def close(found: str, expected: float) -> bool:
+    """Up to the six digits that are written."""
+    return float(found) == pytest.approx(expected, rel=6e-6, abs=1e-9)
+
+
+def check_mean(found: Sequence[str], line: Line, by_task: dict[str, list[float]]) -> None:
+    """Found: a mean over documents and then tasks, and both ends of its interval."""
+    draws = np.mean([[np.mean(d) for d in draws_of(line, task, by_task[task])] for task in by_task], axis=0)
+    expected = [np.mean([np.mean(values) for values in by_task.values()]), *np.quantile(draws, [0.025, 0.975])]
+    assert all(map(close, found, expected)), (found, expected, line)
+
+
+def means(documents: dict[str, list[pd.DataFrame]], metric: str) -> dict[str, list[float]]:
+    return {task: [OF_DOCUMENT[metric](tokens) for tokens in some] for task, some in documents.items()}
+
+
+def minus(rows: list[Row], line: Line, arm: ArmSpec, other: ArmSpec) -> dict[str, list[float]]:
+    """Paired differences of two arms, by task and document."""
+    first, second = (means(documents_of(rows, line, each), line["metric"]) for each in (arm, other))
+    return {task: [a - b for a, b in zip(first[task], second[task], strict=True)] for task in first}
+
+
+def test_there_is_a_line_for_each_task_arm_and_metric(result: tuple[list[Line], list[Line]]) -> None:
+    lines, pairs = result
+    assert ",".join(lines[0]) == ",".join(FIDELITY) and ",".join(pairs[0]) == ",".join(FIDELITY_PAIRS)
+    assert list(dict.fromkeys((x["text"], x["continuation"], x["state"], x["task"]) for x in lines)) == [
+        ("wiki", "following", "own", "all"), ("wiki", "following", "dense", "all"),
+        *(("ruler", c, "own", task) for c in ("gold", "greedy") for task in ("vt", "cwe", "all")),
+    ]  # fmt: skip
+    places = itertools.groupby(lines, lambda x: [x["text"], x["continuation"], x["state"], x["task"], arm_of(x)])
+    over_tokens = {f"{name}_{end}" for name, ends in QUANTILES.items() for end in ends} | {"delta_p_rms"}
+    for (_, continuation, _, task, arm), some in places:
+        metrics = [line["metric"] for line in some]
+        expected = set(OF_DOCUMENT) - (set() if continuation == "greedy" else {"kept"})
+        if arm == FULL:  # whose distance from itself says nothing
+            expected = {"nll", "first"}
+        elif task == "all":
+            expected |= over_tokens
+        assert len(metrics) == len(set(metrics)) and set(metrics) == expected
+    assert {arm_of(x) for x in lines if x["state"] == "own"} == set(ARMS)
+    assert {arm_of(x) for x in lines if x["state"] == "dense"} == set(ARMS) - {FULL}
+
+
+def test_means_over_documents_and_tasks(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
+    for line in (line for line in result[0] if line["metric"] in OF_DOCUMENT):
+        by_task = means(documents_of(rows, line, arm_of(line)), line["metric"])
+        check_mean([line[name] for name in ("value", "ci_low", "ci_high")], line, by_task)
+        errors = [np.std(values, ddof=1) / sqrt(len(values)) for values in by_task.values()]
+        assert close(line["stderr"], sqrt(sum(e**2 for e in errors)) / len(errors))
+
+
+def test_quantiles_and_rms_over_tokens(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
+    lines = [line for line in result[0] if line["metric"] not in OF_DOCUMENT and arm_of(line) == PHI]
+    for line in lines:
+        measure = "delta_p" if line["metric"].startswith("delta_p") else "kl"
+        end = line["metric"].removeprefix(f"{measure}_")
+        tasks = {
+            task: [(np.exp(-x.nll) - np.exp(-x.full_nll) if measure == "delta_p" else x.kl).to_numpy() for x in some]
+            for task, some in documents_of(rows, line, PHI).items()
+        }
+        draws = zip(*(draws_of(line, task, documents) for task, documents in tasks.items()), strict=True)
+        if end == "rms":
+            found = [
+                sqrt(np.mean([np.mean([(x**2).mean() for x in some]) for some in drawn]))
+                for drawn in (tuple(tasks.values()), *draws)
+            ]
+        else:
+            found = [
+                np.quantile([value for some in drawn for x in some for value in x], QUANTILES[measure][end])
+                for drawn in (tuple(tasks.values()), *draws)
+            ]
+        expected = [found[0], *np.quantile(found[1:], [0.025, 0.975])]
+        assert all(map(close, [line[name] for name in ("value", "ci_low", "ci_high")], expected)), line
+        assert line["stderr"] == line["gain"] == line["gain_p"] == ""
+    assert len(lines) == 4 * 12
+
+
+def test_gains_are_over_topk_at_the_same_budget(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
+    gained = [line for line in result[0] if line["gain"]]
+    assert {arm_of(line) for line in gained} == {arm for arm in ARMS if arm.uses_phi}
+    for line in gained:
+        differences = minus(rows, line, arm_of(line), ArmSpec("topk", float(line["budget_percent"])))
+        check_mean([line[name] for name in ("gain", "gain_ci_low", "gain_ci_high")], line, differences)
+        assert close(line["gain_p"], signs_p(list(differences.values())))
+
+
+def test_pairs_of_the_same_budget_are_compared(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
+    pairs, paired = result[1], {"following": ["kl"], "gold": ["kl", "nll"], "greedy": ["kl", "kept"]}
+    compared = [(TOPK, PHI), (TOPK, NOSUB), (PHI, NOSUB), (ArmSpec("topk", 7.5), ArmSpec("topk_phi", 7.5, "1k"))]
+    for (continuation, metric, _), some in itertools.groupby(
+        pairs, lambda x: (x["continuation"], x["metric"], x["state"])
+    ):
+        assert metric in paired[continuation]
+        arms = [(arm_of(x, "other", "other_maps"), arm_of(x)) for x in some]
+        assert sorted(map(str, arms)) == sorted(map(str, compared))
+    assert len(pairs) == 4 * (2 + 2 + 2)
+    for line in pairs:
+        differences = minus(rows, line, arm_of(line), arm_of(line, "other", "other_maps"))
+        check_mean([line[name] for name in ("difference", "ci_low", "ci_high")], line, differences)
+        assert close(line["p"], signs_p(list(differences.values())))
+
+
+def test_p_values_of_a_metric_are_corrected_over_the_file(result: tuple[list[Line], list[Line]]) -> None:
+    """Step-down by definition: the largest, over those up to each p, of p times the number from it on."""
+    for metric in ("kl", "nll", "kept"):
+        found = [(float(x["p"]), float(x["p_holm"])) for x in result[1] if x["metric"] == metric]
+        ordered = sorted(p for p, _ in found)
+        for p, adjusted in found:
+            steps = [(len(ordered) - i) * each for i, each in enumerate(ordered) if each <= p]
+            assert adjusted == pytest.approx(min(1, max(steps)), rel=1e-5)
+    assert {x["metric"] for x in result[1]} == {"kl", "nll", "kept"}
+
+
+def test_what_lines_say_of_their_documents_and_arms(result: tuple[list[Line], list[Line]]) -> None:
+    def said(**where: str) -> list[str]:
+        line = line_of(result[0], text="ruler", continuation="gold", metric="nll", **where)
+        return [line[name] for name in ("documents", "tokens", "k_mean", "budget_percent", "maps", "phi_sha")]
+
+    assert said(task="vt", method="full") == ["3", "10", "41", "", "", ""]  # 40, 41 and 42
+    assert said(task="all", method="full") == ["5", "15", "40.75", "", "", ""]  # of means by task
+    assert said(task="cwe", method="topk_phi", budget_percent="7.5") == ["2", "5", "7", "7.5", "1k", "f00"]
+    for line in (*result[0], *result[1]):
+        assert [line[name] for name in ("backbone", "length", "study", "model_id", "revision", "weights")] == [
+            "tiny", "1k", "test", BACKBONE.model_id, "r1", "random"
+        ]  # fmt: skip
+    assert {x["documents"] for x in result[1] if x["text"] == "ruler"} == {"5"}
+
+
+def test_one_document_has_a_value_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And so have several tasks as soon as one of them has one document."""
+    rows = [row for row in random_rows((TOPK, PHI)) if row["index"] == 0 or row["task"] == "vt"]
+    with caplog.at_level(logging.WARNING):
+        lines, pairs = result_of(rows, tmp_path)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{name}: one document only, so no interval and no test"
+        for name in ("wiki, following", "wiki, following", "ruler, gold", "ruler, greedy")
+    ]
+    empty = ("stderr", "ci_low", "ci_high", "gain_ci_low", "gain_ci_high", "gain_p")
+    for line in lines:
+        assert line["value"] and (line["gain"] or line["method"] == "topk" or line["metric"] not in OF_DOCUMENT)
+        alone = line["task"] != "vt"
+        assert not alone or not any(line[name] for name in empty), line
+        assert alone or all(line[name] for name in empty[:3])
+    for line in pairs:
+        assert line["difference"] and not any(line[name] for name in ("ci_low", "ci_high", "p", "p_holm"))
+
+
+def test_the_same_rows_give_the_same_bytes_and_arms_do_not_depend_on_each_other(
+    rows: list[Row], result: tuple[list[Line], list[Line]], tmp_path: Path
+) -> None:
+    def by_arm(lines: Sequence[Line]) -> dict[str, Line]:
+        keys = ("text", "continuation", "state", "task", "method", "budget_percent", "maps", "metric")
+        return {str([line[key] for key in keys]): line for line in lines}
+
+    result_of(rows, tmp_path)
+    first = [(tmp_path / name).read_bytes() for name in ("fidelity.csv", "pairs.csv")]
+    assert result_of(rows, tmp_path) == result
+    assert [(tmp_path / name).read_bytes() for name in ("fidelity.csv", "pairs.csv")] == first
+    lines, pairs = result_of(list(random_rows(ARMS[::-1])), tmp_path)
+    assert by_arm(lines) == by_arm(result[0])
+    assert sorted(x["p_holm"] for x in pairs) == sorted(x["p_holm"] for x in result[1])
+    fewer, _ = result_of(list(random_rows((TOPK, PHI))), tmp_path)
+    assert by_arm(fewer).items() <= by_arm(result[0]).items()
