@@ -7,7 +7,7 @@ of a KV head, L = prefix columns (right- or left-padded), T = generated tokens, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from residual_mass.core.accounting import (
     promoted,
     summarise,
 )
-from residual_mass.core.estimators import Residual, Unread, estimator_named
+from residual_mass.core.estimators import Residual, Seen, estimator_named
 from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.selection import Selected, exhaustive_topk, members
 from residual_mass.core.settings import AnchorSpec, ArmSpec
@@ -45,6 +45,14 @@ class PrefixLayer:
     """Masks [E, 1, 1, L]."""
     anchors: Selected
     """The anchors again, as indices [E, 1, 1, |A|]."""
+    states: dict[Residual, tuple[Tensor, ...]] = field(default_factory=dict)
+    """What residuals without feature maps keep of the prefix, made when first asked for."""
+
+    def state(self, residual: Residual) -> tuple[Tensor, ...]:
+        if residual not in self.states:
+            keys, values = promoted(self.keys), promoted(self.values)
+            self.states[residual] = residual.prepare(keys, values, self.partition.mid[:, :, 0])
+        return self.states[residual]
 
     def at(self, examples: Tensor) -> PrefixLayer:
         """Selects examples, given as indices."""
@@ -54,7 +62,13 @@ class PrefixLayer:
             self.values[examples],
             Partition(masks.anchors[examples], masks.mid[examples]),
             Selected(slots.indices[examples], slots.valid[examples]),
+            {residual: _at(state, examples) for residual, state in self.states.items()},
         )
+
+
+def _at(state: tuple[Tensor, ...], examples: Tensor) -> tuple[Tensor, ...]:
+    parts = [part[examples] for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,8 @@ def prefix_terms(
         queries: [E, Hkv, R, D].
         log_query: [E, Hkv, R, M] log phi_q; like `summary`, None if no arm adds a residual.
     """
-    scores = attention_scores(promoted(queries) * scale, promoted(layer.keys), 1.0)
+    scaled = promoted(queries) * scale
+    scores = attention_scores(scaled, promoted(layer.keys), 1.0)
     values = promoted(layer.values)
     retrieved = exhaustive_topk(scores, layer.partition.mid, arms.k)
     estimate = None
@@ -157,16 +172,32 @@ def prefix_terms(
         estimate = Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
     terms = one_gather_terms(scores, values, layer.anchors, retrieved, estimate)
     if arms.own:
-        mask = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-        terms = _with_own_residuals(terms, Unread(mask, scores, values), arms)
+        unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
+        seen = Seen(scaled, _threshold(scores, layer.partition.mid, retrieved), unread, scores, values)
+        terms = _with_own_residuals(terms, seen, arms, layer)
     return terms
 
 
-def _with_own_residuals(terms: Terms, unread: Unread, arms: ArmRows) -> Terms:
-    """Adds residuals that need no summary to the terms [E, Hkv, R, ...] of their rows."""
+def _threshold(scores: Tensor, mid: Tensor, retrieved: Selected) -> Tensor:
+    """The least score among the retrieved tokens [E, Hkv, R], or the largest of the mid-region where there are none."""
+    highest = scores.masked_fill(~mid, -torch.inf).amax(-1, keepdim=True)
+    least = torch.where(retrieved.valid, scores.gather(-1, retrieved.indices), torch.inf)
+    least = torch.cat((highest, least), dim=-1).amin(-1)
+    return torch.where(least > -torch.inf, least, 0)  # an empty mid-region
+
+
+def _with_own_residuals(terms: Terms, seen: Seen, arms: ArmRows, layer: PrefixLayer) -> Terms:
+    """Adds residuals that need no feature maps to the terms [E, Hkv, R, ...] of their rows."""
     for residual, rows in arms.own:
-        estimate = residual(Unread(unread.mask[:, :, rows], unread.scores[:, :, rows], unread.values))
-        both = added(Terms(*(part[:, :, rows] for part in terms)), Terms(*estimate))
+        queries, threshold, unread, scores = (part[:, :, rows] for part in seen[:4])
+        of_rows = Seen(queries, threshold, unread, scores, seen.values)
+        estimate = Terms(*residual.terms(of_rows, layer.state(residual)))
+        left = unread.any(-1)
+        estimate = Terms(
+            torch.where(left.unsqueeze(-1), estimate.numerator, 0), torch.where(left, estimate.denominator, 0),
+            estimate.shift,
+        )  # fmt: skip
+        both = added(Terms(*(part[:, :, rows] for part in terms)), estimate)
         terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
     return terms
 

@@ -14,7 +14,20 @@ from residual_mass.study.specs import TableSpec
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "cwe": "CWE"}
 FULL, TOPK, PHI = Marked("Full"), Marked("Top-$K$"), Marked(r"Top-$K{+}\phi$")
-METHOD_TITLES = {"full": FULL, "topk": TOPK, "topk_phi": PHI, "topk_phi_nosub": Marked(rf"{PHI} (NoSub)")}
+METHOD_TITLES = {
+    "full": FULL,
+    "topk": TOPK,
+    "topk_phi": PHI,
+    "topk_phi_nosub": Marked(rf"{PHI} (NoSub)"),
+    "topk_moments": Marked(rf"{TOPK}+moments"),
+    "topk_moments_4b": Marked(rf"{TOPK}+moments, 4 blocks"),
+    "topk_moments_8": Marked(rf"{TOPK}+moments, 8 clusters"),
+    "topk_centroids": Marked(rf"{TOPK}+centroids"),
+    "topk_first_order": Marked(rf"{TOPK}+first order"),
+    "topk_gaussian": Marked(rf"{TOPK}+Gaussian, no cut"),
+    "topk_mean": Marked(rf"{TOPK}+mean"),
+    "topk_exact_mass": Marked(rf"{TOPK}+exact mass"),
+}
 OURS = Marked("Ours")
 """The feature maps of a study's own recipe."""
 OWN_ROW = Marked(r"$^{*}$")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,38 +11,50 @@ from torch import Tensor
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.partial import partial_kv
+from residual_mass.backbones.prefix import _threshold, arm_rows, build_prefix, prefix_terms
 from residual_mass.core import estimators
-from residual_mass.core.estimators import ESTIMATORS, Estimator, Unread, estimator_named
+from residual_mass.core.accounting import Terms
+from residual_mass.core.estimators import ESTIMATORS, WITHOUT_MAPS, Estimator, Seen, estimator_named
+from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.settings import AnchorSpec, ArmSpec
 from residual_mass.study.config import METHODS
 
 STEPS = 10
 
 
-def all_of_it(unread: Unread) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class AllOfIt:
     """No estimate: the unread tokens' exact terms, row by row."""
-    rows, length = unread.scores.shape[-2:]
-    numerator = torch.zeros(*unread.scores.shape[:-1], unread.values.shape[-1])
-    denominator, shift = torch.zeros(unread.scores.shape[:-1]), torch.full(unread.scores.shape[:-1], -3.0)
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in unread.scores.shape[:2])).tolist():
-        for row in range(rows):
-            for token in range(length):
-                if unread.mask[*place, row, token]:
-                    weight = (unread.scores[*place, row, token] + 3.0).exp()
-                    numerator[*place, row] += weight * unread.values[*place, token]
-                    denominator[*place, row] += weight
-    return numerator, denominator, shift
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
+        return ()
+
+    def terms(self, seen: Seen, state: tuple[()]) -> tuple[Tensor, Tensor, Tensor]:
+        rows, length = seen.scores.shape[-2:]
+        numerator = torch.zeros(*seen.scores.shape[:-1], seen.values.shape[-1])
+        denominator, shift = torch.zeros(seen.scores.shape[:-1]), torch.full(seen.scores.shape[:-1], -3.0)
+        for place in torch.cartesian_prod(*(torch.arange(size) for size in seen.scores.shape[:2])).tolist():
+            for row in range(rows):
+                for token in range(length):
+                    if seen.unread[*place, row, token]:
+                        weight = (seen.scores[*place, row, token] + 3.0).exp()
+                        numerator[*place, row] += weight * seen.values[*place, token]
+                        denominator[*place, row] += weight
+        return numerator, denominator, shift
 
 
-def nothing(unread: Unread) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Nothing(AllOfIt):
     """A denominator of zero, whatever the numerator: nothing is added."""
-    shape = unread.scores.shape[:-1]
-    return torch.full((*shape, unread.values.shape[-1]), 7.0), torch.zeros(shape), torch.full(shape, 50.0)
+
+    def terms(self, seen: Seen, state: tuple[()]) -> tuple[Tensor, Tensor, Tensor]:
+        shape = seen.scores.shape[:-1]
+        return torch.full((*shape, seen.values.shape[-1]), 7.0), torch.zeros(shape), torch.full(shape, 50.0)
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = (Estimator("topk_all", residual=all_of_it), Estimator("topk_nothing", residual=nothing))
+    more = (Estimator("topk_all", residual=AllOfIt()), Estimator("topk_nothing", residual=Nothing()))
     monkeypatch.setattr(estimators, "ESTIMATORS", ESTIMATORS + more)
     monkeypatch.setattr(estimators, "NAMES", tuple(one.name for one in ESTIMATORS + more))
 
@@ -80,7 +94,7 @@ def test_partial_kv_takes_them_without_maps(tiny_backbone: Backbone, prompts: li
 
 
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
-    line = "method 'topk_fi' is unknown; known are full, topk, topk_phi, topk_phi_nosub, topk_all, topk_nothing"
+    line = "method 'topk_fi' is unknown; known are full, topk, topk_phi, topk_phi_nosub, .*topk_all, topk_nothing"
     with pytest.raises(ValueError, match=line):
         estimator_named("topk_fi")
     with pytest.raises(ValueError, match=line):
@@ -89,3 +103,76 @@ def test_an_unknown_method_is_told_with_the_known_ones() -> None:
 
 def test_the_papers_methods_come_first() -> None:
     assert tuple(one.name for one in ESTIMATORS)[: len(METHODS)] == METHODS
+
+
+OWN = [one.name for one in WITHOUT_MAPS]
+
+
+def test_every_method_without_maps_is_the_same_in_any_company(
+    tiny_backbone: Backbone, prompts: list[list[int]]
+) -> None:
+    """Arms and padded prompts together give the tokens of each alone, and of `generate` within `partial_kv`."""
+    arms = [ArmSpec("topk", 18.0), *(ArmSpec(name, budget) for name in OWN for budget in (18.0, 25.0))]
+    together = tokens(tiny_backbone, arms, prompts)
+    for number, arm in enumerate(arms[1:], start=1):
+        alone = [tokens(tiny_backbone, [arm], [prompt])[0][0] for prompt in prompts]
+        assert [row[number] for row in together] == alone, arm
+        with partial_kv(tiny_backbone.model, method=arm.method, budget=arm.budget_percent / 100):
+            ids = torch.tensor([prompts[0]])
+            made = tiny_backbone.model.generate(ids, max_new_tokens=STEPS, do_sample=False)
+        assert made[0, len(prompts[0]) :].tolist() == alone[0], arm
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nothing_unread_leaves_nothing_to_estimate(
+    name: str, tiny_backbone: Backbone, prompts: list[list[int]]
+) -> None:
+    """At 100 %, and on a prompt of anchors alone, every method is full attention."""
+    made = tokens(tiny_backbone, [ArmSpec(name, 100.0), ArmSpec("full")], prompts)
+    assert all(arm == full for arm, full in made)
+
+
+def test_the_threshold_is_the_least_score_read() -> None:
+    """Also with ties, with K = 0 (the largest of all), and with an empty mid-region."""
+    scores = torch.tensor([[5.0, 1.0, 4.0, 4.0, 2.0], [0.0, 3.0, 1.0, 2.0, 9.0], [1.0, 2.0, 3.0, 4.0, 5.0]])[None, None]
+    mid = torch.tensor([False, True, True, True, True]).expand(1, 1, 1, 5)
+    retrieved = exhaustive_topk(scores, mid, torch.tensor([2, 0, 9]))
+    assert _threshold(scores, mid, retrieved).tolist() == [[[4.0, 9.0, 2.0]]]
+    empty = exhaustive_topk(scores, mid & False, torch.tensor([2, 0, 9]))
+    assert _threshold(scores, mid & False, empty).tolist() == [[[0.0, 0.0, 0.0]]]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_terms_are_those_of_one_row_written_out(name: str) -> None:
+    """Through `prefix_terms`, with padding and several rows a head, against float64 sums over the tokens themselves."""
+    generator = torch.Generator().manual_seed(8)
+    keys, values = (torch.randn(2, 1, 40, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    queries = torch.randn(2, 1, 3, 8, generator=generator, dtype=torch.float64)
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, 30:] = False
+    anchors = AnchorSpec(2, 3)
+    layer = build_prefix(keys, values, real, anchors)
+    rows = arm_rows([ArmSpec(name, 30.0)], 3, [40, 30], anchors, None, torch.device("cpu"))
+    numerator, denominator, shift = prefix_terms(queries, None, layer, None, rows, 0.5)
+    exact = arm_rows([ArmSpec("topk", 30.0)], 3, [40, 30], anchors, None, torch.device("cpu"))
+    read = prefix_terms(queries, None, layer, None, exact, 0.5)
+    for e, (n, k) in enumerate([(40, 7), (30, 4)]):
+        mid = slice(2, n - 3)
+        for row in range(3):
+            query, own_keys, own_values = queries[e, 0, row] * 0.5, keys[e, 0, mid], values[e, 0, mid]
+            scores = own_keys @ query
+            top = scores.topk(k)
+            unread = torch.ones(len(scores), dtype=torch.bool)
+            unread[top.indices] = False
+            residual = estimator_named(name).residual
+            state = residual.prepare(own_keys, own_values, torch.ones(len(scores), dtype=torch.bool))
+            seen = Seen(query[None], top.values[-1:], unread[None], scores[None], own_values)
+            expected = Terms(*residual.terms(seen, state))
+            z = float(read.denominator[e, 0, row].log() + read.shift[e, 0, row])
+            z = torch.tensor(z).exp() + expected.denominator[0] * expected.shift[0].exp()
+            torch.testing.assert_close(
+                float(denominator[e, 0, row] * shift[e, 0, row].exp()), float(z), rtol=1e-6, atol=0
+            )
+            nu = read.numerator[e, 0, row] * read.shift[e, 0, row].exp()
+            nu = nu + expected.numerator[0] * expected.shift[0].exp()
+            torch.testing.assert_close(numerator[e, 0, row] * shift[e, 0, row].exp(), nu, rtol=1e-6, atol=1e-9)

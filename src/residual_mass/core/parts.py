@@ -1,0 +1,46 @@
+"""Parts of a mid-region: blocks of neighbours, or clusters of keys.
+
+Shape letters: L = keys, P = parts, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 8
+"""Of Lloyd's algorithm; more change attention errors in the third digit."""
+
+
+def blocks(mid: Tensor, parts: int) -> Tensor:
+    """Cuts the mid-region into runs of equally many neighbours, give or take one: [..., L, P] bool.
+
+    Args:
+        mid: [..., L] bool.
+    """
+    place = mid.cumsum(-1) - 1
+    count = mid.sum(-1, keepdim=True).clamp_min(1)
+    return _members(place * parts // count, mid, parts)
+
+
+def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
+    """Clusters the mid-region's keys by k-means, from keys at equal distances in the text: [..., L, P] bool.
+
+    A cluster may end up without tokens; the same keys give the same clusters.
+
+    Args:
+        keys: [..., L, D].
+        mid: [..., L] bool.
+    """
+    starts = blocks(mid, parts)
+    first = starts.to(torch.int8).argmax(-2)  # the first token of each block
+    centres = keys.gather(-2, first.unsqueeze(-1).expand(*first.shape, keys.shape[-1]))
+    for _ in range(ROUNDS):
+        members = _members(torch.cdist(keys, centres).argmin(-1), mid, parts).to(keys.dtype)
+        count = members.sum(-2).unsqueeze(-1)
+        centres = torch.where(count > 0, members.transpose(-1, -2) @ keys / count.clamp_min(1), centres)
+    return _members(torch.cdist(keys, centres).argmin(-1), mid, parts)
+
+
+def _members(part: Tensor, mid: Tensor, parts: int) -> Tensor:
+    return (part.unsqueeze(-1) == torch.arange(parts, device=part.device)) & mid.unsqueeze(-1)

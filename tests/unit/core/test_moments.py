@@ -1,0 +1,233 @@
+"""Moments and the truncated Gaussian against sums written out, quadrature and sampling, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from residual_mass.core.accounting import Terms
+from residual_mass.core.estimators import Seen
+from residual_mass.core.moments import (
+    Moments,
+    first_order_terms,
+    gaussian_terms,
+    merged,
+    moments_of,
+    truncated_terms,
+)
+from residual_mass.core.parts import blocks, clusters
+from residual_mass.core.residuals import Centroids, ExactMass, FirstOrder, Mean, Truncated
+
+D = 6
+
+
+def whole(n: int) -> Tensor:
+    return torch.ones(n, 1, dtype=torch.float64)
+
+
+def random_tokens(n: int, seed: int = 0, spread: float = 0.7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(n, D, generator=generator, dtype=torch.float64) * spread + 0.3
+    mixing = torch.randn(D, D, generator=generator, dtype=torch.float64)
+    return keys, keys @ mixing + torch.randn(n, D, generator=generator, dtype=torch.float64)
+
+
+def sums(terms: Terms) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator without their common shift."""
+    scale = terms.shift.exp()
+    return terms.numerator * scale.unsqueeze(-1), terms.denominator * scale
+
+
+def by_quadrature(moments: Moments, query: Tensor, tau: float) -> tuple[Tensor, float]:
+    """nu and Z of one part: the score Gaussian, values linear in it, integrated over scores below tau."""
+    m = float(query @ moments.mean_key[0])
+    s = math.sqrt(float(query @ moments.key_covariance[0] @ query))
+    slope = moments.value_key_covariance[0] @ query / s**2
+    scores = torch.linspace(m - 14 * s, min(tau, m + s * s + 14 * s), 400_001, dtype=torch.float64)
+    density = (-0.5 * ((scores - m) / s) ** 2).exp() / (s * math.sqrt(2 * math.pi)) * scores.exp()
+    values = moments.mean_value[0] + (scores - m).unsqueeze(-1) * slope
+    n = float(moments.count[0])
+    nu = n * torch.trapezoid(density.unsqueeze(-1) * values, scores, dim=0)
+    return nu, n * float(torch.trapezoid(density, scores))
+
+
+@pytest.mark.parametrize("shift", [-3.0, -0.5, 0.0, 1.0, 4.0], ids=lambda x: f"cut at mean {x:+g} sd")
+def test_truncated_terms_are_those_of_a_truncated_normal(shift: float) -> None:
+    keys, values = random_tokens(50)
+    moments = moments_of(keys, values, whole(50))
+    query = torch.tensor([0.4, -0.2, 0.9, 0.1, -0.6, 0.3], dtype=torch.float64)
+    mean = float(query @ moments.mean_key[0])
+    tau = mean + shift * math.sqrt(float(query @ moments.key_covariance[0] @ query))
+    nu, z = sums(truncated_terms(query[None], moments, torch.tensor([tau], dtype=torch.float64)))
+    expected_nu, expected_z = by_quadrature(moments, query, tau)
+    assert float(z) == pytest.approx(expected_z, rel=1e-8)
+    torch.testing.assert_close(nu[0], expected_nu, rtol=1e-7, atol=1e-7 * expected_z)
+
+
+def test_the_estimate_converges_for_gaussian_keys() -> None:
+    """Errors of mass and mean against the exact sums over the unread tokens shrink as n grows, like 1 / sqrt(n)."""
+    errors = []
+    for n in (1_000, 100_000):
+        keys, values = random_tokens(n, seed=3)
+        query = torch.tensor([[0.5, 0.2, -0.7, 0.4, 0.1, -0.3]], dtype=torch.float64)
+        scores = (query @ keys.T)[0]
+        top = scores.topk(n // 50).values
+        unread = scores < top[-1]
+        nu = scores[unread].exp() @ values[unread]
+        z = scores[unread].exp().sum()
+        estimated_nu, estimated_z = sums(truncated_terms(query, moments_of(keys, values, whole(n)), top[-1:]))
+        errors.append(
+            (float((estimated_z / z).log().abs()), float((estimated_nu[0] / estimated_z - nu / z).abs().max()))
+        )
+    (mass, mean), (final_mass, final_mean) = errors
+    assert final_mass < 0.01 and final_mean < 0.02
+    assert final_mass < mass and final_mean < mean
+
+
+def test_moments_are_those_of_each_part() -> None:
+    keys, values = random_tokens(40)
+    parts = torch.zeros(40, 3, dtype=torch.float64)
+    parts[:7, 0], parts[10:33, 1] = 1, 1  # a third without tokens, and tokens in none
+    moments = moments_of(keys, values, parts)
+    for part, chosen in enumerate((slice(0, 7), slice(10, 33))):
+        k, v = keys[chosen], values[chosen]
+        assert moments.count[part] == len(k)
+        torch.testing.assert_close(moments.mean_key[part], k.mean(0))
+        torch.testing.assert_close(moments.key_covariance[part], torch.cov(k.T, correction=0))
+        both = torch.cov(torch.cat((v, k), dim=1).T, correction=0)
+        torch.testing.assert_close(moments.value_key_covariance[part], both[:D, D:])
+    assert all(not x[2].any() for x in moments)
+
+
+def test_parts_add_up() -> None:
+    """Two parts are the sum of each alone, also where one of them has no tokens."""
+    keys, values = random_tokens(40)
+    parts = torch.zeros(40, 3, dtype=torch.float64)
+    parts[:15, 0], parts[15:, 2] = 1, 1
+    queries = torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    tau = (queries @ keys.T).quantile(0.9, dim=-1)
+    together = sums(truncated_terms(queries, moments_of(keys, values, parts), tau))
+    apart = [
+        sums(truncated_terms(queries, moments_of(keys[some], values[some], whole(n)), tau))
+        for some, n in ((slice(0, 15), 15), (slice(15, 40), 25))
+    ]
+    for joint, first, second in zip(together, *apart, strict=True):
+        torch.testing.assert_close(joint, first + second)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_merging_token_by_token_equals_the_batch(dtype: torch.dtype, tolerance: float) -> None:
+    keys, values = (x.to(dtype) for x in random_tokens(10_000))
+    running = moments_of(keys[:100], values[:100], torch.ones(100, 1, dtype=dtype))
+    for i in range(100, 10_000):
+        one = slice(i, i + 1)
+        running = merged(running, moments_of(keys[one], values[one], torch.ones(1, 1, dtype=dtype)))
+    batch = moments_of(keys.double(), values.double(), whole(10_000))
+    for name, ours, theirs in zip(Moments._fields, running, batch, strict=True):
+        error = (ours.double() - theirs).abs().max() / theirs.abs().max()
+        assert error < tolerance * (100 if "covariance" in name and dtype == torch.float32 else 10), (name, error)
+
+
+def test_no_cut_is_the_gaussian_and_a_point_is_itself() -> None:
+    keys, values = random_tokens(30)
+    moments = moments_of(keys, values, whole(30))
+    queries = torch.randn(4, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    open_end = truncated_terms(queries, moments, torch.full((4,), torch.inf, dtype=torch.float64))
+    for ours, theirs in zip(sums(open_end), sums(gaussian_terms(queries, moments)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    # One token, or equal ones: exact in mass and mean, by each of the three.
+    same = moments_of(keys[:1].repeat(9, 1), values[:1].repeat(9, 1), whole(9))
+    exact = 9 * (queries @ keys[0]).exp()
+    above = queries @ keys[0] + 1
+    for terms in (
+        truncated_terms(queries, same, above),
+        gaussian_terms(queries, same),
+        first_order_terms(queries, same),
+    ):
+        nu, z = sums(terms)
+        torch.testing.assert_close(z, exact, rtol=1e-6, atol=0)
+        torch.testing.assert_close(nu, exact.unsqueeze(-1) * values[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])
+def test_extreme_scores_stay_finite_in_float32(size: float) -> None:
+    """Against float64: the mass where it is not negligible beside the tokens read, never NaN or infinite."""
+    keys, values = random_tokens(200)
+    queries = torch.randn(8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * size
+    scores = queries @ keys.T
+    for rank in (0, 20, 199):
+        tau = scores.sort(-1, descending=True).values[:, rank]
+        wide = truncated_terms(queries, moments_of(keys, values, whole(200)), tau)
+        narrow_moments = moments_of(keys.float(), values.float(), whole(200).float())
+        narrow = truncated_terms(queries.float(), narrow_moments, tau.float())
+        assert all(x.isfinite().all() for x in (*wide, *narrow))
+        ratio = narrow.log_mass().double() - wide.log_mass()
+        assert ratio.abs().max() < 1e-3 + 1e-4 * size**2, "rounding of scores of that size"
+
+
+def test_a_huge_key_and_too_few_tokens() -> None:
+    keys, values = random_tokens(60)
+    keys[17] *= 1e4
+    queries = torch.randn(3, D, generator=torch.Generator().manual_seed(2))
+    tau = (queries.double() @ keys.T).topk(5).values[:, -1].float()
+    terms = truncated_terms(queries, moments_of(keys.float(), values.float(), whole(60).float()), tau)
+    assert all(x.isfinite().all() for x in terms)
+    nobody = moments_of(keys[:0].float(), values[:0].float(), whole(0).float())
+    assert all(not x.any() for x in truncated_terms(queries, nobody, tau))
+
+
+def seen_of(keys: Tensor, values: Tensor, queries: Tensor, k: int) -> Seen:
+    scores = queries @ keys.T
+    top = scores.topk(k)
+    unread = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, top.indices, False)
+    return Seen(queries, top.values[:, -1], unread, scores, values)
+
+
+def test_peers_are_their_formulas() -> None:
+    keys, values = random_tokens(30)
+    queries = torch.randn(4, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    seen, mid = seen_of(keys, values, queries, 6), torch.ones(30, dtype=torch.bool)
+    for row, query in enumerate(queries):
+        unread = [i for i in range(30) if seen.unread[row, i]]
+        # A centroid for every token leaves the exact rest; one for all, copies of the mean key with the unread values.
+        for count, key_of in ((30, lambda i: keys[i]), (1, lambda i: keys.mean(0))):
+            nu, z = sums(Terms(*Centroids(count).terms(seen, Centroids(count).prepare(keys, values, mid))))
+            weights = [math.exp(float(query @ key_of(i))) for i in unread]
+            assert float(z[row]) == pytest.approx(sum(weights))
+            torch.testing.assert_close(nu[row], sum(w * values[i] for w, i in zip(weights, unread, strict=True)))
+        nu, z = sums(Terms(*Mean().terms(seen, Mean().prepare(keys, values, mid))))
+        assert float(z[row]) == pytest.approx(30 * math.exp(float(query @ keys.mean(0))))
+        torch.testing.assert_close(nu[row], z[row] * values.mean(0))
+        nu, z = sums(Terms(*ExactMass().terms(seen, ExactMass().prepare(keys, values, mid))))
+        assert float(z[row]) == pytest.approx(sum(math.exp(float(query @ keys[i])) for i in unread))
+        torch.testing.assert_close(nu[row], z[row] * values.mean(0))
+        nu, z = sums(Terms(*FirstOrder().terms(seen, FirstOrder().prepare(keys, values, mid))))
+        slope = sum(torch.outer(v - values.mean(0), k - keys.mean(0)) for k, v in zip(keys, values, strict=True)) / 30
+        assert float(z[row]) == pytest.approx(30 * math.exp(float(query @ keys.mean(0))))
+        torch.testing.assert_close(nu[row], z[row] * (values.mean(0) + slope @ query))
+
+
+def test_parts_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="parts is 0, not 1 or more"):
+        Truncated(0)
+
+
+def test_blocks_and_clusters_deal_out_the_mid_region() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mid = torch.rand(2, 50, generator=generator) < 0.7
+    keys = torch.randn(2, 50, D, generator=generator)
+    for parts in (blocks(mid, 4), clusters(keys, mid, 4)):
+        assert torch.equal(parts.sum(-1) == 1, mid) and parts.sum(-1).max() == 1
+    sizes = blocks(mid, 4).sum(-2)
+    assert (sizes.amax(-1) - sizes.amin(-1)).max() <= 1
+    # Well separated groups are found, whatever their order in the text.
+    centres = torch.tensor([[10.0, 0], [0, 10], [-10, 0], [0, -10]])
+    group = torch.arange(40) % 4
+    points = centres[group] + 0.1 * torch.randn(40, 2, generator=generator)
+    found = clusters(points, torch.ones(40, dtype=torch.bool), 4).int().argmax(-1)
+    assert len({(int(a), int(b)) for a, b in zip(group, found, strict=True)}) == 4
+    few = clusters(keys, torch.zeros(2, 50, dtype=torch.bool), 4)
+    assert not few.any()
