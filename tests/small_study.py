@@ -50,7 +50,10 @@ def write_small_study(folder: Path) -> None:
     edited(
         study, lengths=["1k"], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
         benchmarks=benchmarks, phi=phi,
-        fidelity={"lengths": ["1k"], "corpora": ["wiki"], "documents": 3, "tokens": 5, "examples": 2},
+        fidelity={
+            "lengths": ["1k"], "corpora": ["wiki"], "documents": 3, "tokens": 5, "examples": 2,
+            "methods": ["topk_moments"],
+        },
         mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
         diagnostics={
             "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],

@@ -38,9 +38,11 @@ from residual_mass.study.specs import FidelitySpec
 log = logging.getLogger(__name__)
 
 PERMUTATIONS = 20_000
-"""Random signs behind a p-value: a whole file's tests are corrected together, so single ones must be fine."""
+"""Random signs behind a p-value: many tests are corrected together, so single ones must be fine."""
 PAIRED = {"following": (KL,), "gold": (KL, NLL), "greedy": (KL, KEPT)}
 """Metrics by which every pair of arms is compared, by continuation."""
+FAMILY = ("metric", "text", "continuation", "state")
+"""Tests of pairs that are corrected together."""
 FULL = ArmSpec("full")
 
 
@@ -120,14 +122,22 @@ def run(spec: FidelitySpec, forced: Path, out: Path, pairs: Path) -> None:
             lines += _lines(spec, place | {"task": task}, {task: tokens}, name)
         lines += _lines(spec, place | {"task": "all"}, tasks, name, quantiles=True)
         compared += _pairs(spec, place, tasks, name, str(continuation))
-    for metric in dict.fromkeys(row["metric"] for row in compared):
-        of_metric = [row for row in compared if row["metric"] == metric and row["p"] is not None]
-        for row, adjusted in zip(of_metric, holm([row["p"] for row in of_metric]), strict=True):
-            row["p_holm"] = adjusted
+    _correct(compared)
     write_text(out, csv_text(FIDELITY, map(_written, lines)))
     write_text(pairs, csv_text(FIDELITY_PAIRS, map(_written, compared)))
     record.write(out)
     record.write(pairs)
+
+
+def _correct(pairs: Sequence[dict[str, Any]]) -> None:
+    """Corrects p-values over the pairs and budgets of a metric on a text, in one kind of continuation and state."""
+    families: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in pairs:
+        if row["p"] is not None:
+            families.setdefault(tuple(row[name] for name in FAMILY), []).append(row)
+    for rows in families.values():
+        for row, adjusted in zip(rows, holm([row["p"] for row in rows]), strict=True):
+            row["p_holm"] = adjusted
 
 
 def _about(spec: FidelitySpec, tasks: Mapping[str, Tokens]) -> dict[str, Any]:

@@ -398,13 +398,13 @@ class Computed:
             AskedSpec(benchmark=name, examples=study.fidelity.examples, **shared(Decoding, study.benchmarks[name]))
             for name in self.force_asked(wildcards)
         )
-        others = (ArmSpec("topk_phi", budget, label) for label in maps[1:] for budget in study.budgets)
+        others = [("topk_phi", label) for label in maps[1:]] + [(name, None) for name in study.fidelity.methods]
         spec = ForceSpec(
             **self.identity(wildcards),
             length=wildcards.length,
             asked=tuple(asked),
             arms=self.group_arms(study, "main"),
-            arms_of_documents=tuple(others),
+            arms_of_documents=tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets),
             anchors=study.anchors,
             truncate_to=study.truncate_to,
             maps=maps_specs(maps),

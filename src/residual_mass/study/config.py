@@ -130,6 +130,8 @@ class Study(Settings):
         """What no key says alone."""
         yield from self._benchmark_slips()
         yield from _unknown("fidelity.benchmarks", self.fidelity.benchmarks, self.benchmarks)
+        others = [one.name for one in estimators.WITHOUT_MAPS if one.name not in self.methods]
+        yield from _unknown("fidelity.methods", self.fidelity.methods, others)
         yield from self._comparison_slips()
         yield from self._length_slips()
         yield from _unknown("methods", self.methods, estimators.NAMES)

@@ -285,6 +285,8 @@ class Fidelity(Continuations):
 
     lengths: Distinct[Length]
     """Prefixes; none leaves fidelity out."""
+    methods: Distinct[Name]
+    """Methods without feature maps that are measured beside the study's own, on documents alone."""
     benchmarks: Distinct[Name]
     """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention, at the
     lengths that they are evaluated at."""

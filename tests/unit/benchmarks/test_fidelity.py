@@ -328,10 +328,14 @@ def test_pairs_of_the_same_budget_are_compared(rows: list[Row], result: tuple[li
         assert close(line["p"], signs_p(list(differences.values())))
 
 
-def test_p_values_of_a_metric_are_corrected_over_the_file(result: tuple[list[Line], list[Line]]) -> None:
+def test_p_values_of_a_family_are_corrected_together(result: tuple[list[Line], list[Line]]) -> None:
     """Step-down by definition: the largest, over those up to each p, of p times the number from it on."""
-    for metric in ("kl", "nll", "kept"):
-        found = [(float(x["p"]), float(x["p_holm"])) for x in result[1] if x["metric"] == metric]
+
+    def family(line: Line) -> tuple[str, ...]:
+        return tuple(line[name] for name in ("metric", "text", "continuation", "state"))
+
+    for one in {family(line) for line in result[1]}:
+        found = [(float(x["p"]), float(x["p_holm"])) for x in result[1] if family(x) == one]
         ordered = sorted(p for p, _ in found)
         for p, adjusted in found:
             steps = [(len(ordered) - i) * each for i, each in enumerate(ordered) if each <= p]
