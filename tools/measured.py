@@ -18,7 +18,10 @@ import pandas as pd
 ROOT = Path(__file__).parents[1]
 BACKBONE = "smol"
 LENGTHS = ("1k", "2k")
-TITLES = {"full": "Full", "topk": "TopK", "topk_phi": "TopK+phi", "topk_phi_nosub": "TopK+phi (NoSub)"}
+TITLES = {
+    "full": "Full", "topk": "TopK", "topk_phi": "TopK+phi", "topk_phi_nosub": "TopK+phi (NoSub)",
+    "topk_moments": "TopK+moments", "topk_moments_8": "TopK+moments, 8 clusters", "topk_centroids": "TopK+centroids",
+}  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {}
 
 
@@ -84,6 +87,22 @@ def kl(folder: Path) -> str:
 @table
 def kl_wiki(folder: Path) -> str:
     return over_lengths(folder, ("wiki",), metric="kl", state="own")
+
+
+@table
+def kl_over_topk(folder: Path) -> str:
+    """KL of each method without short maps, as a share of TopK's."""
+    lines = []
+    for text in ("wiki", "books"):
+        for length in LENGTHS:
+            rows = fidelity_rows(folder, length, text=text, task="all", metric="kl", state="own")
+            topk = rows[rows.method == "topk"].set_index("budget_percent").value.astype(float)
+            rows = rows[rows.maps.isin(["", "2k"]) & (rows.method != "topk")]
+            lines += [
+                [text, length, *line]
+                for line in by_budget(rows, "2k", lambda r, by=topk: f"{float(r.value) / by[r.budget_percent]:.3f}")
+            ]
+    return markdown(["text", "length", "method", "2 %", "4 %", "8 %"], lines)
 
 
 @table
@@ -206,6 +225,23 @@ def ablations(folder: Path) -> str:
                 f"{float(errors[row.maps]):.3f}" if row.maps in errors else "",
             ]
             for _, row in rows.iterrows()
+        ],
+    )  # fmt: skip
+
+
+@table
+def runtime(folder: Path) -> str:
+    """Milliseconds of a decoding step and from end to end."""
+    rows = read(folder, f"runtime_{BACKBONE}.csv")
+    methods = list(dict.fromkeys(rows.method))
+    return markdown(
+        ["context", "implementation", *(TITLES[method] for method in methods)],
+        [
+            [
+                length, implementation,
+                *(f"{float(row.per_step_ms):.0f} / {float(row.end_to_end_ms):.0f}" for _, row in group.iterrows()),
+            ]
+            for (length, implementation), group in rows.groupby(["length", "implementation"], sort=False)
         ],
     )  # fmt: skip
 
