@@ -101,6 +101,7 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     figures = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["figures"]
     for name in (f"{label}.{kind}" for label in figures if label != "recipe_costs" for kind in ("pdf", "png")):
         assert (study / "paper_tables" / "mini" / "figures" / name).stat().st_size > 1000
+    check_fidelity(study / "results")
     check_diagnostics(study / "results" / "diagnostics")
     code, output = snakemake(study, "all")
     assert code == 0 and "Nothing to be done" in output
@@ -127,6 +128,20 @@ def verdicts(output: str) -> dict[str, str]:
     """What verify says of each result, without the reasons."""
     lines = re.findall(r"^(ok|changed|stale|no record) +(results/[^:\n]+)", output, re.MULTILINE)
     return {path: word for word, path in lines}
+
+
+def check_fidelity(folder: Path) -> None:
+    table = pd.read_csv(folder / "fidelity_tiny_1k.csv", na_filter=False).set_index("metric")
+    means = table.loc["kl"].astype({"value": float})
+    assert set(means.text) == {"wiki", "ruler", "babilong", "longbench"} and means.value.between(0, 10).all()
+    everywhere = means[means.task == "all"].groupby(["text", "continuation", "state"]).size().to_dict()
+    of_prompts = {(text, kind, "own"): 9 for text in ("ruler", "babilong", "longbench") for kind in ("gold", "greedy")}
+    assert everywhere == {("wiki", "following", state): 12 for state in ("own", "dense")} | of_prompts
+    assert set(means[means.text == "wiki"].documents) == {3} and set(means[means.text == "wiki"].tokens) == {15}
+    assert set(means[means.text == "wiki"].maps) == {"", "1k", "512"} and "full" not in set(means.method)
+    assert (table.loc["first"].query("method == 'full' and continuation == 'greedy'").value.astype(float) == 1).all()
+    pairs = pd.read_csv(folder / "fidelity_pairs_tiny_1k.csv", na_filter=False)
+    assert set(pairs.metric) == {"kl", "nll", "kept"} and (pairs.p.astype(float) <= pairs.p_holm.astype(float)).all()
 
 
 def check_diagnostics(folder: Path) -> None:

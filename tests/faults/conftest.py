@@ -69,5 +69,6 @@ def undisturbed(forks: Forks, assets: Path, tmp_path_factory: pytest.TempPathFac
     phi = folder / "phi" / "maps.safetensors"
     run(stages.train(assets))
     run(stages.generate(assets, manifest, phi))
+    run(stages.force(assets, manifest, phi))
     run(stages.capture(assets, phi))
     return found

@@ -1,4 +1,6 @@
-"""Training, generation and capture on the small model: how the command line starts them and what they leave."""
+"""Training, generation, forced decoding and capture on the small model: how the command line starts them and what they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from tests.small_assets import MODEL_ID, REVISION
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, to_json
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
-from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, TrainSpec, VariantSpec
+from residual_mass.study.specs import (
+    AskedSpec,
+    BackboneSpec,
+    CaptureSpec,
+    ForceSpec,
+    GenerateSpec,
+    TrainSpec,
+    VariantSpec,
+)
 
 BACKBONE = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")
 MAP = MapSpec(d_emb=16, d_phi=8, init="positive_random_features")
@@ -29,6 +39,12 @@ GENERATE = GenerateSpec(
     arms=(ArmSpec("full"), ArmSpec("topk", 10.0), ArmSpec("topk_phi", 10.0, "512")), anchors=AnchorSpec(),
     budget_length="nominal", chat_template=False, truncate_to="512", maps=(MapsSpec("512", 512),), answer_margin=None,
     stop_when_saturated=False, batch_tokens=1, allow_extrapolation=False, recipe=1,
+)  # fmt: skip
+FORCE = ForceSpec(
+    study="test", backbone=BACKBONE, length="512", corpora=("books",), documents=4, tokens=8, seed=0,
+    asked=(AskedSpec(benchmark="ruler", examples=4, chat_template=False, answer_margin=None, stop_when_saturated=False,
+                     budget_length="nominal", batch_tokens=1),),
+    arms=GENERATE.arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to="512", maps=GENERATE.maps, recipe=1,
 )  # fmt: skip
 CAPTURE = CaptureSpec(
     study="test", backbone=BACKBONE, corpus="books", length="256", budgets=(10.0, 30.0), anchors=AnchorSpec(),
@@ -73,6 +89,14 @@ def generate(assets: Path, prompts: Path, phi: Path, spec: GenerateSpec = GENERA
         return ["generate", "--spec", to_json(spec), *inputs, *flagged(out, store="_store/all.jsonl", out="all.jsonl")]
 
     return Stage("generate", arguments, ("all.jsonl",))
+
+
+def force(assets: Path, prompts: Path, phi: Path) -> Stage:
+    def arguments(out: Path) -> list[str]:
+        inputs = ["--assets", str(assets), "--prompts", str(prompts), "--phi", str(phi)]
+        return ["force", "--spec", to_json(FORCE), *inputs, *flagged(out, store="_store/f.jsonl", out="f.parquet")]
+
+    return Stage("force", arguments, ("f.parquet",))
 
 
 def capture(assets: Path, phi: Path, spec: CaptureSpec = CAPTURE) -> Stage:

@@ -128,7 +128,7 @@ def test_a_full_or_read_only_disk_is_told_before_the_work(small_disk: Path, read
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "generate", "capture"])
+@pytest.mark.parametrize("name", ["train", "generate", "force", "capture"])
 def test_stages_on_a_full_disk_say_so_and_go_on_once_there_is_room(
     name: str, undisturbed: dict[str, Undisturbed], forks: Forks, tmp_path: Path
 ) -> None:
@@ -158,6 +158,7 @@ def test_stages_on_a_full_disk_say_so_and_go_on_once_there_is_room(
 
 
 @pytest.mark.parametrize("name", ["train", pytest.param("generate", marks=pytest.mark.slow),
+                                  pytest.param("force", marks=pytest.mark.slow),
                                   pytest.param("capture", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_read_only_folder_is_told_before_the_work(
     name: str, undisturbed: dict[str, Undisturbed], forks: Forks, read_only: Path, tmp_path: Path

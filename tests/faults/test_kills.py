@@ -71,7 +71,7 @@ class Stricken:
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["train", "generate", "capture"])
+@pytest.mark.parametrize("name", ["train", "generate", "force", "capture"])
 def test_stages_struck_at_random_moments_lose_nothing(
     name: str, rounds: int, undisturbed: dict[str, Undisturbed], forks: Forks, tmp_path: Path
 ) -> None:
@@ -141,7 +141,7 @@ def test_several_processes_asked_to_stop_leave_a_checkpoint_that_one_goes_on_fro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "generate", "capture"])
+@pytest.mark.parametrize("name", ["train", "generate", "force", "capture"])
 def test_an_interpreter_of_its_own_ends_as_a_fork_does(
     name: str, undisturbed: dict[str, Undisturbed], tmp_path: Path
 ) -> None:

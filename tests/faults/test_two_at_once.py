@@ -17,7 +17,8 @@ REFUSED = "another job is writing to it; wait for that one or stop it"
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("train", "_checkpoints/maps.safetensors"), ("generate", "_store/all.jsonl")]
+    ("name", "file"),
+    [("train", "_checkpoints/maps.safetensors"), ("generate", "_store/all.jsonl"), ("force", "_store/f.jsonl")],
 )
 def test_one_that_starts_while_the_other_is_at_work_is_refused(
     name: str, file: str, undisturbed: dict[str, Undisturbed], forks: Forks, tmp_path: Path
@@ -32,7 +33,7 @@ def test_one_that_starts_while_the_other_is_at_work_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "generate", "capture"])
+@pytest.mark.parametrize("name", ["train", "generate", "force", "capture"])
 def test_two_at_once_make_what_one_makes(
     name: str, undisturbed: dict[str, Undisturbed], forks: Forks, tmp_path: Path
 ) -> None:
@@ -49,6 +50,9 @@ def test_two_at_once_make_what_one_makes(
             refused += 1
             assert logs[codes.index(2)].read_text().splitlines()[-1].endswith(REFUSED)
         assert expected.stage.made(out) == expected.made and names_in(out) == expected.names
+        if name == "force":
+            rows = (out / "_store" / "f.jsonl").read_bytes().splitlines()
+            assert len(rows) == len(set(rows))
         if name == "generate":
             store = (out / "_store" / "all.jsonl").read_bytes()
             assert sorted(store.splitlines()) == sorted(expected.made["all.jsonl"].splitlines())

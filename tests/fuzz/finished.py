@@ -20,8 +20,10 @@ from residual_mass import cli
 MADE_BY = {
     "capture": ("heads", "mass", "rows"),
     "comparison": ("out", "picture"),
+    "fidelity": ("out", "pairs"),
     "figure": ("pdf", "png"),
     "findings": ("accounting", "state_dtype", "claims"),
+    "force": ("out", "store"),
     "generate": ("out", "store"),
     "table": ("out", "cells", "data"),
     "train": ("out", "checkpoint", "log_csv"),
@@ -36,6 +38,7 @@ ASSETS_OF = {
     "prompts longbench": (*MODEL[1:], "qa/squad.json", "qa/hotpotqa.json"),
     "train": (*MODEL, *TEXT, "corpora/books/books.txt"),
     "generate": MODEL,
+    "force": (*MODEL, *TEXT),
     "runtime": MODEL,
     "capture wiki": (*MODEL, *TEXT),
     "kernels": (*MODEL, *TEXT),
@@ -73,7 +76,7 @@ class Job:
                 found += [path / name for name in ASSETS_OF.get(self.kind, ASSETS_OF.get(self.stage, ()))]
                 continue
             found.append(path)
-            if path.name == "manifest.json" and self.stage in ("generate", "score"):
+            if path.name == "manifest.json" and self.stage in ("generate", "force", "score"):
                 found.append(min(path.parent.glob("*.jsonl")))
         return found
 

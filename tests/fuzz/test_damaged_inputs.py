@@ -24,9 +24,9 @@ from residual_mass.benchmarks import babilong
 from residual_mass.provenance import beside
 
 KINDS = (
-    "train", "join-training", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "score", "join",
-    "capture wiki", "audit", "kernels", "findings", "map-errors", "runtime", "comparison", "numbers", "document",
-    "report",
+    "train", "join-training", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
+    "score", "join", "capture wiki", "audit", "kernels", "findings", "map-errors", "runtime", "comparison", "numbers",
+    "document", "report",
     "table ruler_sweep", "table exact_accounting", "table phi_param_count", "table training_cost_64k",
     "table runtime_tiny", "figure entropy_gain", "figure mass_curves", "figure kernel_sanity",
     "figure logz_calibration", "figure training_curves", "figure recipe_costs",

@@ -34,7 +34,8 @@ JSON = st.recursive(
 
 SPECS = {
     "prompts_spec": specs.PromptsSpec, "train_spec": specs.TrainSpec, "train_variants_spec": specs.TrainSpec,
-    "generate_spec": specs.GenerateSpec, "score_spec": specs.ScoreSpec, "capture_spec": specs.CaptureSpec,
+    "generate_spec": specs.GenerateSpec, "force_spec": specs.ForceSpec, "fidelity_spec": specs.FidelitySpec,
+    "score_spec": specs.ScoreSpec, "capture_spec": specs.CaptureSpec,
     "audit_spec": specs.AuditSpec, "kernels_spec": specs.KernelsSpec, "findings_spec": specs.FindingsSpec,
     "map_errors_spec": specs.MapErrorsSpec, "runtime_spec": specs.RuntimeSpec, "table_spec": specs.TableSpec,
     "comparison_spec": specs.ComparisonSpec, "document_spec": specs.DocumentSpec, "report_spec": specs.ReportSpec,

@@ -24,8 +24,10 @@ from residual_mass.study.specs import (
     CaptureSpec,
     ComparisonSpec,
     DocumentSpec,
+    FidelitySpec,
     FigureSpec,
     FindingsSpec,
+    ForceSpec,
     GenerateSpec,
     KernelsSpec,
     MapErrorsSpec,
@@ -43,6 +45,8 @@ SPECS: dict[str, type[Any]] = {
     "prompts": PromptsSpec,
     "train": TrainSpec,
     "generate": GenerateSpec,
+    "force": ForceSpec,
+    "fidelity": FidelitySpec,
     "score": ScoreSpec,
     "map-errors": MapErrorsSpec,
     "capture": CaptureSpec,
@@ -76,15 +80,16 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
     "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2,
-    "runtime": 1, "table": 11, "comparison": 1, "numbers": 1, "figure": 11, "document": 1, "report": 1,
+    "force": 2, "fidelity": 2, "runtime": 1, "table": 11, "comparison": 1, "numbers": 1, "figure": 11,
+    "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
-    "findings": 1, "map_errors": 3, "runtime": 2, "table": 12, "comparison": 1, "numbers": 1, "figure": 11,
-    "document": 1, "report": 1,
+    "findings": 1, "map_errors": 3, "force": 8, "fidelity": 8, "runtime": 2, "table": 12, "comparison": 1, "numbers": 1,
+    "figure": 11, "document": 1, "report": 1,
 }  # fmt: skip
 
 
@@ -161,6 +166,32 @@ def test_only_the_mismatch_extrapolates(studies: dict[str, Run]) -> None:
         assert s.allow_extrapolation == mismatch
         assert mismatch or min(maps.length for maps in s.maps) >= tokens_of(s.length)
     assert {s.length for s in generated if s.allow_extrapolation} == {"1k", "2k", "4k", "8k", "16k"}
+
+
+def test_continuations_are_decoded_with_the_main_arms(studies: dict[str, Run]) -> None:
+    """And on documents with the maps of other lengths, of which generation has a table of its own."""
+    for study, others in (("mini", {"smol": ["512", "1k"]}), ("paper", {"1b": ["4k", "8k", "16k"]})):
+        kept = yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())
+        run = studies[study]
+        jobs = list(zip(specs(run, "force", ForceSpec), told(run, "force"), strict=True))
+        assert {s.length for s, _ in jobs} == set(kept["fidelity"]["lengths"])
+        arms = {s.backbone.name: s.arms for s in specs(run, "generate", GenerateSpec) if s.arms[0].is_full}
+        for s, given in jobs:
+            name, main = s.backbone.name, kept["maps"]["main"]
+            labels = [main, *others.get(name, [])]
+            assert s.arms == arms[name]
+            assert [maps.label for maps in s.maps] == labels
+            assert given["phi"] == [f"results/phi/{name}_{label}.safetensors" for label in labels]
+            assert [(arm.method, arm.budget_percent, arm.maps) for arm in s.arms_of_documents] == [
+                ("topk_phi", budget, label) for label in labels[1:] for budget in kept["budgets"]
+            ]
+            frozen = [Path(path).parent.name for path in given.get("prompts", [])]
+            assert frozen == [f"{a.benchmark}_{s.backbone.tokenizer}_{s.length}" for a in s.asked]
+            assert [a.benchmark for a in s.asked] == [
+                b for b in ("ruler", "babilong", "longbench")
+                if s.length in (kept["benchmarks"][b]["lengths"] or kept["lengths"])
+            ]  # fmt: skip
+            assert {a.examples for a in s.asked} <= {kept["fidelity"]["examples"]}
 
 
 def by_place(run: Run, stage: str, cls: type[Any]) -> dict[tuple[str, str, str], tuple[Any, dict[str, list[str]]]]:
@@ -439,9 +470,9 @@ def test_every_result_is_a_target_in_both_studies(backbone: str, length: str, tm
 
 def test_what_must_survive_an_interrupted_job_is_no_declared_output(studies: dict[str, Run]) -> None:
     outputs = [path for run in studies.values() for c in run.commands for path in flags(c).get("out", [])]
-    kept = [path for run in studies.values() for s in ("generate", "train") for path in kept_files(run, s)]
+    kept = [path for run in studies.values() for s in ("generate", "force", "train") for path in kept_files(run, s)]
     jobs = [MINI, PAPER]
-    count = sum(counts[rule] for counts in jobs for rule in ("train", "train_variants", "generate"))
+    count = sum(counts[rule] for counts in jobs for rule in ("train", "train_variants", "generate", "force"))
     assert len(set(kept)) == len(kept) == count
     assert not set(kept) & set(outputs)
 
@@ -574,12 +605,27 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
 
 
 def kept_files(run: Run, stage: str) -> list[str]:
-    return [given["store" if stage == "generate" else "checkpoint"][0] for given in told(run, stage)]
+    return [given["checkpoint" if stage == "train" else "store"][0] for given in told(run, stage)]
 
 
 def test_the_example_count_can_be_set_for_all(tmp_path: Path) -> None:
     run = dry_run(tmp_path, "results/ruler_smol_1k.csv", "--config", "examples=7")
     assert [s.examples for s in specs(run, "prompts", PromptsSpec) + specs(run, "generate", GenerateSpec)] == [7, 7]
+
+
+def test_prompts_that_are_continued_are_frozen_where_fewer_are_decoded(checkout: Path) -> None:
+    def told_of(decoded: int) -> list[int]:
+        target = "results/fidelity_smol_1k.csv", "results/ruler_smol_1k.csv"
+        run = dry_run(checkout, *target, "--config", f"examples={decoded}", snakefile=checkout / "Snakefile")
+        assert run.code == 0, run.output
+        frozen = {s.benchmark: s.examples for s in specs(run, "prompts", PromptsSpec)}
+        assert set(frozen) == {"ruler", "babilong"} | ({"longbench"} & set(frozen))
+        (scored,) = specs(run, "score", ScoreSpec)
+        (generated,) = {s.examples for s in specs(run, "generate", GenerateSpec)}
+        (forced,) = {a.examples for s in specs(run, "force", ForceSpec) for a in s.asked}
+        return [frozen["ruler"], frozen["babilong"], forced, generated, scored.examples]
+
+    assert told_of(1) == [4, 4, 4, 1, 1] and told_of(9) == [9, 9, 4, 9, 9]
 
 
 def test_the_estimate_counts_every_training_and_generation(tmp_path: Path, studies: dict[str, Run]) -> None:

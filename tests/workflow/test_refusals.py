@@ -389,6 +389,7 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     study = yaml.safe_load(path.read_text())
     study["benchmarks"] = {"babilong": study["benchmarks"]["babilong"] | {"lengths": ["2k"]}}
     study["mismatch"]["backbones"], study["ablations"]["backbones"] = [], []
+    study["fidelity"] |= {"lengths": [], "benchmarks": []}
     study["tables"] = ["stress_1pct", "babilong_sweep"]
     study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
     study["recipes"]["backbones"] = []

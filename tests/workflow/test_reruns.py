@@ -17,11 +17,14 @@ from residual_mass.recipes import RECIPES
 RENDERED = {"table", "comparison", "numbers", "document", "report"}
 SCORED = {"score", "score_comparison", "mismatch", "ablation"} | RENDERED
 CAPTURED = {"capture", "audit", "findings", "figure"} | RENDERED
+FORCED = {"force", "fidelity"}
 BUMPED = {
-    "prompts": {"prompts", "generate"} | SCORED | CAPTURED,  # captured on RULER's prompts
-    "train": {"train", "train_variants", "generate", "kernels", "map_errors"} | SCORED | CAPTURED,
+    "prompts": {"prompts", "generate"} | SCORED | FORCED | CAPTURED,  # captured on RULER's prompts
+    "train": {"train", "train_variants", "generate", "kernels", "map_errors"} | SCORED | FORCED | CAPTURED,
     "generate": {"generate"} | SCORED,
     "score": SCORED,
+    "force": FORCED,
+    "fidelity": {"fidelity"},
     "capture": CAPTURED,
     "kernels": {"kernels", "figure", "document", "report"},
     "map_errors": {"map_errors", "report"},

@@ -161,7 +161,9 @@ def held_out_corpus(name: str, tokenizer: PreTrainedTokenizerBase, length: int, 
 
 
 def independent_sequences(corpus: Corpus, count: int) -> list[list[int]]:
-    """Returns sequences of which no two share a document: `count`, or fewer where the text ends."""
+    """Returns `count` sequences, or fewer where the text ends, of which no two share text: of a list of documents those
+    that share no document, of a stream those that follow one another until it begins again.
+    """
     drawn = corpus.disjoint(count * DRAWS) if isinstance(corpus, PackedDocuments) else _until_it_begins_again(corpus)
     return list(itertools.islice(drawn, count))
 

@@ -28,6 +28,7 @@ from residual_mass.backbones.corpora import (
     PackedDocuments,
     check_corpora,
     held_out_corpus,
+    independent_sequences,
     is_held_out,
     training_corpus,
 )
@@ -271,6 +272,29 @@ def test_a_test_split_is_read_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     everything = TOKENIZER("".join(t + "\n\n" for t in texts) * 2, add_special_tokens=False).input_ids
     for index in range(len(everything) // 64):
         assert stream.sequence(index) == everything[64 * index : 64 * (index + 1)]
+
+
+def test_independent_sequences_share_no_document() -> None:
+    """Documents of about 60 to 260 tokens, of which a sequence takes up to four, the last one before the first."""
+    texts = [f"{number:03}." * (15 + 7 * number % 51) for number in range(30)]
+    corpus = PackedDocuments("text", texts, TOKENIZER, 200, 0)
+    for count in (1, 4):
+        assert independent_sequences(corpus, count) == independent_sequences(corpus, 4)[:count]
+    every = independent_sequences(corpus, 30)
+    assert 4 < len(every) < 30 and {len(ids) for ids in every} == {200}
+    of = [set(re.findall(r"(?<!\d)\d{3}(?=\.)", TOKENIZER.decode(ids))) for ids in every]
+    assert max(map(len, of)) > 1 and sum(map(len, of)) == len(set.union(*of))
+
+
+def test_independent_sequences_of_a_stream_end_where_it_begins_again(hub: Path) -> None:
+    stream = HubStream("fineweb", TOKENIZER, 90, 0)
+    found = independent_sequences(stream, 1000)
+    numbers = numbers_of(stream, len(found))
+    assert len(numbers) == len(set(numbers)) > 30  # no text twice
+    assert found == [stream.sequence(index) for index in range(len(found))] and not stream.begins_again()
+    stream.sequence(len(found))
+    assert stream.begins_again()
+    assert independent_sequences(HubStream("fineweb", TOKENIZER, 90, 0), 3) == found[:3]
 
 
 def error_of(call: Callable[[], object]) -> str:

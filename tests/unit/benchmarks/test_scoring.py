@@ -228,6 +228,19 @@ def test_incomplete_or_foreign_rows_are_refused(
     assert not (tmp_path / "ruler_tiny_1k.csv").exists()
 
 
+def test_prompts_beyond_those_that_were_answered_are_left_out(
+    manifest: Path, rows: list[Row], tmp_path: Path, error_line: ErrorLine
+) -> None:
+    """More may be frozen, for texts that are given."""
+    generations = written(tmp_path / "all.jsonl", [row for row in rows if row["index"] == 0])
+    scoring.run(replace(SPEC, examples=1), manifest, [generations], tmp_path / "out.csv")
+    with open(tmp_path / "out.csv", newline="") as stream:
+        assert {line["n"] for line in csv.DictReader(stream) if line["task"] != "all"} == {"1"}
+    with pytest.raises(ValueError) as error:
+        scoring.run(SPEC, manifest, [generations], tmp_path / "out.csv")
+    assert "lacks 1 of 2 examples (1)" in error_line(error)
+
+
 def test_edited_generations_are_refused(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
     file = written(tmp_path / "all.jsonl", rows)
     file.write_text(jsonl(rows)[:-20])
