@@ -210,8 +210,9 @@ def test_means_of_groups_have_intervals_over_documents(tokens: Path) -> None:
     assert named[0] == f"≥ {likely[quarters(slow_tokens(forced(), 'topk')).count(0) - 1]:.3g}" and named[-1] == "less"
 
 
-def test_one_document_has_means_and_no_interval(tokens: Path) -> None:
-    forced(documents=1).to_parquet(tokens)
+@pytest.mark.parametrize("length", [3, 6])
+def test_one_document_has_means_and_no_interval(length: int, tokens: Path) -> None:
+    forced(documents=1, tokens=length).to_parquet(tokens)
     points = fidelity_tokens_points(TOKENS, [tokens])
     assert points["low"].isna().all() and points["high"].isna().all()
     draw_fidelity_tokens(TOKENS, points).draw_without_rendering()

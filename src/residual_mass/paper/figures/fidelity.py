@@ -128,7 +128,7 @@ def _distribution(kl: pd.Series) -> pd.DataFrame:
 
 def _groups(tokens: pd.DataFrame) -> dict[str, tuple[pd.Series, Sequence[str]]]:
     """By panel the number of each token's group, and the groups' names."""
-    part = equal_parts(tokens["full_nll"], PARTS)
+    part = equal_parts(tokens["full_nll"], min(PARTS, len(tokens)))
     least = [f"\N{GREATER-THAN OR EQUAL TO} {math.exp(-nll):.3g}" for nll in tokens["full_nll"].groupby(part).max()]
     octave = np.ceil(np.log2(tokens["position"] + 1)).astype(int)
     octaves = [_octave(number, tokens["position"].max() + 1) for number in range(octave.max() + 1)]
