@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from sample_results import TEMPLATES, Arm, result_rows, table_spec, write_rows
 from tests.records import recorded
 
+from residual_mass import statements
 from residual_mass.diagnostics.columns import ACCOUNTING
 from residual_mass.paper import published
 from residual_mass.paper.comparison import by_cell as comparison
@@ -218,12 +219,12 @@ def _records(scored: Path, phi: Path, generated: Path, runtime: Path) -> None:
 
 
 def _claims(folder: Path) -> Path:
-    statements = [("1", "holds", "Completion helps."), ("1", "undecided", "Nothing is lost."),
-                  ("0", "does not hold", "It never hurts.")]  # fmt: skip
+    claims = [("1", "holds", "Completion helps."), ("1", "undecided", "Nothing is lost."),
+              ("0", "does not hold", "It never hurts.")]  # fmt: skip
     rows = [
         {"study": "paper", "backbone": "1b", "statement": text, "shown_in": "entropy_gain", "corpus": "wiki",
          "length": "4k", "k": "21", "primary": primary, "statistic": "mean gain", "estimate": "0.1", "ci_low": "-0.1",
          "ci_high": "0.3", "verdict": verdict}
-        for primary, verdict, text in statements
+        for primary, verdict, text in claims
     ]  # fmt: skip
     return write(folder / "claims_1b.csv", statements.COLUMNS, rows)

@@ -20,6 +20,7 @@ from tests.records import recorded
 from residual_mass.benchmarks.columns import FIDELITY
 from residual_mass.metrics import KL, LOG_PPL_RATIO, SAME_TOP, Metric
 from residual_mass.paper.numbers import keyed_cells
+from residual_mass.paper.report.findings import collect_distances
 from residual_mass.paper.table import format_value, load_table
 from residual_mass.paper.tables.render import make_published
 from residual_mass.study.specs import TableSpec
@@ -218,6 +219,24 @@ def test_every_cell_is_a_line_with_its_tests_and_has_a_key_of_its_own(tmp_path: 
     low, high = (format_value(float(cell.row[f"ci_{side}"]), KL) for side in ("low", "high"))
     assert f"95% interval {low} to {high}" in cell.notes and "12 documents, 384 tokens" in cell.notes
     assert any(note.startswith("difference to Top-K at the same budget") for note in cell.notes)
+
+
+def test_the_page_counts_what_completion_changes_by_the_main_maps_alone(tmp_path: Path) -> None:
+    rows = of_texts()
+    for row in rows:
+        if row["metric"] in GRIDS and row["value"] != "99" and row["method"] != "topk":
+            good = row["maps"] == "2k"
+            row |= {"value": "0.1" if good == (row["metric"] != "same_top") else "0.9", "gain_p": "0.00001"}
+            row |= {"gain": "-0.4" if float(row["value"]) < 0.5 else "0.4"}
+        elif row["method"] == "topk" and row["value"] != "99":
+            row["value"] = "0.5"
+    table(tmp_path, spec(), write(tmp_path / "a.csv", rows))
+    found = collect_distances([load_table(tmp_path / DATA, "mini")])
+    assert [(each.title, each.tally.wins, each.tally.cells, each.better, each.worse) for each in found] == [
+        ("KL(Full || arm), held-out text", 6, 6, 6, 0),
+        ("equal top tokens, held-out text", 6, 6, 6, 0),
+        ("log perplexity ratio, held-out text", 6, 6, 6, 0),
+    ]
 
 
 # ---- what is left out ------------------------------------------------------------------------------------------------

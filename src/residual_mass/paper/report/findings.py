@@ -1,5 +1,5 @@
-"""A study's own findings at the top of its page: gains of completion over TopK, turned answers, errors of attention
-outputs.
+"""A study's own findings at the top of its page: distances from full attention, gains of completion over TopK, turned
+answers, errors of attention outputs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.report.verdicts import sweep_cells
 from residual_mass.paper.table import Cell, Gain, Mark, Table, format_score
-from residual_mass.paper.tables import accounting_table
-from residual_mass.paper.tables.tally import Tally, main_texts, tally_by_family
+from residual_mass.paper.tables import accounting_table, fidelity_table
+from residual_mass.paper.tables.tally import Tally, main_texts, tally, tally_by_family
 from residual_mass.paper.titles import corpus_title, task_title
 
 
@@ -26,6 +26,18 @@ class Bounded:
     high: str
     mark: Mark = ""
     better: bool = False
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What completion changes of a metric of fidelity: a tally of printed values against TopK, and how many of the
+    changes are more than chance, for the better and for the worse.
+    """
+
+    title: str
+    tally: Tally
+    better: int
+    worse: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,23 @@ def collect_gains(tables: Sequence[Table]) -> Gains:
         for where, gains in found.items()
     )
     return Gains(tuple(budgets), rows, tally_by_family(main_texts(cells)) if rows else {})
+
+
+def collect_distances(tables: Sequence[Table]) -> list[Distance]:
+    """Collects what the tables of fidelity say of completion with the study's main maps, metric by metric."""
+    shown = [(table, fidelity_table.KINDS[table.label]) for table in tables if table.label in fidelity_table.KINDS]
+    found = []
+    for table, kind in shown:
+        main = next(cell.place.maps for cell in table.evaluated if cell.place.method == "topk_phi")
+        for metric in kind.metrics:
+            cells = [
+                cell for cell in table.evaluated if cell.place.metric == metric and cell.place.maps in (None, main)
+            ]
+            marked = [cell.gain.value for cell in cells if cell.place.method == "topk_phi" and cell.gain and cell.mark]
+            better = sum(metric.better(gain, 0) for gain in marked)
+            if counted := tally(main_texts(cells)):
+                found.append(Distance(f"{metric.title}, {kind.title}", counted, better, len(marked) - better))
+    return found
 
 
 def collect_turned(tables: Sequence[Table]) -> list[TurnedRow]:

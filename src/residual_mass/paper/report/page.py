@@ -23,7 +23,7 @@ from residual_mass.paper.document import figure_caption
 from residual_mass.paper.marked import to_html
 from residual_mass.paper.readers.accounting_file import METHODS
 from residual_mass.paper.report.entries import PageTable
-from residual_mass.paper.report.findings import collect_errors, collect_gains, collect_turned
+from residual_mass.paper.report.findings import collect_distances, collect_errors, collect_gains, collect_turned
 from residual_mass.paper.report.origins import provenance
 from residual_mass.paper.report.verdicts import COUNTED, Compared, changes_figure, load_comparison, standing
 from residual_mass.paper.table import SCORE, Table, load_table
@@ -116,6 +116,7 @@ def write_page(spec: ReportSpec, files: ReportFiles, template: Path, out: Path) 
         version=__version__,
         warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
         kinds=KIND_NOTES,
+        distances=collect_distances(tables),
         gains=collect_gains(tables),
         turned=collect_turned(tables),
         errors=collect_errors(tables),

@@ -64,19 +64,23 @@ class Kind:
     """One of the tables.
 
     Attributes:
+        title: in running text.
         metrics: each with the continuation that it is measured on.
         text: the field of a Place that names a text.
         counted: what a value is the mean over.
     """
 
+    title: str
     metrics: Mapping[Metric, str]
     text: Literal["corpus", "benchmark"]
     counted: str
 
 
 KINDS = {
-    FIDELITY_TABLE: Kind(dict.fromkeys((KL, SAME_TOP, LOG_PPL_RATIO), "following"), "corpus", "documents"),
-    FIDELITY_ANSWERS: Kind({NLL: "gold", FIRST: "gold", KEPT: "greedy"}, "benchmark", "examples"),
+    FIDELITY_TABLE: Kind(
+        "held-out text", dict.fromkeys((KL, SAME_TOP, LOG_PPL_RATIO), "following"), "corpus", "documents"
+    ),
+    FIDELITY_ANSWERS: Kind("given answers", {NLL: "gold", FIRST: "gold", KEPT: "greedy"}, "benchmark", "examples"),
 }
 
 
