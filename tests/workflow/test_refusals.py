@@ -398,8 +398,8 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     assert configuration_error(checkout) == ""
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
     assert run.jobs == {
-        "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2, "comparison": 1,
-        "numbers": 1, "figure": 1, "document": 1, "runtime": 1, "report": 1, "total": 15,
+        "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "score_claims": 1, "table": 2,
+        "comparison": 1, "numbers": 1, "figure": 1, "document": 1, "runtime": 1, "report": 1, "total": 16,
     }, run.output  # fmt: skip
     assert plan_of(checkout).recipe_targets("mini") == []
     study["tables"] = []
