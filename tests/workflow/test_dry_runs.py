@@ -80,16 +80,16 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
     "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2,
-    "force": 2, "fidelity": 2, "runtime": 1, "table": 11, "comparison": 1, "numbers": 1, "figure": 11,
-    "document": 1, "report": 1,
+    "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1, "numbers": 1,
+    "figure": 14, "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
-    "findings": 1, "map_errors": 3, "force": 8, "fidelity": 8, "runtime": 2, "table": 12, "comparison": 1, "numbers": 1,
-    "figure": 11, "document": 1, "report": 1,
+    "findings": 1, "map_errors": 3, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2, "table": 14,
+    "comparison": 1, "numbers": 1, "figure": 14, "document": 1, "report": 1,
 }  # fmt: skip
 
 
@@ -183,7 +183,12 @@ def test_continuations_are_decoded_with_the_main_arms(studies: dict[str, Run]) -
             assert [maps.label for maps in s.maps] == labels
             assert given["phi"] == [f"results/phi/{name}_{label}.safetensors" for label in labels]
             assert [(arm.method, arm.budget_percent, arm.maps) for arm in s.arms_of_documents] == [
-                ("topk_phi", budget, label) for label in labels[1:] for budget in kept["budgets"]
+                (method, budget, label)
+                for method, label in [
+                    *(("topk_phi", label) for label in labels[1:]),
+                    *((name, None) for name in kept["fidelity"]["methods"]),
+                ]
+                for budget in kept["budgets"]
             ]
             frozen = [Path(path).parent.name for path in given.get("prompts", [])]
             assert frozen == [f"{a.benchmark}_{s.backbone.tokenizer}_{s.length}" for a in s.asked]
@@ -414,6 +419,7 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
 
 PAGE_SOURCES = (
     ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
+    ("force", "out"), ("fidelity", "out"), ("fidelity", "pairs"),
     ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("audit", "out"), ("map-errors", "out"),
     ("findings", "claims"), ("runtime", "out"),
 )  # fmt: skip
@@ -429,7 +435,8 @@ def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
         assert (given["figures"], given["out"]) == (figures, ["results/report.html"])
         (compared,) = told(run, "comparison")
         assert (given["comparison"], given["picture"]) == (compared["out"], compared["picture"])
-        assert given["claims"] == [each["claims"][0] for each in told(run, "findings")]
+        claims = [each["claims"][0] for each in told(run, "findings")]
+        assert given["claims"] == [*claims, *(each["out"][0] for each in told(run, "score-claims"))]
         made = {path for stage, flag in PAGE_SOURCES for each in told(run, stage) for path in each[flag]}
         joined = {path for path in made if path.startswith("results/compared/")}  # parts of result files
         assert made - joined <= set(given["sources"]) and len(given["sources"]) == len(set(given["sources"]))
@@ -446,7 +453,7 @@ def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
 def test_the_pdf_needs_the_document_and_what_it_shows(study: str, jobs: dict[str, int], tmp_path: Path) -> None:
     run = dry_run(tmp_path, "pdf", "--config", f"study={study}")
     assert {name: run.jobs[name] for name in ("table", "figure", "document", "document_pdf", "pdf")} == {
-        "table": jobs["table"], "figure": 11, "document": 1, "document_pdf": 1, "pdf": 1
+        "table": jobs["table"], "figure": jobs["figure"], "document": 1, "document_pdf": 1, "pdf": 1
     }, run.output  # fmt: skip
     assert set(run.jobs) - {"document_pdf", "pdf", "total"} <= set(jobs)
     (given,) = told(run, "pdf")
@@ -625,7 +632,7 @@ def test_prompts_that_are_continued_are_frozen_where_fewer_are_decoded(checkout:
         (forced,) = {a.examples for s in specs(run, "force", ForceSpec) for a in s.asked}
         return [frozen["ruler"], frozen["babilong"], forced, generated, scored.examples]
 
-    assert told_of(1) == [4, 4, 4, 1, 1] and told_of(9) == [9, 9, 4, 9, 9]
+    assert told_of(1) == [3, 3, 3, 1, 1] and told_of(9) == [9, 9, 3, 9, 9]
 
 
 def test_the_estimate_counts_every_training_and_generation(tmp_path: Path, studies: dict[str, Run]) -> None:

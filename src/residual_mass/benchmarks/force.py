@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 FOLLOWING, GOLD, GREEDY = "following", "gold", "greedy"
 """Continuations: the text that follows, the right answer, and the greedy answer of full attention."""
-MEASURES = ("nll", "full_nll", "kl", "same_top", "first")
-PER_TOKEN = ("token", *MEASURES)
+KINDS = {"token": int, "nll": float, "full_nll": float, "kl": float, "same_top": bool, "first": bool}
+"""What a stored row has of each token."""
+PER_TOKEN = tuple(KINDS)
 STORED = frozenset({"key", "k", *PER_TOKEN})
 DIGITS = 9
 """After the point, of stored nats."""
@@ -140,11 +141,27 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
         if state == "own" or arm in spec.arms and not arm.is_full
     ]
     with RowStore(store, STORED) as rows:
+        for each in wanted:
+            _require_sound(rows, each)
         missing = [each for each in wanted if each.key not in rows.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
         device = _compute(spec, assets, maps, missing, rows) if missing else None
         write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
     record.write(out, identity=identity, rows=len(wanted), rows_computed=len(missing), device=device)
+
+
+def _require_sound(store: RowStore, wanted: Wanted) -> None:
+    """Raises ValueError where a stored row is damaged."""
+    row, answer = store.rows.get(wanted.key), wanted.continuation.answer
+    if row is None:
+        return
+    tokens = row["token"] if answer is None else list(answer)
+    size = len(tokens) if isinstance(tokens, list) else 0
+    for name, kind in KINDS.items():
+        values = row[name]
+        sound = isinstance(values, list) and 0 < len(values) == size and all(type(value) is kind for value in values)
+        if not sound or (name == "token" and values != tokens):
+            store.require(wanted.key, {name: kind})
 
 
 def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:

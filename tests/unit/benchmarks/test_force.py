@@ -25,7 +25,7 @@ from residual_mass.benchmarks import force
 from residual_mass.benchmarks.examples import harness_requests
 from residual_mass.benchmarks.store import Row, RowStore
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapsSpec
-from residual_mass.files import sha256_of
+from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts
 from residual_mass.gold import gold_answer
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
@@ -352,6 +352,37 @@ def test_what_determines_a_row_is_in_its_key(spec: ForceSpec, begun: Stage, chan
     narrow = replace(spec, corpora=(), arms=(TOPK,), arms_of_documents=(), asked=(RULER,))
     assert begun.computed(narrow) == 0
     assert begun.computed(replace(narrow, **change)) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "damage"),
+    [
+        ("token", lambda values: [values[0] + 1, *values[1:]]), ("token", lambda values: None),
+        ("kl", lambda values: values[:-1]), ("nll", lambda values: [*values[:-1], "x"]), ("first", lambda values: {}),
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_named_and_computed_again(
+    spec: ForceSpec, begun: Stage, undisturbed: Stage, field: str, damage: Callable[[Any], Any], error_line: ErrorLine
+) -> None:
+    lines = begun.store.read_text().splitlines(keepends=True)
+    row = json.loads(lines[8])
+    row[field] = damage(row[field])
+    begun.store.write_text("".join([*lines[:8], jsonl([row]), *lines[9:]]))
+    with pytest.raises(ValueError) as error:
+        begun(spec)
+    assert error_line(error) == (
+        f"{begun.store}:9: {field} does not fit the row's key; delete the line, and the row is computed again"
+    )
+    begun.store.write_text("".join([*lines[:8], *lines[9:]]))
+    assert begun.computed(spec) == 1 and begun.out.read_bytes() == undisturbed.out.read_bytes()
+
+
+def test_an_answer_of_full_attention_that_was_lost_is_named(spec: ForceSpec, begun: Stage) -> None:
+    """Nothing but the row itself says how long it was."""
+    rows = [json.loads(line) for line in begun.store.read_text().splitlines()]
+    begun.store.write_text(jsonl(row | dict.fromkeys(force.PER_TOKEN, []) for row in rows))
+    with pytest.raises(ValueError, match=r"store\.jsonl:15: token does not fit the row's key"):
+        begun(replace(spec, corpora=(), asked=(RULER,)))
 
 
 def test_other_maps_recompute_their_arms_alone(spec: ForceSpec, begun: Stage) -> None:
