@@ -43,6 +43,14 @@ def load_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def require_prompts_of(path: Path, benchmark: str, length: str, tokenizer: str) -> None:
+    """Raises ValueError where the manifest is of something else."""
+    manifest = load_manifest(path)
+    for key, wanted in (("benchmark", benchmark), ("length", length), ("tokenizer", tokenizer)):
+        if manifest[key] != wanted:
+            raise ValueError(f"{path}: {key} is {manifest[key]}, not {wanted}; give --prompts those of {wanted}")
+
+
 def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
     """The first `count` frozen examples of `task`, or all of a smaller data set.
 

@@ -30,7 +30,7 @@ from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
 from residual_mass.core.settings import ArmSpec, tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
-from residual_mass.frozen_prompts import load_manifest, load_prompts
+from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
 from residual_mass.gold import gold_answer
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
@@ -180,8 +180,13 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
     """A benchmark's prompts, each with its right answer and with the answer that full attention will give."""
+    if len(prompts) != len(spec.asked):
+        raise ValueError(
+            f"--prompts has {len(prompts)} files, but spec.asked names {len(spec.asked)}; give one for each"
+        )
     for asked, manifest in zip(spec.asked, prompts, strict=True):
         content = load_manifest(manifest)
+        require_prompts_of(manifest, asked.benchmark, spec.length, spec.backbone.tokenizer)
         for task, entry in content["tasks"].items():
             for prompt in load_prompts(manifest, task, min(asked.examples, entry["examples"])):
                 example = encoded(asked, spec.truncate_to, prompt, tokenizer)
@@ -224,9 +229,9 @@ def _compute(
                 engines[arms, nominal] = SharedPrefillEngine(backbone, arms, spec.anchors, phi, nominal)
             try:
                 decoder = ForcedDecoder(engines[arms, nominal], prompt[:-1])
-                for row in _rows(decoder, rows):
-                    store.append([row])
-                    bar.update()
+                for done in _rows(decoder, rows):
+                    store.append(done)
+                    bar.update(len(done))
             except (NotFiniteError, torch.OutOfMemoryError) as error:
                 raise ValueError(f"{_name(rows[0].continuation)}: {str(error).partition('. ')[0]}") from None
     return backbone.device
@@ -248,8 +253,10 @@ def _name(continuation: Continuation) -> str:
     return f"{continuation.task or continuation.text} {kind} {continuation.index}"
 
 
-def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[Row]:
-    """The rows of one prompt's continuations."""
+def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[list[Row]]:
+    """The rows of one prompt's continuations, those of a state together: a resumed run then decodes the same arms side
+    by side, and rounds as an undisturbed one.
+    """
     for continuation in dict.fromkeys(each.continuation for each in wanted):
         prompt, answer = continuation.prompt, continuation.answer
         answer = tuple(decoder.greedy(prompt[-1], continuation.limit)) if answer is None else answer
@@ -261,10 +268,12 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[Row]:
             rows = [each for each in wanted if each.continuation == continuation and each.state == state]
             partial = [each.arm for each in rows if not each.arm.is_full]
             by_arm = decoder.logits(partial, tokens, layers if state == "dense" else None)
+            done = []
             for each in rows:
                 arm = full if each.arm.is_full else next(by_arm).double().log_softmax(-1)
                 measures = token_measures(full, arm, targets)
-                yield {"key": each.key, "k": decoder.k(each.arm), "token": list(answer), **measures}
+                done.append({"key": each.key, "k": decoder.k(each.arm), "token": list(answer), **measures})
+            yield done
 
 
 def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[Any]]:

@@ -27,7 +27,7 @@ from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
 from residual_mass.core.settings import ArmSpec, MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
-from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
+from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import GenerateSpec
 
@@ -140,10 +140,8 @@ def _warn_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None
 
 def _frozen_tasks(spec: GenerateSpec, prompts: Path) -> list[str]:
     """The tasks of the spec that the prompts do not leave out; raises ValueError for prompts of something else."""
+    require_prompts_of(prompts, spec.benchmark, spec.length, spec.backbone.tokenizer)
     manifest = load_manifest(prompts)
-    for key, wanted in (("benchmark", spec.benchmark), ("length", spec.length), ("tokenizer", spec.backbone.tokenizer)):
-        if manifest[key] != wanted:
-            raise ValueError(f"{prompts}: {key} is {manifest[key]}, not {wanted}; give --prompts those of {wanted}")
     for task in spec.tasks:
         if task in manifest["left_out"]:
             logger.info("%s is left out: %s", task, manifest["left_out"][task])
