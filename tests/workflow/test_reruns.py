@@ -15,16 +15,18 @@ from runs import changed, planned
 from residual_mass.recipes import RECIPES
 
 RENDERED = {"table", "comparison", "numbers", "document", "report"}
-SCORED = {"score", "score_comparison", "mismatch", "ablation"} | RENDERED
+SCORED = {"score", "score_comparison", "mismatch", "ablation", "score_claims"} | RENDERED
 CAPTURED = {"capture", "audit", "findings", "figure"} | RENDERED
-FORCED = {"force", "fidelity"}
+FIDELITY = {"fidelity", "figure", "score_claims"} | RENDERED - {"comparison"}  # the paper has no such table to compare
+FORCED = {"force"} | FIDELITY
 BUMPED = {
     "prompts": {"prompts", "generate"} | SCORED | FORCED | CAPTURED,  # captured on RULER's prompts
     "train": {"train", "train_variants", "generate", "kernels", "map_errors"} | SCORED | FORCED | CAPTURED,
     "generate": {"generate"} | SCORED,
     "score": SCORED,
-    "force": FORCED | {"report"},
-    "fidelity": {"fidelity", "report"},
+    "force": FORCED,
+    "fidelity": FIDELITY,
+    "score_claims": {"score_claims", "report"},
     "capture": CAPTURED,
     "kernels": {"kernels", "figure", "document", "report"},
     "map_errors": {"map_errors", "report"},
