@@ -194,7 +194,8 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
                 place, ids = (asked.benchmark, task, prompt.index), tuple(example.ids)
                 decoded = nominal, spec.arms, ("own",)
-                yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
+                if gold:  # an empty answer has no token to measure
+                    yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
                 yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
 
 
