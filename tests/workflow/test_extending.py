@@ -173,6 +173,7 @@ def scores(copy: Path, tasks: list[str], more: list[str]) -> list[dict[str, str]
     }  # fmt: skip
     score = place | {
         "data_source": "assets",
+        "examples": 1,
         "arms": None,
         "decoding": "",
         "bootstrap_resamples": 10,
@@ -193,17 +194,17 @@ def test_an_estimator_and_a_task(copy: Path) -> None:
     apply(copy, "A residual estimator")
     apply(copy, "A task of a benchmark")
     tasks = ["longbench_gov_report", "longbench_qmsum", "longbench_2wikimqa"]
-    rows = scores(copy, tasks, ["topk_mean"])
+    rows = scores(copy, tasks, ["topk_copies"])
     assert {(row["task"], row["method"]) for row in rows} == {
-        (task, method) for task in (*tasks, "all") for method in (*METHODS, "topk_mean")
+        (task, method) for task in (*tasks, "all") for method in (*METHODS, "topk_copies")
     }
-    of_mean = [row for row in rows if row["method"] == "topk_mean"]
+    of_mean = [row for row in rows if row["method"] == "topk_copies"]
     assert all(row["gain_p"] and not row["maps"] and not row["phi_sha"] for row in of_mean)
     assert {row["metric"] for row in rows if row["task"] == "longbench_2wikimqa"} == {"qa_f1_score"}
     run = plan(copy, "results/longbench_smol_2k.csv", "paper_tables/mini/natural_main.tex")
     (given,) = [command for command in run.commands if command[0] == "generate"]
     told = json.loads(given[given.index("--spec") + 1])
-    assert {"method": "topk_mean", "budget_percent": 8.0, "maps": None} in told["arms"]
+    assert {"method": "topk_copies", "budget_percent": 8.0, "maps": None} in told["arms"]
     assert "longbench_2wikimqa" in told["tasks"]
 
 

@@ -46,9 +46,10 @@ def hub_needs(study: str, specs: Iterable[dict[str, Any]]) -> PrefetchSpec:
             models[ModelNeed(spec["model_id"], spec["revision"])] = None
         if "tokenizer_source" in spec and spec["data_source"] == "hub":
             parts |= dict.fromkeys(parts_of(spec["benchmark"], tokens_of(spec["length"])))
-        texts = [*spec.get("held_out", []), *([spec["corpus"]] if backbone and "corpus" in spec else [])]
+        held_out = spec.get("held_out", spec.get("corpora", []))  # without a training, all corpora are held out
+        texts = [*held_out, *([spec["corpus"]] if backbone and "corpus" in spec else [])]
         parts |= dict.fromkeys(HUB[name].part for name in texts if name in HUB)
-        for need in stream_needs(spec) if "corpora" in spec else ():
+        for need in stream_needs(spec) if "steps" in spec else ():
             known = streams.setdefault(same_order(asdict(need)), need)
             streams[same_order(asdict(need))] = max(known, need, key=lambda one: one.tokens)
     return PrefetchSpec(study, tuple(models), tuple(parts), tuple(streams.values()))

@@ -480,6 +480,12 @@ def test_all_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
     assert f"{tmp_path}/qa/squad.json: no such file" in problems(PrefetchSpec("mini", (), (), ()), tmp_path)[0]
 
 
+def test_texts_that_are_continued_are_read_whole() -> None:
+    force = {"backbone": {"source": "assets"}, "corpora": ["wikitext", "books"], "documents": 2, "seed": 0}
+    found = hub_needs("study", [force])
+    assert (found.models, found.parts, found.streams) == ((), (HUB["wikitext"].part,), ())
+
+
 def test_needs_are_read_from_the_specs_of_jobs() -> None:
     backbone = {"model_id": MODEL, "revision": COMMIT, "source": "hub", "tokenizer": "bytes"}
     train = {
