@@ -195,6 +195,7 @@ def test_continuations_are_decoded_with_the_main_arms(studies: dict[str, Run]) -
             assert [a.benchmark for a in s.asked] == [
                 b for b in ("ruler", "babilong", "longbench")
                 if s.length in (kept["benchmarks"][b]["lengths"] or kept["lengths"])
+                and s.length in kept["fidelity"]["prompts_at"]
             ]  # fmt: skip
             assert {a.examples for a in s.asked} <= {kept["fidelity"]["examples"]}
 

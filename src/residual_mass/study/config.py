@@ -110,7 +110,7 @@ class Study(Settings):
         """Lengths at which the prompts of a benchmark are continued by given answers."""
         if benchmark not in self.fidelity.benchmarks:
             return ()
-        return tuple(length for length in self.lengths_of(benchmark) if length in self.fidelity.lengths)
+        return tuple(length for length in self.lengths_of(benchmark) if length in self.fidelity.prompts_at)
 
     @property
     def evaluated_lengths(self) -> list[str]:
@@ -130,6 +130,7 @@ class Study(Settings):
         """What no key says alone."""
         yield from self._benchmark_slips()
         yield from _unknown("fidelity.benchmarks", self.fidelity.benchmarks, self.benchmarks)
+        yield from _unknown("fidelity.prompts_at", self.fidelity.prompts_at, self.fidelity.lengths)
         others = [one.name for one in estimators.WITHOUT_MAPS if one.name not in self.methods]
         yield from _unknown("fidelity.methods", self.fidelity.methods, others)
         yield from self._comparison_slips()
@@ -196,7 +197,7 @@ class Study(Settings):
         if FIDELITY_TABLE in self.tables and not (self.fidelity.lengths and self.fidelity.corpora):
             yield Slip("tables", f"{FIDELITY_TABLE} needs a length in fidelity.lengths and a text in fidelity.corpora")
         if FIDELITY_ANSWERS in self.tables and not any(map(self.answered_lengths, self.fidelity.benchmarks)):
-            yield Slip("tables", f"{FIDELITY_ANSWERS} needs one of fidelity.benchmarks at one of fidelity.lengths")
+            yield Slip("tables", f"{FIDELITY_ANSWERS} needs one of fidelity.benchmarks at one of fidelity.prompts_at")
 
     def _diagnostics_slips(self) -> Iterator[Slip]:
         """In what is captured, and in what the figures show of it."""

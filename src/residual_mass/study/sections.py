@@ -288,8 +288,9 @@ class Fidelity(Continuations):
     methods: Distinct[Name]
     """Methods without feature maps that are measured beside the study's own, on documents alone."""
     benchmarks: Distinct[Name]
-    """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention, at the
-    lengths that they are evaluated at."""
+    """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention."""
+    prompts_at: Distinct[Length]
+    """Those of the lengths at which prompts are continued, where the benchmark is evaluated."""
     examples: Count
     """Prompts of each of their tasks."""
 
