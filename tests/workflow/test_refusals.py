@@ -187,7 +187,7 @@ def show_an_ablation_of_nothing(study: dict[str, Any]) -> None:
 
 
 def show_fidelity_at_no_length(study: dict[str, Any]) -> None:
-    study["fidelity"]["lengths"] = []
+    study["fidelity"] |= {"lengths": [], "prompts_at": []}
 
 
 def show_fidelity_on_no_text(study: dict[str, Any]) -> None:
@@ -322,7 +322,7 @@ STUDY_SLIPS = [
     ),
     (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, books, ruler, babilong, longbench"),
     (show_an_unmeasured_length, "figures.fidelity_tokens.length: 2k is not one of 1k"),
-    (show_prompts_where_there_are_none, "figures.fidelity.lengths: longbench is not evaluated at 1k; take one of the"),
+    (show_prompts_where_there_are_none, "figures.fidelity.lengths: prompts of longbench are not continued at 1k; take"),
     (ask_for_unknown_figure, "figures: heat is not one of fidelity, fidelity_tokens, entropy_gain, "),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
@@ -333,7 +333,7 @@ STUDY_SLIPS = [
     (show_fidelity_on_no_text, "tables: fidelity needs a length in fidelity.lengths and a text in fidelity.corpora"),
     (
         show_answers_at_unanswered_lengths,
-        "tables: fidelity_answers needs one of fidelity.benchmarks at one of fidelity.lengths",
+        "tables: fidelity_answers needs one of fidelity.benchmarks at one of fidelity.prompts_at",
     ),
     (compare_untrained_maps, "mismatch.maps: 256 is not one of 512, 1k, 2k"),
     (ablate_prompts_longer_than_the_maps, "ablations.benchmarks: prompts of longbench are up to truncate_to (2k) long"),
@@ -389,7 +389,7 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     study = yaml.safe_load(path.read_text())
     study["benchmarks"] = {"babilong": study["benchmarks"]["babilong"] | {"lengths": ["2k"]}}
     study["mismatch"]["backbones"], study["ablations"]["backbones"] = [], []
-    study["fidelity"] |= {"lengths": [], "benchmarks": []}
+    study["fidelity"] |= {"lengths": [], "benchmarks": [], "prompts_at": []}
     study["tables"] = ["stress_1pct", "babilong_sweep"]
     study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
     study["recipes"]["backbones"] = []

@@ -227,8 +227,8 @@ class Study(Settings):
         yield from _unknown(text_key, texts, (*self.fidelity.corpora, *self.fidelity.benchmarks))
         yield from _unknown(length_key, lengths, self.fidelity.lengths)
         for text, length in product(texts, lengths):
-            if text in self.fidelity.benchmarks and length not in self.lengths_of(text):
-                yield Slip(length_key, f"{text} is not evaluated at {length}; take one of the two out")
+            if text in self.fidelity.benchmarks and length not in self.answered_lengths(text):
+                yield Slip(length_key, f"prompts of {text} are not continued at {length}; take one of the two out")
 
 
 # ---- config.yaml -----------------------------------------------------------------------------------------------------
