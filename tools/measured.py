@@ -241,7 +241,7 @@ def runtime(folder: Path) -> str:
                 length, implementation,
                 *(f"{float(row.per_step_ms):.0f} / {float(row.end_to_end_ms):.0f}" for _, row in group.iterrows()),
             ]
-            for (length, implementation), group in rows.groupby(["length", "implementation"], sort=False)
+            for (length, implementation), group in rows.groupby(["context", "implementation"], sort=False)
         ],
     )  # fmt: skip
 

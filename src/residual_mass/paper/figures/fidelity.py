@@ -46,7 +46,7 @@ TOKENS = ["method", "budget_percent", "maps", "task", "index", "position", "full
 DISTANCE = f"{plain(KL.title)}, {KL.unit}"
 ORDER = ("topk_phi", "topk", "topk_phi_nosub")
 """Methods in the order of LOOKS; other figures give them the same colours."""
-OTHERS = tuple(Look("#56B4E9", marker, line) for marker, line in (("v", "--"), ("D", ":"), ("P", "-.")))
+OTHERS = tuple(Look(GREY, marker, line) for marker, line in (("v", "--"), ("D", ":"), ("P", "-.")))
 """Of maps that were trained on texts of other lengths than the main ones."""
 LINE = {"markersize": 3.5, "linewidth": 1.3}
 PARTS = 4
@@ -58,6 +58,8 @@ PANELS = {
     "position": ("(d) by place in the continuation", "place (tokens)"),
 }
 """Title and label of the panels with means of groups."""
+COLUMNS = 4
+"""Most columns of the legend that fit the width."""
 DODGE = 0.09
 """Distance between the marks of two methods, where that between groups is 1."""
 LEFT_OUT = 0.05
@@ -184,7 +186,7 @@ def draw_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     handles = [_handle(arm, look) for arm, look in looks.items()]
     band = Patch(facecolor=GREY, alpha=0.25, linewidth=0, label="95% interval")
     title = f"{plain(spec.title)}: distance of the next token from full attention"
-    finish(figure, [*handles, band], title, size=7.5, columns=math.ceil((len(handles) + 1) / 2))
+    finish(figure, [*handles, band], title, size=7.5, columns=min(COLUMNS, math.ceil((len(handles) + 1) / 2)))
     return figure
 
 
