@@ -13,6 +13,7 @@ from residual_mass.benchmarks.columns import FIDELITY, RESULTS
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import csv_text, read_csv, write_text
 from residual_mass.metrics import KL, METRICS, NLL, Metric
+from residual_mass.paper.titles import BENCHMARK_TITLES
 from residual_mass.provenance import Record
 from residual_mass.statements import COLUMNS, verdict
 from residual_mass.study.specs import ScoreClaimsSpec
@@ -43,7 +44,7 @@ def run(
 def _completion(spec: ScoreClaimsSpec, scores: Sequence[Line], distances: Sequence[Line]) -> Iterator[dict[str, str]]:
     """Completion against top-K, benchmark by benchmark, length by length and budget by budget."""
     for benchmark in BENCHMARKS:
-        statement = f"Completion is better than top-K on {benchmark.upper() if benchmark == 'ruler' else benchmark}."
+        statement = f"Completion is better than top-K on {BENCHMARK_TITLES[benchmark]}."
         readings = [
             *(line for line in scores if line["benchmark"] == benchmark),
             *(line for line in distances if line["text"] == benchmark and line["metric"] == NLL.name),

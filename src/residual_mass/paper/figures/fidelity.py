@@ -58,7 +58,7 @@ PANELS = {
     "position": ("(d) by place in the continuation", "place (tokens)"),
 }
 """Title and label of the panels with means of groups."""
-COLUMNS = 4
+COLUMNS = 3
 """Most columns of the legend that fit the width."""
 DODGE = 0.09
 """Distance between the marks of two methods, where that between groups is 1."""
