@@ -20,7 +20,6 @@ from residual_mass.backbones import engine as engine_module
 from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
-from residual_mass.backbones.prefill import prefill
 from residual_mass.benchmarks import generate, prompts
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import capture, kernels, map_errors
@@ -216,10 +215,10 @@ def test_what_a_finished_row_decodes_does_not_stop_the_others(
 
 def test_keys_that_overflow_are_not_blamed_on_the_maps(backbone: Backbone) -> None:
     made = engine(backbone, maps_of(backbone))
-    read = [prefill(backbone.model, [PROMPTS[0]])]
-    read[0].layers[1][0][0, 0, 7, 3] = float("inf")
+    layers, _ = made.read([PROMPTS[0]])
+    layers[1].keys[0, 0, 7, 3] = float("inf")
     with pytest.raises(NotFiniteError, match=r"^the keys or values of layer 1 are not finite; test/Tiny-Llama has"):
-        made._decoder(read, [len(PROMPTS[0])], 2)
+        made._decoder(layers, [len(PROMPTS[0])], 2)
 
 
 def test_tries_that_run_out_of_memory_do_not_count_as_work(backbone: Backbone) -> None:
