@@ -52,10 +52,9 @@ def arm_title(row: pd.Series, main_maps: str) -> str:
 def by_budget(rows: pd.DataFrame, main_maps: str, cell: Callable[[pd.Series], str]) -> list[list[str]]:
     """A line for each arm, a column for each budget; Full has one value."""
     lines = []
-    for (method, maps), arm in rows.groupby(["method", "maps"], sort=False):
+    for _, arm in rows.groupby(["method", "maps"], sort=False):
         cells = [cell(row) for _, row in arm.sort_values("budget_percent", key=pd.to_numeric).iterrows()]
         lines.append([arm_title(arm.iloc[0], main_maps), *cells, *[""] * (3 - len(cells))])
-        del method, maps
     return lines
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.columns import FIDELITY, FIDELITY_PAIRS, FORCED
+from residual_mass.benchmarks.columns import FIDELITY, FIDELITY_PAIRS, FOLLOWING, FORCED, GOLD, GREEDY
 from residual_mass.benchmarks.statistics import (
     Comparison,
     MeanScore,
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PERMUTATIONS = 20_000
 """Random signs behind a p-value: many tests are corrected together, so single ones must be fine."""
-PAIRED = {"following": (KL,), "gold": (KL, NLL), "greedy": (KL, KEPT)}
+PAIRED = {FOLLOWING: (KL,), GOLD: (KL, NLL), GREEDY: (KL, KEPT)}
 """Metrics by which every pair of arms is compared, by continuation."""
 FAMILY = ("metric", "text", "continuation", "state")
 """Tests of pairs that are corrected together."""
@@ -195,7 +195,7 @@ def _mean(mean: MeanScore, value: str, prefix: str, alone: bool) -> dict[str, fl
 
 def _metrics(continuation: str) -> list[Metric]:
     """The means over documents that are reported; only an answer of full attention can be kept."""
-    return [metric for metric in BY_DOCUMENT if metric != KEPT or continuation == "greedy"]
+    return [metric for metric in BY_DOCUMENT if metric != KEPT or continuation == GREEDY]
 
 
 def _estimates(

@@ -25,7 +25,7 @@ from torch import Tensor
 from residual_mass.backbones.corpora import check_corpora, held_out_corpus, independent_sequences
 from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
 from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
-from residual_mass.benchmarks.columns import FORCED
+from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY, OWN
 from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
 from residual_mass.core.settings import ArmSpec, tokens_of
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLLOWING, GOLD, GREEDY = "following", "gold", "greedy"
-"""Continuations: the text that follows, the right answer, and the greedy answer of full attention."""
 KINDS = {"token": int, "nll": float, "full_nll": float, "kl": float, "same_top": bool, "first": bool}
 """What a stored row has of each token."""
 PER_TOKEN = tuple(KINDS)
@@ -138,7 +136,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
         Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
         for each in continuations
         for state, arm in product(each.states, each.arms)
-        if state == "own" or arm in spec.arms and not arm.is_full
+        if state == OWN or arm in spec.arms and not arm.is_full
     ]
     with RowStore(store, STORED) as rows:
         for each in wanted:
@@ -175,7 +173,7 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
         for index, ids in enumerate(found):
             prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
             place = corpus, "", index, FOLLOWING
-            yield Continuation(*place, prompt, answer, spec.tokens, length, arms, ("own", "dense"))
+            yield Continuation(*place, prompt, answer, spec.tokens, length, arms, (OWN, DENSE))
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
@@ -193,7 +191,7 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 gold = _gold_ids(asked, task, prompt.doc, tokenizer)[: spec.tokens]
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
                 place, ids = (asked.benchmark, task, prompt.index), tuple(example.ids)
-                decoded = nominal, spec.arms, ("own",)
+                decoded = nominal, spec.arms, (OWN,)
                 if gold:  # an empty answer has no token to measure
                     yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
                 yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
@@ -268,7 +266,7 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[list[Row
         for state in continuation.states:
             rows = [each for each in wanted if each.continuation == continuation and each.state == state]
             partial = [each.arm for each in rows if not each.arm.is_full]
-            by_arm = decoder.logits(partial, tokens, layers if state == "dense" else None)
+            by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)
             done = []
             for each in rows:
                 arm = full if each.arm.is_full else next(by_arm).double().log_softmax(-1)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.benchmarks.columns import FIDELITY, RESULTS
+from residual_mass.benchmarks.columns import FIDELITY, FOLLOWING, GOLD, OWN, RESULTS
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import csv_text, read_csv, write_text
 from residual_mass.metrics import KL, METRICS, NLL, Metric
@@ -58,8 +58,8 @@ def _completion(spec: ScoreClaimsSpec, scores: Sequence[Line], distances: Sequen
 
 def _beyond(spec: ScoreClaimsSpec, others: Sequence[Line], distances: Sequence[Line]) -> Iterator[dict[str, str]]:
     """Maps at lengths beyond their own against top-K: scores, and the distance on held-out text."""
-    of_text = (line for line in distances if line["metric"] == KL.name and line["state"] == "own")
-    for line in (*others, *(line for line in of_text if line["continuation"] == "following")):
+    of_text = (line for line in distances if line["metric"] == KL.name and line["state"] == OWN)
+    for line in (*others, *(line for line in of_text if line["continuation"] == FOLLOWING)):
         trained, _ = length_and_variant(line["maps"]) if line["maps"] else ("", "")
         if line["task"] == "all" and line["method"] == "topk_phi" and tokens_of(trained) < tokens_of(line["length"]):
             place = {"claim": "maps_beyond_their_length", "statement": BEYOND, "shown_in": "cross_length_mismatch"}
@@ -68,7 +68,7 @@ def _beyond(spec: ScoreClaimsSpec, others: Sequence[Line], distances: Sequence[L
 
 
 def _is_gold_or_score(line: Line) -> bool:
-    return line.get("continuation", "gold") == "gold"
+    return line.get("continuation", GOLD) == GOLD
 
 
 def _row(spec: ScoreClaimsSpec, line: Line, place: Mapping[str, str], better: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from residual_mass.benchmarks.columns import FIDELITY
+from residual_mass.benchmarks.columns import FIDELITY, FOLLOWING, GREEDY, OWN
 from residual_mass.benchmarks.statistics import MeanScore, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
@@ -40,8 +40,6 @@ from residual_mass.study.specs import FigureSpec
 Arm = tuple[str, str, bool]
 """Method, label of the maps, and whether these are `other` than the main ones."""
 ARM = ["method", "maps", "other"]
-STATE, FOLLOWING, GREEDY = "own", "following", "greedy"
-"""The state of every arm that is shown, the continuation of a corpus, and the one that is not shown."""
 TOKENS = ["method", "budget_percent", "maps", "task", "index", "position", "full_nll", "kl", "seen"]
 DISTANCE = f"{plain(KL.title)}, {KL.unit}"
 ORDER = ("topk_phi", "topk", "topk_phi_nosub")
@@ -76,7 +74,7 @@ def fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     parts = []
     for path in data:
         frame = pd.DataFrame(read_csv(path, FIDELITY, "fidelity"))
-        kept = (frame["metric"] == KL.name) & (frame["task"] == ALL_TASKS) & (frame["state"] == STATE)
+        kept = (frame["metric"] == KL.name) & (frame["task"] == ALL_TASKS) & (frame["state"] == OWN)
         rows = frame[kept & (frame["continuation"] != GREEDY)]
         parts += [_of_text(path, rows, text, "fidelity") for text in spec.texts]
     points = pd.concat(parts, ignore_index=True)
@@ -97,7 +95,7 @@ def fidelity_tokens_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
     """
     path = only_file(spec, data, "one file of tokens")
     frame = read_parquet(path, [*TOKENS, "text", "continuation", "state"], "force")
-    rows = _of_text(path, frame[(frame["state"] == STATE) & (frame["continuation"] != GREEDY)], spec.texts[0], "force")
+    rows = _of_text(path, frame[(frame["state"] == OWN) & (frame["continuation"] != GREEDY)], spec.texts[0], "force")
     rows = rows[(rows["budget_percent"] == spec.budget_percent) & ~_others(spec, rows)]
     if rows.empty:
         raise ValueError(f"{path}: no tokens at a budget of {spec.budget_percent:g}%; run the force stage with it")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from residual_mass.benchmarks.columns import FOLLOWING, GOLD, GREEDY, OWN
 from residual_mass.metrics import FIRST, KEPT, KL, LOG_PPL_RATIO, NLL, SAME_TOP, Metric
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.readers.fidelity_file import FidelityRow, load_fidelity
@@ -46,8 +47,6 @@ from residual_mass.study.specs import TableSpec
 
 OF_FULL = (NLL, FIRST)
 """What full attention has a value of, too; the other metrics are distances from it."""
-STATE = "own"
-"""Of the forced tokens: every method has computed them by itself, as when it generates."""
 FROM_ROW = (
     "value stderr ci_low ci_high gain gain_ci_low gain_ci_high gain_p documents tokens k_mean study model_id revision "
     "phi_sha weights"
@@ -78,9 +77,9 @@ class Kind:
 
 KINDS = {
     FIDELITY_TABLE: Kind(
-        "held-out text", dict.fromkeys((KL, SAME_TOP, LOG_PPL_RATIO), "following"), "corpus", "documents"
+        "held-out text", dict.fromkeys((KL, SAME_TOP, LOG_PPL_RATIO), FOLLOWING), "corpus", "documents"
     ),
-    FIDELITY_ANSWERS: Kind("given answers", {NLL: "gold", FIRST: "gold", KEPT: "greedy"}, "benchmark", "examples"),
+    FIDELITY_ANSWERS: Kind("given answers", {NLL: GOLD, FIRST: GOLD, KEPT: GREEDY}, "benchmark", "examples"),
 }
 
 
@@ -184,7 +183,7 @@ def _rows(spec: TableSpec, kind: Kind, results: Iterable[Path]) -> dict[Place, F
             raise ValueError(
                 f"{row.path}: is of study {facts['study']!r}, table {spec.label} of {spec.study!r}; give its own"
             )
-        wanted = STATE, ALL_TASKS, continuations.get(facts["metric"])
+        wanted = OWN, ALL_TASKS, continuations.get(facts["metric"])
         if (facts["state"], facts["task"], facts["continuation"]) == wanted:
             place = _place(spec, kind, row)
             if found.setdefault(place, row) is not row:
