@@ -21,9 +21,10 @@ from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.benchmarks import generate, prompts
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec
+from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import capture, kernels, map_errors
 from residual_mass.files import read_jsonl
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, KernelsSpec, MapErrorsSpec, PromptsSpec
 
 SMALL = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 2048, False, name="tiny")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from snakemake.iocontainers import Wildcards
 from tests.workflow.runs import ROOT
 
-from residual_mass.core.settings import ArmSpec, to_json
+from residual_mass.core.settings import to_json
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.study import specs
 from residual_mass.study.plan import load
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec

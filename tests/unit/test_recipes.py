@@ -1,7 +1,8 @@
 """A change of code that can change a stage's numbers must bump the stage's recipe, or Snakemake will not rerun it.
 
-A stage's code is what its command reaches (`definitions.py`). The digests ignore comments, docstrings and layout. After
-a bump, or after a change that provably alters no number: `python -m tests.unit.test_recipes` writes them anew.
+A stage's code is what its command reaches (`definitions.py`), that of a selector or residual what its class does. The
+digests ignore comments, docstrings and layout. After a bump, or after a change that provably alters no number:
+`python -m tests.unit.test_recipes` writes them anew.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ import pytest
 from tests.unit.definitions import PACKAGE, Package
 
 from residual_mass.cli import STAGES
+from residual_mass.methods import METHODS, Moments, TopK
 from residual_mass.recipes import RECIPES
 
 SOURCE = Path(__file__).parents[2] / "src"
 RECORD = Path(__file__).with_name("recipe_digests.json")
-NO_NUMBERS = [f"{PACKAGE}.{name}" for name in ("files", "machine", "provenance", "study")]
+NO_NUMBERS = [f"{PACKAGE}.{name}" for name in ("files", "machine", "methods", "provenance", "study")]
 """Modules that read and write files, ask for GPUs, keep records and say what a job is told, which its spec repeats: no
-number of a result depends on them.
+number of a result depends on them. Methods have recipes of their own.
 """
 
 
 def stage_code(package: Package, stage: str) -> dict[tuple[str, str], list[ast.stmt]]:
     called = STAGES[stage.replace("_", "-")]
     return package.reached(f"{PACKAGE}.{called.module}", called.function, NO_NUMBERS)
+
+
+def part_code(package: Package, part: type) -> dict[tuple[str, str], list[ast.stmt]]:
+    """The code of a selector or a residual."""
+    return package.reached(part.__module__, part.__name__, [f"{PACKAGE}.methods.interface"])
 
 
 def digest(statements: Iterable[ast.stmt]) -> str:
@@ -49,20 +56,23 @@ def _without_docstrings(tree: ast.stmt) -> ast.stmt:
 
 def current(source: Path = SOURCE) -> dict[str, dict[str, int | str]]:
     package = Package(source)
-    code = {stage: stage_code(package, stage) for stage in RECIPES}
+    parts = {type(part) for one in METHODS for part in (one.selector, one.residual) if part is not None}
+    code = {stage: (RECIPES[stage], stage_code(package, stage)) for stage in RECIPES}
+    for part in sorted(parts, key=lambda one: one.__name__):  # the paper's parts change with the stages
+        code[part.__name__] = getattr(part, "recipe", RECIPES["generate"]), part_code(package, part)
     return {
-        stage: {"recipe": RECIPES[stage], "digest": digest(s for place in sorted(reached) for s in reached[place])}
-        for stage, reached in code.items()
+        name: {"recipe": recipe, "digest": digest(s for place in sorted(reached) for s in reached[place])}
+        for name, (recipe, reached) in code.items()
     }
 
 
 def test_numeric_code_changes_only_with_its_recipe() -> None:
-    recorded = json.loads(RECORD.read_text())
-    assert set(recorded) == set(RECIPES)
-    for stage, now in current().items():
-        assert now == recorded[stage], (
-            f"code of stage {stage} changed: bump RECIPES[{stage!r}] if its numbers can change, "
-            "then run python -m tests.unit.test_recipes"
+    recorded, present = json.loads(RECORD.read_text()), current()
+    assert set(recorded) == set(present)
+    for name, now in present.items():
+        assert now == recorded[name], (
+            f"code of {name} changed: bump its recipe (a stage's in RECIPES, a residual's in its class) if its numbers "
+            "can change, then run python -m tests.unit.test_recipes"
         )
 
 
@@ -72,7 +82,7 @@ def test_numeric_code_changes_only_with_its_recipe() -> None:
         ("prompts", "benchmarks.ruler", "build_examples"),  # through a table of modules
         ("prompts", "benchmarks.stories", "tell"),
         ("generate", "backbones.prefill", "greedy"),
-        ("generate", "core.selection", "exhaustive_topk"),
+        ("capture", "core.selection", "exhaustive_topk"),
         ("score", "holm", "holm"),
         ("train", "core.score_matching", "score_matching_losses"),
         ("train", "training.learner", "learning_rate"),
@@ -88,6 +98,14 @@ def test_a_stage_reaches_the_code_that_makes_its_numbers(stage: str, module: str
 def test_a_stage_does_not_reach_what_it_never_calls() -> None:
     reached = {module for module, _ in stage_code(Package(SOURCE), "score")}
     assert not any(module.startswith((f"{PACKAGE}.paper", f"{PACKAGE}.training")) for module in reached)
+
+
+def test_a_method_has_a_digest_of_its_own_and_no_stage_has_it() -> None:
+    package = Package(SOURCE)
+    assert (f"{PACKAGE}.core.selection", "exhaustive_topk") in part_code(package, TopK)
+    assert (f"{PACKAGE}.core.moments", "truncated_terms") in part_code(package, Moments)
+    reached = {module for module, _ in stage_code(package, "generate")}
+    assert f"{PACKAGE}.core.accounting" in reached and not any("methods" in module for module in reached)
 
 
 def test_the_package_imports_none_of_its_modules_by_a_string() -> None:

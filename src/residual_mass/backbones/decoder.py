@@ -24,7 +24,8 @@ from residual_mass.backbones.prefix import (
     prefix_terms,
 )
 from residual_mass.core.accounting import Terms, merge
-from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods.arms import ArmSpec
 
 
 class ArmDecoder:

@@ -23,7 +23,8 @@ from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.backbones.prefill import Prefill, end_tokens, greedy, model_at_fault, prefill
 from residual_mass.backbones.prefix import PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
-from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods.arms import ArmSpec
 
 Finish = Literal["length", "eos", "saturated"]
 Saturated = Callable[[int, list[int]], bool]
@@ -91,7 +92,7 @@ class SharedPrefillEngine:
         given: Mapping[str | None, PhiMaps] = phi if isinstance(phi, Mapping) else {} if phi is None else {None: phi}
         self.maps = {
             label: self._checked(given, label, arm).folded()
-            for label, arm in {arm.maps: arm for arm in arms if arm.uses_phi}.items()
+            for label, arm in {arm.maps: arm for arm in arms if arm.needs_maps}.items()
         }
 
     def _checked(self, phi: Mapping[str | None, PhiMaps], label: str | None, arm: ArmSpec) -> PhiMaps:
@@ -182,7 +183,7 @@ class SharedPrefillEngine:
         first = next(iter(self.maps))
         groups = []
         for label, maps in self.maps.items():
-            members = [a for a, arm in enumerate(arms) if (arm.maps if arm.uses_phi else first) == label]
+            members = [a for a, arm in enumerate(arms) if (arm.maps if arm.needs_maps else first) == label]
             summaries = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
             self._check_summaries(label, summaries, layers)
             groups.append(ArmGroup(members, summaries, [query_map for query_map, _ in maps]))
@@ -228,7 +229,7 @@ class SharedPrefillEngine:
                 arm = self.arms[a]
                 what = f"the logits of generated token {step + 2} under {arm.method}{under(arm.maps)} are"
                 raise NotFiniteError(
-                    prompt, what, MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.backbone.spec)
+                    prompt, what, MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.backbone.spec)
                 )
 
 

@@ -22,7 +22,7 @@ from residual_mass.backbones.phi_maps import MAPS_AT_FAULT
 from residual_mass.backbones.prefill import end_tokens, greedy, model_at_fault
 from residual_mass.backbones.prefix import PrefixLayer, arm_rows, map_heads, prefix_terms, retrieved_by
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
-from residual_mass.core.settings import ArmSpec
+from residual_mass.methods.arms import ArmSpec
 
 State = Literal["own", "dense"]
 """Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full
@@ -111,7 +111,7 @@ class ForcedDecoder:
             arm = arms[finite.index(False)]
             place = "" if watched.layer is None else f", from layer {watched.layer} on,"
             what = f"the logits of the continuation under {arm.method}{under(arm.maps)}{place} are"
-            cause = MAPS_AT_FAULT if arm.uses_phi else model_at_fault(self.engine.backbone.spec)
+            cause = MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.engine.backbone.spec)
             raise NotFiniteError(0, what, cause)
         return logits
 
@@ -197,7 +197,7 @@ class _ArmChunk:
         """The terms of all rows over the prefix, [1, Hkv, G * T, ...]."""
         rows = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
         log_query, summary = None, None
-        if self.arm.uses_phi and self.group.summaries is not None and self.group.query_maps is not None:
+        if self.arm.needs_maps and self.group.summaries is not None and self.group.query_maps is not None:
             summary = self.group.summaries[index]
             log_query = map_heads(self.group.query_maps[index], query).unflatten(1, (kv_heads, -1)).flatten(2, 3)
         engine = self.decoder.engine

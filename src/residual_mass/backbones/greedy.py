@@ -45,7 +45,7 @@ def partial_generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
     arm, anchors = make_arm(method, budget), AnchorSpec(num_sink, num_tail)
-    if arm.uses_phi and phi is None:
+    if arm.needs_maps and phi is None:
         raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
     prompt = input_ids.to(device_of(model))
     length, steps, ends = prompt.shape[1], max_new_tokens - 1, end_tokens(model)

@@ -30,14 +30,15 @@ from residual_mass.backbones.prefix import (
     summarise_prefix,
 )
 from residual_mass.core.accounting import merge
-from residual_mass.core.estimators import estimator_named
-from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import Method, method_named
+from residual_mass.methods.arms import Arm
 
 
 @contextmanager
 def partial_kv(
     model: PreTrainedModel,
-    method: str = "topk_phi",
+    method: str | Method = "topk_phi",
     budget: float | None = 0.01,
     phi: PhiMaps | None = None,
     num_sink: int = 4,
@@ -50,35 +51,38 @@ def partial_kv(
     piece (no `prefill_chunk_size`), because a call with a single token counts as a generated one.
 
     Args:
-        method: full, topk, topk_phi, topk_phi_nosub, or another name in `core.estimators`.
+        method: full, topk, topk_phi, topk_moments or another name in `residual_mass.methods`, or your own `Method`.
         budget: exact-support budget as a share of each row's own prompt, in (0, 1], including anchors; ignored for
             full.
-        phi: maps trained for this backbone; required by the topk_phi methods.
+        phi: maps trained for this backbone; required by the methods with phi in their name, refused by those with another
+            residual.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
 
     Raises:
-        ValueError: unknown method, budget out of range, maps missing or of another head shape, model not supported or
-            already hooked.
+        ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
+            supported or already hooked.
     """
     arm = make_arm(method, budget)
     if getattr(model.generation_config, "prefill_chunk_size", None):
         raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
     attention_layers(model)
     session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config))
-    if arm.uses_phi:
+    if phi is not None and arm.rule.own is not None and not arm.needs_maps:
+        raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out, or take topk_phi_moments for both")
+    if arm.needs_maps:
         if phi is None:
-            raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
+            raise ValueError(f"method {arm.rule.name} needs phi maps: pass phi=PhiMaps.load(...)")
         phi.require(session.shape)
         session.maps = phi.on(device_of(model)).folded()
     with attention_hook(model, session):
         yield session
 
 
-def make_arm(method: str, budget: float | None) -> ArmSpec:
+def make_arm(method: str | Method, budget: float | None) -> Arm:
     """Converts the budget to percent; raises ValueError for an unknown method or a budget out of range."""
-    estimator_named(method)
+    rule = method_named(method) if isinstance(method, str) else method
     # Exact arithmetic: 100 * 0.07 is a little above 7 in floats, and the budget formula would round it up to 8.
-    return ArmSpec(method, None if method == "full" or budget is None else float(Fraction(str(budget)) * 100))
+    return Arm(rule, None if rule.whole_prefix or budget is None else float(Fraction(str(budget)) * 100))
 
 
 @dataclass
@@ -89,7 +93,7 @@ class PartialKV:
         partial_calls: number of decode-step attention calls per layer; 0 if the model bypasses the hook.
     """
 
-    arm: ArmSpec
+    arm: Arm
     anchors: AnchorSpec
     shape: HeadShape
     maps: list[tuple[Map, Map]] | None = None

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
-from residual_mass.core.settings import MAPS_HEADER, ArmSpec, MapSpec, MapsSpec
+from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import replacing, sha256_of
+from residual_mass.methods.arms import ArmSpec
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
 
@@ -125,7 +126,7 @@ def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None
 def require_maps_of(arms: Iterable[ArmSpec], labels: Collection[str]) -> None:
     """Raises ValueError unless the spec's maps, of these labels, are those of all arms."""
     for arm in arms:
-        if arm.uses_phi and arm.maps not in labels:
+        if arm.needs_maps and arm.maps not in labels:
             raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(labels)}")
 
 

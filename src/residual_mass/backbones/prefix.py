@@ -19,18 +19,22 @@ from residual_mass.core.accounting import (
     added,
     attention_scores,
     exact_terms,
+    gather_retrieved,
     key_features,
     one_gather_terms,
     promoted,
+    residual_terms,
     summarise,
 )
-from residual_mass.core.estimators import Residual, Seen, estimator_named
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.core.selection import Selected, exhaustive_topk, members
-from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.core.selection import Selected, members
+from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import Partition, partition, retrieved_count
+from residual_mass.methods import Residual, Seen, TopK
+from residual_mass.methods.arms import Arm, ArmSpec
 
 Map = FoldedMap | nn.Module
+MAPS_MISSING = "an arm needs feature maps, but there are none"
 KEY_CHUNK = 8192
 """Keys mapped at once, which bounds the inner activations (d_emb wide) of a 64k prefix."""
 
@@ -96,11 +100,11 @@ class ArmRows:
     """[E, 1, R] int64, tokens to retrieve."""
     any_residual: bool
     own: tuple[tuple[Residual, Tensor], ...]
-    """Residuals without a summary, each with the indices of its rows."""
+    """Residuals with terms of their own, each with the indices of its rows."""
 
 
 def arm_rows(
-    arms: Sequence[ArmSpec],
+    arms: Sequence[Arm | ArmSpec],
     group: int,
     prefix_lengths: Sequence[int],
     anchors: AnchorSpec,
@@ -110,23 +114,23 @@ def arm_rows(
     """Builds rows of `group` heads per partial arm; L in the formula of K is `nominal_length`, or each prefix's own
     length if that is None.
     """
-    rules = [estimator_named(arm.method) for arm in arms]
+    rules = [arm.rule for arm in arms]
 
     def rows(flags: list[bool]) -> Tensor:
         return torch.tensor(flags, device=device).repeat_interleave(group)
 
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
-    own = dict.fromkeys(rule.residual for rule in rules if rule.residual is not None)
+    own = dict.fromkeys(rule.own for rule in rules if rule.own is not None)
     return ArmRows(
-        rows([r.adds_residual for r in rules]),
+        rows([r.phi is not None for r in rules]),
         rows([r.subtracts for r in rules]),
         torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None],
-        any(r.adds_residual for r in rules),
-        tuple((one, rows([r.residual is one for r in rules]).nonzero().flatten()) for one in own),
+        any(r.phi is not None for r in rules),
+        tuple((one, rows([r.own == one for r in rules]).nonzero().flatten()) for one in own),
     )
 
 
-def retrieved_by(arm: ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_length: int | None) -> int:
+def retrieved_by(arm: Arm | ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_length: int | None) -> int:
     """Returns K of an arm on a prefix, at most |M|; `full` retrieves the whole mid-region."""
     num_anchors = min(prefix_length, anchors.sink + anchors.tail)
     mid = prefix_length - num_anchors
@@ -165,16 +169,23 @@ def prefix_terms(
     scaled = promoted(queries) * scale
     scores = attention_scores(scaled, promoted(layer.keys), 1.0)
     values = promoted(layer.values)
-    retrieved = exhaustive_topk(scores, layer.partition.mid, arms.k)
+    retrieved = TopK().select(scores, layer.partition.mid, arms.k)
     estimate = None
     if arms.any_residual:
-        assert log_query is not None and summary is not None, "an arm adds a residual, but there are no maps"
+        assert log_query is not None and summary is not None, MAPS_MISSING
         estimate = Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
     terms = one_gather_terms(scores, values, layer.anchors, retrieved, estimate)
     if arms.own:
         unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-        seen = Seen(scaled, _threshold(scores, layer.partition.mid, retrieved), unread, scores, values)
-        terms = _with_own_residuals(terms, seen, arms, layer)
+        threshold = _threshold(scores, layer.partition.mid, retrieved)
+        seen = Seen(scaled, threshold, retrieved, unread, scores, values)
+        for residual, rows in arms.own:
+            of_rows = _of_rows(seen, rows)
+            if residual.needs_maps:
+                assert log_query is not None and summary is not None, MAPS_MISSING
+                of_rows = of_rows._replace(phi=_phi_terms(summary, log_query[:, :, rows], of_rows))
+            both = added(Terms(*(part[:, :, rows] for part in terms)), own_terms(residual, of_rows, layer))
+            terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
     return terms
 
 
@@ -186,20 +197,24 @@ def _threshold(scores: Tensor, mid: Tensor, retrieved: Selected) -> Tensor:
     return torch.where(least > -torch.inf, least, 0)  # an empty mid-region
 
 
-def _with_own_residuals(terms: Terms, seen: Seen, arms: ArmRows, layer: PrefixLayer) -> Terms:
-    """Adds residuals that need no feature maps to the terms [E, Hkv, R, ...] of their rows."""
-    for residual, rows in arms.own:
-        queries, threshold, unread, scores = (part[:, :, rows] for part in seen[:4])
-        of_rows = Seen(queries, threshold, unread, scores, seen.values)
-        estimate = Terms(*residual.terms(of_rows, layer.state(residual)))
-        left = unread.any(-1)
-        estimate = Terms(
-            torch.where(left.unsqueeze(-1), estimate.numerator, 0), torch.where(left, estimate.denominator, 0),
-            estimate.shift,
-        )  # fmt: skip
-        both = added(Terms(*(part[:, :, rows] for part in terms)), estimate)
-        terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
-    return terms
+def own_terms(residual: Residual, seen: Seen, layer: PrefixLayer) -> Terms:
+    """Computes a residual's own terms [E, Hkv, R, ...]; rows that read the whole mid-region have none."""
+    estimate, left = Terms(*residual.terms(seen, layer.state(residual))), seen.unread.any(-1)
+    numerator = torch.where(left.unsqueeze(-1), estimate.numerator, 0)
+    return Terms(numerator, torch.where(left, estimate.denominator, 0), estimate.shift)
+
+
+def _phi_terms(summary: Summary, log_query: Tensor, seen: Seen) -> Terms:
+    """The feature maps' terms for the unread tokens, with subtraction."""
+    return residual_terms(summary.state, log_query, gather_retrieved(summary.features, seen.values, seen.read))
+
+
+def _of_rows(seen: Seen, rows: Tensor) -> Seen:
+    """Selects query rows, given as indices."""
+    queries, threshold, unread, scores, *read = (
+        part[:, :, rows] for part in (seen.queries, seen.threshold, seen.unread, seen.scores, *seen.read)
+    )
+    return Seen(queries, threshold, Selected(*read), unread, scores, seen.values)
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:

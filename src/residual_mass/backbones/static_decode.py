@@ -20,9 +20,9 @@ from residual_mass.backbones.hook import attention_hook, device_of
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill
 from residual_mass.backbones.prefix import Map, map_heads
-from residual_mass.core.estimators import estimator_named
 from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import method_named
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
@@ -64,13 +64,13 @@ class StaticDecoder:
         phi: PhiMaps | None,
         steps: int,
     ) -> None:
-        self.model, self.rule, self.k, self.anchors, self.steps = model, estimator_named(method), k, anchors, steps
+        self.model, self.rule, self.k, self.anchors, self.steps = model, method_named(method), k, anchors, steps
         self.device = device_of(model)
         if self.rule.residual is not None:
             raise ValueError(f"method {method} has a residual of its own, which static buffers do not serve")
         self.query_maps: list[Map] | None = None
         self.caches = caches
-        if self.rule.adds_residual:
+        if self.rule.needs_maps:
             if phi is None:
                 raise ValueError(f"method {method} needs phi maps")
             phi.require(HeadShape.of(model.config))

@@ -28,9 +28,9 @@ from residual_mass.benchmarks.statistics import (
     estimate_over_tasks,
     resampled,
 )
-from residual_mass.core.settings import ArmSpec
 from residual_mass.files import csv_text, read_parquet, write_text
 from residual_mass.holm import holm
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import DELTA_P_RMS, FIRST, KEPT, KL, LOG_PPL_RATIO, NLL, QUANTILES, SAME_TOP, Metric
 from residual_mass.provenance import Record
 from residual_mass.study.specs import FidelitySpec

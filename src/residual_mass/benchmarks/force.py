@@ -28,10 +28,11 @@ from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_o
 from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY, OWN
 from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
-from residual_mass.core.settings import ArmSpec, tokens_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
 from residual_mass.gold import gold_answer
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
 
@@ -82,7 +83,7 @@ class Continuation:
             answer=None if self.answer is None else sha256_text(json.dumps(self.answer)),
             limit=self.limit,
             backbone=identity,
-            arm={"method": arm.method, "budget_percent": arm.budget_percent},
+            arm={**arm.rule.identity, "budget_percent": arm.budget_percent},
             phi=shas[arm.maps] if arm.maps else None,
             anchors=asdict(spec.anchors),
             nominal_length=self.nominal_length,

@@ -25,9 +25,10 @@ from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_o
 from residual_mass.benchmarks.encoded import Example, encoded, reference_texts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
-from residual_mass.core.settings import ArmSpec, MapsSpec, tokens_of
+from residual_mass.core.settings import MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import GenerateSpec
 
@@ -183,7 +184,7 @@ def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas
         ids=sha256_text(json.dumps(example.ids)),
         backbone=identity,
         phi=shas[arm.maps] if arm.maps else None,
-        arm={"method": arm.method, "budget_percent": arm.budget_percent},
+        arm={**arm.rule.identity, "budget_percent": arm.budget_percent},
         anchors=asdict(spec.anchors),
         nominal_length=_nominal_length(spec),
         decoding={

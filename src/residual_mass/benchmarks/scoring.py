@@ -23,11 +23,11 @@ from residual_mass.benchmarks.statistics import (
     estimate_over_tasks,
 )
 from residual_mass.benchmarks.store import Row
-from residual_mass.core.estimators import NAMES
-from residual_mass.core.settings import ArmSpec
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
+from residual_mass.methods import NAMES
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import Metric, metric_of_mean
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ScoreSpec

@@ -149,7 +149,7 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
 def gather_retrieved(features: Tensor, values: Tensor, retrieved: Selected) -> Retrieved:
     """Gathers the selected rows of the cached features [..., L, M] and values [..., L, D]."""
     indices, valid = retrieved
-    return Retrieved(_rows_at(features, indices) * valid.unsqueeze(-1), _rows_at(values, indices))
+    return Retrieved(rows_at(features, indices) * valid.unsqueeze(-1), rows_at(values, indices))
 
 
 def one_gather_terms(
@@ -182,7 +182,7 @@ def one_gather_terms(
         unit = torch.where(residual.kept, (residual.shift - shift).exp(), 0)
         weights[..., num_anchors:] -= unit.unsqueeze(-1) * residual.z
         denominator = denominator + unit * residual.mass
-    numerator = _weighted_sum(weights, indices, values)
+    numerator = weighted_sum(weights, indices, values)
     if estimate is not None:
         numerator = numerator + (unit.unsqueeze(-1) * residual.query) @ estimate.state.numerator
     return Terms(numerator, denominator, shift)
@@ -212,10 +212,10 @@ def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeigh
     return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & ~dropped)
 
 
-def _weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
+def weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
     """Returns sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D]."""
     if _few(indices, x):
-        return (weights.unsqueeze(-2) @ _rows_at(x, indices)).squeeze(-2)
+        return (weights.unsqueeze(-2) @ rows_at(x, indices)).squeeze(-2)
     dense = weights.new_zeros(*indices.shape[:-1], x.shape[-2])
     return dense.scatter_add_(-1, indices, weights) @ x
 
@@ -223,7 +223,7 @@ def _weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
 def _products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     """Returns <query, x_i> for the columns `indices` [..., R, K] of x [..., L, D], query [..., R, D]: [..., R, K]."""
     if _few(indices, x):
-        return (_rows_at(x, indices) @ query.unsqueeze(-1)).squeeze(-1)
+        return (rows_at(x, indices) @ query.unsqueeze(-1)).squeeze(-1)
     return (query @ x.transpose(-1, -2)).gather(-1, indices)
 
 
@@ -232,7 +232,7 @@ def _few(indices: Tensor, x: Tensor) -> bool:
     return indices.shape[-2] * indices.shape[-1] <= x.shape[-2]
 
 
-def _rows_at(x: Tensor, indices: Tensor) -> Tensor:
+def rows_at(x: Tensor, indices: Tensor) -> Tensor:
     """Gathers the columns `indices` [..., R, K] of x [..., L, D]: [..., R, K, D]."""
     flat = indices.flatten(-2).unsqueeze(-1)
     return x.gather(-2, flat.expand(*flat.shape[:-1], x.shape[-1])).unflatten(-2, indices.shape[-2:])

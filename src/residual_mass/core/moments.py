@@ -11,6 +11,8 @@ v and value-key covariance C. For a scaled query q, with m = q.mu, s^2 = q' Sigm
 because E[e^x; x < tau] = exp(m + s^2/2) Phi(a) and E[(x - m) e^x; x < tau] = exp(m + s^2/2) (s^2 Phi(a) - s pdf(a)) for
 x ~ N(m, s^2), and b / s^2 is the regression of values on scores. Nothing is subtracted: the cut does it.
 
+Parts may share Sigma and C, each with its own factor r: then s^2 = r q' Sigma q and b = r C q.
+
 Shape letters: R = query rows sharing keys, L = keys, P = parts, D = head dimension of keys and values.
 """
 
@@ -30,22 +32,24 @@ FARTHEST = 1e4
 """Cuts farther from the mean than this many standard deviations count as this far: log Phi is finite there."""
 
 
-class Moments(NamedTuple):
+class MomentState(NamedTuple):
     """Moments of the mid-region's keys and values, by part; a part without tokens has zeros."""
 
     count: Tensor
     """[..., P]."""
     mean_key: Tensor
     """[..., P, D]."""
-    key_covariance: Tensor
-    """[..., P, D, D]."""
     mean_value: Tensor
     """[..., P, D]."""
+    key_covariance: Tensor
+    """[..., P, D, D], or [..., 1, D, D] where the parts share it."""
     value_key_covariance: Tensor
-    """[..., P, D, D], values by keys."""
+    """The same shape, values by keys."""
+    spread: Tensor
+    """[..., P], the factor r of both covariances; 1 where parts have their own."""
 
 
-def moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> Moments:
+def moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> MomentState:
     """Computes the moments of every part.
 
     Args:
@@ -62,30 +66,69 @@ def moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> Moments:
         centred_values = values - mean_value[..., part, None, :]
         covariances.append((centred_keys.transpose(-1, -2) @ weighted, centred_values.transpose(-1, -2) @ weighted))
     key_covariance, value_key = (torch.stack(each, dim=-3) for each in zip(*covariances, strict=True))
-    return Moments(count, mean_key, key_covariance, mean_value, value_key)
+    return MomentState(count, mean_key, mean_value, key_covariance, value_key, torch.ones_like(count))
 
 
-def merged(first: Moments, second: Moments) -> Moments:
-    """The moments of both sets of tokens together, part by part (Chan, Golub and LeVeque, 1983)."""
+def shared_moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> MomentState:
+    """Computes the moments of every part as in `moments_of`, with covariances that the parts share.
+
+    Sigma and C are those within parts, all tokens together, and r is the part's trace of covariance over Sigma's.
+    """
+    count = parts.sum(-2)
+    share = parts / count.clamp_min(1).unsqueeze(-2)
+    mean_key, mean_value = (share.transpose(-1, -2) @ x for x in (keys, values))
+    inside = parts.sum(-1, keepdim=True)
+    centred_keys = inside * (keys - parts @ mean_key)
+    centred_values = values - parts @ mean_value
+    total = count.sum(-1)[..., None, None].clamp_min(1)
+    key_covariance, value_key = (x.transpose(-1, -2) @ centred_keys / total for x in (centred_keys, centred_values))
+    own_trace = (share.transpose(-1, -2) @ centred_keys.square().sum(-1, keepdim=True)).squeeze(-1)
+    return MomentState(
+        count, mean_key, mean_value, key_covariance.unsqueeze(-3), value_key.unsqueeze(-3),
+        own_trace / _trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1),
+    )  # fmt: skip
+
+
+def merged(first: MomentState, second: MomentState) -> MomentState:
+    """The moments of both sets of tokens together, part by part (Chan, Golub and LeVeque, 1983).
+
+    Where the parts of `first` share their covariances, so do those of the result; `second` has its own.
+    """
+    shared = first.key_covariance.shape[-3] < first.count.shape[-1]
     count = first.count + second.count
     share = (second.count / count.clamp_min(1)).unsqueeze(-1)
     key_step, value_step = second.mean_key - first.mean_key, second.mean_value - first.mean_value
     between = (share * (1 - share)).unsqueeze(-1)
 
     def covariance(a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        inner = a + share.unsqueeze(-1) * (b - a)
-        return inner + between * left.unsqueeze(-1) * right.unsqueeze(-2)
+        own = first.spread[..., None, None] * a
+        return own + share.unsqueeze(-1) * (b - own) + between * left.unsqueeze(-1) * right.unsqueeze(-2)
 
-    return Moments(
+    both = MomentState(
         count,
         first.mean_key + share * key_step,
-        covariance(first.key_covariance, second.key_covariance, key_step, key_step),
         first.mean_value + share * value_step,
+        covariance(first.key_covariance, second.key_covariance, key_step, key_step),
         covariance(first.value_key_covariance, second.value_key_covariance, value_step, key_step),
+        torch.ones_like(count),
     )
+    return _pooled(both) if shared else both
 
 
-def truncated_terms(queries: Tensor, moments: Moments, threshold: Tensor) -> Terms:
+def _pooled(own: MomentState) -> MomentState:
+    """Replaces the parts' own covariances by shared ones."""
+    weights = (own.count / own.count.sum(-1, keepdim=True).clamp_min(1))[..., None, None]
+    key_covariance, value_key = ((weights * x).sum(-3) for x in (own.key_covariance, own.value_key_covariance))
+    spread = _trace(own.key_covariance) / _trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1)
+    return MomentState(*own[:3], key_covariance.unsqueeze(-3), value_key.unsqueeze(-3), spread)
+
+
+def _trace(covariance: Tensor) -> Tensor:
+    """[..., D, D] -> [...]."""
+    return covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def truncated_terms(queries: Tensor, moments: MomentState, threshold: Tensor) -> Terms:
     """Estimates the terms of the tokens whose scores lie below a threshold.
 
     Args:
@@ -93,50 +136,84 @@ def truncated_terms(queries: Tensor, moments: Moments, threshold: Tensor) -> Ter
         threshold: [..., R], the least score among the tokens read; +inf cuts nothing off.
     """
     mean, variance, slope = _scores(queries, moments)
-    deviation = variance.sqrt()
-    cut = ((threshold.unsqueeze(-1) - mean - variance) / deviation).clamp(-FARTHEST, FARTHEST)
-    log_below = torch.special.log_ndtr(cut)
-    # pdf / Phi in one exponential: both underflow far below the mean, where their ratio is about -a.
-    ratio = (-0.5 * cut.square() - 0.5 * math.log(2 * math.pi) - log_below).exp()
-    log_mass = mean + 0.5 * variance + log_below
-    return _summed(moments, log_mass, moments.mean_value.unsqueeze(-3), slope * (1 - ratio / deviation).unsqueeze(-1))
+    log_mass, kept = _cut(mean, variance, threshold.unsqueeze(-1))
+    return _summed(moments, log_mass, slope, kept)
 
 
-def gaussian_terms(queries: Tensor, moments: Moments) -> Terms:
+def rest_terms(
+    queries: Tensor, moments: MomentState, threshold: Tensor, scores: Tensor, values: Tensor, read: Tensor
+) -> Terms:
+    """The same after the tokens that were read are taken out of the moments, which have one part.
+
+    Args:
+        scores: [..., R, K], of the tokens that were read.
+        values: [..., R, K, D], theirs.
+        read: [..., R, K] bool, False in empty slots.
+    """
+    mean, variance, slope = (x.squeeze(-1 if x.dim() == queries.dim() else -2) for x in _scores(queries, moments))
+    count, value = moments.count, moments.mean_value
+    left = (count - read.sum(-1)).clamp_min(1)
+    weights = read.to(scores.dtype).unsqueeze(-2)  # [..., R, 1, K]
+    offset = torch.where(read, scores - mean.unsqueeze(-1), 0)  # from the mean: sums of squares would cancel
+    away = values - value.unsqueeze(-3)
+    mean_step = -offset.sum(-1) / left
+    value_step = -(weights @ away).squeeze(-2) / left.unsqueeze(-1)
+    variance = (count * variance - offset.square().sum(-1)) / left - mean_step.square()
+    slope = count.unsqueeze(-1) * slope - (offset.unsqueeze(-2) @ away).squeeze(-2)
+    slope = slope / left.unsqueeze(-1) - mean_step.unsqueeze(-1) * value_step
+    log_mass, kept = _cut(mean + mean_step, variance.clamp_min(LEAST_VARIANCE), threshold)
+    numerator = value + value_step + kept.unsqueeze(-1) * slope
+    return Terms(numerator, torch.ones_like(log_mass), log_mass + left.log())
+
+
+def gaussian_terms(queries: Tensor, moments: MomentState) -> Terms:
     """Estimates the terms of all tokens of the mid-region: the same without a cut."""
     mean, variance, slope = _scores(queries, moments)
-    return _summed(moments, mean + 0.5 * variance, moments.mean_value.unsqueeze(-3), slope)
+    return _summed(moments, mean + 0.5 * variance, slope, torch.ones_like(mean))
 
 
-def first_order_terms(queries: Tensor, moments: Moments) -> Terms:
+def first_order_terms(queries: Tensor, moments: MomentState) -> Terms:
     """Estimates the terms of all tokens to first order in their distance from the mean key: Z = n e^m and
     nu = Z (v + C q), the read-out of MomentKV (arXiv 2606.01563).
     """
     mean, _, slope = _scores(queries, moments)
-    return _summed(moments, mean, moments.mean_value.unsqueeze(-3), slope)
+    return _summed(moments, mean, slope, torch.ones_like(mean))
 
 
-def mean_terms(queries: Tensor, moments: Moments) -> Terms:
+def mean_terms(queries: Tensor, moments: MomentState) -> Terms:
     """Estimates the terms of all tokens as those of as many copies of one with the mean key and the mean value."""
     mean, _, slope = _scores(queries, moments)
-    return _summed(moments, mean, moments.mean_value.unsqueeze(-3), 0 * slope)
+    return _summed(moments, mean, slope, torch.zeros_like(mean))
 
 
-def _scores(queries: Tensor, moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance [..., R, P] of each part's scores, and their covariance with its values [..., R, P, D]."""
+def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance [..., R, P] of each part's scores, and C q [..., R, P or 1, D]."""
     mean = queries @ moments.mean_key.transpose(-1, -2)
     rows = queries.unsqueeze(-3)  # [..., 1, R, D]
-    variance = ((rows @ moments.key_covariance) * rows).sum(-1).transpose(-1, -2)
+    variance = ((rows @ moments.key_covariance) * rows).sum(-1).transpose(-1, -2) * moments.spread.unsqueeze(-2)
     slope = (rows @ moments.value_key_covariance.transpose(-1, -2)).transpose(-2, -3)
     return mean, variance.clamp_min(LEAST_VARIANCE), slope
 
 
-def _summed(moments: Moments, log_mass: Tensor, mean_value: Tensor, slope: Tensor) -> Terms:
-    """Adds up the parts, given log Z / n [..., R, P] and the two summands of the mean value [..., R, P, D]."""
+def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """log Z / n and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
+    deviation = variance.sqrt()
+    cut = ((threshold - mean - variance) / deviation).clamp(-FARTHEST, FARTHEST)
+    log_below = torch.special.log_ndtr(cut)
+    # pdf / Phi in one exponential: both underflow far below the mean, where their ratio is about -a.
+    ratio = (-0.5 * cut.square() - 0.5 * math.log(2 * math.pi) - log_below).exp()
+    return mean + 0.5 * variance + log_below, 1 - ratio / deviation
+
+
+def _summed(moments: MomentState, log_mass: Tensor, slope: Tensor, factor: Tensor) -> Terms:
+    """Adds up the parts, given log Z / n [..., R, P], C q [..., R, P or 1, D] and the factor of b [..., R, P]."""
     present = (moments.count > 0).unsqueeze(-2)
     log_mass = torch.where(present, log_mass + moments.count.clamp_min(1).log().unsqueeze(-2), -torch.inf)
     shift = log_mass.amax(-1)
     shift = torch.where(shift > -torch.inf, shift, 0)
     weights = (log_mass - shift.unsqueeze(-1)).exp()
-    numerator = (weights.unsqueeze(-2) @ (mean_value + slope)).squeeze(-2)
+    along = weights * factor * moments.spread.unsqueeze(-2)
+    if slope.shape[-2] < along.shape[-1]:
+        along = along.sum(-1, keepdim=True)
+    numerator = weights @ moments.mean_value + (along.unsqueeze(-2) @ slope).squeeze(-2)
     return Terms(numerator, weights.sum(-1), shift)

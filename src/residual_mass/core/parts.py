@@ -42,5 +42,18 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
     return _members(torch.cdist(keys, centres).argmin(-1), mid, parts)
 
 
+def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor) -> Tensor:
+    """Assigns each key to the nearest of some centres: [..., L, P] bool.
+
+    Args:
+        keys: [..., L, D].
+        mid: [..., L] bool, keys that belong to any; the others belong to none.
+        centres: [..., P, D].
+        present: [..., P] bool, centres to choose from; the first where there are none.
+    """
+    distances = torch.cdist(keys, centres).masked_fill(~present.unsqueeze(-2), torch.inf)
+    return _members(distances.argmin(-1), mid, centres.shape[-2])
+
+
 def _members(part: Tensor, mid: Tensor, parts: int) -> Tensor:
     return (part.unsqueeze(-1) == torch.arange(parts, device=part.device)) & mid.unsqueeze(-1)

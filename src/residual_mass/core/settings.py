@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from residual_mass.core.estimators import estimator_named
-
 MAPS_HEADER = "residual_mass_phi"
 """The only metadata key in the header of a file of feature maps: the library writes several in random order, and files
 must be reproducible.
@@ -29,7 +27,7 @@ class Settings:
     }
 
 
-LATER = {"requires_gpu": False}
+LATER = {"requires_gpu": False, "residuals": ()}
 """Keys that specs gained after results had been made with them, with the value that is not written, so that a new key
 runs no finished job again.
 """
@@ -75,35 +73,6 @@ class AnchorSpec(Settings):
     def __post_init__(self) -> None:
         if min(self.sink, self.tail) < 0:
             raise ValueError(f"sink and tail are counts of tokens, not {self.sink} and {self.tail}")
-
-
-@dataclass(frozen=True)
-class ArmSpec(Settings):
-    """One evaluated method at one exact-support budget."""
-
-    method: str
-    """Name of an estimator."""
-    budget_percent: float | None = None
-    """Percent of the prefix, anchors included."""
-    maps: str | None = None
-    """Label of the feature maps, where there are several."""
-
-    def __post_init__(self) -> None:
-        estimator_named(self.method)
-        if self.maps is not None and not self.uses_phi:
-            raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
-        if (self.method == "full") != (self.budget_percent is None):
-            raise ValueError(f"arm {self.method!r}: full takes no budget_percent, every other method needs one")
-        if self.budget_percent is not None and not 0 < self.budget_percent <= 100:
-            raise ValueError(f"budget_percent {self.budget_percent:g} is outside (0, 100]")
-
-    @property
-    def is_full(self) -> bool:
-        return estimator_named(self.method).whole_prefix
-
-    @property
-    def uses_phi(self) -> bool:
-        return estimator_named(self.method).adds_residual
 
 
 @dataclass(frozen=True)

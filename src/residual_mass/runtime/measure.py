@@ -29,10 +29,10 @@ from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.estimators import estimator_named
 from residual_mass.core.settings import MapSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
+from residual_mass.methods import method_named
 from residual_mass.provenance import MANIFEST, Record, device_name
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
@@ -156,7 +156,7 @@ def _row(
         "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
         "state_bytes": _state(model, spec.map, setting.method),
         "repeats": spec.repeats,
-        "phi_weights": "random" if estimator_named(setting.method).adds_residual else "",
+        "phi_weights": "random" if method_named(setting.method).needs_maps else "",
         "device": device_name(device),
     }
 
@@ -187,7 +187,7 @@ def _milliseconds(timing: Timing, pass_seconds: float) -> dict[str, str]:
 
 
 def _state(model: PreTrainedModel, map_spec: MapSpec, method: str) -> int:
-    adds_residual = estimator_named(method).adds_residual
+    adds_residual = method_named(method).needs_maps
     return state_bytes(HeadShape.of(model.config), map_spec.d_phi, FLOAT32) if adds_residual else 0
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.backbones.prefix import KEY_CHUNK
-from residual_mass.core.estimators import estimator_named
 from residual_mass.core.settings import MapSpec
+from residual_mass.methods import method_named
 from residual_mass.runtime.traffic import FLOAT32, Implementation
 
 INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
@@ -40,7 +40,7 @@ def decoding_bytes(
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     tokens = batch * shape.kv_heads * (length + room)
-    fused, maps_keys = implementation == "fused", estimator_named(method).adds_residual
+    fused, maps_keys = implementation == "fused", method_named(method).needs_maps
     features = maps.d_phi if maps_keys else 0
     kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item
     in_work = tokens * (2 * shape.head_dim + 4 * features) * FLOAT32

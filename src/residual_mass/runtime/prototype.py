@@ -32,11 +32,11 @@ from residual_mass.core.accounting import (
     residual_terms,
     summarise,
 )
-from residual_mass.core.estimators import estimator_named
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import full_prefix, partition
+from residual_mass.methods import method_named
 
 
 class PrototypeDecoder:
@@ -55,7 +55,7 @@ class PrototypeDecoder:
         phi: PhiMaps | None,
         steps: int,
     ) -> None:
-        self.model, self.rule, self.k, self.anchors, self.steps = model, estimator_named(method), k, anchors, steps
+        self.model, self.rule, self.k, self.anchors, self.steps = model, method_named(method), k, anchors, steps
         self.device = device_of(model)
         self.phi = None if phi is None else phi.on(self.device)
         self.length = next(iter(read.layers.values()))[0].shape[2]
@@ -67,7 +67,7 @@ class PrototypeDecoder:
         self.summaries: dict[int, SummaryState] = {}
         for index in sorted(read.layers):
             keys, values = read.layers.pop(index)
-            if self.rule.adds_residual:
+            if self.rule.needs_maps:
                 self.summaries[index] = self._summary(index, keys, values)
             self.cache.update(keys, values, index)
 
@@ -111,7 +111,7 @@ class PrototypeDecoder:
         for tokens in self.always_exact:  # anchors and generated tokens
             exact_scores, values = scores[..., tokens], value[:, :, tokens].float()
             parts.append(exact_terms(exact_scores, values, full_prefix(values.shape[2], self.device)))
-        if self.rule.adds_residual:
+        if self.rule.needs_maps:
             subtracted = None
             if self.rule.subtracts:
                 subtracted = Retrieved(self._features_again(module.layer_idx, key, retrieved), chosen_values)

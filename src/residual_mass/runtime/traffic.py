@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.core.estimators import estimator_named
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import method_named
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4
@@ -60,8 +60,8 @@ def step_traffic(
 ) -> Traffic:
     """Computes what one step of a batch must read and write, without small vectors."""
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
-    fused, rule = implementation == "fused", estimator_named(method)
-    adds_residual, subtracts = rule.adds_residual, rule.subtracts
+    fused, rule = implementation == "fused", method_named(method)
+    adds_residual, subtracts = rule.needs_maps, rule.subtracts
     columns = length + generated
     whole = batch * shape.layers * shape.kv_heads * columns * shape.head_dim * item
     per_token = batch * shape.layers * shape.query_heads * item

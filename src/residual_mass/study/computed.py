@@ -15,9 +15,10 @@ from snakemake.io import expand
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.decoding import decoding_words
-from residual_mass.core import estimators
-from residual_mass.core.settings import ArmSpec, MapsSpec, length_and_variant, maps_label, to_json, tokens_of
+from residual_mass.core.settings import MapsSpec, length_and_variant, maps_label, to_json, tokens_of
 from residual_mass.diagnostics import CWE
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import ArmSpec, own_identities
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.config import Configuration, Study
@@ -276,7 +277,7 @@ class Computed:
         if group != "main":
             budget = study.mismatch.budget if group == "mismatch" else study.ablations.budget
             return tuple(ArmSpec("topk_phi", budget, maps) for maps in self.group_maps(study, group))
-        phi = {name: estimators.estimator_named(name).adds_residual for name in study.methods}
+        phi = {name: method_named(name).needs_maps for name in study.methods}
         return tuple(
             ArmSpec(method, budget, study.maps.main if phi[method] else None)
             for method in study.methods
@@ -398,16 +399,21 @@ class Computed:
             AskedSpec(benchmark=name, examples=study.fidelity.examples, **shared(Decoding, study.benchmarks[name]))
             for name in self.force_asked(wildcards)
         )
-        others = [("topk_phi", label) for label in maps[1:]] + [(name, None) for name in study.fidelity.methods]
+        others = [("topk_phi", label) for label in maps[1:]] + [
+            (name, maps[0] if method_named(name).needs_maps else None) for name in study.fidelity.methods
+        ]
+        arms = self.group_arms(study, "main")
+        further = tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets)
         spec = ForceSpec(
             **self.identity(wildcards),
             length=wildcards.length,
             asked=tuple(asked),
-            arms=self.group_arms(study, "main"),
-            arms_of_documents=tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets),
+            arms=arms,
+            arms_of_documents=further,
             anchors=study.anchors,
             truncate_to=study.truncate_to,
             maps=maps_specs(maps),
+            residuals=own_identities((*arms, *further)),
             recipe=RECIPES["force"],
             **shared(Continuations, study.fidelity),
         )

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_type_hints
 import yaml
 from pydantic import AfterValidator, BaseModel, Field, create_model
 
+from residual_mass import methods
 from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.core import estimators
 from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
 from residual_mass.diagnostics import CWE
 from residual_mass.study.parsing import Parsed, Slip, parsed
@@ -49,7 +49,7 @@ from residual_mass.study.sections import (
 )  # fmt: skip
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
-"""Those of the paper, in the order of its tables; `core.estimators` knows all."""
+"""Those of the paper, in the order of its tables; `methods` knows all."""
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
 """The ablation that each of these tables shows."""
 ACCOUNTING_TABLE = "exact_accounting"
@@ -131,11 +131,11 @@ class Study(Settings):
         yield from self._benchmark_slips()
         yield from _unknown("fidelity.benchmarks", self.fidelity.benchmarks, self.benchmarks)
         yield from _unknown("fidelity.prompts_at", self.fidelity.prompts_at, self.fidelity.lengths)
-        others = [one.name for one in estimators.WITHOUT_MAPS if one.name not in self.methods]
+        others = [one.name for one in methods.METHODS if one.own is not None and one.name not in self.methods]
         yield from _unknown("fidelity.methods", self.fidelity.methods, others)
         yield from self._comparison_slips()
         yield from self._length_slips()
-        yield from _unknown("methods", self.methods, estimators.NAMES)
+        yield from _unknown("methods", self.methods, methods.NAMES)
         if self.tables and not set(self.methods) >= set(METHODS):
             yield Slip("methods", f"tables show every method of the paper; have {', '.join(METHODS)}, or tables empty")
         yield from self._table_slips()

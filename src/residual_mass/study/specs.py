@@ -8,8 +8,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, Settings
+from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections import (
     BackboneSettings,
@@ -91,6 +92,8 @@ class GenerateSpec(Decoding):
     maps: tuple[MapsSpec, ...]
     allow_extrapolation: bool
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""
+    residuals: tuple[dict[str, Any], ...] = ()
+    """Identities of the methods that are not the paper's: a changed one runs the job again."""
     recipe: int
 
 
@@ -119,6 +122,8 @@ class ForceSpec(Continuations):
     truncate_to: str
     maps: tuple[MapsSpec, ...]
     """Of any length: what they do beyond theirs is measured, too."""
+    residuals: tuple[dict[str, Any], ...] = ()
+    """As in `GenerateSpec`."""
     recipe: int
 
 

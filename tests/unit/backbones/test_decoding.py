@@ -22,7 +22,8 @@ from residual_mass.backbones.hook import attention_hook, attention_layers, exact
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.methods.arms import ArmSpec
 
 ANCHORS = AnchorSpec(4, 16)
 STEPS = 12

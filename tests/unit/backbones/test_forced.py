@@ -17,8 +17,9 @@ from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.backbones.forced import ForcedDecoder
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone
-from residual_mass.core.settings import AnchorSpec, ArmSpec
+from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import retrieved_count
+from residual_mass.methods.arms import ArmSpec
 
 ARMS = [ArmSpec("full")] + [
     ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 100.0)

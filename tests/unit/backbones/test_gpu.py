@@ -13,7 +13,8 @@ from tests.needs import GPU, needs
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.methods.arms import ArmSpec
 
 pytestmark = [pytest.mark.gpu, needs(GPU)]
 ARMS = [ArmSpec("full"), ArmSpec("topk", 20.0), ArmSpec("topk_phi", 20.0), ArmSpec("topk_phi_nosub", 20.0)]

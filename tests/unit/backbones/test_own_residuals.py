@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from residual_mass import methods
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.backbones.prefix import _threshold, arm_rows, build_prefix, prefix_terms
-from residual_mass.core import estimators
 from residual_mass.core.accounting import Terms
-from residual_mass.core.estimators import ESTIMATORS, WITHOUT_MAPS, Estimator, Seen, estimator_named
-from residual_mass.core.selection import exhaustive_topk
-from residual_mass.core.settings import AnchorSpec, ArmSpec
-from residual_mass.study.config import METHODS
+from residual_mass.core.selection import Selected, exhaustive_topk
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import METHODS, Method, Seen, method_named
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.study.config import METHODS as OF_THE_PAPER
 
 STEPS = 10
 
@@ -25,6 +27,9 @@ STEPS = 10
 @dataclass(frozen=True)
 class AllOfIt:
     """No estimate: the unread tokens' exact terms, row by row."""
+
+    recipe: ClassVar[int] = 1
+    needs_maps: ClassVar[bool] = False
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
         return ()
@@ -54,9 +59,9 @@ class Nothing(AllOfIt):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = (Estimator("topk_all", residual=AllOfIt()), Estimator("topk_nothing", residual=Nothing()))
-    monkeypatch.setattr(estimators, "ESTIMATORS", ESTIMATORS + more)
-    monkeypatch.setattr(estimators, "NAMES", tuple(one.name for one in ESTIMATORS + more))
+    more = (Method("topk_all", residual=AllOfIt()), Method("topk_nothing", residual=Nothing()))
+    monkeypatch.setattr(methods, "METHODS", METHODS + more)
+    monkeypatch.setattr(methods, "NAMES", tuple(one.name for one in METHODS + more))
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +101,16 @@ def test_partial_kv_takes_them_without_maps(tiny_backbone: Backbone, prompts: li
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
     line = "method 'topk_fi' is unknown; known are full, topk, topk_phi, topk_phi_nosub, .*topk_all, topk_nothing"
     with pytest.raises(ValueError, match=line):
-        estimator_named("topk_fi")
+        method_named("topk_fi")
     with pytest.raises(ValueError, match=line):
         ArmSpec("topk_fi", 4.0)
 
 
 def test_the_papers_methods_come_first() -> None:
-    assert tuple(one.name for one in ESTIMATORS)[: len(METHODS)] == METHODS
+    assert tuple(one.name for one in METHODS)[: len(OF_THE_PAPER)] == OF_THE_PAPER
 
 
-OWN = [one.name for one in WITHOUT_MAPS]
+OWN = [one.name for one in METHODS if one.own is not None and not one.needs_maps]
 
 
 def test_every_method_without_maps_is_the_same_in_any_company(
@@ -164,9 +169,10 @@ def test_terms_are_those_of_one_row_written_out(name: str) -> None:
             top = scores.topk(k)
             unread = torch.ones(len(scores), dtype=torch.bool)
             unread[top.indices] = False
-            residual = estimator_named(name).residual
+            residual = method_named(name).residual
             state = residual.prepare(own_keys, own_values, torch.ones(len(scores), dtype=torch.bool))
-            seen = Seen(query[None], top.values[-1:], unread[None], scores[None], own_values)
+            chosen = Selected(top.indices[None], torch.ones(1, k, dtype=torch.bool))
+            seen = Seen(query[None], top.values[-1:], chosen, unread[None], scores[None], own_values)
             expected = Terms(*residual.terms(seen, state))
             z = float(read.denominator[e, 0, row].log() + read.shift[e, 0, row])
             z = torch.tensor(z).exp() + expected.denominator[0] * expected.shift[0].exp()

@@ -20,8 +20,8 @@ from residual_mass.benchmarks.columns import FIDELITY, FIDELITY_PAIRS, FORCED
 from residual_mass.benchmarks.fidelity import token_quantiles
 from residual_mass.benchmarks.force import token_measures
 from residual_mass.benchmarks.statistics import resampled
-from residual_mass.core.settings import ArmSpec
 from residual_mass.files import write_parquet
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import QUANTILES
 from residual_mass.study.specs import BackboneSpec, FidelitySpec
 
@@ -46,7 +46,8 @@ def rows_of(
     text, task, continuation, state = place
     about = {
         "text": text, "task": task, "index": index, "continuation": continuation, "state": state, "method": arm.method,
-        "budget_percent": arm.budget_percent, "maps": arm.maps or "", "phi_sha": "f00" if arm.uses_phi else "", "k": k,
+        "budget_percent": arm.budget_percent, "maps": arm.maps or "", "k": k,
+        "phi_sha": "f00" if arm.needs_maps else "",
     }  # fmt: skip
     tokens = zip(*measures.values(), strict=True)
     return [
@@ -305,7 +306,7 @@ def test_quantiles_and_rms_over_tokens(rows: list[Row], result: tuple[list[Line]
 
 def test_gains_are_over_topk_at_the_same_budget(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
     gained = [line for line in result[0] if line["gain"]]
-    assert {arm_of(line) for line in gained} == {arm for arm in ARMS if arm.uses_phi}
+    assert {arm_of(line) for line in gained} == {arm for arm in ARMS if arm.needs_maps}
     for line in gained:
         differences = minus(rows, line, arm_of(line), ArmSpec("topk", float(line["budget_percent"])))
         check_mean([line[name] for name in ("gain", "gain_ci_low", "gain_ci_high")], line, differences)

@@ -24,10 +24,11 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import force
 from residual_mass.benchmarks.examples import harness_requests
 from residual_mass.benchmarks.store import Row, RowStore
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapsSpec
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts
 from residual_mass.gold import gold_answer
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]

@@ -15,9 +15,10 @@ from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import generate, scorers
 from residual_mass.benchmarks.encoded import cut_to, encoded
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapsSpec
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts, table_sha256
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import BackboneSpec, GenerateSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]

@@ -16,7 +16,8 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import retrieved_by
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.study.config import METHODS
 

@@ -1,0 +1,121 @@
+"""Methods: which prefix tokens a query reads exactly (a selector), and what stands for the rest (a residual).
+
+METHODS is the only list of method names; configuration, generation and result files look them up here. The package
+does not import torch before it computes, for the workflow and the tables do without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from residual_mass.methods.centroids import Centroids
+from residual_mass.methods.exact_mass import ExactMass
+from residual_mass.methods.first_order import FirstOrder
+from residual_mass.methods.gaussian import Gaussian
+from residual_mass.methods.interface import Residual, Seen, state_bytes
+from residual_mass.methods.mean import Mean
+from residual_mass.methods.moments import Moments
+from residual_mass.methods.phi import Phi, PhiDirection
+from residual_mass.methods.sample import ImportanceSample, UniformSample
+from residual_mass.methods.topk import TopK
+
+__all__ = [
+    "METHODS",
+    "NAMES",
+    "Centroids",
+    "ExactMass",
+    "FirstOrder",
+    "Gaussian",
+    "ImportanceSample",
+    "Mean",
+    "Method",
+    "Moments",
+    "Phi",
+    "PhiDirection",
+    "Residual",
+    "Seen",
+    "TopK",
+    "UniformSample",
+    "method_named",
+    "state_bytes",
+]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is read exactly, and what is added for the rest.
+
+    Attributes:
+        name: name in configuration and result files.
+        selector: None reads every prefix token (the unmodified backbone).
+        residual: None adds nothing.
+    """
+
+    name: str
+    selector: TopK | None = TopK()
+    residual: Phi | Residual | None = None
+
+    @property
+    def whole_prefix(self) -> bool:
+        return self.selector is None
+
+    @property
+    def needs_maps(self) -> bool:
+        return self.residual is not None and self.residual.needs_maps
+
+    @property
+    def phi(self) -> Phi | None:
+        """The paper's residual, which the decode paths compute together with the exact terms."""
+        return self.residual if isinstance(self.residual, Phi) else None
+
+    @property
+    def subtracts(self) -> bool:
+        """Whether the retrieved tokens are subtracted from the summaries of feature maps."""
+        return self.phi is not None and self.phi.subtracts
+
+    @property
+    def own(self) -> Residual | None:
+        """A residual that computes terms of its own."""
+        return None if self.residual is None or isinstance(self.residual, Phi) else self.residual
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells its numbers from those of another method, for the keys of stored rows. Of the paper's methods the
+        name alone, for rows were stored before there were others.
+        """
+        if self.own is None:
+            return {"method": self.name}
+        residual = {"name": type(self.own).__name__, "recipe": self.own.recipe, **asdict(self.own)}  # type: ignore[call-overload]
+        return {"method": self.name, "residual": residual}
+
+
+METHODS = (
+    Method("full", selector=None),
+    Method("topk"),
+    Method("topk_phi", residual=Phi()),
+    Method("topk_phi_nosub", residual=Phi(subtracts=False)),
+    Method("topk_phi_moments", residual=PhiDirection()),
+    Method("topk_moments", residual=Moments()),
+    Method("topk_moments_4b", residual=Moments(4, "blocks")),
+    Method("topk_moments_8", residual=Moments(8)),
+    Method("topk_moments_shared", residual=Moments(64, shared=True)),
+    Method("topk_moments_rest", residual=Moments(takes_out=True)),
+    Method("topk_moments_bf16", residual=Moments(dtype="bfloat16")),
+    Method("topk_centroids", residual=Centroids(64)),
+    Method("topk_first_order", residual=FirstOrder()),
+    Method("topk_gaussian", residual=Gaussian()),
+    Method("topk_mean", residual=Mean()),
+    Method("topk_sample", residual=UniformSample(32)),
+    Method("topk_importance", residual=ImportanceSample(32)),
+    Method("topk_exact_mass", residual=ExactMass()),
+)
+"""All known methods, in the order of result files."""
+NAMES = tuple(method.name for method in METHODS)
+
+
+def method_named(name: str) -> Method:
+    """Looks up a method; raises ValueError listing the known names."""
+    if name not in NAMES:
+        raise ValueError(f"method {name!r} is unknown; known are {', '.join(NAMES)}")
+    return METHODS[NAMES.index(name)]

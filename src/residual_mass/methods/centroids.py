@@ -1,0 +1,80 @@
+"""Clusters of keys, less the tokens that were read.
+
+Shape letters: R = query rows sharing keys, L = keys, P = clusters, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from residual_mass.core.accounting import Terms
+    from residual_mass.methods.interface import Seen
+
+
+class Clusters(NamedTuple):
+    """Clusters of a mid-region."""
+
+    centroids: Tensor
+    """[..., P, D], mean keys."""
+    count: Tensor
+    """[..., P]."""
+    value_sum: Tensor
+    """[..., P, D]."""
+    cluster: Tensor
+    """[..., L] int16, of every token; 0 outside the mid-region."""
+
+
+@dataclass(frozen=True)
+class Centroids:
+    """k-means clusters of keys with their counts and values, less the tokens that were read (RetroInfer, arXiv
+    2505.02922; Multipole Attention, arXiv 2506.13059): every unread token has the score of its cluster's mean key.
+    """
+
+    clusters: int
+    """P, at most 32,767. With more clusters than tokens some stay empty."""
+    recipe: ClassVar[int] = 1
+    needs_maps: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.clusters <= 2**15 - 1:
+            raise ValueError(f"clusters is {self.clusters}, not between 1 and 32767")
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
+        from residual_mass.core.parts import clusters
+
+        return _clusters(keys, values, clusters(keys, mid.expand(keys.shape[:-1]), self.clusters))
+
+    def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor) -> Clusters:
+        """Adds tokens to the clusters of the nearest mean key."""
+        import torch
+
+        from residual_mass.core.parts import nearest
+
+        new = _clusters(keys, values, nearest(keys, joined.expand(keys.shape[:-1]), state.centroids, state.count > 0))
+        count = state.count + new.count
+        share = (new.count / count.clamp_min(1)).unsqueeze(-1)
+        centroids = state.centroids + share * (new.centroids - state.centroids)
+        return Clusters(centroids, count, state.value_sum + new.value_sum, torch.cat((state.cluster, new.cluster), -1))
+
+    def terms(self, seen: Seen, state: Clusters) -> Terms:
+        from residual_mass.core.accounting import exact_terms
+
+        scores = seen.queries @ state.centroids.transpose(-1, -2)  # [..., R, P]
+        cluster = state.cluster.long().unsqueeze(-2).expand(seen.unread.shape)
+        return exact_terms(scores.gather(-1, cluster), seen.values, seen.unread)
+
+
+def _clusters(keys: Tensor, values: Tensor, members: Tensor) -> Clusters:
+    """Summarises clusters, given their members [..., L, P] bool."""
+    import torch
+
+    weights = members.to(keys.dtype).transpose(-1, -2)
+    count = weights.sum(-1)
+    return Clusters(
+        weights @ keys / count.clamp_min(1).unsqueeze(-1), count, weights @ values,
+        members.to(torch.int8).argmax(-1).to(torch.int16),
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""What a residual is asked for, and what it may see.
+
+Shape letters: R = query rows sharing keys, L = keys, D = head dimension of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from residual_mass.core.accounting import Terms
+    from residual_mass.core.selection import Selected
+
+
+class Seen(NamedTuple):
+    """What selection leaves to a residual.
+
+    A residual that uses scores of tokens that were not read, other than those that it reads itself, is an oracle.
+    """
+
+    queries: Tensor
+    """[..., R, D], scaled."""
+    threshold: Tensor
+    """[..., R], the least score that was read; the largest of all where none was."""
+    read: Selected
+    """[..., R, K], the mid-region tokens that were read."""
+    unread: Tensor
+    """[..., R, L] bool, those that were not; a row may be empty."""
+    scores: Tensor
+    """[..., R, L], of all tokens."""
+    values: Tensor
+    """[..., L, D]."""
+    phi: Terms | None = None
+    """The feature maps' terms for the unread tokens, for a residual that needs maps."""
+
+
+class Residual(Protocol):
+    """Estimates the terms of the unread tokens. A frozen dataclass with its own parameters, which importing must not
+    load torch: the workflow lists methods with it.
+    """
+
+    recipe: ClassVar[int]
+    """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
+    needs_maps: ClassVar[bool]
+    """Whether it uses the terms of feature maps."""
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        """Summarises a prompt once per layer: keys, values [..., L, D] and the mid-region [..., L] bool to a tuple of
+        tensors, whose leading dimensions are those of the keys.
+        """
+
+    def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor) -> tuple[Tensor, ...]:
+        """Adds tokens that have joined the mid-region: keys, values [..., N, D] that follow the others, of which those
+        in `joined` [..., N] bool count.
+        """
+
+    def terms(self, seen: Seen, state: Any) -> Terms:
+        """Returns numerator [..., R, D], denominator [..., R] and finite shift [..., R], as in `accounting.Terms`. A
+        row with denominator 0 adds nothing; what is returned for a row without unread tokens is ignored.
+        """
+
+
+def state_bytes(state: tuple[Tensor, ...]) -> int:
+    """Returns the size of a prepared state."""
+    return sum(part.numel() * part.element_size() for part in state)

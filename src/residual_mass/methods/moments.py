@@ -1,0 +1,104 @@
+"""Truncated moments: the unread tokens' terms in closed form, without training.
+
+Shape letters: L = keys, N = tokens that join, P = parts, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from residual_mass.core.accounting import Terms
+    from residual_mass.core.moments import MomentState
+    from residual_mass.methods.interface import Seen
+
+
+@dataclass(frozen=True)
+class OnePart:
+    """Keeps the moments of the mid-region's keys and values, 2 D^2 + 2 D + 2 numbers a KV head."""
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
+        from residual_mass.core.moments import moments_of
+
+        return moments_of(keys, values, mid.expand(keys.shape[:-1]).unsqueeze(-1).to(keys.dtype))
+
+    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor) -> MomentState:
+        from residual_mass.core.moments import merged
+
+        return merged(state, OnePart.prepare(self, keys, values, joined))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Gaussian scores cut at the selection threshold (`core.moments`). We found no earlier use of the cut.
+
+    P parts of the mid-region have moments of their own, P (2 D^2 + 2 D + 2) numbers a KV head. With `shared` they have
+    counts, means and spreads of their own and one covariance, 2 D^2 + P (2 D + 2) numbers.
+    """
+
+    parts: int = 1
+    """P. With more parts than tokens some stay empty."""
+    split: Literal["blocks", "clusters"] = "clusters"
+    """Runs of neighbours, or k-means clusters of the keys."""
+    shared: bool = False
+    """Whether parts share their covariances, each scaled by its own spread."""
+    takes_out: bool = False
+    """Whether the tokens that were read are taken out of the moments first; with one part only."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What means and covariances are rounded to."""
+    recipe: ClassVar[int] = 1
+    needs_maps: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise ValueError(f"parts is {self.parts}, not 1 or more")
+        if self.split not in ("blocks", "clusters"):
+            raise ValueError(f"split {self.split!r} is unknown; known are blocks, clusters")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r} is unknown; known are float32, bfloat16")
+        if self.takes_out and self.parts > 1:
+            raise ValueError(f"takes_out needs parts=1, not {self.parts}: the parts of tokens are not kept")
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
+        from residual_mass.core import moments, parts
+
+        mid = mid.expand(keys.shape[:-1])
+        if self.parts == 1:
+            members = mid.unsqueeze(-1)
+        elif self.split == "blocks":
+            members = parts.blocks(mid, self.parts)
+        else:
+            members = parts.clusters(keys, mid, self.parts)
+        made = moments.shared_moments_of if self.shared else moments.moments_of
+        return self._stored(made(keys, values, members.to(keys.dtype)))
+
+    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor) -> MomentState:
+        """Adds tokens to the last block, or to the cluster with the nearest mean key."""
+        from residual_mass.core import moments, parts
+
+        present = state.count > 0
+        if self.split == "blocks":
+            present = present & (present.cumsum(-1) == present.sum(-1, keepdim=True))
+        members = parts.nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key.to(keys.dtype), present)
+        return self._stored(moments.merged(state, moments.moments_of(keys, values, members.to(keys.dtype))))
+
+    def terms(self, seen: Seen, state: MomentState) -> Terms:
+        from residual_mass.core.accounting import rows_at
+        from residual_mass.core.moments import MomentState, rest_terms, truncated_terms
+
+        state = MomentState(*(part.to(seen.queries.dtype) for part in state))
+        if not self.takes_out:
+            return truncated_terms(seen.queries, state, seen.threshold)
+        scores, values = seen.scores.gather(-1, seen.read.indices), rows_at(seen.values, seen.read.indices)
+        return rest_terms(seen.queries, state, seen.threshold, scores, values, seen.read.valid)
+
+    def _stored(self, state: MomentState) -> MomentState:
+        import torch
+
+        if self.dtype == "float32":
+            return state
+        names = ("mean_key", "mean_value", "key_covariance", "value_key_covariance")
+        return state._replace(**{name: getattr(state, name).to(torch.bfloat16) for name in names})
