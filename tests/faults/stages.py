@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.small_assets import MODEL_ID, REVISION
 
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec, MapsSpec, to_json
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import (
     AskedSpec,
     BackboneSpec,

@@ -17,7 +17,7 @@ from tests.workflow.runs import ROOT
 from residual_mass.core.settings import ArmSpec, to_json
 from residual_mass.study import specs
 from residual_mass.study.plan import load
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import parse_spec
 
 STABLE = settings(

@@ -17,7 +17,7 @@ from residual_mass.core.accounting import Terms
 from residual_mass.core.estimators import ESTIMATORS, WITHOUT_MAPS, Estimator, Seen, estimator_named
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.settings import AnchorSpec, ArmSpec
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 
 STEPS = 10
 

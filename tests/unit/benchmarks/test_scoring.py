@@ -26,7 +26,7 @@ from residual_mass.core.settings import ArmSpec
 from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import BackboneSpec, ScoreSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]

@@ -18,7 +18,7 @@ from residual_mass.backbones.prefix import retrieved_by
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.settings import AnchorSpec, ArmSpec, MapSpec
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 
 ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
 
