@@ -33,7 +33,7 @@ from residual_mass.provenance import device_name
 from residual_mass.runtime.measure import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 
 ANCHORS = AnchorSpec()
 

@@ -33,7 +33,7 @@ from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.measure import measure
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, seconds_of
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import BackboneSpec, RuntimeSpec
 
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0

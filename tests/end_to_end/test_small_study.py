@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.small_study import write_small_study
 
-from residual_mass.study.config import FIDELITY_TABLES
+from residual_mass.study.labels import FIDELITY_TABLES
 
 STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
 GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"

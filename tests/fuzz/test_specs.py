@@ -18,7 +18,7 @@ from residual_mass.core.settings import to_json
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study import specs
 from residual_mass.study.plan import load
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import parse_spec
 
 STABLE = settings(

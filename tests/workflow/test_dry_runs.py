@@ -17,8 +17,8 @@ from residual_mass.cli import _parser
 from residual_mass.core.settings import MapsSpec, to_json, tokens_of
 from residual_mass.paper.comparison.by_cell import COMPARED
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
-from residual_mass.study.config import FIDELITY_TABLES
-from residual_mass.study.sections import Resampling
+from residual_mass.study.labels import FIDELITY_TABLES
+from residual_mass.study.sections.evaluation import Resampling
 from residual_mass.study.specs import (
     AuditSpec,
     CaptureSpec,

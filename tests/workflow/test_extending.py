@@ -21,7 +21,7 @@ from tests.unit.paper.sample_results import result_rows, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.core.settings import to_json
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import BackboneSpec, PromptsSpec
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -54,8 +54,8 @@ def partial_kv(
         method: full, topk, topk_phi, topk_moments or another name in `residual_mass.methods`, or your own `Method`.
         budget: exact-support budget as a share of each row's own prompt, in (0, 1], including anchors; ignored for
             full.
-        phi: maps trained for this backbone; required by the methods with phi in their name, refused by those with another
-            residual.
+        phi: maps trained for this backbone; required by the methods with phi in their name, refused by those with
+            another residual.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from residual_mass.backbones.loading import encode, encode_chat, special_prefix
 from residual_mass.core.settings import tokens_of
 from residual_mass.frozen_prompts import Prompt
-from residual_mass.study.sections import Decoding
+from residual_mass.study.sections.evaluation import Decoding
 
 
 @dataclass(frozen=True)

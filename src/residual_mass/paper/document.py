@@ -13,7 +13,7 @@ from residual_mass.paper.latex import Latex, render
 from residual_mass.paper.marked import Marked, marked
 from residual_mass.paper.tables.captions import model_warnings
 from residual_mass.provenance import Record
-from residual_mass.study.sections import kind_of
+from residual_mass.study.sections.figures import kind_of
 from residual_mass.study.specs import DocumentSpec
 
 CAPTIONS = {

@@ -38,7 +38,7 @@ from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import FLOAT32, Implementation, copy_bandwidth, state_bytes, step_traffic, wait_for
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from residual_mass.study.config import PUBLISHED
+from residual_mass.study.labels import PUBLISHED
 
 PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json"
 

@@ -22,17 +22,22 @@ from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
-from residual_mass.study.computed import Computed, Wildcards, file_of, known
-from residual_mass.study.config import (
+from residual_mass.study.computed.diagnostics import DiagnosticsJobs
+from residual_mass.study.computed.fidelity import FidelityJobs
+from residual_mass.study.computed.registry import Wildcards, known
+from residual_mass.study.config import file_of
+from residual_mass.study.config import load as read_configuration
+from residual_mass.study.labels import (
     ABLATION_TABLES,
     ACCOUNTING_TABLE,
+    COSTS,
     FIDELITY_ANSWERS,
     FIDELITY_TABLE,
+    KERNEL_FIDELITY,
     RUNTIME_TABLES,
-    Study,
 )
-from residual_mass.study.config import load as read_configuration
-from residual_mass.study.sections import COSTS, KERNEL_FIDELITY, Figure, kind_of
+from residual_mass.study.protocol import Study
+from residual_mass.study.sections.figures import Figure, kind_of
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
 
 CAPTURED = {
@@ -58,7 +63,7 @@ ONE_BUDGET = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Computed):
+class Plan(FidelityJobs, DiagnosticsJobs):
     """The studies of a checkout."""
 
     # ---- tables ------------------------------------------------------------------------------------------------------

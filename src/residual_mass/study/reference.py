@@ -20,11 +20,15 @@ from pydantic import TypeAdapter
 
 from residual_mass.core import settings
 from residual_mass.files import write_text
-from residual_mass.study import config, sections
-from residual_mass.study.config import Configuration, Main, Study, load
+from residual_mass.study import config, protocol
+from residual_mass.study.config import Configuration, Main, load
 from residual_mass.study.parsing import adapter
-from residual_mass.study.sections import FIGURES, SEVERAL
+from residual_mass.study.protocol import Study
+from residual_mass.study.sections import backbones, diagnostics, evaluation, training
+from residual_mass.study.sections.figures import FIGURES, SEVERAL
 
+DECLARED_IN = (backbones, training, evaluation, diagnostics, protocol, config, settings)
+"""The modules whose classes the two files are made of."""
 SCHEMAS = {"config": Main, "study": Study}
 COLUMNS = "| key | type | mini | paper | meaning |\n|---|---|---|---|---|\n"
 START, END = "<!-- {name}: written by `python -m residual_mass.study.reference` -->\n", "<!-- end -->\n"
@@ -59,7 +63,7 @@ def schema_of(cls: type[Any]) -> dict[str, Any]:
 
 def _class_named(name: str) -> type[Any]:
     """A class of settings by its name in a schema; that of maps and recipes is a part of Phi."""
-    return next((vars(module)[name] for module in (sections, config, settings) if name in vars(module)), sections.Phi)
+    return next((vars(module)[name] for module in DECLARED_IN if name in vars(module)), training.Phi)
 
 
 def _figures_schema() -> dict[str, Any]:

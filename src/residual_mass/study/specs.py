@@ -12,17 +12,10 @@ from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.parsing import Slip, parsed
-from residual_mass.study.sections import (
-    BackboneSettings,
-    Continuations,
-    Decoding,
-    Head,
-    Latencies,
-    ObjectiveSpec,
-    Resampling,
-    Sampling,
-    TrainingSettings,
-)
+from residual_mass.study.sections.backbones import BackboneSettings
+from residual_mass.study.sections.diagnostics import Head, Latencies, Sampling
+from residual_mass.study.sections.evaluation import Continuations, Decoding, Resampling
+from residual_mass.study.sections.training import ObjectiveSpec, TrainingSettings
 
 Spec = TypeVar("Spec")
 

@@ -27,7 +27,7 @@ from residual_mass.core.output_matching import (
 from residual_mass.core.score_matching import Weights, score_matching_losses
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import retrieved_count
-from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.study.sections.training import ObjectiveSpec
 from residual_mass.training.teacher import LayerTrace
 
 ON_OUTPUTS = ("lolcats", "residual")

@@ -20,7 +20,7 @@ from residual_mass.backbones.corpora import Corpus
 from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_text
-from residual_mass.study.sections import ReplaySpec
+from residual_mass.study.sections.training import ReplaySpec
 from residual_mass.study.specs import TrainSpec
 from residual_mass.training.losses import ON_OUTPUTS, with_targets
 from residual_mass.training.side_by_side import side_by_side

@@ -11,7 +11,7 @@ from residual_mass import PhiMaps, partial_generate, partial_kv
 from residual_mass.backbones.hook import attention_layers
 from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import MapSpec
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from residual_mass.core.selection import Selected, exhaustive_topk
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import METHODS, Method, Seen, method_named
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.config import METHODS as OF_THE_PAPER
+from residual_mass.study.labels import METHODS as OF_THE_PAPER
 
 STEPS = 10
 

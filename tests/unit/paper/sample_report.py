@@ -24,7 +24,7 @@ from residual_mass.paper.report.page import ReportFiles
 from residual_mass.paper.table import Cell, load_table
 from residual_mass.paper.tables import render as tables
 from residual_mass.runtime.columns import RUNTIME
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import BackboneSpec, ComparisonSpec, ReportSpec, TableSpec
 
 ROOT = TEMPLATES.parents[1]

@@ -13,7 +13,7 @@ from tests.records import recorded
 
 from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.paper.table import ALL_TASKS, Place
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import TableSpec
 
 TEMPLATES = Path(__file__).parents[3] / "paper_tables" / "templates"

@@ -11,7 +11,7 @@ from tests.records import recorded
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.runtime.columns import RUNTIME
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import BackboneSpec, TrainSpec, VariantSpec
 
 SMALL = BackboneSpec("mini", "org/Small-LM", "r1", "assets", "float32", "bytes", 8192, False, name="smol")

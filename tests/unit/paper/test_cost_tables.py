@@ -35,7 +35,7 @@ from residual_mass.files import csv_text, sha256_of
 from residual_mass.paper import published
 from residual_mass.paper.table import load_table
 from residual_mass.paper.tables import runtime_table, training_cost_table
-from residual_mass.study.sections import CurriculumSpec, ReplaySpec
+from residual_mass.study.sections.training import CurriculumSpec, ReplaySpec
 from residual_mass.study.specs import TableSpec, TrainSpec
 from residual_mass.training.learner import Learner
 

@@ -26,7 +26,7 @@ from residual_mass.paper.figures.fidelity import (
     fidelity_tokens_points,
 )
 from residual_mass.paper.figures.render import run
-from residual_mass.study.sections import Resampling
+from residual_mass.study.sections.evaluation import Resampling
 from residual_mass.study.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")

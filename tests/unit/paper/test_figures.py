@@ -23,8 +23,8 @@ from residual_mass.paper.figures.training import (
     training_curves_points,
 )
 from residual_mass.paper.readers.training_log import join, read_log
-from residual_mass.study import sections
-from residual_mass.study.sections import kind_of
+from residual_mass.study.sections import figures as configured
+from residual_mass.study.sections.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
 
@@ -36,7 +36,7 @@ TRAINING, COSTS = spec("training_curves", "512", "1k"), spec("recipe_costs", "1k
 
 
 def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
-    assert set(FIGURES) == set(sections.FIGURES)
+    assert set(FIGURES) == set(configured.FIGURES)
     assert kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
     for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain", "entropy_gain_1b"):
         with pytest.raises(ValueError, match=f"^{label} is not one of fidelity, .*recipe_costs"):

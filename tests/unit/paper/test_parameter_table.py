@@ -26,7 +26,7 @@ from residual_mass.paper import published
 from residual_mass.paper.readers.maps_file import load_maps_file
 from residual_mass.paper.tables.parameter_table import COLUMNS, QUANTITIES
 from residual_mass.paper.tables.render import make_published
-from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.study.sections.training import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec, TableSpec, VariantSpec
 
 LABEL = "phi_param_count"

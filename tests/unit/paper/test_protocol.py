@@ -12,7 +12,7 @@ from residual_mass.benchmarks.decoding import decoding_settings, decoding_words
 from residual_mass.core.settings import length_and_variant
 from residual_mass.paper import published
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, VARIANTS, settings_of, text_of
-from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.study.sections.training import ObjectiveSpec
 
 CONFIG = Path(__file__).parents[3] / "config"
 

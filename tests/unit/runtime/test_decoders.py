@@ -19,7 +19,7 @@ from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 
 ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
 

@@ -27,7 +27,7 @@ from residual_mass.runtime import measure
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, state_bytes, step_traffic
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
 ANCHORS, MAP = AnchorSpec(4, 16), MapSpec(d_emb=24, d_phi=8)

@@ -28,7 +28,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.figures.summaries import bulk, check_distinct, head_means
 from residual_mass.paper.readers.diagnostics_file import HEAD, check_same, rows_at_budget, the_one
-from residual_mass.study.sections import MOST_PANELS
+from residual_mass.study.sections.figures import MOST_PANELS
 from residual_mass.study.specs import FigureSpec
 
 BINS = 40

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from residual_mass.paper.figures import calibration, fidelity, heads, kernels, masses, training
 from residual_mass.paper.figures.style import paper_style, save
 from residual_mass.provenance import Record
-from residual_mass.study.sections import kind_of
+from residual_mass.study.sections.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
 Points = Callable[[FigureSpec, Sequence[Path]], pd.DataFrame]

@@ -10,7 +10,7 @@ from residual_mass.files import read_csv
 from residual_mass.paper.readers import optional
 from residual_mass.paper.table import Interval
 from residual_mass.runtime.columns import RUNTIME
-from residual_mass.study.config import METHODS
+from residual_mass.study.labels import METHODS
 
 PROTOTYPE, FUSED = "prototype", "fused"
 IMPLEMENTATIONS = (PROTOTYPE, FUSED)

@@ -17,7 +17,7 @@ from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place,
 from residual_mass.paper.tables import notes as note
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, model_warnings
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title, corpus_title
-from residual_mass.study.config import ACCOUNTING_TABLE as LABEL
+from residual_mass.study.labels import ACCOUNTING_TABLE as LABEL
 from residual_mass.study.specs import TableSpec
 
 QUANTITIES = (*METHODS, "e_exact_nosub", LOG_Z)

@@ -42,7 +42,7 @@ from residual_mass.paper.titles import (
     corpus_title,
     trained_at_title,
 )
-from residual_mass.study.config import FIDELITY_ANSWERS, FIDELITY_TABLE, METHODS
+from residual_mass.study.labels import FIDELITY_ANSWERS, FIDELITY_TABLE, METHODS
 from residual_mass.study.specs import TableSpec
 
 OF_FULL = (NLL, FIRST)

@@ -21,7 +21,7 @@ from residual_mass.paper.titles import (
     variant_title,
     width_title,
 )
-from residual_mass.study.config import METHODS, PUBLISHED
+from residual_mass.study.labels import METHODS, PUBLISHED
 from residual_mass.study.specs import TableSpec
 
 PUBLISHED_D_PHI = 64

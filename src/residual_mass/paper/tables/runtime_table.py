@@ -17,8 +17,8 @@ from residual_mass.paper.readers.runtime_file import FUSED, PROTOTYPE, Latency, 
 from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place, Row, Table
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title
-from residual_mass.study.config import METHODS
-from residual_mass.study.config import RUNTIME_TABLES as PREFIX
+from residual_mass.study.labels import METHODS
+from residual_mass.study.labels import RUNTIME_TABLES as PREFIX
 from residual_mass.study.specs import TableSpec
 
 PUBLISHED = tuple(f"{PREFIX}{backbone}" for backbone in MODELS)

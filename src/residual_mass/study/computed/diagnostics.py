@@ -1,0 +1,138 @@
+"""Rows of attention, what is read out of them, and the latency of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from snakemake.io import expand
+
+from residual_mass.core.settings import to_json, tokens_of
+from residual_mass.diagnostics import CWE
+from residual_mass.recipes import RECIPES
+from residual_mass.study import paths
+from residual_mass.study.computed.evaluation import EvaluationJobs
+from residual_mass.study.computed.registry import Wildcards, known, maps_specs, shared
+from residual_mass.study.sections.diagnostics import Head, Latencies, Sampling
+from residual_mass.study.sections.evaluation import Resampling
+from residual_mass.study.specs import AuditSpec, CaptureSpec, FindingsSpec, KernelsSpec, MapErrorsSpec, RuntimeSpec
+
+ERROR_TOLERANCE, LOG_MASS_TOLERANCE = 1e-5, 1e-4
+"""Largest differences that the audit of captured rows lets pass."""
+
+
+class DiagnosticsJobs(EvaluationJobs):
+    """Jobs that measure attention, feature maps and latency."""
+
+    def prompts_of_packs(self, wildcards: Wildcards) -> list[str]:
+        """RULER's frozen prompts, where the packs are made of them."""
+        if wildcards.corpus != CWE:
+            return []
+        tokenizer = self.backbone_of(wildcards).tokenizer
+        return [paths.PROMPTS.format(benchmark="ruler", tokenizer=tokenizer, length=wildcards.length)]
+
+    def capture_spec(self, wildcards: Wildcards) -> str:
+        study = self.study_of(wildcards)
+        captured = study.diagnostics
+        (maps,) = maps_specs([study.maps.main])
+        spec = CaptureSpec(
+            **self.identity(wildcards),
+            corpus=wildcards.corpus,
+            length=wildcards.length,
+            budgets=study.budgets,
+            anchors=study.anchors,
+            maps=maps,
+            audited=captured.audited,
+            recipe=RECIPES["capture"],
+            **shared(Sampling, captured),
+        )
+        return to_json(spec)
+
+    def audit_spec(self, wildcards: Wildcards) -> str:
+        anchors = self.study_of(wildcards).anchors
+        return to_json(AuditSpec(anchors, ERROR_TOLERANCE, LOG_MASS_TOLERANCE, RECIPES["audit"]))
+
+    def kernel_maps(self, wildcards: Wildcards) -> list[str]:
+        """Labels of the maps whose kernels are shown: the main ones, and at the ablations' point theirs as well."""
+        study = self.study_of(wildcards)
+        ablated = wildcards.backbone in study.ablations.backbones and wildcards.length == study.ablations.length
+        return [study.maps.main, *(self.group_maps(study, "ablation") if ablated else [])]
+
+    def kernels_phi(self, wildcards: Wildcards) -> list[str]:
+        return expand(paths.PHI, backbone=wildcards.backbone, maps=self.kernel_maps(wildcards))
+
+    def kernels_spec(self, wildcards: Wildcards) -> str:
+        study = self.study_of(wildcards)
+        captured = study.diagnostics
+        spec = KernelsSpec(
+            **self.identity(wildcards),
+            corpus=wildcards.corpus,
+            length=wildcards.length,
+            budget_percent=captured.budget,
+            anchors=study.anchors,
+            maps=maps_specs(self.kernel_maps(wildcards)),
+            queries=captured.queries,
+            seed=captured.seed,
+            recipe=RECIPES["kernels"],
+            **shared(Head, captured.head),
+        )
+        return to_json(spec)
+
+    def captured_by(self, pattern: str) -> Callable[[Wildcards], list[str]]:
+        """The files of all corpora and lengths that a backbone's findings are read out of."""
+
+        def files(wildcards: Wildcards) -> list[str]:
+            captured = self.study_of(wildcards).diagnostics
+            known("backbone", wildcards.backbone, captured.backbones, "diagnostics.backbones of its study")
+            return expand(pattern, backbone=wildcards.backbone, corpus=captured.corpora, length=captured.lengths)
+
+        return files
+
+    def findings_spec(self, wildcards: Wildcards) -> str:
+        study = self.study_of(wildcards)
+        captured = study.diagnostics
+        spec = FindingsSpec(
+            study=self.backbone_of(wildcards).study,
+            budget_percent=captured.budget,
+            corpus=captured.corpora[0],
+            length=max(captured.lengths, key=tokens_of),
+            recipe=RECIPES["findings"],
+            **shared(Resampling, study.score),
+        )
+        return to_json(spec)
+
+    def maps_at(self, wildcards: Wildcards) -> list[str]:
+        """Labels of all maps that a study evaluates for a backbone at a length."""
+        study = self.study_of(wildcards)
+        labels = [*(study.mismatch.maps if wildcards.backbone in study.mismatch.backbones else ()), study.maps.main]
+        if wildcards.backbone in study.ablations.backbones and wildcards.length == study.ablations.length:
+            labels += [wildcards.length, *self.group_maps(study, "ablation")]
+        return list(dict.fromkeys(labels))
+
+    def phi_at(self, wildcards: Wildcards) -> list[str]:
+        return expand(paths.PHI, backbone=wildcards.backbone, maps=self.maps_at(wildcards))
+
+    def map_errors_spec(self, wildcards: Wildcards) -> str:
+        study = self.study_of(wildcards)
+        captured = study.diagnostics
+        spec = MapErrorsSpec(
+            backbone=self.backbone_of(wildcards),
+            corpus=captured.corpora[0],
+            length=wildcards.length,
+            budgets=study.budgets,
+            anchors=study.anchors,
+            maps=maps_specs(self.maps_at(wildcards)),
+            recipe=RECIPES["map_errors"],
+            **shared(Sampling, captured),
+        )
+        return to_json(spec)
+
+    def runtime_spec(self, wildcards: Wildcards) -> str:
+        study = self.study_of(wildcards)
+        spec = RuntimeSpec(
+            **self.identity(wildcards),
+            anchors=study.anchors,
+            map=study.phi.map,
+            recipe=RECIPES["runtime"],
+            **shared(Latencies, study.runtime),
+        )
+        return to_json(spec)

@@ -1,0 +1,17 @@
+"""Names of methods, tables and figures that more than one place tells from others."""
+
+METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
+"""Those of the paper, in the order of its tables; `residual_mass.methods` has all."""
+ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
+"""The ablation that each of these tables shows."""
+ACCOUNTING_TABLE = "exact_accounting"
+FIDELITY_TABLE, FIDELITY_ANSWERS = FIDELITY_TABLES = "fidelity", "fidelity_answers"
+"""Of held-out texts, and of the answers to a benchmark's prompts."""
+RUNTIME_TABLES = "runtime_"
+"""What the tables of latencies begin with; the backbone follows."""
+PUBLISHED = "published"
+"""The folder of the tables with the paper's own values, in place of a study's name."""
+COSTS = "recipe_costs"
+"""The figure that the target `recipes` makes, and `all` does not."""
+KERNEL_FIDELITY = "ablation_kernel_fidelity"
+"""The figure that shows the maps of the ablations, at their length."""

@@ -1,0 +1,70 @@
+"""Measurements on the attention itself: what is captured of it, and its latency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from residual_mass.core.settings import Settings
+from residual_mass.diagnostics import CWE
+from residual_mass.study.parsing import Slip
+from residual_mass.study.sections.values import CorpusName, Count, Distinct, Length, Name, Natural, OneOrMore, Percent
+
+
+@dataclass(frozen=True)
+class Head(Settings):
+    """The head whose kernels are shown, counted from 0."""
+
+    layer: Natural
+    """Its layer."""
+    head: Natural
+    """The query head in the layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Settings):
+    """How many decode queries are measured."""
+
+    packs: Count
+    """Sequences; for `cwe` as many as there are prompts, if those are fewer."""
+    queries: Count
+    """Teacher-forced decode queries per sequence, right after the prefill."""
+    seed: Natural
+    """Seed of the sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics(Sampling):
+    """Per-head quantities on packed held-out text."""
+
+    backbones: Distinct[Name]
+    """Backbones that are captured on every text at every length, for the table and the claims."""
+    corpora: OneOrMore[CorpusName]
+    """Texts that can be captured on; the first is a text, on which all maps are compared, and `cwe` is made of RULER's
+    common-words prompts."""
+    lengths: OneOrMore[Length]
+    """Lengths that can be captured at."""
+    budget: Percent
+    """One of the budgets: what the table, the claims and the figures of a single K show."""
+    head: Head
+    audited: Count
+    """Attention rows of each text and length that are measured a second time, in float64, spread over the layers."""
+
+    def __post_init__(self) -> None:
+        if self.corpora[0] == CWE:
+            raise Slip("corpora", f"{CWE} comes first, where the text belongs that all maps are compared on")
+
+
+@dataclass(frozen=True)
+class Latencies(Settings):
+    """Where `results/runtime_<backbone>.csv` measures latency."""
+
+    contexts: OneOrMore[Length]
+    """Lengths of the prompts; what does not fit into memory is left out, and the table says so."""
+    batches: OneOrMore[Count]
+    """Prompts that are decoded at once (the paper: 1)."""
+    budget: Percent
+    """Exact-support budget that K comes from."""
+    repeats: Count
+    """Measured runs, after one that is not."""
+    seed: Natural
+    """Seed of the prompts and of the feature maps' random weights."""
