@@ -26,7 +26,7 @@ from residual_mass.benchmarks.store import Row
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.holm import holm
-from residual_mass.methods import NAMES
+from residual_mass.methods import names
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import Metric, metric_of_mean
 from residual_mass.provenance import Record
@@ -139,7 +139,7 @@ def collect(
 
 
 def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
-    return NAMES.index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
+    return names().index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
 
 
 def _check_complete(cell: dict[int, Row], examples: int, files: Sequence[Path], name: str) -> None:

@@ -22,7 +22,6 @@ from residual_mass.methods.topk import TopK
 
 __all__ = [
     "METHODS",
-    "NAMES",
     "Centroids",
     "ExactMass",
     "FirstOrder",
@@ -38,6 +37,7 @@ __all__ = [
     "TopK",
     "UniformSample",
     "method_named",
+    "names",
     "state_bytes",
 ]
 
@@ -90,6 +90,19 @@ class Method:
         return {"method": self.name, "residual": residual}
 
 
+def names() -> tuple[str, ...]:
+    """Names of all known methods, in the order of result files."""
+    return tuple(method.name for method in METHODS)
+
+
+def method_named(name: str) -> Method:
+    """Looks up a method; raises ValueError listing the known names."""
+    found = next((method for method in METHODS if method.name == name), None)
+    if found is None:
+        raise ValueError(f"method {name!r} is unknown; known are {', '.join(names())}")
+    return found
+
+
 METHODS = (
     Method("full", selector=None),
     Method("topk"),
@@ -111,11 +124,3 @@ METHODS = (
     Method("topk_exact_mass", residual=ExactMass()),
 )
 """All known methods, in the order of result files."""
-NAMES = tuple(method.name for method in METHODS)
-
-
-def method_named(name: str) -> Method:
-    """Looks up a method; raises ValueError listing the known names."""
-    if name not in NAMES:
-        raise ValueError(f"method {name!r} is unknown; known are {', '.join(NAMES)}")
-    return METHODS[NAMES.index(name)]

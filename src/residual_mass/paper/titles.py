@@ -19,13 +19,19 @@ METHOD_TITLES = {
     "topk": TOPK,
     "topk_phi": PHI,
     "topk_phi_nosub": Marked(rf"{PHI} (NoSub)"),
+    "topk_phi_moments": Marked(rf"{PHI}, mass of moments"),
     "topk_moments": Marked(rf"{TOPK}+moments"),
     "topk_moments_4b": Marked(rf"{TOPK}+moments, 4 blocks"),
     "topk_moments_8": Marked(rf"{TOPK}+moments, 8 clusters"),
+    "topk_moments_shared": Marked(rf"{TOPK}+moments, 64 clusters, one covariance"),
+    "topk_moments_rest": Marked(rf"{TOPK}+moments of the rest"),
+    "topk_moments_bf16": Marked(rf"{TOPK}+moments, bfloat16"),
     "topk_centroids": Marked(rf"{TOPK}+centroids"),
     "topk_first_order": Marked(rf"{TOPK}+first order"),
     "topk_gaussian": Marked(rf"{TOPK}+Gaussian, no cut"),
     "topk_mean": Marked(rf"{TOPK}+mean"),
+    "topk_sample": Marked(rf"{TOPK}+uniform sample"),
+    "topk_importance": Marked(rf"{TOPK}+importance sample"),
     "topk_exact_mass": Marked(rf"{TOPK}+exact mass"),
 }
 OURS = Marked("Ours")
@@ -51,6 +57,11 @@ def model_name(model_id: str) -> str:
 def backbone_title(spec: TableSpec, backbone: str, model_id: str) -> str:
     """The backbone's title in the spec, or else the model's name."""
     return spec.backbone_titles.get(backbone, model_name(model_id))
+
+
+def method_title(method: str) -> Marked:
+    """A method's title, or its name where it has none."""
+    return METHOD_TITLES.get(method, marked(method))
 
 
 def benchmark_title(benchmark: str) -> str:

@@ -128,6 +128,8 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             "benchmarks": sorted(study.benchmarks),
         }  # fmt: skip
         mismatch, ablations, captured = study.mismatch, study.ablations, study.diagnostics
+        if label in LAYOUTS:
+            shown |= {"own_methods": self.own_methods(study)}
         if label == FIDELITY_TABLE:
             shown |= {"lengths": study.fidelity.lengths, "benchmarks": [], "maps": self.forced_maps(study, names)}
         if label == FIDELITY_ANSWERS:
@@ -137,10 +139,12 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         if label == "cross_length_mismatch":
             shown |= {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "maps": mismatch.maps}
             shown |= {"budgets": [mismatch.budget], "benchmarks": ["ruler"]}
+            shown |= {"own_methods": self.own_methods(study, mismatch.budget)}
         if comparison := ABLATION_TABLES.get(label):
             shown |= {"backbones": ablations.backbones, "benchmarks": ablations.benchmarks}
             shown |= {"lengths": [ablations.length], "budgets": [ablations.budget]}
             shown |= {"maps": self.compared_maps(study, comparison)}
+            shown |= {"own_methods": self.own_methods(study, ablations.budget)}
         if label == ACCOUNTING_TABLE:
             shown |= {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
         if label in (PARAMETER_TABLE, TRAINING_TABLE):

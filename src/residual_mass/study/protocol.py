@@ -101,7 +101,7 @@ class Study(Settings):
         yield from unknown("fidelity.methods", self.fidelity.methods, others)
         yield from self._comparison_slips()
         yield from self._length_slips()
-        yield from unknown("methods", self.methods, methods.NAMES)
+        yield from unknown("methods", self.methods, methods.names())
         if self.tables and not set(self.methods) >= set(METHODS):
             yield Slip("methods", f"tables show every method of the paper; have {', '.join(METHODS)}, or tables empty")
         yield from self._table_slips()

@@ -321,6 +321,8 @@ class TableSpec(Settings):
     """Lengths at which a benchmark is evaluated, where not at all of the table's; other cells print `--`."""
     maps: tuple[str, ...] = ()
     """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
+    own_methods: tuple[str, ...] = ()
+    """Methods that the paper lacks: the last rows of a table of scores."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
 
 

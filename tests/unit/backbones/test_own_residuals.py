@@ -61,7 +61,6 @@ class Nothing(AllOfIt):
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     more = (Method("topk_all", residual=AllOfIt()), Method("topk_nothing", residual=Nothing()))
     monkeypatch.setattr(methods, "METHODS", METHODS + more)
-    monkeypatch.setattr(methods, "NAMES", tuple(one.name for one in METHODS + more))
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,9 @@ from residual_mass.paper.figures.style import (
     tick_logarithmic,
 )
 from residual_mass.paper.figures.summaries import equal_parts
-from residual_mass.paper.marked import marked
 from residual_mass.paper.readers.diagnostics_file import only_file
 from residual_mass.paper.table import ALL_TASKS
-from residual_mass.paper.titles import METHOD_TITLES, benchmark_title, trained_at_title
+from residual_mass.paper.titles import benchmark_title, method_title, trained_at_title
 from residual_mass.study.specs import FigureSpec
 
 Arm = tuple[str, str, bool]
@@ -254,5 +253,5 @@ def _looks(points: pd.DataFrame) -> dict[Arm, Look]:
 
 def _handle(arm: Arm, look: Look) -> Line2D:
     method, maps, other = arm
-    label = trained_at_title(maps) if other else METHOD_TITLES.get(method, marked(method))
+    label = trained_at_title(maps) if other else method_title(method)
     return Line2D([], [], color=look.colour, marker=look.marker, linestyle=look.line, label=label, **LINE)

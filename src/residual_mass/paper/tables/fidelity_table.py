@@ -35,11 +35,11 @@ from residual_mass.paper.tables.layouts import Slice
 from residual_mass.paper.tables.score_table import best_of_columns
 from residual_mass.paper.tables.tally import tally
 from residual_mass.paper.titles import (
-    METHOD_TITLES,
     TOPK,
     backbone_title,
     benchmark_title,
     corpus_title,
+    method_title,
     trained_at_title,
 )
 from residual_mass.study.labels import FIDELITY_ANSWERS, FIDELITY_TABLE, METHODS
@@ -128,7 +128,7 @@ class _Measured:
         methods = [(method, None) for method in METHODS]
         arms = dict.fromkeys([*methods, *((place.method, place.maps) for place in self.rows)])
         return [
-            Slice(trained_at_title(maps) if maps else METHOD_TITLES.get(method, marked(method)),
+            Slice(trained_at_title(maps) if maps else method_title(method),
                   {"method": method, "maps": maps})
             for method, maps in arms
             if method != "full" or metric in OF_FULL

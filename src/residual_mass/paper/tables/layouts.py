@@ -13,10 +13,10 @@ from residual_mass.paper import published
 from residual_mass.paper.marked import Marked
 from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.paper.titles import (
-    METHOD_TITLES,
     OURS,
     OWN_ROW,
     benchmark_title,
+    method_title,
     trained_at_title,
     variant_title,
     width_title,
@@ -107,7 +107,7 @@ def _sweep(benchmark: str) -> Callable[[TableSpec], Layout]:
 
     def layout(spec: TableSpec) -> Layout:
         blocks = tuple(Slice(length, {"length": length, "benchmark": benchmark}) for length in spec.lengths)
-        return Layout(("Length", "Method"), spec.backbones, blocks, _method_rows(), _budget_columns(spec))
+        return Layout(("Length", "Method"), spec.backbones, blocks, _method_rows(spec), _budget_columns(spec))
 
     return layout
 
@@ -116,14 +116,14 @@ def _natural_main(spec: TableSpec) -> Layout:
     """LongBench's tasks by budgets."""
     place = {"benchmark": "longbench", "length": _only(spec, "lengths")}
     blocks = tuple(Slice(task.title, place | {"task": task.name}) for task in BENCHMARKS["longbench"])
-    return Layout(("Task", "Method"), spec.backbones, blocks, _method_rows(), _budget_columns(spec))
+    return Layout(("Task", "Method"), spec.backbones, blocks, _method_rows(spec), _budget_columns(spec))
 
 
 def _stress_1pct(spec: TableSpec) -> Layout:
     """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
     blocks = tuple(Slice(benchmark_title(name), {"benchmark": name}) for name in ("ruler", "babilong"))
     middle = sorted(spec.budgets)[(len(spec.budgets) - 1) // 2]
-    return Layout(("Benchmark", "Method"), spec.backbones, blocks, _method_rows(), _length_columns(spec), middle)
+    return Layout(("Benchmark", "Method"), spec.backbones, blocks, _method_rows(spec), _length_columns(spec), middle)
 
 
 def _cross_length_mismatch(spec: TableSpec) -> Layout:
@@ -164,21 +164,27 @@ LAYOUTS = {
 """By the table's label."""
 
 
-def _method_rows() -> tuple[Slice, ...]:
-    return tuple(Slice(METHOD_TITLES[method], _fixed_by(method)) for method in METHODS)
+def _method_rows(spec: TableSpec) -> tuple[Slice, ...]:
+    return tuple(Slice(method_title(method), _fixed_by(method)) for method in METHODS) + _own_rows(spec)
+
+
+def _own_rows(spec: TableSpec) -> tuple[Slice, ...]:
+    """The study's methods that the paper lacks."""
+    return tuple(Slice(Marked(method_title(name) + OWN_ROW), {"method": name}, own=True) for name in spec.own_methods)
 
 
 def _maps_rows(spec: TableSpec, title_of: Callable[[str], Marked]) -> tuple[Slice, ...]:
-    """The two baselines, then one row per feature maps: those of the paper's table, then any others."""
+    """The two baselines, a row per feature maps (those of the paper's table first), then our methods."""
     if not spec.maps:
         raise ValueError(f"table {spec.label}: maps is empty; list the labels of the feature maps to compare")
-    baselines = tuple(Slice(METHOD_TITLES[method], _fixed_by(method)) for method in ("full", "topk"))
+    baselines = tuple(Slice(method_title(method), _fixed_by(method)) for method in ("full", "topk"))
     theirs = published.variants_of(spec.label) if spec.label in published.labels() else None
     rows = [(maps, theirs is not None and length_and_variant(maps)[1] not in theirs) for maps in spec.maps]
-    return baselines + tuple(
+    of_maps = tuple(
         Slice(Marked(title_of(maps) + OWN_ROW * own), {"method": "topk_phi", "maps": maps}, own)
         for maps, own in sorted(rows, key=lambda row: row[1])
     )
+    return baselines + of_maps + _own_rows(spec)
 
 
 def _fixed_by(method: str) -> dict[str, Any]:

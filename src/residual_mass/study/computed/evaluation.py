@@ -16,6 +16,7 @@ from residual_mass.study import paths
 from residual_mass.study.computed.prompts import PromptJobs
 from residual_mass.study.computed.registry import Wildcards, known, maps_specs, shared
 from residual_mass.study.computed.training import TrainingJobs
+from residual_mass.study.labels import METHODS
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.evaluation import Decoding, Resampling
 from residual_mass.study.specs import GenerateSpec, ScoreSpec
@@ -55,7 +56,19 @@ class EvaluationJobs(PromptJobs, TrainingJobs):
     def compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
         budget = study.mismatch.budget if comparison == "mismatch" else study.ablations.budget
         rows = (ArmSpec("topk_phi", budget, maps) for maps in self.compared_maps(study, comparison))
-        return (ArmSpec("full"), ArmSpec("topk", budget), *rows)
+        own = (ArmSpec(name, budget) for name in self.own_methods(study, budget))
+        return (ArmSpec("full"), ArmSpec("topk", budget), *rows, *own)
+
+    @staticmethod
+    def own_methods(study: Study, budget: float | None = None) -> tuple[str, ...]:
+        """The study's methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
+        if budget is None:
+            return tuple(name for name in study.methods if name not in METHODS)
+        return tuple(
+            name
+            for name in EvaluationJobs.own_methods(study)
+            if budget in study.budgets and not method_named(name).needs_maps
+        )
 
     def group_phi(self, wildcards: Wildcards) -> list[str]:
         labels = self.group_maps(self.study_of(wildcards), wildcards.group)
