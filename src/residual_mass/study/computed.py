@@ -17,7 +17,7 @@ from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.decoding import decoding_words
 from residual_mass.core import estimators
 from residual_mass.core.settings import ArmSpec, MapsSpec, length_and_variant, maps_label, to_json, tokens_of
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.config import Configuration, Study
@@ -449,7 +449,7 @@ class Computed:
 
     def prompts_of_packs(self, wildcards: Wildcards) -> list[str]:
         """RULER's frozen prompts, where the packs are made of them."""
-        if wildcards.corpus != CWE:
+        if wildcards.corpus not in PROMPT_PACKS:
             return []
         tokenizer = self.backbone_of(wildcards).tokenizer
         return [paths.PROMPTS.format(benchmark="ruler", tokenizer=tokenizer, length=wildcards.length)]

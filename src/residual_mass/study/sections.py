@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from residual_mass.core.settings import MapSpec, Settings
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.inputs.texts import MEASURED, TRAINED
 from residual_mass.study.parsing import Slip, parsed
 
 COSTS = "recipe_costs"
@@ -35,6 +36,17 @@ def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _one_of(names: Sequence[str]) -> Any:
+    """The type of a text that is one of these names."""
+
+    def known(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name} is not one of {', '.join(names)}")
+        return name
+
+    return Annotated[str, AfterValidator(known), Field(json_schema_extra={"enum": list(names)})]
+
+
 Item = TypeVar("Item")
 Count = Annotated[int, Field(ge=1, title="count")]
 Natural = Annotated[int, Field(ge=0, title="integer")]
@@ -46,7 +58,9 @@ Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", title="text")]
 Length = Annotated[str, Field(pattern=r"^[1-9][0-9]*k?$", title="length")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", title="name")]
 ShortName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", title="short name")]
-CorpusName = Annotated[str, Field(pattern=r"^[a-z0-9]+$", title="corpus")]
+TrainedText = _one_of(TRAINED)
+HeldOutText = _one_of(MEASURED)
+MeasuredText = _one_of((*MEASURED, *PROMPT_PACKS))
 Label = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", title="label")]
 Distinct = Annotated[tuple[Item, ...], AfterValidator(_unique), Field(json_schema_extra={"uniqueItems": True})]
 OneOrMore = Annotated[
@@ -150,8 +164,8 @@ class CurriculumSpec(Settings):
 class TrainingSettings(Settings):
     """How feature maps are trained."""
 
-    corpora: Annotated[tuple[CorpusName, ...], Field(min_length=1)]
-    """Training texts, taken in turn: `sotu`, `wiki`, `pydoc` (assets), `fineweb`, `arxiv`, `bigpatent` (hub)."""
+    corpora: Annotated[tuple[TrainedText, ...], Field(min_length=1)]
+    """Training texts, taken in turn."""
     steps: Count
     """Optimisation steps."""
     learning_rate: Positive
@@ -171,9 +185,8 @@ class TrainingSettings(Settings):
     replay: ReplaySpec
     curriculum: CurriculumSpec | None
     """Shorter sequences at the start; `null` trains on whole ones throughout."""
-    held_out: OneOrMore[CorpusName]
-    """Texts that progress is measured on: `sotu`, `wiki`, `pydoc`, `books` (assets), `wikitext` (hub); figures show the
-    first."""
+    held_out: OneOrMore[HeldOutText]
+    """Texts that progress is measured on; figures show the first."""
     eval_budgets: OneOrMore[Percent]
     """Budgets at which progress is measured."""
     eval_every: Count
@@ -269,8 +282,8 @@ class Benchmark(Decoding):
 class Continuations(Settings):
     """Texts that every arm is made to continue, token by token as they are given."""
 
-    corpora: Distinct[CorpusName]
-    """Held-out texts: `sotu`, `wiki`, `pydoc`, `books` (assets), `wikitext` (hub); they are continued as they go on."""
+    corpora: Distinct[HeldOutText]
+    """Held-out texts; they are continued as they go on."""
     documents: Count
     """Documents of each; no two share text."""
     tokens: Count
@@ -352,7 +365,7 @@ class Sampling(Settings):
     """How many decode queries are measured."""
 
     packs: Count
-    """Sequences; for `cwe` as many as there are prompts, if those are fewer."""
+    """Sequences; for texts made of prompts as many as there are prompts, if those are fewer."""
     queries: Count
     """Teacher-forced decode queries per sequence, right after the prefill."""
     seed: Natural
@@ -365,9 +378,8 @@ class Diagnostics(Sampling):
 
     backbones: Distinct[Name]
     """Backbones that are captured on every text at every length, for the table and the claims."""
-    corpora: OneOrMore[CorpusName]
-    """Texts that can be captured on; the first is a text, on which all maps are compared, and `cwe` is made of RULER's
-    common-words prompts."""
+    corpora: OneOrMore[MeasuredText]
+    """Texts that can be captured on; all maps are compared on the first, which is not made of prompts."""
     lengths: OneOrMore[Length]
     """Lengths that can be captured at."""
     budget: Percent
@@ -377,8 +389,8 @@ class Diagnostics(Sampling):
     """Attention rows of each text and length that are measured a second time, in float64, spread over the layers."""
 
     def __post_init__(self) -> None:
-        if self.corpora[0] == CWE:
-            raise Slip("corpora", f"{CWE} comes first, where the text belongs that all maps are compared on")
+        if (first := self.corpora[0]) in PROMPT_PACKS:
+            raise Slip("corpora", f"{first} comes first, where the text belongs that all maps are compared on")
 
 
 @dataclass(frozen=True)
