@@ -48,7 +48,7 @@ class Table:
 
 
 def _cell(text: str | None) -> str:
-    return html.unescape(text or "").strip().replace("|", "/")
+    return html.unescape(text or "").strip(" ,").replace("|", "/")
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -153,7 +153,7 @@ def test_tables_have_a_row_for_each_paragraph_of_a_known_form(tmp_path: Path) ->
         "Jan Beck | elder": "Jan Beck (Turku, June 5, 1802 – 7 July 1880) was a keeper of lighthouses. He sang.",
         "&quot;Glass&quot;": "Glass is a 2004 Danish drama film directed by Lena M. Holt and Emil Strand. "
         "It stars Mina Sol, A. B. Reyl and others.",
-        "Old Glass": 'Old Glass is the second studio album by the band Harrow. It was released on March 3, 1999 by '
+        "Old Glass": "Old Glass is the second studio album by the band Harrow, released on March 3, 1999 by "
         "Tarn Records.",
         "Besh, Ohio": "Besh is a town in Salt County, Ohio, United States. In 2010, the population was 12,345.",
         "1999 Tarn Race": "The race (May 3, 1999 – May 9, 1999) was a stage race.",
