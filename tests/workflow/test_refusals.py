@@ -258,6 +258,22 @@ def compare_maps_on_prompts(study: dict[str, Any]) -> None:
     study["diagnostics"]["corpora"] = ["cwe", "wiki"]
 
 
+def compare_maps_on_needles(study: dict[str, Any]) -> None:
+    study["diagnostics"]["corpora"] = ["needles", "wiki"]
+
+
+def continue_an_unknown_text(study: dict[str, Any]) -> None:
+    study["fidelity"]["corpora"] = ["wiki", "poems"]
+
+
+def continue_prompts_as_a_text(study: dict[str, Any]) -> None:
+    study["fidelity"]["corpora"] = ["needles"]
+
+
+def train_on_held_out_text(study: dict[str, Any]) -> None:
+    study["phi"]["corpora"] = ["tables"]
+
+
 def tabulate_no_diagnostics(study: dict[str, Any]) -> None:
     study["diagnostics"]["backbones"] = []
 
@@ -313,6 +329,16 @@ STUDY_SLIPS = [
         compare_maps_on_prompts,
         "diagnostics.corpora: cwe comes first, where the text belongs that all maps are compared on",
     ),
+    (
+        compare_maps_on_needles,
+        "diagnostics.corpora: needles comes first, where the text belongs that all maps are compa",
+    ),
+    (
+        continue_an_unknown_text,
+        "fidelity.corpora.1: poems is not one of sotu, wiki, pydoc, books, code, tables, wikitext",
+    ),
+    (continue_prompts_as_a_text, "fidelity.corpora.0: needles is not one of sotu, wiki, "),
+    (train_on_held_out_text, "phi.corpora.0: tables is not one of sotu, wiki, pydoc, fineweb, arxiv, bigpatent"),
     (tabulate_no_diagnostics, "tables: exact_accounting needs a backbone in diagnostics.backbones"),
     (break_down_without_a_length, "figures.fixedk_breakdown_other.length: missing key"),
     (capture_a_text_twice, "diagnostics.corpora: has wiki twice; remove one"),

@@ -1,6 +1,6 @@
 """Per-head quantities on packed held-out text, and what is read out of them.
 
-Needs: the assets, feature maps, the backbone; RULER's prompts for the corpus cwe.
+Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
 Makes: results/diagnostics/: heads, mass, rows, kernels_{backbone}_{corpus}_{length}; audit_{backbone}_{corpus}_{length}.csv;
 accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv
 """

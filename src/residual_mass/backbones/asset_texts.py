@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from residual_mass.backbones.asset_tables import TABLES
 from residual_mass.files import read_json, read_text
 from residual_mass.inputs.assets import require_whole
+from residual_mass.provenance import MANIFEST
 
 MAKE = "run the assets stage"
 SEPARATOR = "\n\n"
 """Separates documents, and the paragraphs of a document."""
-ASSET_CORPORA = ("sotu", "wiki", "pydoc")
-"""Corpora of the assets to train on, without their held-out documents."""
-BOOK_CHARACTERS = 20_000
-"""Minimum length of a document made of consecutive paragraphs, about 5,000 tokens."""
+RUN_CHARACTERS = 20_000
+"""Minimum length of a document made of consecutive paragraphs or rows, about 5,000 tokens."""
 BOOK_BEGINS = re.compile(r"\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG", re.IGNORECASE)
 BOOK_IS_OVER = re.compile(
     r"The Project Gutenberg eBook of|End of (the )?Project Gutenberg|\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG",
@@ -26,13 +26,16 @@ BOOK_IS_OVER = re.compile(
 
 def read_documents(name: str, assets: Path) -> list[str]:
     """Reads the documents of a corpus; raises ValueError if its files are missing or changed."""
-    readers = {"sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts}
-    require_whole(assets, f"corpora/{name}", *(["qa/hotpotqa.json"] if name == "wiki" else []))
+    readers = {
+        "sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts, "code": _modules,
+        "tables": _tables,
+    }  # fmt: skip
+    require_whole(assets, f"corpora/{name}", *(["qa/hotpotqa.json"] if name in ("wiki", "tables") else []))
     return readers[name](assets)
 
 
 def _speeches(assets: Path) -> list[str]:
-    return [read_text(file, MAKE) for file in _files(assets / "corpora" / "sotu")]
+    return [read_text(file, MAKE) for file in _files(assets / "corpora" / "sotu", "*.txt")]
 
 
 def _paragraphs(assets: Path) -> list[str]:
@@ -56,8 +59,8 @@ def _topics(assets: Path) -> list[str]:
 
 def _book_parts(assets: Path) -> list[str]:
     """Returns runs of paragraphs in order, so that a sequence longer than a run continues in the same book."""
-    files = _files(assets / "corpora" / "books")
-    return [part for file in files for book in _books(read_text(file, MAKE)) for part in _runs(book)]
+    files = _files(assets / "corpora" / "books", "*.txt")
+    return [part for file in files for book in _books(read_text(file, MAKE)) for part in _runs(book, SEPARATOR)]
 
 
 def _books(text: str) -> list[list[str]]:
@@ -75,21 +78,32 @@ def _books(text: str) -> list[list[str]]:
     return [re.split(r"\n\s*\n", "\n".join(lines).strip()) for lines in books if any(lines)]
 
 
-def _runs(paragraphs: Sequence[str]) -> list[str]:
-    """Joins consecutive paragraphs to documents of at least BOOK_CHARACTERS; the last may be shorter."""
+def _runs(parts: Sequence[str], separator: str) -> list[str]:
+    """Joins consecutive parts to documents of at least RUN_CHARACTERS; the last may be shorter."""
     runs: list[list[str]] = []
-    size = BOOK_CHARACTERS
-    for paragraph in paragraphs:
-        if size >= BOOK_CHARACTERS:
+    size = RUN_CHARACTERS
+    for part in parts:
+        if size >= RUN_CHARACTERS:
             runs.append([])
             size = 0
-        runs[-1].append(paragraph)
-        size += len(paragraph) + len(SEPARATOR)
-    return [SEPARATOR.join(run) for run in runs]
+        runs[-1].append(part)
+        size += len(part) + len(separator)
+    return [separator.join(run) for run in runs]
 
 
-def _files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.txt"))
+def _modules(assets: Path) -> list[str]:
+    """Returns the source files of a Python package, those of a folder one after another."""
+    return [read_text(file, MAKE) for file in _files(assets / "corpora" / "code", "*.py")]
+
+
+def _tables(assets: Path) -> list[str]:
+    """Returns runs of rows under the head of their table."""
+    paragraphs = _paragraphs(assets)
+    return [f"{table.head}\n{rows}" for table in TABLES for rows in _runs(table.rows(paragraphs), "\n")]
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    files = sorted(folder.glob(pattern))
     if not files:
-        raise ValueError(f"{folder}: no texts in it; run the assets stage")
+        raise ValueError(f"{folder}: no texts in it; delete {MANIFEST} of the assets if it is there, and {MAKE}")
     return files

@@ -15,16 +15,15 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR, read_documents
+from residual_mass.backbones.asset_texts import SEPARATOR, read_documents
 from residual_mass.backbones.hub_stream import HubStream, either, too_small
 from residual_mass.backbones.loading import special_prefix
-from residual_mass.inputs.hub_data import HUB
+from residual_mass.inputs.hub_data import HUB, STREAMED
 from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.inputs.texts import HELD_OUT_ONLY, MEASURED, TRAINED
 
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
-HELD_OUT_ONLY = ("books", "wikitext")
-"""Corpora that no recipe trains on, for measurements on unseen sources."""
 DRAWS = 20
 """Sequences that are drawn for each one wanted, in search of those that share no document."""
 
@@ -201,16 +200,17 @@ def is_held_out(document: str) -> bool:
 
 
 def _check_trained(name: str) -> None:
-    known = [*ASSET_CORPORA, *(each for each in HUB if each not in HELD_OUT_ONLY)]
     if name in HELD_OUT_ONLY:
-        raise ValueError(f"corpus {name!r} is held out for measurements; train on {known[0]} instead")
-    if name not in known:
-        raise ValueError(f"corpus {name!r} is unknown; known are {', '.join(known)}")
+        raise ValueError(f"corpus {name!r} is held out for measurements; train on {TRAINED[0]} instead")
+    _check_known(name, TRAINED)
 
 
 def _check_held_out(name: str) -> None:
-    known = [*ASSET_CORPORA, *HELD_OUT_ONLY]
-    if name in HUB and name not in HELD_OUT_ONLY:
-        raise ValueError(f"all of corpus {name!r} is trained on, none is held out; choose {either(known)}")
+    if name in STREAMED:
+        raise ValueError(f"all of corpus {name!r} is trained on, none is held out; choose {either(MEASURED)}")
+    _check_known(name, MEASURED)
+
+
+def _check_known(name: str, known: Sequence[str]) -> None:
     if name not in known:
         raise ValueError(f"corpus {name!r} is unknown; known are {', '.join(known)}")

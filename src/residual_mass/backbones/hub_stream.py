@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.backbones.asset_texts import ASSET_CORPORA, SEPARATOR
+from residual_mass.backbones.asset_texts import SEPARATOR
 from residual_mass.backbones.loading import special_prefix
 from residual_mass.inputs.hub_commits import commit_of
 from residual_mass.inputs.hub_data import HUB
 from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, StoredPart, in_one_line, reader_of
+from residual_mass.inputs.texts import ASSET_CORPORA
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

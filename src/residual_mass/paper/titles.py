@@ -12,7 +12,10 @@ from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.specs import TableSpec
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
-CORPUS_TITLES = {"wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "cwe": "CWE"}
+CORPUS_TITLES = {
+    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "tables": "Tables", "cwe": "CWE",
+    "needles": "Needles",
+}  # fmt: skip
 FULL, TOPK, PHI = Marked("Full"), Marked("Top-$K$"), Marked(r"Top-$K{+}\phi$")
 METHOD_TITLES = {
     "full": FULL,

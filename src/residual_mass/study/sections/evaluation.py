@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from residual_mass.core.settings import Settings
-from residual_mass.study.sections.values import CorpusName, Count, Distinct, Length, Name, Natural, OneOrMore, Percent
+from residual_mass.study.sections.values import Count, Distinct, HeldOutText, Length, Name, Natural, OneOrMore, Percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Benchmark(Decoding):
 class Continuations(Settings):
     """Texts that every arm is made to continue, token by token as they are given."""
 
-    corpora: Distinct[CorpusName]
-    """Held-out texts: `sotu`, `wiki`, `pydoc`, `books` (assets), `wikitext` (hub); they are continued as they go on."""
+    corpora: Distinct[HeldOutText]
+    """Held-out texts; they are continued as they go on."""
     documents: Count
     """Documents of each; no two share text."""
     tokens: Count

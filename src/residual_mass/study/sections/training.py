@@ -12,9 +12,9 @@ from pydantic import Field
 from residual_mass.core.settings import MapSpec, Settings
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.values import (
-    CorpusName,
     Count,
     Distinct,
+    HeldOutText,
     Length,
     Name,
     Natural,
@@ -23,6 +23,7 @@ from residual_mass.study.sections.values import (
     Percent,
     Positive,
     Share,
+    TrainedText,
 )
 
 
@@ -93,8 +94,8 @@ class CurriculumSpec(Settings):
 class TrainingSettings(Settings):
     """How feature maps are trained."""
 
-    corpora: Annotated[tuple[CorpusName, ...], Field(min_length=1)]
-    """Training texts, taken in turn: `sotu`, `wiki`, `pydoc` (assets), `fineweb`, `arxiv`, `bigpatent` (hub)."""
+    corpora: Annotated[tuple[TrainedText, ...], Field(min_length=1)]
+    """Training texts, taken in turn."""
     steps: Count
     """Optimisation steps."""
     learning_rate: Positive
@@ -114,9 +115,8 @@ class TrainingSettings(Settings):
     replay: ReplaySpec
     curriculum: CurriculumSpec | None
     """Shorter sequences at the start; `null` trains on whole ones throughout."""
-    held_out: OneOrMore[CorpusName]
-    """Texts that progress is measured on: `sotu`, `wiki`, `pydoc`, `books` (assets), `wikitext` (hub); figures show the
-    first."""
+    held_out: OneOrMore[HeldOutText]
+    """Texts that progress is measured on; figures show the first."""
     eval_budgets: OneOrMore[Percent]
     """Budgets at which progress is measured."""
     eval_every: Count

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field
+
+from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.inputs.texts import MEASURED, TRAINED
 
 
 def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if repeated := next((value for value in values if values.count(value) > 1), None):
         raise ValueError(f"has {repeated} twice; remove one")
     return values
+
+
+def _one_of(names: Sequence[str]) -> Any:
+    """The type of a text that is one of these names."""
+
+    def known(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name} is not one of {', '.join(names)}")
+        return name
+
+    return Annotated[str, AfterValidator(known), Field(json_schema_extra={"enum": list(names)})]
 
 
 Item = TypeVar("Item")
@@ -24,7 +39,9 @@ Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", title="text")]
 Length = Annotated[str, Field(pattern=r"^[1-9][0-9]*k?$", title="length")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", title="name")]
 ShortName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", title="short name")]
-CorpusName = Annotated[str, Field(pattern=r"^[a-z0-9]+$", title="corpus")]
+TrainedText = _one_of(TRAINED)
+HeldOutText = _one_of(MEASURED)
+MeasuredText = _one_of((*MEASURED, *PROMPT_PACKS))
 Label = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", title="label")]
 Distinct = Annotated[tuple[Item, ...], AfterValidator(_unique), Field(json_schema_extra={"uniqueItems": True})]
 OneOrMore = Annotated[
