@@ -149,7 +149,7 @@ def test_an_update_equals_the_state_made_at_once(method: Method) -> None:
     keys, values, mid, joined = Grown.keys, Grown.values, Grown.mid, Grown.joined
     residual: Residual = method.own
     first = residual.prepare(keys[:30], values[:30], mid[:30])
-    grown = residual.update(first, keys[30:], values[30:], joined[30:])
+    grown = residual.update(first, keys[30:], values[30:], joined[30:], 30)
     seen = seen_of(keys, values, queries_of(3), 4)._replace(unread=(mid & joined).expand(3, 50))
     if method.needs_maps:
         seen = seen._replace(phi=Terms(torch.ones(3, D).double(), torch.ones(3).double(), torch.zeros(3).double()))

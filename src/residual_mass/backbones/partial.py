@@ -43,6 +43,7 @@ def partial_kv(
     phi: PhiMaps | None = None,
     num_sink: int = 4,
     num_tail: int = 16,
+    fold: int | None = None,
 ) -> Iterator[PartialKV]:
     """Context in which prompts are read exactly and generated tokens attend to the prompt through `method`.
 
@@ -57,16 +58,21 @@ def partial_kv(
         phi: maps trained for this backbone; required by the methods with phi in their name, refused by those with
             another residual.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
+        fold: None reads every generated token exactly. A number folds that many older ones into the prompt whenever
+            twice as many were generated: they are retrieved and estimated as the prompt's tokens are, and the budget is
+            a share of both. Not with beams, which exchange generated tokens between rows.
 
     Raises:
         ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
             supported or already hooked.
     """
     arm = make_arm(method, budget)
+    if fold is not None and fold < 1:
+        raise ValueError(f"fold is {fold}, not 1 or more tokens")
     if getattr(model.generation_config, "prefill_chunk_size", None):
         raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
     attention_layers(model)
-    session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config))
+    session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config), fold)
     if phi is not None and arm.rule.own is not None and not arm.needs_maps:
         raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out, or take topk_phi_moments for both")
     if arm.needs_maps:
@@ -96,6 +102,7 @@ class PartialKV:
     arm: Arm
     anchors: AnchorSpec
     shape: HeadShape
+    fold: int | None = None
     maps: list[tuple[Map, Map]] | None = None
     partial_calls: dict[int, int] = field(default_factory=dict)
     _real: dict[int, Tensor] = field(default_factory=dict)
@@ -119,7 +126,11 @@ class PartialKV:
         self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         if self.arm.is_full:
             return exact_attention(module, query, key, value, mask, scale)
-        if index not in self._prefix:
+        folded = self.fold is not None and key.shape[2] - length > 2 * self.fold
+        if folded:
+            length += self.fold
+            self._real[index] = nn.functional.pad(self._real[index], (0, self.fold), value=True)
+        if folded or index not in self._prefix:
             self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length])
         layer, summary, rows = self._prefix[index]
         grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
@@ -130,7 +141,10 @@ class PartialKV:
 
     def _build(self, index: int, keys: Tensor, values: Tensor) -> tuple[PrefixLayer, Summary | None, ArmRows]:
         real = self._real[index]
-        layer = build_prefix(keys, values, real, self.anchors)
+        if index in self._prefix:
+            layer = self._prefix[index][0].grown(keys, values, real, self.anchors)
+        else:
+            layer = build_prefix(keys, values, real, self.anchors)
         summary = None if self.maps is None else summarise_prefix(layer, self.maps[index][1])
         group = self.shape.query_heads // self.shape.kv_heads
         rows = arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)

@@ -60,6 +60,19 @@ class PrefixLayer:
             self.states[residual] = residual.prepare(keys, values, self.partition.mid[:, :, 0])
         return self.states[residual]
 
+    def grown(self, keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
+        """The prefix with further columns, as `build_prefix` makes it, and with its states brought up to date. The last
+        anchors move along, so that those of before join the mid-region.
+        """
+        layer = build_prefix(keys, values, real, anchors)
+        start = max(0, self.keys.shape[2] - anchors.tail)
+        before = nn.functional.pad(self.partition.mid, (0, keys.shape[2] - self.keys.shape[2]))
+        joined = (layer.partition.mid & ~before)[:, :, 0, start:]
+        new_keys, new_values = (promoted(x[:, :, start:]) for x in (keys, values))
+        for residual, state in self.states.items():
+            layer.states[residual] = residual.update(state, new_keys, new_values, joined, start)
+        return layer
+
     def at(self, examples: Tensor) -> PrefixLayer:
         """Selects examples, given as indices."""
         masks, slots = self.partition, self.anchors

@@ -48,7 +48,7 @@ class Centroids:
 
         return _clusters(keys, values, clusters(keys, mid.expand(keys.shape[:-1]), self.clusters))
 
-    def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor) -> Clusters:
+    def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
         """Adds tokens to the clusters of the nearest mean key."""
         import torch
 
@@ -58,7 +58,9 @@ class Centroids:
         count = state.count + new.count
         share = (new.count / count.clamp_min(1)).unsqueeze(-1)
         centroids = state.centroids + share * (new.centroids - state.centroids)
-        return Clusters(centroids, count, state.value_sum + new.value_sum, torch.cat((state.cluster, new.cluster), -1))
+        return Clusters(
+            centroids, count, state.value_sum + new.value_sum, torch.cat((state.cluster[..., :start], new.cluster), -1)
+        )
 
     def terms(self, seen: Seen, state: Clusters) -> Terms:
         from residual_mass.core.accounting import exact_terms

@@ -32,7 +32,7 @@ class ExactMass:
         weights = mid.expand(keys.shape[:-1]).to(values.dtype).unsqueeze(-1)
         return MeanValue((weights * values).sum(-2) / weights.sum(-2).clamp_min(1), weights.sum((-2, -1)))
 
-    def update(self, state: MeanValue, keys: Tensor, values: Tensor, joined: Tensor) -> MeanValue:
+    def update(self, state: MeanValue, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MeanValue:
         new = self.prepare(keys, values, joined)
         count = state.count + new.count
         share = (new.count / count.clamp_min(1)).unsqueeze(-1)

@@ -51,9 +51,12 @@ class Residual(Protocol):
         tensors, whose leading dimensions are those of the keys.
         """
 
-    def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor) -> tuple[Tensor, ...]:
-        """Adds tokens that have joined the mid-region: keys, values [..., N, D] that follow the others, of which those
-        in `joined` [..., N] bool count.
+    def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Adds tokens that have joined the mid-region.
+
+        Args:
+            keys, values: [..., N, D], of the columns from `start` on, none of which was in the mid-region.
+            joined: [..., N] bool, those that are now.
         """
 
     def terms(self, seen: Seen, state: Any) -> Terms:

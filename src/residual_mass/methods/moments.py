@@ -25,7 +25,7 @@ class OnePart:
 
         return moments_of(keys, values, mid.expand(keys.shape[:-1]).unsqueeze(-1).to(keys.dtype))
 
-    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor) -> MomentState:
+    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
         from residual_mass.core.moments import merged
 
         return merged(state, OnePart.prepare(self, keys, values, joined))
@@ -75,7 +75,7 @@ class Moments:
         made = moments.shared_moments_of if self.shared else moments.moments_of
         return self._stored(made(keys, values, members.to(keys.dtype)))
 
-    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor) -> MomentState:
+    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
         """Adds tokens to the last block, or to the cluster with the nearest mean key."""
         from residual_mass.core import moments, parts
 

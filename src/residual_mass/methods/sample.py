@@ -41,7 +41,7 @@ class UniformSample:
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Draws:
         return Draws(_places(keys, self.draws, self.seed))
 
-    def update(self, state: Draws, keys: Tensor, values: Tensor, joined: Tensor) -> Draws:
+    def update(self, state: Draws, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Draws:
         return state
 
     def terms(self, seen: Seen, state: Draws) -> Terms:
@@ -80,8 +80,10 @@ class ImportanceSample:
         clusters = Centroids(self.clusters).prepare(keys, values, mid)
         return DrawsFromClusters(_places(keys, self.draws, self.seed), *clusters)
 
-    def update(self, state: DrawsFromClusters, keys: Tensor, values: Tensor, joined: Tensor) -> DrawsFromClusters:
-        clusters = Centroids(self.clusters).update(Clusters(*state[1:]), keys, values, joined)
+    def update(
+        self, state: DrawsFromClusters, keys: Tensor, values: Tensor, joined: Tensor, start: int
+    ) -> DrawsFromClusters:
+        clusters = Centroids(self.clusters).update(Clusters(*state[1:]), keys, values, joined, start)
         return DrawsFromClusters(state.places, *clusters)
 
     def terms(self, seen: Seen, state: DrawsFromClusters) -> Terms:

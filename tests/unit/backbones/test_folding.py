@@ -1,0 +1,83 @@
+"""Generated tokens that are folded into the prompt, in `partial_kv`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.partial import PartialKV, partial_kv
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.core.support import partition
+from residual_mass.methods import METHODS
+
+ANCHORS = AnchorSpec(2, 5)
+PROMPT, STEPS, FOLD = 60, 40, 8
+IN_ORDER = ("topk_moments_4b", "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance")
+"""Their parts depend on the order in which tokens came."""
+OWN = [one.name for one in METHODS if one.own is not None and not one.needs_maps]
+
+
+def generated(
+    backbone: Backbone, fold: int | None, method: str = "topk", budget: float = 0.3
+) -> tuple[PartialKV, Tensor]:
+    """The session and the tokens of a left-padded batch: rows of 60 and of 41 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, 258, (2, PROMPT), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :19] = 0
+    with partial_kv(backbone.model, method, budget, num_sink=2, num_tail=5, fold=fold) as session:
+        made = backbone.model.generate(
+            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, pad_token_id=0
+        )
+    return session, made
+
+
+def test_without_folding_the_prefix_stays_the_prompt(tiny_backbone: Backbone) -> None:
+    session, _ = generated(tiny_backbone, None)
+    assert session._prefix[0][0].keys.shape[2] == PROMPT
+
+
+def test_reading_everything_is_full_attention_however_much_is_folded(tiny_backbone: Backbone) -> None:
+    _, full = generated(tiny_backbone, None, "full")
+    for fold in (1, FOLD):
+        assert torch.equal(generated(tiny_backbone, fold, "topk", 1.0)[1], full)
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_states_are_those_of_prompt_and_folded_tokens(method: str, tiny_backbone: Backbone) -> None:
+    """Older tokens and the anchors that they push on are in the mid-region; where a state depends on the order in which
+    tokens came, it has as many of them.
+    """
+    session, _ = generated(tiny_backbone, FOLD, method)
+    layer = session._prefix[1][0]
+    length = layer.keys.shape[2]
+    new = STEPS - 1  # the last token is never read
+    assert length == PROMPT + FOLD * ((new - FOLD - 1) // FOLD) and new - (length - PROMPT) <= 2 * FOLD
+    real = torch.ones(2, length, dtype=torch.bool)
+    real[1, :19] = False
+    mid = partition(real, ANCHORS.sink, ANCHORS.tail).mid
+    assert torch.equal(layer.partition.mid[:, 0, 0], mid)
+    ((residual, state),) = layer.states.items()
+    at_once = residual.prepare(layer.keys, layer.values, mid[:, None])
+    if method in IN_ORDER:
+        assert torch.equal(state.count.sum(-1), mid.sum(-1, keepdim=True).expand(2, 2).float())
+        return
+    loose = 2e-2 if "bf16" in method else 1e-4
+    for ours, theirs in zip(state, at_once, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=loose, atol=loose)
+
+
+def test_folded_tokens_compete_for_the_budget(tiny_backbone: Backbone) -> None:
+    """K grows with the prefix, and attention is that of the tokens chosen, written out."""
+    session, _ = generated(tiny_backbone, FOLD)
+    layer, _, rows = session._prefix[0]
+    length = layer.keys.shape[2]
+    assert rows.k[:, 0, 0].tolist() == [-(-3 * n // 10) - 7 for n in (length, length - 19)]
+
+
+@pytest.mark.parametrize("fold", [0, -3])
+def test_less_than_a_token_is_refused(fold: int, tiny_backbone: Backbone) -> None:
+    with pytest.raises(ValueError, match=f"fold is {fold}, not 1 or more tokens"):
+        generated(tiny_backbone, fold)
