@@ -32,6 +32,7 @@ LESS_MEMORY = {
     "capture": "lower diagnostics.queries",
     "kernels": "lower diagnostics.queries",
     "map-errors": "lower diagnostics.queries",
+    "residual-errors": "lower residuals.queries",
     "runtime": "leave the longest contexts out of runtime.contexts",
 }
 LONGEST = 2000
@@ -187,6 +188,10 @@ STAGES = {
     "map-errors": Stage(
         "diagnostics.map_errors", "compare feature maps on held-out text", "assets phi+", "out",
         specs.MapErrorsSpec, True,
+    ),
+    "residual-errors": Stage(
+        "diagnostics.residual_errors", "compare methods head by head on held-out text", "assets phi?", "heads out",
+        specs.ResidualErrorsSpec, True,
     ),
     "runtime": Stage(
         "runtime.measure", "measure latencies of the prototype and of the fused decode", "assets", "out",

@@ -6,8 +6,9 @@ of a KV head, L = prefix columns (right- or left-padded), T = generated tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from residual_mass.core.accounting import (
     Terms,
     added,
     attention_scores,
+    estimated_log_mass,
     exact_terms,
     gather_retrieved,
     key_features,
@@ -157,6 +159,17 @@ def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
     return Summary(summarise(features, log_shift, promoted(layer.values)), features)
 
 
+class Reading(NamedTuple):
+    """What query rows read of a prefix: the same for every method with their selector."""
+
+    queries: Tensor
+    """[E, Hkv, R, D], scaled."""
+    scores: Tensor
+    """[E, Hkv, R, L], of all tokens."""
+    retrieved: Selected
+    """Slots [E, Hkv, R, K]."""
+
+
 def prefix_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
@@ -166,27 +179,61 @@ def prefix_terms(
         queries: [E, Hkv, R, D].
         log_query: [E, Hkv, R, M] log phi_q; like `summary`, None if no arm adds a residual.
     """
+    return terms_of(read_prefix(queries, layer, arms.k, scale), log_query, layer, summary, arms)
+
+
+def read_prefix(queries: Tensor, layer: PrefixLayer, k: Tensor, scale: float) -> Reading:
+    """Selects `k` [E, 1, R] tokens for queries [E, Hkv, R, D]."""
     scaled = promoted(queries) * scale
     scores = attention_scores(scaled, promoted(layer.keys), 1.0)
-    values = promoted(layer.values)
-    retrieved = TopK().select(scores, layer.partition.mid, arms.k)
-    estimate = None
-    if arms.any_residual:
-        assert log_query is not None and summary is not None, MAPS_MISSING
-        estimate = Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
-    terms = one_gather_terms(scores, values, layer.anchors, retrieved, estimate)
-    if arms.own:
-        unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-        threshold = _threshold(scores, layer.partition.mid, retrieved)
-        seen = Seen(scaled, threshold, retrieved, unread, scores, values)
-        for residual, rows in arms.own:
-            of_rows = _of_rows(seen, rows)
-            if residual.needs_maps:
-                assert log_query is not None and summary is not None, MAPS_MISSING
-                of_rows = of_rows._replace(phi=_phi_terms(summary, log_query[:, :, rows], of_rows))
-            both = added(Terms(*(part[:, :, rows] for part in terms)), own_terms(residual, of_rows, layer))
-            terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
+    return Reading(scaled, scores, TopK().select(scores, layer.partition.mid, k))
+
+
+def terms_of(
+    reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
+) -> Terms:
+    """Computes the terms of rows that have been read; as `prefix_terms`."""
+    estimate = _estimate(log_query, summary, arms) if arms.any_residual else None
+    terms = one_gather_terms(reading.scores, promoted(layer.values), layer.anchors, reading.retrieved, estimate)
+    for rows, own in _own_residuals(reading, log_query, layer, summary, arms):
+        both = added(Terms(*(part[:, :, rows] for part in terms)), own)
+        terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
     return terms
+
+
+def residual_log_mass(
+    reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
+) -> Tensor:
+    """Computes log Z_R hat [E, Hkv, R], the mass that `terms_of` adds for unread tokens; -inf where it adds nothing."""
+    found = reading.scores.new_full(reading.scores.shape[:-1], -torch.inf)
+    if arms.any_residual:
+        found = estimated_log_mass(reading.retrieved, _estimate(log_query, summary, arms))
+    for rows, own in _own_residuals(reading, log_query, layer, summary, arms):
+        found = found.index_copy(2, rows, own.log_mass())
+    return found
+
+
+def _estimate(log_query: Tensor | None, summary: Summary | None, arms: ArmRows) -> Estimate:
+    assert log_query is not None and summary is not None, MAPS_MISSING
+    return Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
+
+
+def _own_residuals(
+    reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
+) -> Iterator[tuple[Tensor, Terms]]:
+    """Yields the terms of residuals with terms of their own, after the indices of their rows."""
+    if not arms.own:
+        return
+    scaled, scores, retrieved = reading
+    mid = layer.partition.mid
+    unread = mid & ~retrieved.mask(scores.shape[-1])
+    seen = Seen(scaled, _threshold(scores, mid, retrieved), retrieved, unread, scores, promoted(layer.values))
+    for residual, rows in arms.own:
+        of_rows = _of_rows(seen, rows)
+        if residual.needs_maps:
+            assert log_query is not None and summary is not None, MAPS_MISSING
+            of_rows = of_rows._replace(phi=_phi_terms(summary, log_query[:, :, rows], of_rows))
+        yield rows, own_terms(residual, of_rows, layer)
 
 
 def _threshold(scores: Tensor, mid: Tensor, retrieved: Selected) -> Tensor:

@@ -188,6 +188,12 @@ def one_gather_terms(
     return Terms(numerator, denominator, shift)
 
 
+def estimated_log_mass(retrieved: Selected, estimate: Estimate) -> Tensor:
+    """Computes log Z_R hat [..., R], the mass that `one_gather_terms` adds; -inf in rows where it adds nothing."""
+    residual = _residual_weights(retrieved, estimate)
+    return torch.where(residual.kept, residual.mass.log() + residual.shift, -torch.inf)
+
+
 class _ResidualWeights(NamedTuple):
     """In units of exp(shift): phi_q per row [..., R, M], z of the retrieved tokens [..., R, K], Z_R hat [..., R]."""
 

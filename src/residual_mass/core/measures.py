@@ -58,6 +58,17 @@ def mid_entropy(scores: Tensor, mid: Tensor) -> Tensor:
     return torch.where(count >= 2, entropy / count.log(), torch.nan)
 
 
+def score_shape(scores: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns skewness and excess kurtosis of the mid-region's scores; both are 0 for a Gaussian.
+
+    scores [..., R, L], mid [..., 1 or R, L] bool -> [..., R] twice; NaN where all scores are equal or M is empty.
+    """
+    count = mid.sum(-1)
+    centred = torch.where(mid, scores - (torch.where(mid, scores, 0).sum(-1) / count).unsqueeze(-1), 0)
+    second, third, fourth = (centred.pow(power).sum(-1) / count for power in (2, 3, 4))
+    return third / second.pow(1.5), fourth / second.square() - 3
+
+
 def mass_recovery(scores: Tensor, mid: Tensor, retrieved: Tensor) -> Tensor:
     """Returns C_mid(K), the retrieved tokens' share of the mid-region's softmax mass: [..., R] in [0, 1]."""
     p = scores.masked_fill(~mid, -torch.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""Columns of the CSVs that the findings stage writes."""
+"""Columns of the files that the diagnostics write."""
 
 _MAPS = "model_id revision weights phi_sha"
 ACCOUNTING = (
@@ -11,4 +11,13 @@ STATE_DTYPE = (
     "nosub_minus_sub_ci_low nosub_minus_sub_ci_high heads_nosub_wins heads_nosub_wins_ci_low heads_nosub_wins_ci_high "
     "change change_ci_low change_ci_high change_in_wins change_in_wins_ci_low change_in_wins_ci_high log_z_error "
     f"change_in_log_z change_in_log_z_ci_low change_in_log_z_ci_high clamped_share {_MAPS}"
+).split()
+RESIDUAL_ERRORS = (
+    "study backbone corpus length method maps budget_percent k error error_ci_low error_ci_high over_topk "
+    "over_topk_ci_low over_topk_ci_high heads_below_topk heads_below_phi log_z_error state_bytes state_share "
+    f"training_steps packs heads rows {_MAPS}"
+).split()
+RESIDUAL_HEADS = (
+    "backbone corpus length pack layer head method budget_percent k error log_z_error log_z_rows residual_share_hat "
+    "h_mid skewness kurtosis"
 ).split()

@@ -55,9 +55,7 @@ class Sample:
 
     def over_packs(self, cells: np.ndarray) -> np.ndarray:
         """[H, P] -> [B, H]."""
-        times = _times(self.packs, cells.shape[1])
-        # Not a matrix product: its rounding sets equal heads apart, which changes ranks.
-        return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / self.packs.shape[1]
+        return over_packs(self.packs, cells)
 
     def over_heads(self, values: np.ndarray) -> np.ndarray:
         """The mean over the heads drawn among all: [B, H] -> [B]."""
@@ -111,11 +109,21 @@ def resampled(settings: Sequence[CapturedSetting], budget: float, resamples: int
     )
     samples = []
     for setting in settings:
-        packs = len(setting.packs)
-        size = (resamples, max(1, packs - 1))
-        drawn = _generator(seed, f"packs of {setting.name}").integers(packs, size=size)
+        drawn = drawn_packs(setting.name, len(setting.packs), resamples, seed)
         samples.append(Sample(setting, budget, heads, np.concatenate(setting.quartiles)[places], drawn))
     return samples
+
+
+def drawn_packs(name: str, packs: int, resamples: int, seed: int) -> np.ndarray:
+    """Draws of a setting of that name: [B, P - 1] indices of its packs, or [B, 1] where it has only one."""
+    return _generator(seed, f"packs of {name}").integers(packs, size=(resamples, max(1, packs - 1)))
+
+
+def over_packs(packs: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """The mean over the drawn packs: draws [B, any], cells [H, P] -> [B, H]."""
+    times = _times(packs, cells.shape[1])
+    # Not a matrix product: its rounding sets equal heads apart, which changes ranks.
+    return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / packs.shape[1]
 
 
 def estimate(

@@ -243,6 +243,26 @@ class MapErrorsSpec(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResidualErrorsSpec(Sampling):
+    """Attention-output errors of every method, head by head, on one and the same held-out texts."""
+
+    study: str
+    backbone: BackboneSpec
+    corpora: tuple[str, ...]
+    length: str
+    methods: tuple[str, ...]
+    """All but full attention; topk is among them, since the others are compared with it."""
+    budgets: tuple[float, ...]
+    anchors: AnchorSpec
+    maps: MapsSpec | None
+    """Of the methods that need feature maps; may have been trained on shorter texts."""
+    bootstrap_resamples: int
+    residuals: tuple[dict[str, Any], ...] = ()
+    """As in `GenerateSpec`."""
+    recipe: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeSpec(Latencies):
     """Latencies of every method, in the paper's kind of implementation and in ours."""
 

@@ -1,0 +1,118 @@
+"""Errors of methods on one layer's queries over one unpadded prefix, by the path that decodes.
+
+Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, L = prefix tokens, D = head dimension,
+B = budgets, R = B * G * Q rows of a KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.measured import grouped
+from residual_mass.backbones.prefix import (
+    ArmRows,
+    Map,
+    arm_rows,
+    build_prefix,
+    map_heads,
+    read_prefix,
+    residual_log_mass,
+    summarise_prefix,
+    terms_of,
+)
+from residual_mass.core.accounting import exact_terms, merge
+from residual_mass.core.measures import mid_entropy, rel_l1, score_shape
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.core.support import full_prefix
+from residual_mass.methods import method_named, state_bytes
+from residual_mass.methods.arms import ArmSpec
+
+TOPK = "topk"
+"""What the others add to."""
+FACTS = ("h_mid", "skewness", "kurtosis")
+"""Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
+
+
+class ReadLayer:
+    """A layer's queries with the tokens that they read at every budget, the same for all methods.
+
+    Args:
+        queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all finite float32.
+        maps: the layer's (phi_q, phi_k), for methods that need them.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        budgets: Sequence[float],
+        anchors: AnchorSpec,
+        maps: tuple[Map, Map] | None,
+    ) -> None:
+        self.shape, self.budgets, self.anchors = queries.shape[:2], budgets, anchors
+        self.layer = build_prefix(keys[None], values[None], full_prefix(keys.shape[1], keys.device)[None], anchors)
+        self.log_query, self.summary = None, None
+        if maps is not None:
+            self.log_query = self._rows(map_heads(maps[0], queries[None])[0])
+            self.summary = summarise_prefix(self.layer, maps[1])
+        topk = self._arms(TOPK)
+        self.reading = read_prefix(self._rows(queries), self.layer, topk.k, scale)
+        self.exact = terms_of(self.reading, None, self.layer, None, topk)
+        mid, scores = self.layer.partition.mid, self.reading.scores
+        self.rest = exact_terms(scores, values[None], mid & ~self.reading.retrieved.mask(keys.shape[1]))
+        self.full = merge(self.exact, self.rest)
+
+    def errors(self, method: str) -> dict[str, Tensor]:
+        """Measures a method; entries [Hq, Q, B].
+
+        error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
+        is zero), residual_share_hat the estimated share of the total.
+        """
+        arms = self._arms(method)
+        inputs = (self.reading, self.log_query, self.layer, self.summary, arms)
+        log_mass = residual_log_mass(*inputs)
+        found = {
+            "error": rel_l1(merge(terms_of(*inputs)), self.full),
+            "log_z_error": log_mass - self.rest.log_mass(),
+            "residual_share_hat": torch.sigmoid(log_mass - self.exact.log_mass()),
+        }
+        return {name: self._by_head(value) for name, value in found.items()}
+
+    def facts(self) -> dict[str, Tensor]:
+        """Describes the scores of the mid-region by `FACTS`: [Hq, Q] each."""
+        once = self.reading.scores[0, :, : self._group]
+        mid = self.layer.partition.mid[0]
+        found = (mid_entropy(once, mid), *score_shape(once, mid))
+        return {name: value.reshape(self.shape) for name, value in zip(FACTS, found, strict=True)}
+
+    def state_bytes(self, method: str) -> int:
+        """Returns the size of what a method keeps of the prefix, per KV head: S and u, or the state of its own."""
+        rule, size = method_named(method), 0
+        if rule.needs_maps and self.summary is not None:
+            size += state_bytes((self.summary.state.numerator, self.summary.state.mass))
+        if rule.own is not None:
+            size += state_bytes(self.layer.state(rule.own))
+        return size // self.layer.keys.shape[1]
+
+    @property
+    def _group(self) -> int:
+        """G * Q."""
+        return self.shape.numel() // self.layer.keys.shape[1]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[Hq, Q, C] -> [1, Hkv, R, C], the same rows for every budget."""
+        return grouped(x, self.layer.keys.shape[1]).repeat(1, len(self.budgets), 1)[None]
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[1, Hkv, R] -> [Hq, Q, B]."""
+        return x[0].unflatten(-1, (len(self.budgets), -1)).transpose(-1, -2).reshape(*self.shape, -1)
+
+    def _arms(self, method: str) -> ArmRows:
+        length, device = self.layer.keys.shape[2], self.layer.keys.device
+        arms = [ArmSpec(method, budget) for budget in self.budgets]
+        return arm_rows(arms, self._group, [length], self.anchors, length, device)

@@ -1,0 +1,159 @@
+"""Errors of methods against sums over single tokens in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from residual_mass.backbones.method_errors import ReadLayer
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.settings import AnchorSpec, MapSpec
+
+HEADS, KV_HEADS, QUERIES, LENGTH, D = 4, 2, 3, 60, 8
+ANCHORS = AnchorSpec(2, 3)
+BUDGETS = (5.0, 10.0, 40.0, 100.0)
+KS = (0, 1, 19, 55)
+"""Of `BUDGETS` at `LENGTH`: none, one, some, and the whole mid-region."""
+SCALE = 0.7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One query with its KV head's keys and values and its head's log features, all float64."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    log_query: Tensor
+    log_keys: Tensor
+
+    def expected(self, method: str, k: int) -> tuple[float, float, float]:
+        """Relative l1 error, log-Z error and estimated residual share."""
+        scores = self.keys @ (SCALE * self.query)
+        mid = list(range(ANCHORS.sink, len(scores) - ANCHORS.tail))
+        read = sorted(mid, key=lambda i: -float(scores[i]))[:k]
+        left = [i for i in mid if i not in read]
+        kept = [i for i in range(len(scores)) if i not in left]
+        nu, z = self._sums(kept, scores.exp())
+        nu_left, z_left = self._sums(left, scores.exp())
+        cut = min((float(scores[i]) for i in read), default=max(float(scores[i]) for i in mid))
+        nu_hat, z_hat = self._estimate(method, mid, left, cut) if left or method == "topk_phi_nosub" else (0, 0.0)
+        full, found = (nu + nu_left) / (z + z_left), (nu + nu_hat) / (z + z_hat)
+        error = float((found - full).abs().sum() / full.abs().sum())
+        gap = math.log(z_hat / z_left) if z_hat > 0 and z_left > 0 else math.nan
+        return error, gap, float(z_hat / (z + z_hat))
+
+    def _sums(self, tokens: list[int], weights: Tensor) -> tuple[Tensor, float]:
+        nu = sum((weights[i] * self.values[i] for i in tokens), torch.zeros(D, dtype=torch.float64))
+        return nu, float(sum(weights[i] for i in tokens))
+
+    def _estimate(self, method: str, mid: list[int], left: list[int], cut: float) -> tuple[Tensor, float]:
+        if method == "topk":
+            return torch.zeros(D, dtype=torch.float64), 0.0
+        if method.startswith("topk_phi"):
+            kernel = (self.log_query + self.log_keys).exp().sum(-1)
+            return self._sums(mid if method == "topk_phi_nosub" else left, kernel)
+        mean_value = sum(self.values[i] for i in mid) / len(mid)
+        if method == "topk_exact_mass":
+            z = self._sums(left, (self.keys @ (SCALE * self.query)).exp())[1]
+            return z * mean_value, z
+        assert method == "topk_moments"
+        scores = [float(self.keys[i] @ self.query) * SCALE for i in mid]
+        m = sum(scores) / len(mid)
+        s = math.sqrt(sum((x - m) ** 2 for x in scores) / len(mid))
+        slope = sum((x - m) * (self.values[i] - mean_value) for x, i in zip(scores, mid, strict=True)) / len(mid)
+        a = (cut - m - s * s) / s
+        below, density = (1 + math.erf(a / math.sqrt(2))) / 2, math.exp(-a * a / 2) / math.sqrt(2 * math.pi)
+        z = len(mid) * math.exp(m + s * s / 2) * below
+        return z * (mean_value + slope * (1 - density / (s * below))), z
+
+
+@pytest.fixture(scope="module")
+def tokens() -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys, values; values follow keys, so that moments have something to find."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    keys = random(KV_HEADS, LENGTH, D)
+    values = keys @ random(KV_HEADS, D, D) + random(KV_HEADS, LENGTH, D)
+    return random(HEADS, QUERIES, D), keys, values
+
+
+@pytest.fixture(scope="module")
+def maps() -> PhiMaps:
+    torch.manual_seed(1)
+    return PhiMaps(HeadShape(1, HEADS, KV_HEADS, D), MapSpec(d_emb=12, d_phi=6)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def read(tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps) -> ReadLayer:
+    return ReadLayer(*tokens, SCALE, BUDGETS, ANCHORS, maps.folded()[0])
+
+
+METHODS = ("topk", "topk_phi", "topk_phi_nosub", "topk_moments", "topk_exact_mass")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_errors_are_those_of_every_row_by_itself(
+    method: str, read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
+) -> None:
+    queries, keys, values = (x.double() for x in tokens)
+    wide = copy.deepcopy(maps).double()
+    log_queries, log_keys = wide.query[0](queries), wide.key[0](keys)
+    errors = read.errors(method)
+    assert {name: value.shape for name, value in errors.items()} == dict.fromkeys(
+        ("error", "log_z_error", "residual_share_hat"), (HEADS, QUERIES, len(BUDGETS))
+    )
+    for head, query, (b, k) in product(range(HEADS), range(QUERIES), enumerate(KS)):
+        kv = head * KV_HEADS // HEADS
+        row = Row(queries[head, query], keys[kv], values[kv], log_queries[head, query], log_keys[kv])
+        error, gap, share = row.expected(method, k)
+        assert float(errors["error"][head, query, b]) == pytest.approx(error, rel=1e-3, abs=2e-6)
+        assert float(errors["residual_share_hat"][head, query, b]) == pytest.approx(share, rel=1e-3, abs=2e-6)
+        found = float(errors["log_z_error"][head, query, b])
+        assert found == pytest.approx(gap, abs=2e-3) if math.isfinite(gap) else not math.isfinite(found)
+
+
+def test_facts_are_those_of_the_scores(read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
+    queries, keys, _ = (x.double() for x in tokens)
+    facts = read.facts()
+    for head, query in product(range(HEADS), range(QUERIES)):
+        scores = (keys[head * KV_HEADS // HEADS] @ queries[head, query] * SCALE).tolist()[2:-3]
+        mean = sum(scores) / len(scores)
+        second, third, fourth = (sum((x - mean) ** power for x in scores) / len(scores) for power in (2, 3, 4))
+        p = [math.exp(x) / sum(map(math.exp, scores)) for x in scores]
+        expected = {
+            "h_mid": -sum(x * math.log(x) for x in p) / math.log(len(p)),
+            "skewness": third / second**1.5,
+            "kurtosis": fourth / second**2 - 3,
+        }
+        assert {name: float(value[head, query]) for name, value in facts.items()} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7])
+@pytest.mark.parametrize("method", [*METHODS, "topk_moments_8", "topk_centroids"])
+def test_prefixes_of_few_tokens_have_finite_errors(
+    length: int, method: str, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
+) -> None:
+    """Within the anchors, which are 5 tokens, nothing is left out."""
+    queries, keys, values = tokens
+    read = ReadLayer(queries, keys[:, :length], values[:, :length], SCALE, (1.0, 100.0), ANCHORS, maps.folded()[0])
+    found = read.errors(method)
+    assert found["error"].isfinite().all()
+    if length <= 5:
+        assert found["error"].max() < 1e-5 and not found["log_z_error"].isfinite().any()
+
+
+def test_state_bytes_are_counted_by_kv_head(read: ReadLayer) -> None:
+    assert read.state_bytes("topk") == 0
+    assert read.state_bytes("topk_phi") == read.state_bytes("topk_phi_nosub") == 6 * (D + 1) * 4
+    assert read.state_bytes("topk_moments") == (2 * D * D + 2 * D + 2) * 4
+    assert read.state_bytes("topk_moments_8") == 8 * read.state_bytes("topk_moments")
