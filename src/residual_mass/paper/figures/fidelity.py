@@ -21,11 +21,11 @@ from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.figures.style import (
     GREY,
-    LOOKS,
     TEXT_WIDTH,
     Look,
     finish,
     label_outer,
+    looks_of,
     make_x_logarithmic,
     plain,
     tick_logarithmic,
@@ -41,8 +41,6 @@ Arm = tuple[str, str, bool]
 ARM = ["method", "maps", "other"]
 TOKENS = ["method", "budget_percent", "maps", "task", "index", "position", "full_nll", "kl", "seen"]
 DISTANCE = f"{plain(KL.title)}, {KL.unit}"
-ORDER = ("topk_phi", "topk", "topk_phi_nosub")
-"""Methods in the order of LOOKS; other figures give them the same colours."""
 OTHERS = tuple(Look(GREY, marker, line) for marker, line in (("v", "--"), ("D", ":"), ("P", "-.")))
 """Of maps that were trained on texts of other lengths than the main ones."""
 LINE = {"markersize": 3.5, "linewidth": 1.3}
@@ -246,8 +244,7 @@ def _draw_means(axis: Axes, points: pd.DataFrame, looks: Mapping[Arm, Look]) -> 
 def _looks(points: pd.DataFrame) -> dict[Arm, Look]:
     """The look of each method with its maps."""
     arms = list(dict.fromkeys(points[ARM].itertuples(index=False, name=None)))
-    methods = dict.fromkeys([*ORDER, *(method for method, *_ in arms)])
-    own, others = dict(zip(methods, cycle(LOOKS), strict=False)), cycle(OTHERS)
+    own, others = looks_of(method for method, *_ in arms), cycle(OTHERS)
     return {arm: next(others) if arm[2] else own[arm[0]] for arm in arms}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,15 @@ LOOKS = (
     Look("#000000", "X"),
 )
 """Series of a figure in Okabe and Ito's palette; markers distinguish them in print without colour."""
+
+FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
+"""Methods in the order of LOOKS: all figures give them the same colours."""
+
+
+def looks_of(methods: Iterable[str]) -> dict[str, Look]:
+    """A look for each method; beyond the palette, the same colours with dashed lines, then with dotted ones."""
+    series = [look._replace(line=line) for line in ("-", "--", ":") for look in LOOKS]
+    return dict(zip(dict.fromkeys([*FIRST_METHODS, *methods]), cycle(series), strict=False))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from residual_mass.paper.tables import (
     accounting_table,
     fidelity_table,
     parameter_table,
+    residual_table,
     runtime_table,
     score_table,
     training_cost_table,
@@ -41,6 +42,7 @@ KINDS = {
     accounting_table.LABEL: Kind(accounting_table.make, accounting_table.make_published),
     parameter_table.LABEL: Kind(parameter_table.make, parameter_table.make_published),
     training_cost_table.LABEL: Kind(training_cost_table.make, training_cost_table.make_published),
+    residual_table.LABEL: Kind(residual_table.make, None),
     **dict.fromkeys(fidelity_table.KINDS, Kind(fidelity_table.make, None)),
 }
 
