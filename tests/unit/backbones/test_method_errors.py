@@ -14,6 +14,7 @@ from torch import Tensor
 from residual_mass.backbones.method_errors import ReadLayer
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.methods import NAMES
 
 HEADS, KV_HEADS, QUERIES, LENGTH, D = 4, 2, 3, 60, 8
 ANCHORS = AnchorSpec(2, 3)
@@ -139,7 +140,7 @@ def test_facts_are_those_of_the_scores(read: ReadLayer, tokens: tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("length", [1, 5, 6, 7])
-@pytest.mark.parametrize("method", [*METHODS, "topk_moments_8", "topk_centroids"])
+@pytest.mark.parametrize("method", NAMES[1:])
 def test_prefixes_of_few_tokens_have_finite_errors(
     length: int, method: str, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
 ) -> None:
