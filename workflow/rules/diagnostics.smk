@@ -2,7 +2,8 @@
 
 Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
 Makes: results/diagnostics/: heads, mass, rows, kernels_{backbone}_{corpus}_{length}; audit_{backbone}_{corpus}_{length}.csv;
-accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv
+accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv;
+residual_heads_{backbone}_{length}.parquet; and results/residual_errors_{backbone}_{length}.csv
 """
 
 
@@ -146,3 +147,30 @@ rule map_errors:
     shell:
         'python -m residual_mass map-errors --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
         " --phi {input.phi} --out {output} > {log} 2>&1"
+
+
+rule residual_errors:
+    input:
+        assets=plan.assets,
+        phi=plan.residuals_phi,
+    output:
+        heads=paths.RESIDUAL_HEADS,
+        errors=paths.RESIDUAL_ERRORS,
+    log:
+        "logs/residual_errors/{backbone}_{length}.log",
+    benchmark:
+        "logs/residual_errors/{backbone}_{length}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: machine.half_of_the_cores
+    resources:
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(240, 120),
+    params:
+        spec=plan.residual_errors_spec,
+    message:
+        "Comparing methods head by head with {wildcards.backbone} at {wildcards.length}"
+    shell:
+        'python -m residual_mass residual-errors --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
+        " --phi {input.phi} --heads {output.heads} --out {output.errors} > {log} 2>&1"

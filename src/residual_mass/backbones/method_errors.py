@@ -18,12 +18,13 @@ from residual_mass.backbones.prefix import (
     arm_rows,
     build_prefix,
     map_heads,
+    own_residuals,
+    phi_log_mass,
     read_prefix,
-    residual_log_mass,
     summarise_prefix,
     terms_of,
 )
-from residual_mass.core.accounting import exact_terms, merge
+from residual_mass.core.accounting import Terms, added, exact_terms, merge
 from residual_mass.core.measures import mid_entropy, rel_l1, score_shape
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import full_prefix
@@ -73,15 +74,24 @@ class ReadLayer:
         error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
         is zero), residual_share_hat the estimated share of the total.
         """
-        arms = self._arms(method)
-        inputs = (self.reading, self.log_query, self.layer, self.summary, arms)
-        log_mass = residual_log_mass(*inputs)
+        terms, log_mass = self._terms(method)
         found = {
-            "error": rel_l1(merge(terms_of(*inputs)), self.full),
+            "error": rel_l1(merge(terms), self.full),
             "log_z_error": log_mass - self.rest.log_mass(),
             "residual_share_hat": torch.sigmoid(log_mass - self.exact.log_mass()),
         }
         return {name: self._by_head(value) for name, value in found.items()}
+
+    def _terms(self, method: str) -> tuple[Terms, Tensor]:
+        """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""
+        rule, arms = method_named(method), self._arms(method)
+        inputs = (self.reading, self.log_query, self.layer, self.summary, arms)
+        if rule.own is not None:
+            ((_, own),) = own_residuals(*inputs)
+            return added(self.exact, own), own.log_mass()
+        if rule.phi is None:
+            return self.exact, torch.full_like(self.exact.denominator, -torch.inf)
+        return terms_of(*inputs), phi_log_mass(self.reading, self.log_query, self.summary, arms)
 
     def facts(self) -> dict[str, Tensor]:
         """Describes the scores of the mid-region by `FACTS`: [Hq, Q] each."""

@@ -195,22 +195,17 @@ def terms_of(
     """Computes the terms of rows that have been read; as `prefix_terms`."""
     estimate = _estimate(log_query, summary, arms) if arms.any_residual else None
     terms = one_gather_terms(reading.scores, promoted(layer.values), layer.anchors, reading.retrieved, estimate)
-    for rows, own in _own_residuals(reading, log_query, layer, summary, arms):
+    for rows, own in own_residuals(reading, log_query, layer, summary, arms):
         both = added(Terms(*(part[:, :, rows] for part in terms)), own)
         terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
     return terms
 
 
-def residual_log_mass(
-    reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
-) -> Tensor:
-    """Computes log Z_R hat [E, Hkv, R], the mass that `terms_of` adds for unread tokens; -inf where it adds nothing."""
-    found = reading.scores.new_full(reading.scores.shape[:-1], -torch.inf)
-    if arms.any_residual:
-        found = estimated_log_mass(reading.retrieved, _estimate(log_query, summary, arms))
-    for rows, own in _own_residuals(reading, log_query, layer, summary, arms):
-        found = found.index_copy(2, rows, own.log_mass())
-    return found
+def phi_log_mass(reading: Reading, log_query: Tensor | None, summary: Summary | None, arms: ArmRows) -> Tensor:
+    """Computes log Z_R hat [E, Hkv, R] of the feature maps, the mass that `terms_of` adds for unread tokens; -inf where
+    it adds nothing.
+    """
+    return estimated_log_mass(reading.retrieved, _estimate(log_query, summary, arms))
 
 
 def _estimate(log_query: Tensor | None, summary: Summary | None, arms: ArmRows) -> Estimate:
@@ -218,7 +213,7 @@ def _estimate(log_query: Tensor | None, summary: Summary | None, arms: ArmRows) 
     return Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
 
 
-def _own_residuals(
+def own_residuals(
     reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
 ) -> Iterator[tuple[Tensor, Terms]]:
     """Yields the terms of residuals with terms of their own, after the indices of their rows."""

@@ -2,16 +2,20 @@
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 """Those of the paper, in the order of its tables; `residual_mass.methods` has all."""
+TOPK = METHODS[1]
 ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
 """The ablation that each of these tables shows."""
 ACCOUNTING_TABLE = "exact_accounting"
 FIDELITY_TABLE, FIDELITY_ANSWERS = FIDELITY_TABLES = "fidelity", "fidelity_answers"
 """Of held-out texts, and of the answers to a benchmark's prompts."""
+RESIDUAL_TABLE = "residual_estimators"
 RUNTIME_TABLES = "runtime_"
 """What the tables of latencies begin with; the backbone follows."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, in place of a study's name."""
 COSTS = "recipe_costs"
 """The figure that the target `recipes` makes, and `all` does not."""
+ERROR_BY_K = "error_by_k"
+"""The figure of the residuals' errors."""
 KERNEL_FIDELITY = "ablation_kernel_fidelity"
 """The figure that shows the maps of the ablations, at their length."""

@@ -22,7 +22,7 @@ from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
 from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
-from residual_mass.study.computed.diagnostics import DiagnosticsJobs
+from residual_mass.study.computed.diagnostics import DiagnosticsJobs, residual_maps
 from residual_mass.study.computed.fidelity import FidelityJobs
 from residual_mass.study.computed.registry import Wildcards, known
 from residual_mass.study.config import file_of
@@ -31,9 +31,11 @@ from residual_mass.study.labels import (
     ABLATION_TABLES,
     ACCOUNTING_TABLE,
     COSTS,
+    ERROR_BY_K,
     FIDELITY_ANSWERS,
     FIDELITY_TABLE,
     KERNEL_FIDELITY,
+    RESIDUAL_TABLE,
     RUNTIME_TABLES,
 )
 from residual_mass.study.protocol import Study
@@ -51,6 +53,7 @@ UNCAPTURED = {
     "fidelity_tokens": paths.FORCED,
     "training_curves": paths.TRAINING_LOG,
     COSTS: paths.RECIPES_LOG,
+    ERROR_BY_K: paths.RESIDUAL_ERRORS,
 }
 """What a figure shows in place of captured files."""
 MAIN_MAPS = ("fidelity", "fidelity_tokens", "kernel_sanity")
@@ -86,6 +89,8 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             return expand(paths.FIDELITY, backbone=backbones, length=study.fidelity.lengths)
         if label == FIDELITY_ANSWERS:
             return expand(paths.FIDELITY, backbone=backbones, length=self._answered(study))
+        if label == RESIDUAL_TABLE:
+            return self._residual_results(study)
         if label == "cross_length_mismatch":
             return expand(paths.MISMATCH, backbone=study.mismatch.backbones)
         if label == ACCOUNTING_TABLE:
@@ -100,6 +105,17 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             return expand(paths.ABLATION, ablation=comparison, backbone=study.ablations.backbones)
         shown = [name for name in LAYOUTS[label].benchmarks if name in study.benchmarks]
         return [path for benchmark in shown for path in self._benchmark_results(wildcards.study, benchmark)]
+
+    @staticmethod
+    def _residual_results(study: Study) -> list[str]:
+        """Errors of methods, with the fidelity of the same methods and the logs of their maps."""
+        compared = study.residuals
+        forced = [length for length in compared.lengths if length in study.fidelity.lengths]
+        return [
+            *expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths),
+            *(expand(paths.FIDELITY, backbone=compared.backbones, length=forced) if forced else []),
+            *expand(paths.TRAINING_LOG, backbone=compared.backbones, maps=residual_maps(study)),
+        ]
 
     def _sized_phi(self, study: Study, backbone: str) -> list[str]:
         """The main maps of a backbone, and where the ablations are made those of other widths."""
@@ -136,6 +152,9 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             asked = {name: study.answered_lengths(name) for name in study.fidelity.benchmarks}
             shown |= {"lengths": self._answered(study), "lengths_of": asked, "benchmarks": study.fidelity.benchmarks}
             shown |= {"maps": [study.maps.main]}
+        if label == RESIDUAL_TABLE:
+            names = study.residuals.backbones
+            shown |= {"backbones": names, "lengths": study.residuals.lengths, "benchmarks": []}
         if label == "cross_length_mismatch":
             shown |= {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "maps": mismatch.maps}
             shown |= {"budgets": [mismatch.budget], "benchmarks": ["ruler"]}
@@ -329,6 +348,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
                 backbone=mismatch.backbones or ablations.backbones,
                 length=dict.fromkeys(compared),
             ),
+            *expand(paths.RESIDUAL_ERRORS, backbone=protocol.residuals.backbones, length=protocol.residuals.lengths),
             *expand(paths.SCORE_CLAIMS, backbone=names),
             *expand(paths.RUNTIME, backbone=names),
             *expand(paths.AUDIT, backbone=captured.backbones, corpus=captured.corpora, length=captured.lengths),

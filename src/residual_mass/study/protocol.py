@@ -17,15 +17,17 @@ from residual_mass.study.checks import beyond, listed, unknown
 from residual_mass.study.labels import (
     ABLATION_TABLES,
     ACCOUNTING_TABLE,
+    ERROR_BY_K,
     FIDELITY_ANSWERS,
     FIDELITY_TABLE,
     KERNEL_FIDELITY,
     METHODS,
+    RESIDUAL_TABLE,
 )
 from residual_mass.study.parsing import Slip
-from residual_mass.study.sections.diagnostics import Diagnostics, Latencies
+from residual_mass.study.sections.diagnostics import Diagnostics, Latencies, Residuals
 from residual_mass.study.sections.evaluation import Ablations, Benchmark, Fidelity, Mismatch, Resampling
-from residual_mass.study.sections.figures import OfOneText, OfTexts, figures_of
+from residual_mass.study.sections.figures import OfOneText, OfResiduals, OfTexts, figures_of
 from residual_mass.study.sections.training import Maps, Phi, RecipeRuns
 from residual_mass.study.sections.values import Distinct, Length, Name, OneOrMore, Percent
 
@@ -54,6 +56,7 @@ class Study(Settings):
     phi: Phi
     recipes: RecipeRuns
     diagnostics: Diagnostics
+    residuals: Residuals
     runtime: Latencies
     score: Resampling
     tables: Distinct[Annotated[str, Field(pattern=r"^(runtime_[a-z0-9.-]+|[a-z0-9_]+)$", title="table")]]
@@ -89,6 +92,7 @@ class Study(Settings):
         """Every length that a backbone of the study meets."""
         return [
             *self.evaluated_lengths, self.truncate_to, *self.maps.trained, *self.diagnostics.lengths,
+            *self.residuals.lengths,
             *self.runtime.contexts,
         ]  # fmt: skip
 
@@ -106,6 +110,7 @@ class Study(Settings):
             yield Slip("methods", f"tables show every method of the paper; have {', '.join(METHODS)}, or tables empty")
         yield from self._table_slips()
         yield from self._diagnostics_slips()
+        yield from self._residual_slips()
         if self.phi.curriculum:
             yield from beyond("phi.curriculum.length", self.phi.curriculum.length, self.maps.trained)
 
@@ -156,7 +161,7 @@ class Study(Settings):
     def _table_slips(self) -> Iterator[Slip]:
         if "natural_main" in self.tables and len(self.lengths_of("longbench")) != 1:
             yield Slip("tables", "natural_main shows one length of longbench; give benchmarks.longbench.lengths one")
-        needs = {"cross_length_mismatch": "mismatch", ACCOUNTING_TABLE: "diagnostics"}
+        needs = {"cross_length_mismatch": "mismatch", ACCOUNTING_TABLE: "diagnostics", RESIDUAL_TABLE: "residuals"}
         for label, section in (needs | dict.fromkeys(ABLATION_TABLES, "ablations")).items():
             if label in self.tables and not getattr(self, section).backbones:
                 yield Slip("tables", f"{label} needs a backbone in {section}.backbones")
@@ -182,9 +187,22 @@ class Study(Settings):
         for label, figure in self.figures.items():
             if isinstance(figure, OfTexts | OfOneText):
                 yield from self._fidelity_figure_slips(f"figures.{label}", figure)
+            if isinstance(figure, OfTexts | OfOneText | OfResiduals):
                 continue
             for key, values in (options | dict.fromkeys(("length", "lengths"), captured.lengths)).items():
                 yield from unknown(f"figures.{label}.{key}", listed(getattr(figure, key, ())), values)
+
+    def _residual_slips(self) -> Iterator[Slip]:
+        """In which methods are compared head by head, and in what a table and a figure show of them."""
+        compared = self.residuals
+        options = [one.name for one in methods.METHODS if not one.whole_prefix]
+        yield from unknown("residuals.methods", compared.methods, options)
+        for budget in self.budgets if RESIDUAL_TABLE in self.tables else ():
+            if budget not in compared.budgets:
+                yield Slip("residuals.budgets", f"{budget:g} is missing, which table {RESIDUAL_TABLE} shows; add it")
+        if (figure := self.figures.get(ERROR_BY_K)) is not None:
+            yield from unknown(f"figures.{ERROR_BY_K}.texts", figure.texts, compared.corpora)
+            yield from unknown(f"figures.{ERROR_BY_K}.lengths", figure.lengths, compared.lengths)
 
     def _fidelity_figure_slips(self, where: str, figure: OfTexts | OfOneText) -> Iterator[Slip]:
         several = isinstance(figure, OfTexts)

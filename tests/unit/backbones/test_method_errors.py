@@ -13,8 +13,12 @@ from torch import Tensor
 
 from residual_mass.backbones.method_errors import ReadLayer
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.prefix import arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
+from residual_mass.core.accounting import merge
+from residual_mass.core.measures import rel_l1
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods import NAMES
+from residual_mass.methods.arms import ArmSpec
 
 HEADS, KV_HEADS, QUERIES, LENGTH, D = 4, 2, 3, 60, 8
 ANCHORS = AnchorSpec(2, 3)
@@ -121,6 +125,23 @@ def test_errors_are_those_of_every_row_by_itself(
         assert float(errors["residual_share_hat"][head, query, b]) == pytest.approx(share, rel=1e-3, abs=2e-6)
         found = float(errors["log_z_error"][head, query, b])
         assert found == pytest.approx(gap, abs=2e-3) if math.isfinite(gap) else not math.isfinite(found)
+
+
+@pytest.mark.parametrize("method", NAMES[1:])
+def test_terms_are_those_of_the_engine(
+    method: str, read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
+) -> None:
+    queries, keys, values = (x[None] for x in tokens)
+    query_map, key_map = maps.folded()[0]
+    layer = build_prefix(keys, values, torch.ones(1, LENGTH, dtype=torch.bool), ANCHORS)
+    rows = queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)
+    log_query = map_heads(query_map, queries).unflatten(1, (KV_HEADS, -1)).flatten(2, 3)
+    full = torch.softmax(rows @ keys.mT * SCALE, -1) @ values
+    for b, budget in enumerate(BUDGETS):
+        arms = arm_rows([ArmSpec(method, budget)], rows.shape[2], [LENGTH], ANCHORS, LENGTH, keys.device)
+        terms = prefix_terms(rows, log_query, layer, summarise_prefix(layer, key_map), arms, SCALE)
+        expected = rel_l1(merge(terms), full).reshape(HEADS, QUERIES)
+        torch.testing.assert_close(read.errors(method)["error"][..., b], expected, rtol=1e-4, atol=2e-6)
 
 
 def test_facts_are_those_of_the_scores(read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor]) -> None:

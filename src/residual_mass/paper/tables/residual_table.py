@@ -36,9 +36,9 @@ from residual_mass.paper.tables.layouts import Slice
 from residual_mass.paper.tables.score_table import best_of_columns
 from residual_mass.paper.titles import METHOD_TITLES, backbone_title, corpus_title
 from residual_mass.provenance import beside
+from residual_mass.study.labels import RESIDUAL_TABLE as LABEL
 from residual_mass.study.specs import TableSpec
 
-LABEL = "residual_estimators"
 ERROR, LOG_Z, DISTANCE = RELATIVE_ERROR.name, "log_z_error", KL.name
 STATE, SHARE, STEPS, SECONDS = COSTS = ("state_bytes", "state_share", "training_steps", "training_seconds")
 IN_FILE = {ERROR: "error", LOG_Z: LOG_Z}

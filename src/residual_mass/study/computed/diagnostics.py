@@ -8,16 +8,33 @@ from snakemake.io import expand
 
 from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import ArmSpec, own_identities
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.computed.evaluation import EvaluationJobs
 from residual_mass.study.computed.registry import Wildcards, known, maps_specs, shared
+from residual_mass.study.config import file_of
+from residual_mass.study.protocol import Study
 from residual_mass.study.sections.diagnostics import Head, Latencies, Sampling
 from residual_mass.study.sections.evaluation import Resampling
-from residual_mass.study.specs import AuditSpec, CaptureSpec, FindingsSpec, KernelsSpec, MapErrorsSpec, RuntimeSpec
+from residual_mass.study.specs import (
+    AuditSpec,
+    CaptureSpec,
+    FindingsSpec,
+    KernelsSpec,
+    MapErrorsSpec,
+    ResidualErrorsSpec,
+    RuntimeSpec,
+)
 
 ERROR_TOLERANCE, LOG_MASS_TOLERANCE = 1e-5, 1e-4
 """Largest differences that the audit of captured rows lets pass."""
+
+
+def residual_maps(study: Study) -> list[str]:
+    """Labels of the maps that the compared methods need: the main ones, or none."""
+    return [study.maps.main] if any(method_named(name).needs_maps for name in study.residuals.methods) else []
 
 
 class DiagnosticsJobs(EvaluationJobs):
@@ -123,6 +140,37 @@ class DiagnosticsJobs(EvaluationJobs):
             maps=maps_specs(self.maps_at(wildcards)),
             recipe=RECIPES["map_errors"],
             **shared(Sampling, captured),
+        )
+        return to_json(spec)
+
+    def residuals_of(self, wildcards: Wildcards) -> Study:
+        """The study of the wildcards' backbone, which compares methods at their length."""
+        study, where = self.study_of(wildcards), file_of(self.backbone_of(wildcards).study)
+        known("length", wildcards.length, study.residuals.lengths, f"residuals.lengths of {where}")
+        return study
+
+    def residuals_phi(self, wildcards: Wildcards) -> list[str]:
+        """The main maps, where a method needs maps."""
+        study = self.residuals_of(wildcards)
+        return expand(paths.PHI, backbone=wildcards.backbone, maps=residual_maps(study))
+
+    def residual_errors_spec(self, wildcards: Wildcards) -> str:
+        study = self.residuals_of(wildcards)
+        compared = study.residuals
+        maps = maps_specs(residual_maps(study))
+        arms = [ArmSpec(name, compared.budgets[0]) for name in compared.methods]
+        spec = ResidualErrorsSpec(
+            **self.identity(wildcards),
+            corpora=compared.corpora,
+            length=wildcards.length,
+            methods=compared.methods,
+            budgets=compared.budgets,
+            anchors=study.anchors,
+            maps=maps[0] if maps else None,
+            bootstrap_resamples=study.score.bootstrap_resamples,
+            residuals=own_identities(arms),
+            recipe=RECIPES["residual_errors"],
+            **shared(Sampling, compared),
         )
         return to_json(spec)
 

@@ -94,7 +94,9 @@ class Registry:
         name = self.backbone_of(wildcards).study
         study, where, main = self.studies[name], file_of(name), self.configuration.main
         given = dict(wildcards.items())
-        lengths: Sequence[str] = [*study.mismatch.lengths, study.ablations.length, *study.lengths]
+        lengths: Sequence[str] = [
+            *study.mismatch.lengths, study.ablations.length, *study.lengths, *study.residuals.lengths
+        ]  # fmt: skip
         if "benchmark" in given:
             known("benchmark", given["benchmark"], study.benchmarks, where)
             lengths = study.lengths_of(given["benchmark"])

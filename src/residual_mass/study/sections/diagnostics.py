@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from residual_mass.core.settings import Settings
 from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.study.labels import TOPK
 from residual_mass.study.parsing import Slip
 from residual_mass.study.sections.values import Count, Distinct, Length, MeasuredText, Name, Natural, OneOrMore, Percent
 
@@ -51,6 +52,28 @@ class Diagnostics(Sampling):
     def __post_init__(self) -> None:
         if (first := self.corpora[0]) in PROMPT_PACKS:
             raise Slip("corpora", f"{first} comes first, where the text belongs that all maps are compared on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals(Sampling):
+    """What methods make of the same tokens: errors of every head on packed held-out text."""
+
+    backbones: Distinct[Name]
+    """Backbones for which `all` makes them; none leaves them out."""
+    corpora: OneOrMore[MeasuredText]
+    """Held-out texts that are not made of prompts."""
+    lengths: OneOrMore[Length]
+    """Prefixes."""
+    budgets: OneOrMore[Percent]
+    """Exact-support budgets, which need not be those of the study."""
+    methods: OneOrMore[Name]
+    """Methods, of which `topk` is one, for the others are compared with it."""
+
+    def __post_init__(self) -> None:
+        for corpus in (corpus for corpus in self.corpora if corpus in PROMPT_PACKS):
+            raise Slip("corpora", f"{corpus} is made of prompts and is no text; take it out")
+        if TOPK not in self.methods:
+            raise Slip("methods", f"{TOPK} is missing, with which the others are compared; add it")
 
 
 @dataclass(frozen=True)

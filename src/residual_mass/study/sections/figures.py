@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from residual_mass.core.settings import Settings
-from residual_mass.study.labels import COSTS, KERNEL_FIDELITY
+from residual_mass.study.labels import COSTS, ERROR_BY_K, KERNEL_FIDELITY
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.values import Length, Name, OneOrMore
 
 MOST_PANELS = 6
 """Panels that fit into a figure with one for every corpus and length."""
+
+
+def check_panels(key: str, texts: Sized, lengths: Sized) -> None:
+    """Raises ValueError where a panel for every text and length is too many."""
+    if (panels := len(texts) * len(lengths)) > MOST_PANELS:
+        raise ValueError(
+            f"{key} and lengths make {panels} panels, but the figure has room for {MOST_PANELS}; show fewer"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,7 @@ class OfCaptures(Settings):
     """Diagnostics lengths."""
 
     def __post_init__(self) -> None:
-        if (panels := len(self.corpora) * len(self.lengths)) > MOST_PANELS:
-            problem = f"corpora and lengths make {panels} panels, but the figure has room for {MOST_PANELS}; show fewer"
-            raise ValueError(problem)
+        check_panels("corpora", self.corpora, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,24 @@ class OfOneText(Settings):
     """One of the lengths of `fidelity`."""
 
 
-Figure = OfBackbones | OfOneCapture | OfCaptures | OfVariants | OfTrainings | OfRecipes | OfTexts | OfOneText
+@dataclass(frozen=True)
+class OfResiduals(Settings):
+    """A panel for every length and text."""
+
+    backbone: Name
+    """One of the backbones of `residuals`."""
+    texts: OneOrMore[Name]
+    """Corpora of `residuals`."""
+    lengths: OneOrMore[Length]
+    """Lengths of `residuals`."""
+
+    def __post_init__(self) -> None:
+        check_panels("texts", self.texts, self.lengths)
+
+
+Figure = (
+    OfBackbones | OfOneCapture | OfCaptures | OfVariants | OfTrainings | OfRecipes | OfTexts | OfOneText | OfResiduals
+)
 FIGURES: dict[str, tuple[type[Any], str]] = {
     "fidelity": (OfTexts, "Distance of every arm's next token from that of full attention, against the budget."),
     "fidelity_tokens": (
@@ -120,6 +144,7 @@ FIGURES: dict[str, tuple[type[Any], str]] = {
         "The same distance token by token at `diagnostics.budget`: its distribution, and the tokens where it is large; "
         "any number of them, told apart by what follows the name.",
     ),
+    ERROR_BY_K: (OfResiduals, "Attention errors of every method against the budget."),
     "entropy_gain": (OfBackbones, "Gain of completion per head against entropy."),
     "kernel_sanity": (
         OfOneCapture,
