@@ -59,6 +59,7 @@ def write_small_study(folder: Path) -> None:
             "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
             "head": {"layer": 1, "head": 3},
         },
+        residuals={"backbones": ["tiny"], "corpora": ["wiki"], "lengths": ["1k"], "packs": 2, "queries": 2},
         recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
         runtime={"contexts": ["512", "1k"], "batches": [1, 2], "repeats": 1},
         tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
@@ -66,6 +67,7 @@ def write_small_study(folder: Path) -> None:
             "fidelity": {"backbone": "tiny", "texts": ["wiki", "ruler"], "lengths": ["1k"]},
             "fidelity_tokens": {"backbone": "tiny", "text": "wiki", "length": "1k"},
             "fidelity_tokens_ruler": {"backbone": "tiny", "text": "ruler", "length": "1k"},
+            "error_by_k": {"backbone": "tiny", "texts": ["wiki"], "lengths": ["1k"]},
             "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
             **{
                 label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}

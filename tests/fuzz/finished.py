@@ -25,6 +25,7 @@ MADE_BY = {
     "findings": ("accounting", "state_dtype", "claims"),
     "force": ("out", "store"),
     "generate": ("out", "store"),
+    "residual-errors": ("heads", "out"),
     "table": ("out", "cells", "data"),
     "train": ("out", "checkpoint", "log_csv"),
 }
@@ -43,6 +44,7 @@ ASSETS_OF = {
     "capture wiki": (*MODEL, *TEXT),
     "kernels": (*MODEL, *TEXT),
     "map-errors": (*MODEL, *TEXT),
+    "residual-errors": (*MODEL, *TEXT),
 }
 """What stages read of the assets."""
 

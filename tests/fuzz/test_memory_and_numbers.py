@@ -22,10 +22,18 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.benchmarks import generate, prompts
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
-from residual_mass.diagnostics import capture, kernels, map_errors
+from residual_mass.diagnostics import capture, kernels, map_errors, residual_errors
 from residual_mass.files import read_jsonl
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.specs import BackboneSpec, CaptureSpec, GenerateSpec, KernelsSpec, MapErrorsSpec, PromptsSpec
+from residual_mass.study.specs import (
+    BackboneSpec,
+    CaptureSpec,
+    GenerateSpec,
+    KernelsSpec,
+    MapErrorsSpec,
+    PromptsSpec,
+    ResidualErrorsSpec,
+)
 
 SMALL = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 2048, False, name="tiny")
 ARMS = (ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k"))
@@ -284,6 +292,12 @@ DIAGNOSTICS: dict[str, Callable[[Path, Path, Path], None]] = {
                       seed=0, recipe=1),
         assets, [phi], out / "errors.csv",
     ),
+    "residual-errors": lambda assets, phi, out: residual_errors.run(
+        ResidualErrorsSpec(study="test", backbone=TINY, corpora=("wiki",), length="256", methods=("topk", "topk_phi"),
+                           budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS[0], packs=1, queries=2, seed=0,
+                           bootstrap_resamples=9, recipe=1),
+        assets, phi, out / "heads.parquet", out / "errors.csv",
+    ),
 }  # fmt: skip
 
 
@@ -308,7 +322,9 @@ def test_diagnostics_name_the_layer_that_is_not_finite(
     DIAGNOSTICS[stage](folder, phi, tmp_path / "whole")
     assert any((tmp_path / "whole").iterdir())
     backbone.model.model.layers[1].self_attn.q_proj.weight.data[2, 2] = float("nan")
-    module = {"capture": capture, "kernels": kernels, "map-errors": map_errors}[stage]
+    module = {"capture": capture, "kernels": kernels, "map-errors": map_errors, "residual-errors": residual_errors}[
+        stage
+    ]
     monkeypatch.setattr(module, "load_backbone", lambda *_: backbone)
     with pytest.raises(ValueError) as caught:
         DIAGNOSTICS[stage](folder, phi, tmp_path / "out")

@@ -17,7 +17,7 @@ from residual_mass.cli import _parser
 from residual_mass.core.settings import MapsSpec, to_json, tokens_of
 from residual_mass.paper.comparison.by_cell import COMPARED
 from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
-from residual_mass.study.labels import FIDELITY_TABLES
+from residual_mass.study.labels import FIDELITY_TABLES, RESIDUAL_TABLE
 from residual_mass.study.sections.evaluation import Resampling
 from residual_mass.study.specs import (
     AuditSpec,
@@ -34,6 +34,7 @@ from residual_mass.study.specs import (
     NumbersSpec,
     PromptsSpec,
     ReportSpec,
+    ResidualErrorsSpec,
     ScoreSpec,
     TableSpec,
     TrainSpec,
@@ -49,6 +50,7 @@ SPECS: dict[str, type[Any]] = {
     "fidelity": FidelitySpec,
     "score": ScoreSpec,
     "map-errors": MapErrorsSpec,
+    "residual-errors": ResidualErrorsSpec,
     "capture": CaptureSpec,
     "audit": AuditSpec,
     "kernels": KernelsSpec,
@@ -80,16 +82,16 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
     "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2,
-    "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1, "numbers": 1,
-    "figure": 14, "document": 1, "report": 1,
+    "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 14, "comparison": 1,
+    "numbers": 1, "figure": 15, "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
-    "findings": 1, "map_errors": 3, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2, "table": 14,
-    "comparison": 1, "numbers": 1, "figure": 14, "document": 1, "report": 1,
+    "findings": 1, "map_errors": 3, "residual_errors": 2, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2,
+    "table": 15, "comparison": 1, "numbers": 1, "figure": 15, "document": 1, "report": 1,
 }  # fmt: skip
 
 
@@ -272,6 +274,7 @@ FIGURES = {
     "fidelity": ["results/fidelity_1b_4k.csv", "results/fidelity_1b_64k.csv"],
     "fidelity_tokens": ["results/forced/1b_64k.parquet"],
     "fidelity_tokens_ruler": ["results/forced/1b_64k.parquet"],
+    "error_by_k": ["results/residual_errors_1b_4k.csv", "results/residual_errors_1b_64k.csv"],
     "entropy_gain": of_captures("heads", [MAIN, "3b_wikitext_64k"]),
     "kernel_sanity": of_captures("kernels", [MAIN]) + of_captures("heads", [MAIN]),
     "logz_calibration": of_captures("heads", SETTINGS_1B),
@@ -312,6 +315,7 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
         "fidelity": (("wikitext", "ruler", "babilong"), None),
         "fidelity_tokens": (("wikitext",), drawn),
         "fidelity_tokens_ruler": (("ruler",), drawn),
+        "error_by_k": (("wikitext",), None),
     }
     assert figures["entropy_gain"].title == "wikitext, 64k"
     assert figures["fidelity_tokens"].title == "Llama-3.2-1B-Instruct, wikitext, 64k"
@@ -366,7 +370,7 @@ def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
     assert run.jobs == {"published_table": 12, "published": 1, "total": 13}, run.output
     given = {each["label"][0]: each for each in told(run, "published")}
     tables = yaml.safe_load((ROOT / "config" / "studies" / "paper.yaml").read_text())["tables"]
-    assert set(given) == set(tables) - set(FIDELITY_TABLES)
+    assert set(given) == set(tables) - {*FIDELITY_TABLES, RESIDUAL_TABLE}
     for label, each in given.items():
         _parser().parse_args(["published", *(word for flag in each for word in (f"--{flag}", *each[flag]))])
         assert each["out"] == [f"paper_tables/published/{label}.tex"]
@@ -422,6 +426,7 @@ PAGE_SOURCES = (
     ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
     ("force", "out"), ("fidelity", "out"), ("fidelity", "pairs"),
     ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("audit", "out"), ("map-errors", "out"),
+    ("residual-errors", "out"),
     ("findings", "claims"), ("runtime", "out"),
 )  # fmt: skip
 """Stages and their flags with files whose hashes a page names."""
@@ -598,13 +603,14 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
-    of_tokens = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler"}
-    audited = everything - {"ablation_kernel_fidelity", "training_curves"} - of_tokens
+    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler", "error_by_k"}
+    audited = everything - {"ablation_kernel_fidelity", "training_curves"} - unread
     rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
     jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
-    one_budget = everything - {"fidelity", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    of_several = {"fidelity", "error_by_k", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    one_budget = everything - of_several
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)

@@ -23,7 +23,7 @@ TARGETS = [
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has fidelity, fidelity_answers, "
-        "natural_main, stress_1pct, ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, "
+        "residual_estimators, natural_main, stress_1pct, ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, "
         "exact_accounting, phi_param_count, training_cost_64k, runtime_smol",
     ),
     (
@@ -35,7 +35,7 @@ TARGETS = [
     (
         "paper_tables/mini/figures/heat.pdf",
         "figure 'heat' is not in config/studies/mini.yaml, which has fidelity, fidelity_tokens, fidelity_tokens_ruler, "
-        "entropy_gain, kernel_sanity, logz_calibration, fullsub_nosub_delta, ablation_kernel_fidelity, "
+        "error_by_k, entropy_gain, kernel_sanity, logz_calibration, fullsub_nosub_delta, ablation_kernel_fidelity, "
         "entropy_heatmap, mass_curves, quartile_error, "
         "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
@@ -295,6 +295,42 @@ def show_panels(study: dict[str, Any], label: str, corpora: list[str]) -> None:
     study["diagnostics"]["corpora"] = study["figures"][label]["corpora"] = corpora
 
 
+def compare_an_unknown_method(study: dict[str, Any]) -> None:
+    study["residuals"]["methods"] += ["topk_best"]
+
+
+def compare_full_attention(study: dict[str, Any]) -> None:
+    study["residuals"]["methods"] += ["full"]
+
+
+def compare_methods_without_topk(study: dict[str, Any]) -> None:
+    study["residuals"]["methods"].remove("topk")
+
+
+def compare_methods_on_prompts(study: dict[str, Any]) -> None:
+    study["residuals"]["corpora"] += ["cwe"]
+
+
+def compare_methods_of_a_foreign_backbone(study: dict[str, Any]) -> None:
+    study["residuals"]["backbones"] = ["1b"]
+
+
+def tabulate_no_residuals(study: dict[str, Any]) -> None:
+    study["residuals"]["backbones"] = []
+
+
+def tabulate_a_budget_of_no_residuals(study: dict[str, Any]) -> None:
+    study["residuals"]["budgets"].remove(4)
+
+
+def draw_an_uncompared_text(study: dict[str, Any]) -> None:
+    study["figures"]["error_by_k"]["texts"] = ["pydoc"]
+
+
+def draw_an_uncompared_length(study: dict[str, Any]) -> None:
+    study["residuals"]["lengths"] = ["1k"]
+
+
 def show_an_unmeasured_text(study: dict[str, Any]) -> None:
     study["figures"]["fidelity"]["texts"] = ["wiki", "pydoc"]
 
@@ -346,10 +382,22 @@ STUDY_SLIPS = [
         show_more_panels_than_fit,
         "figures.fullsub_nosub_delta: corpora and lengths make 8 panels, but the figure has room for 6",
     ),
+    (compare_an_unknown_method, "residuals.methods: topk_best is not one of topk, topk_phi, "),
+    (compare_full_attention, "residuals.methods: full is not one of topk, topk_phi, "),
+    (compare_methods_without_topk, "residuals.methods: topk is missing, with which the others are compared; add it"),
+    (compare_methods_on_prompts, "residuals.corpora: cwe is made of prompts and is no text; take it out"),
+    (compare_methods_of_a_foreign_backbone, "residuals.backbones: 1b is not one of smol"),
+    (tabulate_no_residuals, "tables: residual_estimators needs a backbone in residuals.backbones"),
+    (
+        tabulate_a_budget_of_no_residuals,
+        "residuals.budgets: 4 is missing, which table residual_estimators shows; add it",
+    ),
+    (draw_an_uncompared_text, "figures.error_by_k.texts: pydoc is not one of wiki, books"),
+    (draw_an_uncompared_length, "figures.error_by_k.lengths: 2k is not one of 1k"),
     (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, books, ruler, babilong, longbench"),
     (show_an_unmeasured_length, "figures.fidelity_tokens.length: 2k is not one of 1k"),
     (show_prompts_where_there_are_none, "figures.fidelity.lengths: prompts of longbench are not continued at 1k; take"),
-    (ask_for_unknown_figure, "figures: heat is not one of fidelity, fidelity_tokens, entropy_gain, "),
+    (ask_for_unknown_figure, "figures: heat is not one of fidelity, fidelity_tokens, error_by_k, entropy_gain, "),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
@@ -375,7 +423,7 @@ STUDY_SLIPS = [
         tabulate_latencies_of_a_foreign_backbone,
         "tables: runtime_1b is not one of babilong_sweep, cross_length_mismatch, dphi_ablation, exact_accounting, "
         "loss_ablation, natural_main, phi_param_count, ruler_sweep, stress_1pct, training_cost_64k, fidelity, "
-        "fidelity_answers, runtime_smol",
+        "fidelity_answers, residual_estimators, runtime_smol",
     ),
     (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]

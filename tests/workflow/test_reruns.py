@@ -21,7 +21,10 @@ FIDELITY = {"fidelity", "figure", "score_claims"} | RENDERED - {"comparison"}  #
 FORCED = {"force"} | FIDELITY
 BUMPED = {
     "prompts": {"prompts", "generate"} | SCORED | FORCED | CAPTURED,  # captured on RULER's prompts
-    "train": {"train", "train_variants", "generate", "kernels", "map_errors"} | SCORED | FORCED | CAPTURED,
+    "train": {"train", "train_variants", "generate", "kernels", "map_errors", "residual_errors"}
+    | SCORED
+    | FORCED
+    | CAPTURED,
     "generate": {"generate"} | SCORED,
     "score": SCORED,
     "force": FORCED,
@@ -30,6 +33,7 @@ BUMPED = {
     "capture": CAPTURED,
     "kernels": {"kernels", "figure", "document", "report"},
     "map_errors": {"map_errors", "report"},
+    "residual_errors": {"residual_errors", "figure"} | RENDERED - {"comparison"},
     "audit": CAPTURED - {"capture"},
     "findings": {"findings"} | RENDERED,
     "runtime": {"runtime", "table", "numbers", "document", "report"},  # the paper has no such table to compare
