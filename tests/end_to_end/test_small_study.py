@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.small_study import write_small_study
 
-from residual_mass.study.labels import FIDELITY_TABLES
+from residual_mass.study.labels import FIDELITY_TABLES, RESIDUAL_TABLE
 
 STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
 GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"
@@ -78,7 +78,7 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
         assert (study / "paper_tables" / "mini" / f"{label}.tex").read_text().count("Tiny") >= 1
     others = (
         *FIDELITY_TABLES,
-        "residual_estimators",
+        RESIDUAL_TABLE,
         "exact_accounting",
         "phi_param_count",
         "training_cost_64k",

@@ -23,8 +23,8 @@ TARGETS = [
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has fidelity, fidelity_answers, "
-        "residual_estimators, natural_main, stress_1pct, ruler_sweep, babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, "
-        "exact_accounting, phi_param_count, training_cost_64k, runtime_smol",
+        "residual_estimators, natural_main, stress_1pct, ruler_sweep, babilong_sweep, cross_length_mismatch, "
+        "dphi_ablation, loss_ablation, exact_accounting, phi_param_count, training_cost_64k, runtime_smol",
     ),
     (
         "paper_tables/published/runtime_smol.tex",

@@ -151,25 +151,25 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
 
 def _measured(spec: TableSpec, results: Iterable[Path]) -> _Measured:
     rows: dict[Place, ResidualRow] = {}
-    distances: dict[Place, FidelityRow] = {}
+    distances: list[FidelityRow] = []
     trainings: dict[tuple[str, str], _Training] = {}
     for path in results:
         made = read_json(beside(path))
         if made["stage"] == "train":
             trainings[made["spec"]["backbone"]["name"], made["spec"]["length"]] = _training(path)
         elif made["stage"] == "fidelity":
-            distances |= {_place_of_distance(row): row for row in load_fidelity(path) if _is_shown(row)}
+            distances += filter(_is_shown, load_fidelity(path))
         else:
             rows |= {_place(row): row for row in load_residuals(path)}
-    for row in (*rows.values(), *distances.values()):
+    for row in (*rows.values(), *distances):
         if row.row["study"] != spec.study:
             study = row.row["study"]
             raise ValueError(f"{row.path}: is of study {study!r}, table {LABEL} of {spec.study!r}; give its own")
     for name in (name for name in spec.backbones if name not in {place.backbone for place in rows}):
         raise ValueError(f"table {LABEL}: no file shows backbone {name}; pass its files to --results")
-    of_maps = {(place, row.row["maps"]) for place, row in rows.items()}
-    known = {place: row for place, row in distances.items() if (place, row.maps or "") in of_maps}
-    return _Measured(spec, rows, known, trainings)
+    maps = {place: row.row["maps"] for place, row in rows.items()}
+    of_rows = {place: row for row in distances if maps.get(place := _place_of_distance(row)) == (row.maps or "")}
+    return _Measured(spec, rows, of_rows, trainings)
 
 
 def _training(path: Path) -> _Training:
