@@ -8,7 +8,17 @@ from residual_mass.core.settings import Settings
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study.labels import TOPK
 from residual_mass.study.parsing import Slip
-from residual_mass.study.sections.values import Count, Distinct, Length, MeasuredText, Name, Natural, OneOrMore, Percent
+from residual_mass.study.sections.values import (
+    Count,
+    Distinct,
+    HeldOutText,
+    Length,
+    MeasuredText,
+    Name,
+    Natural,
+    OneOrMore,
+    Percent,
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,8 @@ class Residuals(Sampling):
 
     backbones: Distinct[Name]
     """Backbones for which `all` makes them; none leaves them out."""
-    corpora: OneOrMore[MeasuredText]
-    """Held-out texts that are not made of prompts."""
+    corpora: OneOrMore[HeldOutText]
+    """Held-out texts."""
     lengths: OneOrMore[Length]
     """Prefixes."""
     budgets: OneOrMore[Percent]
@@ -70,8 +80,6 @@ class Residuals(Sampling):
     """Methods, of which `topk` is one, for the others are compared with it."""
 
     def __post_init__(self) -> None:
-        for corpus in (corpus for corpus in self.corpora if corpus in PROMPT_PACKS):
-            raise Slip("corpora", f"{corpus} is made of prompts and is no text; take it out")
         if TOPK not in self.methods:
             raise Slip("methods", f"{TOPK} is missing, with which the others are compared; add it")
 
