@@ -8,6 +8,7 @@ the numbers is written by hand, so read it again afterwards.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,9 @@ BACKBONE = "smol"
 LENGTHS = ("1k", "2k")
 TITLES = {
     "full": "Full", "topk": "TopK", "topk_phi": "TopK+phi", "topk_phi_nosub": "TopK+phi (NoSub)",
-    "topk_moments": "TopK+moments", "topk_moments_8": "TopK+moments, 8 clusters", "topk_centroids": "TopK+centroids",
+    "topk_phi_moments": "TopK+phi, mass of moments", "topk_moments": "TopK+moments",
+    "topk_moments_8": "TopK+moments, 8 clusters", "topk_moments_shared": "TopK+moments, 64 clusters",
+    "topk_centroids": "TopK+centroids",
 }  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {}
 
@@ -226,6 +229,73 @@ def ablations(folder: Path) -> str:
             for _, row in rows.iterrows()
         ],
     )  # fmt: skip
+
+
+@table
+def attention_errors(folder: Path) -> str:
+    """Errors as shares of TopK's, with intervals by pack."""
+    lines = []
+    for length in LENGTHS:
+        rows = read(folder, f"residual_errors_{BACKBONE}_{length}.csv")
+        for (corpus, method), of_method in rows.groupby(["corpus", "method"], sort=False):
+            if method in TITLES:
+                lines.append([corpus, length, TITLES[method], *(_over_topk(row) for _, row in of_method.iterrows())])
+    return markdown(["text", "length", "method", "0.5 %", "1 %", "2 %", "4 %", "8 %", "16 %"], lines)
+
+
+def _over_topk(row: pd.Series) -> str:
+    if row.method == "topk":
+        return f"{float(row.error):.3f}"
+    low, high = float(row.over_topk_ci_low), float(row.over_topk_ci_high)
+    return f"{float(row.over_topk):.2f} [{low:.2f}, {high:.2f}]"
+
+
+@table
+def lost_heads(folder: Path) -> str:
+    """Heads with a higher error than TopK's and phi's, and what goes with the error over TopK's, by rank."""
+    lines = []
+    for length, method in itertools.product(LENGTHS, ("topk_moments", "topk_moments_shared")):
+        heads = by_head(folder, length)
+        for (corpus, budget), rows in heads.groupby(["corpus", "budget_percent"]):
+            if budget in (1, 2, 4, 16):
+                over = rows[method] / rows["topk"]
+                related = [over.corr(rows[name], method="spearman") for name in ("h_mid", "skewness", "kurtosis")]
+                related.append(over.corr(rows[f"log_z {method}"].abs(), method="spearman"))
+                lost = [str((rows[method] > rows[other]).sum()) for other in ("topk", "topk_phi")]
+                lines.append([corpus, length, f"{budget:g} %", TITLES[method], *lost, *(f"{r:+.2f}" for r in related)])
+    header = ["text", "length", "budget", "method", "above TopK", "above TopK+phi"]
+    return markdown([*header, "entropy", "skewness", "kurtosis", "size of the log-Z error"], lines)
+
+
+@table
+def error_by_layer(folder: Path) -> str:
+    """Errors over TopK's of groups of layers, and the scores' shape, on both texts at 1k."""
+    heads = by_head(folder, "1k")
+    heads["layers"] = pd.cut(heads["layer"], [-1, 2, 10, 29], labels=["0 to 2", "3 to 10", "11 to 29"])
+    methods = ("topk_phi", "topk_moments", "topk_moments_shared")
+    lines = []
+    for (budget, layers), rows in heads.groupby(["budget_percent", "layers"], observed=True):
+        if budget in (1, 2, 4, 16):
+            shape = [f"{rows[name].mean():.2f}" for name in ("h_mid", "skewness", "kurtosis")]
+            errors = [f"{rows[method].mean() / rows['topk'].mean():.2f}" for method in methods]
+            lines.append([f"{budget:g} %", layers, f"{rows['topk'].mean():.3f}", *errors, *shape])
+    header = ["budget", "layers", "TopK's error", *(TITLES[method] for method in methods)]
+    return markdown([*header, "entropy", "skewness", "kurtosis"], lines)
+
+
+def by_head(folder: Path, length: str) -> pd.DataFrame:
+    """A row per text, budget and head: means over packs of the scores' shape, of the error by method, and of the log-Z
+    error by `log_z <method>`.
+    """
+    rows = pd.read_parquet(folder / "results" / "diagnostics" / f"residual_heads_{BACKBONE}_{length}.parquet")
+    rows = rows.astype({"corpus": str, "method": str})
+    rows["log_z"] = rows["log_z_error"].fillna(0) * rows["log_z_rows"]
+    place = ["corpus", "budget_percent", "layer", "head"]
+    errors = rows.pivot_table("error", place, "method")
+    sums = rows.pivot_table(["log_z", "log_z_rows"], place, "method", aggfunc="sum")
+    log_z = (sums["log_z"] / sums["log_z_rows"].where(sums["log_z_rows"] > 0)).add_prefix("log_z ")
+    shape = rows.groupby(place)[["h_mid", "skewness", "kurtosis"]].mean()
+    return pd.concat([errors, log_z, shape], axis=1).reset_index()
 
 
 @table
