@@ -385,7 +385,7 @@ STUDY_SLIPS = [
     (compare_an_unknown_method, "residuals.methods: topk_best is not one of topk, topk_phi, "),
     (compare_full_attention, "residuals.methods: full is not one of topk, topk_phi, "),
     (compare_methods_without_topk, "residuals.methods: topk is missing, with which the others are compared; add it"),
-    (compare_methods_on_prompts, "residuals.corpora.0: cwe is not one of sotu, wiki, pydoc, books"),
+    (compare_methods_on_prompts, "residuals.corpora.2: cwe is not one of "),
     (compare_methods_of_a_foreign_backbone, "residuals.backbones: 1b is not one of smol"),
     (tabulate_no_residuals, "tables: residual_estimators needs a backbone in residuals.backbones"),
     (
