@@ -7,12 +7,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from residual_mass.backbones.hook import device_of
-from residual_mass.backbones.partial import make_arm
+from residual_mass.backbones.partial import make_arm, require_maps
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import end_tokens, prefill
 from residual_mass.backbones.prefix import retrieved_by
-from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import Method
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def partial_generate(
     input_ids: Tensor,
     *,
     max_new_tokens: int,
-    method: str = "topk_phi",
+    method: str | Method = "topk_phi",
     budget: float | None = 0.01,
     phi: PhiMaps | None = None,
     num_sink: int = 4,
@@ -32,21 +33,22 @@ def partial_generate(
 
     Args:
         input_ids: [1, L], one prompt without padding.
-        method, budget, phi, num_sink, num_tail: as for `partial_kv`, except methods with a residual of their own.
+        method, budget, phi, num_sink, num_tail: as for `partial_kv`; the methods are those of the paper, and those with
+            truncated moments.
 
     Returns:
         The prompt and up to `max_new_tokens` new tokens, [1, L + T].
 
     Raises:
-        ValueError: as for `partial_kv`; several prompts; max_new_tokens below 1.
+        ValueError: as for `partial_kv`; no fast step for the method; several prompts; max_new_tokens below 1.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
     arm, anchors = make_arm(method, budget), AnchorSpec(num_sink, num_tail)
-    if arm.needs_maps and phi is None:
-        raise ValueError(f"method {method} needs phi maps: pass phi=PhiMaps.load(...)")
+    rule = fused_method(arm.rule)
+    require_maps(arm, phi)
     prompt = input_ids.to(device_of(model))
     length, steps, ends = prompt.shape[1], max_new_tokens - 1, end_tokens(model)
     read = prefill(model, prompt.tolist())
@@ -54,5 +56,5 @@ def partial_generate(
     if steps == 0 or int(first) in ends:
         return torch.cat((prompt, first.unsqueeze(1)), dim=1)
     k = retrieved_by(arm, length, anchors, None)
-    decoder = StaticDecoder(model, fill_buffers([read], steps), method, k, anchors, phi, steps)
+    decoder = StaticDecoder(model, fill_buffers([read], steps), rule, k, anchors, phi, steps)
     return torch.cat((prompt, first.unsqueeze(1), decoder.run(first, ends)), dim=1)

@@ -73,11 +73,9 @@ def partial_kv(
         raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
     attention_layers(model)
     session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config), fold)
-    if phi is not None and arm.rule.own is not None and not arm.needs_maps:
-        raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out, or take topk_phi_moments for both")
+    require_maps(arm, phi)
     if arm.needs_maps:
-        if phi is None:
-            raise ValueError(f"method {arm.rule.name} needs phi maps: pass phi=PhiMaps.load(...)")
+        assert phi is not None
         phi.require(session.shape)
         session.maps = phi.on(device_of(model)).folded()
     with attention_hook(model, session):
@@ -89,6 +87,14 @@ def make_arm(method: str | Method, budget: float | None) -> Arm:
     rule = method_named(method) if isinstance(method, str) else method
     # Exact arithmetic: 100 * 0.07 is a little above 7 in floats, and the budget formula would round it up to 8.
     return Arm(rule, None if rule.whole_prefix or budget is None else float(Fraction(str(budget)) * 100))
+
+
+def require_maps(arm: Arm, phi: PhiMaps | None) -> None:
+    """Raises ValueError where a method lacks its maps, or another residual than theirs is given some."""
+    if phi is not None and arm.rule.own is not None and not arm.needs_maps:
+        raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out, or take topk_phi_moments for both")
+    if phi is None and arm.needs_maps:
+        raise ValueError(f"method {arm.rule.name} needs phi maps: pass phi=PhiMaps.load(...)")
 
 
 @dataclass

@@ -20,9 +20,16 @@ from residual_mass.backbones.hook import attention_hook, device_of
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill
 from residual_mass.backbones.prefix import Map, map_heads
-from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
+from residual_mass.core.fused import (
+    DecodeCache,
+    build_cache,
+    decode_attention_for,
+    torch_path,
+    with_moments,
+    with_summary,
+)
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import method_named
+from residual_mass.methods import Method, method_named
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
@@ -42,15 +49,26 @@ def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
     return caches
 
 
+def fused_method(method: str | Method) -> Method:
+    """Looks up a method with a fast decode step; raises ValueError if it has none or its name is not known."""
+    rule = method_named(method) if isinstance(method, str) else method
+    if not rule.fused:
+        raise ValueError(f"method {rule.name} has no fast decode step; use partial_kv")
+    return rule
+
+
 class StaticDecoder:
     """Decodes a batch of prompts under one method.
 
     Args:
         caches: one per layer; decoders may share them, because each run overwrites the generated columns.
-        method: name of an estimator.
+        method: one with a fast step, or its name.
         k: retrieved tokens per query head; unused by `full`.
-        phi: required by methods that add a residual.
+        phi: required by methods with feature maps.
         steps: tokens after the first, at most the room of the buffers.
+
+    Raises:
+        ValueError: the method is not known or has no fast step; maps are missing or of another shape.
     """
 
     @torch.no_grad()
@@ -58,21 +76,19 @@ class StaticDecoder:
         self,
         model: PreTrainedModel,
         caches: list[DecodeCache],
-        method: str,
+        method: str | Method,
         k: int,
         anchors: AnchorSpec,
         phi: PhiMaps | None,
         steps: int,
     ) -> None:
-        self.model, self.rule, self.k, self.anchors, self.steps = model, method_named(method), k, anchors, steps
+        self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
-        if self.rule.residual is not None:
-            raise ValueError(f"method {method} has a residual of its own, which static buffers do not serve")
         self.query_maps: list[Map] | None = None
         self.caches = caches
         if self.rule.needs_maps:
             if phi is None:
-                raise ValueError(f"method {method} needs phi maps")
+                raise ValueError(f"method {self.rule.name} needs phi maps")
             phi.require(HeadShape.of(model.config))
             maps = phi.on(self.device).folded()
             self.query_maps = [query_map for query_map, _ in maps]
@@ -80,6 +96,8 @@ class StaticDecoder:
                 with_summary(cache, map_heads(key_map, cache.keys[:, :, : cache.length]), anchors.sink, anchors.tail)
                 for cache, (_, key_map) in zip(caches, maps, strict=True)
             ]
+        elif self.rule.own is not None:
+            self.caches = [with_moments(cache, self.rule.own.prepare, anchors.sink, anchors.tail) for cache in caches]
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0

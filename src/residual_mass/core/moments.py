@@ -26,10 +26,10 @@ from torch import Tensor
 
 from residual_mass.core.accounting import Terms
 
+WHOLE = 10.0
+"""Values of a above this count as this: 1 - Phi(10) is below 1e-23, and nothing leaves the range of float32."""
 LEAST_VARIANCE = 1e-8
 """Variances of scores below this count as this, so that equal keys divide by no zero; scores are in nats."""
-FARTHEST = 1e4
-"""Cuts farther from the mean than this many standard deviations count as this far: log Phi is finite there."""
 
 
 class MomentState(NamedTuple):
@@ -198,17 +198,16 @@ def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tens
 def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """log Z / n and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
     deviation = variance.sqrt()
-    cut = ((threshold - mean - variance) / deviation).clamp(-FARTHEST, FARTHEST)
-    log_below = torch.special.log_ndtr(cut)
-    # pdf / Phi in one exponential: both underflow far below the mean, where their ratio is about -a.
-    ratio = (-0.5 * cut.square() - 0.5 * math.log(2 * math.pi) - log_below).exp()
-    return mean + 0.5 * variance + log_below, 1 - ratio / deviation
+    distance = torch.minimum((threshold - mean) / deviation, deviation + WHOLE)
+    # Phi(a) = e^(-a^2 / 2) tail / 2. With a = distance - s, a^2 cancels against s^2 before either is rounded.
+    tail = torch.special.erfcx(math.sqrt(0.5) * (deviation - distance))
+    log_mass = mean + distance * (deviation - 0.5 * distance) + (0.5 * tail).log()
+    return log_mass, 1 - math.sqrt(2 / math.pi) / (tail * deviation)
 
 
 def _summed(moments: MomentState, log_mass: Tensor, slope: Tensor, factor: Tensor) -> Terms:
     """Adds up the parts, given log Z / n [..., R, P], C q [..., R, P or 1, D] and the factor of b [..., R, P]."""
-    present = (moments.count > 0).unsqueeze(-2)
-    log_mass = torch.where(present, log_mass + moments.count.clamp_min(1).log().unsqueeze(-2), -torch.inf)
+    log_mass = log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
     shift = log_mass.amax(-1)
     shift = torch.where(shift > -torch.inf, shift, 0)
     weights = (log_mass - shift.unsqueeze(-1)).exp()

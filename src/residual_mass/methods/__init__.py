@@ -80,6 +80,11 @@ class Method:
         return None if self.residual is None or isinstance(self.residual, Phi) else self.residual
 
     @property
+    def fused(self) -> bool:
+        """Whether `core.fused` has a fast decode step for it."""
+        return self.own is None or getattr(self.own, "fused", False)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What tells its numbers from those of another method, for the keys of stored rows. Of the paper's methods the
         name alone, for rows were stored before there were others.

@@ -39,6 +39,8 @@ class Seen(NamedTuple):
 class Residual(Protocol):
     """Estimates the terms of the unread tokens. A frozen dataclass with its own parameters, which importing must not
     load torch: the workflow lists methods with it.
+
+    One with `fused = True` is decoded by `core.fused` too: its state is a `MomentState`, its terms `truncated_terms`.
     """
 
     recipe: ClassVar[int]

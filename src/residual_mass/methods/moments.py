@@ -62,6 +62,11 @@ class Moments:
         if self.takes_out and self.parts > 1:
             raise ValueError(f"takes_out needs parts=1, not {self.parts}: the parts of tokens are not kept")
 
+    @property
+    def fused(self) -> bool:
+        """Whether `core.fused` has a fast decode step for it."""
+        return not self.takes_out and self.dtype == "float32"
+
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
         from residual_mass.core import moments, parts
 

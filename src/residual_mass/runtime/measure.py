@@ -29,7 +29,7 @@ from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.settings import MapSpec, tokens_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
@@ -37,7 +37,7 @@ from residual_mass.provenance import MANIFEST, Record, device_name
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import FLOAT32, Implementation, copy_bandwidth, state_bytes, step_traffic, wait_for
+from residual_mass.runtime.traffic import Implementation, copy_bandwidth, residual_bytes, step_traffic, wait_for
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
@@ -144,19 +144,19 @@ def _row(
         model, phi, setting.implementation, setting.method,
         batch=setting.batch, length=setting.length, k=setting.k, anchors=spec.anchors, generated=STEPS // 2,
     )  # fmt: skip
-    device, full = device_of(model), setting.method == "full"
+    device, rule = device_of(model), method_named(setting.method)
     return {
         "implementation": setting.implementation,
         "method": setting.method,
         "batch": setting.batch,
-        "budget_percent": "" if full else f"{spec.budget:g}",
-        "k": "" if full else setting.k,
+        "budget_percent": "" if rule.whole_prefix else f"{spec.budget:g}",
+        "k": "" if rule.whole_prefix else setting.k,
         "step_bytes": traffic.total,
         "floor_ms": f"{1e3 * traffic.total / bandwidth:.3f}",
         "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
-        "state_bytes": _state(model, spec.map, setting.method),
+        "state_bytes": residual_bytes(rule, HeadShape.of(model.config), spec.map.d_phi),
         "repeats": spec.repeats,
-        "phi_weights": "random" if method_named(setting.method).needs_maps else "",
+        "phi_weights": "random" if rule.needs_maps else "",
         "device": device_name(device),
     }
 
@@ -184,11 +184,6 @@ def _milliseconds(timing: Timing, pass_seconds: float) -> dict[str, str]:
         "end_to_end_ms": f"{1e3 * (before + STEPS * step):.3f}",
         "recording_ms": "" if timing.recording is None else f"{1e3 * timing.recording:.3f}",
     }
-
-
-def _state(model: PreTrainedModel, map_spec: MapSpec, method: str) -> int:
-    adds_residual = method_named(method).needs_maps
-    return state_bytes(HeadShape.of(model.config), map_spec.d_phi, FLOAT32) if adds_residual else 0
 
 
 def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int) -> tuple[Prefill | str, float]:

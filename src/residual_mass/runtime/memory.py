@@ -36,14 +36,15 @@ def decoding_bytes(
 
     Excludes the model, its maps and the prefill, which are already in memory. Keys, values and, in the fused decoder,
     features stay in memory for all layers; copies, map activations (KEY_CHUNK columns at once) and float32 sums count
-    for one layer at a time.
+    for one layer at a time. So do centred keys and values, the keys once more with weights, behind moments.
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     tokens = batch * shape.kv_heads * (length + room)
-    fused, maps_keys = implementation == "fused", method_named(method).needs_maps
+    fused, rule = implementation == "fused", method_named(method)
+    maps_keys, centred = rule.needs_maps, 0 if rule.own is None else 3 * shape.head_dim
     features = maps.d_phi if maps_keys else 0
     kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item
-    in_work = tokens * (2 * shape.head_dim + 4 * features) * FLOAT32
+    in_work = tokens * (2 * shape.head_dim + 4 * features + centred) * FLOAT32
     scores = 2 * batch * shape.query_heads * (length + room) * FLOAT32  # scores, and the columns selected by them
     at_once = min(batch * length, KEY_CHUNK) if fused else batch * min(length, KEY_CHUNK)
     inner = INNER[implementation] * shape.kv_heads * at_once * maps.d_emb * FLOAT32 if maps_keys else 0

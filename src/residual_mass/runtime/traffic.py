@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import method_named
+from residual_mass.methods import Method, method_named, state_bytes
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4
@@ -35,7 +35,7 @@ class Traffic:
     maps: int
     """Weights of the feature maps that a step evaluates."""
     state: int
-    """S and u and, if they are formed, S_R and u_R, written and read."""
+    """S and u and, if they are formed, S_R and u_R, written and read; or moments."""
     concatenation: int
     """Copy of a dynamic cache, which grows by one token."""
     scores: int
@@ -68,9 +68,9 @@ def step_traffic(
     support = k + anchors.sink + anchors.tail + generated
     values = whole if rule.whole_prefix else min(whole, per_token * support * shape.head_dim)
     retrieved = per_token * k * (phi.map.d_phi if fused else shape.head_dim) if subtracts else 0
-    state = state_bytes(shape, phi.map.d_phi, FLOAT32) * batch if adds_residual else 0
+    state = residual_bytes(rule, shape, phi.map.d_phi) * batch
     if subtracts and not fused:
-        state += 2 * batch * state_bytes(shape, phi.map.d_phi, FLOAT32) * shape.query_heads // shape.kv_heads
+        state += 2 * state * shape.query_heads // shape.kv_heads
     return Traffic(
         weights=_weight_bytes(model),
         keys=whole,
@@ -83,7 +83,16 @@ def step_traffic(
     )
 
 
-def state_bytes(shape: HeadShape, d_phi: int, item: int) -> int:
+def residual_bytes(rule: Method, shape: HeadShape, d_phi: int) -> int:
+    """Returns the size of what a method keeps of one prompt for its residual, over all layers and KV heads."""
+    if rule.own is None:
+        return summary_bytes(shape, d_phi, FLOAT32) if rule.needs_maps else 0
+    token = torch.zeros(1, shape.head_dim)
+    state = rule.own.prepare(token, token, torch.ones(1, dtype=torch.bool))
+    return shape.layers * shape.kv_heads * state_bytes(state)
+
+
+def summary_bytes(shape: HeadShape, d_phi: int, item: int) -> int:
     """Returns the size of S and u of one prompt, over all layers and KV heads."""
     return shape.layers * shape.kv_heads * d_phi * (shape.head_dim + 1) * item
 

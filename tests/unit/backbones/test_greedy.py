@@ -11,7 +11,9 @@ from residual_mass import PhiMaps, partial_generate, partial_kv
 from residual_mass.backbones.hook import attention_layers
 from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import MapSpec
-from residual_mass.study.labels import METHODS
+from residual_mass.methods import METHODS as ALL
+
+METHODS = [one.name for one in ALL if one.fused]
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,10 @@ def phi(tiny_backbone: Backbone) -> PhiMaps:
     return maps.requires_grad_(False)
 
 
+def test_methods_with_truncated_moments_are_among_them() -> None:
+    assert {"topk_phi", "topk_moments", "topk_moments_4b", "topk_moments_8"} < set(METHODS)
+
+
 def prompt_of(length: int) -> Tensor:
     return torch.randint(2, 258, (1, length), generator=torch.Generator().manual_seed(length))
 
@@ -32,6 +38,7 @@ def prompt_of(length: int) -> Tensor:
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_partial_kv(method: str, length: int, tiny_backbone: Backbone, phi: PhiMaps) -> None:
     prompt, model = prompt_of(length), tiny_backbone.model
+    phi = phi if "phi" in method else None
     with partial_kv(model, method, 0.15, phi):
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     ours = partial_generate(model, prompt, max_new_tokens=12, method=method, budget=0.15, phi=phi)
@@ -43,7 +50,7 @@ def test_tokens_are_those_of_partial_kv(method: str, length: int, tiny_backbone:
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_partial_kv_whatever_the_heads_and_anchors(method: str, heads: int, kv_heads: int) -> None:
     backbone, prompt, anchors = backbone_of(heads, kv_heads), prompt_of(60), {"num_sink": 3, "num_tail": 5}
-    model, phi = backbone.model, random_maps(backbone)
+    model, phi = backbone.model, random_maps(backbone) if "phi" in method else None
     with partial_kv(model, method, 0.3, phi, **anchors):
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     ours = partial_generate(model, prompt, max_new_tokens=12, method=method, budget=0.3, phi=phi, **anchors)
@@ -72,6 +79,7 @@ def test_it_stops_behind_an_end_token(tiny_backbone: Backbone, phi: PhiMaps, mon
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not above 0"),
         ({"phi": None}, r"method topk_phi needs phi maps: pass phi=PhiMaps.load\(...\)"),
         ({"method": "magic"}, "magic"),
+        ({"method": "topk_gaussian"}, "method topk_gaussian has no fast decode step; use partial_kv"),
         ({"budget": 1.5}, "budget"),
     ],
 )

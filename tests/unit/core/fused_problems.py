@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import torch
-from reference import attention, split, top, topk_phi
+from reference import attention, split, top, topk_moments, topk_phi
 from torch import Tensor
 
-from residual_mass.core.fused.cache import DecodeCache, build_cache, with_summary
+from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_summary
+from residual_mass.core.parts import blocks, clusters
+from residual_mass.methods import Moments
+
+MOMENTS = {
+    "moments": Moments(),
+    "moments of blocks": Moments(4, "blocks"),
+    "moments of clusters": Moments(3),
+    "shared moments": Moments(3, shared=True),
+}
+"""Residuals of truncated moments, by what tests call their methods."""
 
 
 class DecodeProblem:
@@ -52,11 +62,12 @@ class DecodeProblem:
             buffer[:, :, length : length + generated] = draw(batch, kv_heads, generated, d).to(dtype)
 
     def arguments(self, k: int, method: str) -> dict[str, object]:
-        """Of decode_attention, for topk, topk_phi or topk_phi_nosub."""
+        """Of decode_attention, for topk, topk_phi, topk_phi_nosub or one of MOMENTS."""
+        maps = method.startswith("topk_phi")
         return {
             "query": self.query,
-            "cache": self.cache if method != "topk" else _without_maps(self.cache),
-            "log_query": None if method == "topk" else self.log_query.float(),
+            "cache": self.cache if maps else self._without_maps(method),
+            "log_query": self.log_query.float() if maps else None,
             "k": k,
             "sink": self.sink,
             "tail": self.tail,
@@ -64,6 +75,10 @@ class DecodeProblem:
             "generated": self.generated,
             "scale": self.scale,
         }
+
+    def _without_maps(self, method: str) -> DecodeCache:
+        bare = self.cache._replace(features=None, summary=None, log_shift=None)
+        return with_moments(bare, MOMENTS[method].prepare, self.sink, self.tail) if method in MOMENTS else bare
 
     def expected(self, k: int, method: str) -> Tensor:
         """[B, Hq, D] float64, from the buffers as they are, so that their rounding is no difference."""
@@ -82,6 +97,11 @@ class DecodeProblem:
             scores = [self.scale * sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
             tokens = anchors + top(scores, mid, k) + list(range(len(old_k), len(keys)))
             return attention(query, keys, values, self.scale, tokens)
+        if method in MOMENTS:
+            parts = _parts(MOMENTS[method], self.cache.keys[b, kv, first:last].float(), self.sink, self.tail)
+            return topk_moments(
+                query, old_k, old_v, self.scale, self.sink, self.tail, k, parts, MOMENTS[method].shared, (new_k, new_v)
+            )
         assert self.cache.features is not None and self.cache.log_shift is not None
         phi_k = self.cache.features[b, kv, first:last].double() * self.cache.log_shift[b, kv].double().exp()
         phi_q = self.log_query[b, h].float().double().exp().tolist()
@@ -89,6 +109,13 @@ class DecodeProblem:
             query, old_k, old_v, self.scale, self.sink, self.tail, k, phi_q, phi_k.tolist(), method == "topk_phi",
             (new_k, new_v),
         )  # fmt: skip
+
+
+def tolerance(method: str) -> float:
+    """Of a step in float32. Where a cluster is a single token, its mass is cut within 1e-4 of its score, and a rounding
+    of 1e-7 of the score is one of 1e-3 of the mass.
+    """
+    return 1e-3 if method in ("moments of clusters", "shared moments") else 2e-5
 
 
 def nearly_all_retrieved(k: int, share: float) -> DecodeProblem:
@@ -108,8 +135,14 @@ def nearly_all_retrieved(k: int, share: float) -> DecodeProblem:
     return p
 
 
-def _without_maps(cache: DecodeCache) -> DecodeCache:
-    return cache._replace(features=None, summary=None, log_shift=None)
+def _parts(residual: Moments, keys: Tensor, sink: int, tail: int) -> list[list[int]]:
+    """The mid-region's tokens of each part, of one head's prefix [L, D]."""
+    _, mid = split(len(keys), sink, tail)
+    if residual.parts == 1 or not mid:
+        return [mid]
+    inside, keys = torch.ones(len(mid), dtype=torch.bool), keys[mid]
+    members = blocks(inside, residual.parts) if residual.split == "blocks" else clusters(keys, inside, residual.parts)
+    return [[mid[i] for i in part.nonzero().flatten().tolist()] for part in members.T]
 
 
 def _split(

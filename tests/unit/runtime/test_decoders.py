@@ -47,7 +47,7 @@ def fresh(read: Prefill) -> Prefill:
     return one
 
 
-def engine_tokens(backbone: Backbone, arm: ArmSpec, phi: PhiMaps, prompts: list[list[int]]) -> list[list[int]]:
+def engine_tokens(backbone: Backbone, arm: ArmSpec, phi: PhiMaps | None, prompts: list[list[int]]) -> list[list[int]]:
     engine = SharedPrefillEngine(backbone, [arm], ANCHORS, phi, nominal_length=None)
     ended = backbone.model.generation_config.eos_token_id
     backbone.model.generation_config.eos_token_id = None  # the decoders under test know no end
@@ -73,6 +73,21 @@ def test_both_decode_what_the_engine_decodes(
             decoder.prepare()
             assert decoder.run(read.next_token).tolist() == expected
     torch.testing.assert_close(fused.logits, prototype.logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
+@pytest.mark.parametrize("method", ["topk_moments", "topk_moments_4b", "topk_moments_8"])
+def test_moments_are_decoded_without_maps(
+    method: str, budget: float, tiny_backbone: Backbone, prompts: list[list[int]]
+) -> None:
+    arm = ArmSpec(method, budget)
+    caches = fill_buffers([prefill(tiny_backbone.model, prompts)], STEPS)
+    k = retrieved_by(arm, LENGTH, ANCHORS, None)
+    decoder = StaticDecoder(tiny_backbone.model, caches, method, k, ANCHORS, None, STEPS)
+    first = prefill(tiny_backbone.model, prompts).next_token
+    assert decoder.run(first).tolist() == engine_tokens(tiny_backbone, arm, None, prompts)
+    moments = [x for cache in decoder.caches for x in cache.moments]
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in moments)
 
 
 def test_methods_differ_or_equality_shows_nothing(

@@ -26,7 +26,7 @@ from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.runtime import measure
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, state_bytes, step_traffic
+from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, step_traffic, summary_bytes
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
@@ -128,6 +128,11 @@ def test_bytes_of_the_tiny_backbone_counted_by_hand(tiny_backbone: Backbone) -> 
     assert phi["state"] == 2 * state
     assert phi["features"] == 2 * 3 * 4 * 30 * 8 * 4
     assert phi["maps"] == 3 * 4 * (16 * 8 + 24 * 8 + 16 * 24 + 24 + 8) * 4
+    moments = traffic_of(tiny_backbone, "fused", "topk_moments")
+    assert moments["state"] == 2 * 3 * 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4
+    assert moments["total"] - topk["total"] == moments["state"]
+    blocks = traffic_of(tiny_backbone, "fused", "topk_moments_4b")
+    assert blocks["state"] == 4 * moments["state"]
     nosub = traffic_of(tiny_backbone, "fused", "topk_phi_nosub")
     assert phi["total"] - nosub["total"] == phi["features"]
     ours = traffic_of(tiny_backbone, "prototype", "topk_phi")
@@ -147,7 +152,7 @@ def test_a_wide_support_reads_no_more_than_all_values(tiny_backbone: Backbone) -
 
 def test_the_summary_of_llama_1b_in_bfloat16_is_what_the_paper_says() -> None:
     """1.03 MiB over 16 layers with 8 KV heads, 64 features and head dimension 64."""
-    assert state_bytes(HeadShape(16, 32, 8, 64), 64, 2) / 2**20 == pytest.approx(1.03, abs=0.02)
+    assert summary_bytes(HeadShape(16, 32, 8, 64), 64, 2) / 2**20 == pytest.approx(1.03, abs=0.02)
 
 
 def test_bandwidth_is_that_of_a_copy() -> None:
@@ -249,6 +254,8 @@ def test_needed_memory_counted_by_hand(tiny_backbone: Backbone) -> None:
     for side in ("prototype", "fused"):
         topk = decoding_bytes(tiny_backbone.model, MAP, side, "topk", **sizes)
         assert topk == 3 * tokens * 32 * 4 + tokens * 32 * 4 + scores
+    needed = decoding_bytes(tiny_backbone.model, MAP, "fused", "topk_moments", **sizes)
+    assert needed == 3 * tokens * 32 * 4 + tokens * 80 * 4 + scores
     needed = decoding_bytes(tiny_backbone.model, MAP, "fused", "topk_phi", **sizes)
     assert needed == 3 * tokens * 40 * 4 + tokens * 64 * 4 + scores + 2 * (2 * 2000 * 24 * 4)
     needed = decoding_bytes(tiny_backbone.model, MAP, "prototype", "topk_phi", **sizes)

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from residual_mass.core.fused import torch_path
-from residual_mass.core.fused.cache import DecodeCache, build_cache, with_summary
+from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_summary
 
-__all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_summary"]
+__all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_moments", "with_summary"]
 
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:

@@ -6,18 +6,20 @@ Shape letters: B = batch rows, Hkv = KV heads, L = prefix columns, T = room for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import key_features, summarise
+from residual_mass.core.moments import MomentState
 
 
 class DecodeCache(NamedTuple):
-    """Keys and values of prefix and generated tokens, and the summary of the prefix's mid-region.
+    """Keys and values of prefix and generated tokens, and what stands for the unread tokens of the mid-region.
 
-    Without maps, `features`, `summary` and `log_shift` are None, and only TopK can be decoded.
+    That is a summary with the features it sums (`features`, `summary` and `log_shift`), or moments, or neither (TopK).
     """
 
     keys: Tensor
@@ -36,10 +38,12 @@ class DecodeCache(NamedTuple):
     """[B, Hkv, M, D + 1] float32: S, with u as last column, both summed from exactly the rounded features."""
     log_shift: Tensor | None = None
     """[B, Hkv, M] float32."""
+    moments: MomentState | None = None
+    """Of the mid-region in P parts, [B, Hkv, P or 1, ...] float32."""
 
 
 def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room: int) -> DecodeCache:
-    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns; the cache has no maps yet."""
+    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, for TopK."""
     length = keys.shape[2]
     buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
     for buffer, prefix in zip(buffers, (keys, values), strict=True):
@@ -62,6 +66,20 @@ def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int)
     state = summarise(rounded.float(), log_shift, inside)
     summary = torch.cat((state.numerator, state.mass.unsqueeze(-1)), dim=-1)
     return cache._replace(features=rounded, summary=summary.contiguous(), log_shift=log_shift.contiguous())
+
+
+def with_moments(
+    cache: DecodeCache, prepare: Callable[[Tensor, Tensor, Tensor], MomentState], sink: int, tail: int
+) -> DecodeCache:
+    """Adds the moments that `prepare` makes of the prefix without its anchors: of keys, values [B, Hkv, L, D] float32
+    and the mid-region [B, 1, L] bool.
+    """
+    mid = mid_region(cache, sink, tail).unsqueeze(1)
+    # Padding may hold NaN, and zero times NaN is NaN.
+    keys, values = (
+        torch.where(mid.unsqueeze(-1), x[:, :, : cache.length].float(), 0) for x in (cache.keys, cache.values)
+    )
+    return cache._replace(moments=MomentState(*(x.contiguous() for x in prepare(keys, values, mid))))
 
 
 def mid_region(cache: DecodeCache, sink: int, tail: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused.cache import DecodeCache, mid_region
+from residual_mass.core.moments import MomentState, truncated_terms
 from residual_mass.core.selection import largest
 
 
@@ -53,7 +54,8 @@ def decode_attention(
 
     Args:
         query: [B, Hq, D]; its own key and value are among the generated ones.
-        log_query: [B, Hq, M] float32 log phi_q; None adds no residual (TopK).
+        cache: with moments, the residual is theirs (TopK+moments).
+        log_query: [B, Hq, M] float32 log phi_q; None adds no residual of feature maps.
         k: mid-region tokens that every query head retrieves; more than |M| retrieves all of it.
         sink, tail: numbers of anchors that the cache was built with.
         subtracts: whether to subtract the retrieved tokens from the summary (TopK+phi) or not (NoSub).
@@ -66,7 +68,8 @@ def decode_attention(
     scores = grouped @ cache.keys[:, :, :filled].float().transpose(-1, -2)  # [B, Hkv, G, C]
     if fixed is None:
         fixed = fixed_columns(cache, sink, tail, generated)
-    chosen, top = largest(scores[..., : cache.length].masked_fill(fixed.left_out, -torch.inf), k)
+    candidates = scores[..., : cache.length].masked_fill(fixed.left_out, -torch.inf)
+    chosen, top = largest(candidates, k)
     retrieved = top > -torch.inf
 
     always = fixed.always.expand(*scores.shape[:3], -1)
@@ -78,6 +81,10 @@ def decode_attention(
     if log_query is not None:
         subtracted = (chosen, retrieved) if subtracts else None
         residual = _residual(cache, log_query.unflatten(1, heads), subtracted, shift)
+        shift = residual.shift
+    elif cache.moments is not None:
+        threshold = top.amin(-1) if k else candidates.amax(-1)
+        residual = _truncated(cache.moments, grouped, threshold, k, shift)
         shift = residual.shift
     share = (exact - shift).exp()
     denominator = share.sum(-1)
@@ -127,9 +134,27 @@ def _residual(
         z = torch.where(valid, z, 0)
         mass = mass - z.sum(-1, keepdim=True)
     kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # negated, so that NaN is kept and not dropped silently
-    shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
-    unit = torch.where(kept, (own_shift - shift).exp(), 0)
+    shift, unit = _common(shift, own_shift, kept)
     return _Residual(unit * whole[..., :-1], None if z is None else unit * z, (unit * mass).squeeze(-1), shift)
+
+
+def _truncated(moments: MomentState, query: Tensor, threshold: Tensor, k: int, shift: Tensor) -> _Residual:
+    """Computes the terms of what scores below `threshold` [B, Hkv, G]; zero where all of the mid-region is read.
+
+    Args:
+        query: [B, Hkv, G, D], scaled.
+    """
+    kept = (moments.count.sum(-1) > k).unsqueeze(-1)
+    threshold = torch.where(kept, threshold, torch.inf)  # finite terms of what is dropped too
+    numerator, mass, own_shift = truncated_terms(query, moments, threshold)
+    shift, unit = _common(shift, own_shift.unsqueeze(-1), kept.unsqueeze(-1))
+    return _Residual(unit * numerator, None, unit.squeeze(-1) * mass, shift)
+
+
+def _common(shift: Tensor, own_shift: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the shift of exact terms and residual together, and the residual's unit in it; 0 where it is dropped."""
+    shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
+    return shift, torch.where(kept, (own_shift - shift).exp(), 0)
 
 
 def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: int) -> tuple[Tensor, Tensor]:
