@@ -31,7 +31,7 @@ from residual_mass.benchmarks.store import Row, RowStore, row_key
 from residual_mass.core.settings import ArmSpec, tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
-from residual_mass.gold import gold_answer
+from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
 
@@ -195,9 +195,9 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
 
 
 def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) -> list[int]:
-    """A blank parts the answer from the prompt, except where a chat template ends the prompt."""
-    text = gold_answer(task, doc)
-    return tokenizer(text if asked.chat_template else f" {text}", add_special_tokens=False).input_ids
+    """No blank parts the answer from a prompt that a chat template ends."""
+    text = gold_answer(task, doc) if asked.chat_template else gold_continuation(task, doc)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _compute(

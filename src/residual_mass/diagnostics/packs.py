@@ -22,7 +22,7 @@ from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics import CWE
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
-from residual_mass.gold import gold_answer
+from residual_mass.gold import gold_continuation
 from residual_mass.study.specs import BackboneSpec
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _frozen_prompts(manifest: Path, length: str) -> list[tuple[str, str]]:
     if frozen["length"] != length:
         raise ValueError(f"{manifest}: has prompts of length {frozen['length']}, not {length}; {REMEDY}")
     return [
-        (each.prompt, f" {gold_answer(CWE_TASK, each.doc)}")
+        (each.prompt, gold_continuation(CWE_TASK, each.doc))
         for each in load_prompts(manifest, CWE_TASK, frozen["examples"])
     ]
 
