@@ -2,7 +2,8 @@
 
 A finished job records its tokens and seconds in its `.meta.json`. Generation is estimated with the prompt and decode
 rates of the finished job of the same backbone with the nearest length, training with the seconds per step of the
-nearest finished training, in proportion to length and number of variants. Estimates are too low for lengths far above
+nearest finished training, in proportion to length and number of variants, and forced decoding with the seconds per
+continuation and arm of the nearest finished job, in proportion to length. Estimates are too low for lengths far above
 the measured one, where attention dominates, and too high if answers end early. A backbone without finished jobs gets
 its amount of work but no hours, because rates of another model or machine would be a guess.
 """
@@ -15,24 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from residual_mass.benchmarks.catalogue import task_named
+from residual_mass.benchmarks.catalogue import task_named, tasks_of
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json
 from residual_mass.study.jobs import TRAIN, Job, read_studies
+from residual_mass.study.parsing import parsed
+from residual_mass.study.specs import ForceSpec
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The work of one training or generation job."""
+    """The work of one job that trains or decodes."""
 
     target: str
-    stage: Literal["train", "generate"]
+    stage: Literal["train", "generate", "force"]
     backbone: str
     length: str
     examples: int = 0
-    """Prompts, over all tasks of the job."""
-    generated: int = 0
-    """Most generated tokens, over all prompts and arms."""
+    """Prompts, over all tasks of the job, and documents."""
+    decoded: int = 0
+    """Most generated or forced tokens, over all prompts and arms."""
+    rows: int = 0
+    """Most forced continuations, over all arms and states."""
     sequences: int = 0
     """Sequences of a training over all steps, per variant, as if each were trained alone."""
     variants: int = 0
@@ -53,6 +58,8 @@ class Finished:
     """Generated tokens per second, over all examples and arms of a batch."""
     step_seconds: float = 0.0
     """Seconds of one training step of one variant."""
+    row_seconds: float = 0.0
+    """Seconds of one forced continuation under one arm, everything that the job did shared out."""
 
 
 def run(jobs: Path, results: Path) -> None:
@@ -66,7 +73,7 @@ def run(jobs: Path, results: Path) -> None:
 
 
 def print_costs(study: str, work: Iterable[PlannedJob], finished: Sequence[Finished]) -> None:
-    lines = [("result", "present", "prompt tokens", "generated, at most", "hours, about")]
+    lines = [("result", "present", "prompt tokens", "decoded, at most", "hours, about")]
     left: dict[tuple[str, str], list[float | None]] = {}
     used: dict[str, None] = {}
     for target, jobs in by_result(work).items():
@@ -81,10 +88,10 @@ def print_costs(study: str, work: Iterable[PlannedJob], finished: Sequence[Finis
         prompts = sum(job.examples * tokens_of(job.length) for job in jobs)
         known = [cost for cost in hours if cost is not None]
         shown = f"{sum(known):.2f}" if len(known) == len(jobs) else "no rate yet"
-        lines.append((target, present, f"{prompts:,}", f"{sum(job.generated for job in jobs):,}", shown))
+        lines.append((target, present, f"{prompts:,}", f"{sum(job.decoded for job in jobs):,}", shown))
     print("\n".join(aligned(lines)))
     print(f"\nLeft to do in study {study}:")
-    print("\n".join(summary(left, finished)) or "nothing that trains or generates")
+    print("\n".join(summary(left, finished)) or "nothing that trains or decodes")
     print("\nRates: " + ("; ".join(used) or "none measured yet"))
 
 
@@ -98,7 +105,8 @@ def by_result(jobs: Iterable[PlannedJob]) -> dict[str, list[PlannedJob]]:
 
 def finished_jobs(results: Path) -> Iterator[Finished]:
     """Yields every finished job under `results` that recorded its rate."""
-    for path in sorted([*results.glob("generations/*/*.meta.json"), *results.glob("phi/*.meta.json")]):
+    patterns = ("generations/*/*", "forced/*", "phi/*")
+    for path in sorted(path for pattern in patterns for path in results.glob(f"{pattern}.meta.json")):
         try:
             yield from _measured(path, read_json(path))
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
@@ -115,6 +123,9 @@ def _measured(path: Path, meta: dict[str, Any]) -> Iterator[Finished]:
     elif meta.get("steps"):
         seconds = meta["seconds"] * meta["processes"] / meta["steps"] / spec["sequences_per_step"]
         yield Finished(**common, stage="train", device=meta["device"], step_seconds=seconds)
+    elif meta.get("rows_computed"):
+        seconds = meta["wall_seconds"] / meta["rows_computed"]
+        yield Finished(**common, stage="force", device=meta["device"], row_seconds=seconds)
 
 
 def nearest_job(job: PlannedJob, finished: Iterable[Finished]) -> Finished | None:
@@ -129,13 +140,17 @@ def estimate_hours(job: PlannedJob, rate: Finished) -> float:
     length = tokens_of(job.length)
     if job.stage == "train":
         return job.sequences * job.variants * rate.step_seconds * length / rate.length / 3600
-    return (job.examples * length / rate.prefill_rate + job.generated / rate.decode_rate) / 3600
+    if job.stage == "force":
+        return job.rows * rate.row_seconds * length / rate.length / 3600
+    return (job.examples * length / rate.prefill_rate + job.decoded / rate.decode_rate) / 3600
 
 
 def describe(rate: Finished) -> str:
     at = f"{rate.backbone} at {rate.length} tokens on {rate.device}"
     if rate.stage == "train":
         return f"{at}: {rate.step_seconds:.2f} s per training sequence and variant"
+    if rate.stage == "force":
+        return f"{at}: {rate.row_seconds:.2f} s per forced continuation and arm"
     return f"{at}: {rate.prefill_rate:.0f} prompt and {rate.decode_rate:.0f} generated tokens per second"
 
 
@@ -160,7 +175,9 @@ def aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def planned(job: Job) -> PlannedJob | None:
-    """Returns the work of a job; None unless it trains or generates."""
+    """Returns the work of a job; None unless it trains or decodes."""
+    if job.rule == "force":
+        return _forced(parsed(ForceSpec, job.spec), job.outputs[0])
     if job.rule not in TRAIN and job.rule != "generate":
         return None
     spec, target = job.spec, job.outputs[0]
@@ -169,5 +186,14 @@ def planned(job: Job) -> PlannedJob | None:
         sequences = spec["steps"] * spec["sequences_per_step"]
         return PlannedJob(target, "train", backbone, length, sequences=sequences, variants=len(spec["variants"]))
     limits = [task_named(spec["benchmark"], task).max_new_tokens for task in spec["tasks"]]
-    generated = spec["examples"] * len(spec["arms"]) * sum(limits)
-    return PlannedJob(target, "generate", backbone, length, spec["examples"] * len(spec["tasks"]), generated)
+    decoded = spec["examples"] * len(spec["arms"]) * sum(limits)
+    return PlannedJob(target, "generate", backbone, length, spec["examples"] * len(spec["tasks"]), decoded)
+
+
+def _forced(spec: ForceSpec, target: str) -> PlannedJob:
+    documents = len(spec.corpora) * spec.documents
+    prompts = sum(asked.examples * len(tasks_of(asked.benchmark, tokens_of(spec.length))) for asked in spec.asked)
+    # A prompt is continued twice, by its right answer and by the greedy one.
+    rows = documents * len(spec.rows_of_document) + 2 * prompts * len(spec.rows_of_answer)
+    where = {"target": target, "backbone": spec.backbone.name, "length": spec.length}
+    return PlannedJob(stage="force", **where, examples=documents + prompts, decoded=rows * spec.tokens, rows=rows)

@@ -15,8 +15,8 @@ SENTENCES = {
 
 
 def gold_answer(task: str, doc: dict[str, Any]) -> str:
-    """The first right answer, without the blank before it, in the form that the prompt's examples or its wording ask
-    for.
+    """The first right answer, in the form that the prompt's examples or its wording ask for, without the blanks that
+    part it from the prompt.
     """
     if "target" in doc:
         pattern, sentence = SENTENCES.get(task, (".*", "{}"))
@@ -25,6 +25,11 @@ def gold_answer(task: str, doc: dict[str, Any]) -> str:
     if "answers" in doc:
         return doc["answers"][0].strip()
     return LISTS.get(task, ", ".join)(doc["outputs"])
+
+
+def gold_continuation(task: str, doc: dict[str, Any]) -> str:
+    """The first right answer with the blanks that part it from the prompt."""
+    return BLANKS.get(task, " ") + gold_answer(task, doc)
 
 
 def numbered(words: Sequence[str]) -> str:
@@ -40,3 +45,5 @@ LISTS: dict[str, Callable[[Sequence[str]], str]] = {
     "ruler_cwe": numbered, "ruler_vt": " ".join, "ruler_qa_squad": _first, "ruler_qa_hotpot": _first,
 }  # fmt: skip
 """How RULER's tasks join their outputs, where not with commas; those of question answering are alternatives."""
+BLANKS = {"ruler_vt": "  "}
+"""Between prompt and answer, where not one: the answer in the prompt's own example of variable tracking follows two."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from residual_mass import __version__
 from residual_mass.core.settings import to_json
 from residual_mass.files import REMAKE, read_json, sha256_of, write_json
+from residual_mass.inputs.assets_manifest import read_assets_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -108,19 +109,13 @@ def recorded(path: Path) -> str:
     found = sha256_of(path)
     sidecar = beside(path)
     if not sidecar.is_file():
-        if path.name == MANIFEST and _lists_assets(path):
+        if path.name == MANIFEST and read_assets_manifest(path):
             return found
         raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; bring that too, or {REMAKE}")
     outputs = read_json(sidecar).get("outputs", {})
     if found not in [sha for name, sha in outputs.items() if Path(name).name == path.name]:
         raise ValueError(f"{path}: is not what {sidecar.name} recorded: cut, damaged or edited; delete it and {REMAKE}")
     return found
-
-
-def _lists_assets(manifest: Path) -> bool:
-    """Whether a manifest is that of the assets, which may have been put together by hand."""
-    content = read_json(manifest)
-    return isinstance(content, dict) and content.keys() >= {"pins", "files"}
 
 
 def beside(output: Path) -> Path:

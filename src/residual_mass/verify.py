@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, sha256_of
+from residual_mass.inputs.assets_manifest import read_assets_manifest
 from residual_mass.provenance import MANIFEST, SUFFIX, beside
 from residual_mass.recipes import RECIPES
 from residual_mass.study.jobs import Job
@@ -211,12 +212,8 @@ def _base(path: Path, name: str) -> Path | None:
 
 def _assets_record(manifest: Path) -> Recorded | None:
     """Reads the assets' manifest, which lists the hashes of all files; None for another or a damaged manifest."""
-    try:
-        content = read_json(manifest)
-        hashes = {entry["path"]: entry["sha256"] for entry in content["files"]}
-        return Recorded(manifest.parent, "assets", {"pins": content["pins"]}, {}, hashes)
-    except (ValueError, KeyError, TypeError):
-        return None
+    content = read_assets_manifest(manifest)
+    return content and Recorded(manifest.parent, "assets", {"pins": content.pins}, {}, content.files)
 
 
 def _has_record(name: str, source: Path) -> bool:

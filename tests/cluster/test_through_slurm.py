@@ -179,7 +179,7 @@ def test_a_job_on_two_gpus_fails_and_the_others_go_on(study: Path, finished: dic
     config, protocol = study / "config" / "config.yaml", study / "config" / "studies" / "mini.yaml"
     before = config.read_text(), protocol.read_text()
     backbone = yaml.safe_load(before[0])["backbones"]["tiny"]
-    edited(config, backbones={"large": backbone | {"title": "Large", "dtype": "bfloat16"}})
+    edited(config, backbones={"large": backbone | {"title": "Large", "dtype": "bfloat16", "requires_gpu": True}})
     edited(protocol, phi={"gpus": 2, "sequences_per_step": 2})
     training, prompts = "results/phi/large_512.safetensors", "results/prompts/babilong_tiny_1k/manifest.json"
     try:

@@ -395,7 +395,8 @@ def test_the_commit_is_that_of_a_checkout_of_this_project_alone(tmp_path: Path) 
     package.mkdir(parents=True)
     for name in ("__init__", "files", "provenance"):
         shutil.copy(Path(provenance.__file__).with_name(f"{name}.py"), package)
-    shutil.copytree(Path(provenance.__file__).with_name("core"), package / "core")
+    for folder in ("core", "inputs"):
+        shutil.copytree(Path(provenance.__file__).with_name(folder), package / folder)
     assert version_of(package) == {"version": "0.1.0", "commit": None, "changed": None}
     git(checkout, "init", "-q")
     git(checkout, "add", "src")

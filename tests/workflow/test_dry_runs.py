@@ -642,12 +642,12 @@ def test_prompts_that_are_continued_are_frozen_where_fewer_are_decoded(checkout:
     assert told_of(1) == [3, 3, 3, 1, 1] and told_of(9) == [9, 9, 3, 9, 9]
 
 
-def test_the_estimate_counts_every_training_and_generation(tmp_path: Path, studies: dict[str, Run]) -> None:
+def test_the_estimate_counts_every_job_that_trains_or_decodes(tmp_path: Path, studies: dict[str, Run]) -> None:
     for name in ("mini", "paper"):
         run = snakemake(tmp_path, "--cores", "1", "estimate", "--config", f"study={name}")
         assert run.code == 0, run.output
-        counts = re.findall(r"^  \w+, (train|generate): (\d+) jobs, no rate", run.output, re.MULTILINE)
-        for stage in ("train", "generate"):
+        counts = re.findall(r"^  \w+, (train|generate|force): (\d+) jobs, no rate", run.output, re.MULTILINE)
+        for stage in ("train", "generate", "force"):
             assert sum(int(count) for s, count in counts if s == stage) == len(told(studies[name], stage))
 
 

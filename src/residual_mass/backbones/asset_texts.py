@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from residual_mass.backbones.asset_tables import TABLES
 from residual_mass.files import read_json, read_text
 from residual_mass.inputs.assets import require_whole
+from residual_mass.inputs.books import books_of
 from residual_mass.provenance import MANIFEST
 
 MAKE = "run the assets stage"
@@ -16,12 +16,6 @@ SEPARATOR = "\n\n"
 """Separates documents, and the paragraphs of a document."""
 RUN_CHARACTERS = 20_000
 """Minimum length of a document made of consecutive paragraphs or rows, about 5,000 tokens."""
-BOOK_BEGINS = re.compile(r"\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG", re.IGNORECASE)
-BOOK_IS_OVER = re.compile(
-    r"The Project Gutenberg eBook of|End of (the )?Project Gutenberg|\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG",
-    re.IGNORECASE,
-)
-"""Lines around the text of a Project Gutenberg book; headers and licences are outside."""
 
 
 def read_documents(name: str, assets: Path) -> list[str]:
@@ -60,22 +54,7 @@ def _topics(assets: Path) -> list[str]:
 def _book_parts(assets: Path) -> list[str]:
     """Returns runs of paragraphs in order, so that a sequence longer than a run continues in the same book."""
     files = _files(assets / "corpora" / "books", "*.txt")
-    return [part for file in files for book in _books(read_text(file, MAKE)) for part in _runs(book, SEPARATOR)]
-
-
-def _books(text: str) -> list[list[str]]:
-    """Returns the paragraphs of each book in a file."""
-    books: list[list[str]] = [[]]
-    inside = True  # the first book may have lost its header
-    for line in text.splitlines():
-        if BOOK_BEGINS.match(line):
-            inside = True
-            books.append([])
-        elif BOOK_IS_OVER.match(line):
-            inside = False
-        elif inside:
-            books[-1].append(line)
-    return [re.split(r"\n\s*\n", "\n".join(lines).strip()) for lines in books if any(lines)]
+    return [part for file in files for book in books_of(read_text(file, MAKE)) for part in _runs(book, SEPARATOR)]
 
 
 def _runs(parts: Sequence[str], separator: str) -> list[str]:

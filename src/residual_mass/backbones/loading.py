@@ -15,6 +15,7 @@ from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
 from residual_mass.inputs.assets import model_folder, require_listed, require_whole
 from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.provenance import MANIFEST
 from residual_mass.study.specs import BackboneSpec
 
 TEMPLATE_DATE = "26 Jul 2024"
@@ -170,7 +171,7 @@ def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[
     folder = assets / model_folder(model_id)
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder}: no model here; run `snakemake --cores 1 {assets}/manifest.json` or set the key assets"
+            f"{folder}: no model here; run `snakemake --cores 1 {assets / MANIFEST}` or set the key assets"
         )
     require_whole(assets, *(f"{model_folder(model_id)}/{name}" for name in SMALL_FILES))
     return str(folder), {"local_files_only": True}

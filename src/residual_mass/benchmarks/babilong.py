@@ -23,6 +23,7 @@ from residual_mass.benchmarks.examples import (
     seeded,
 )
 from residual_mass.benchmarks.stories import Story, tell
+from residual_mass.inputs.books import books_of
 from residual_mass.inputs.hub_data import BABILONG, HubPart
 from residual_mass.inputs.hub_folder import HubFolder
 
@@ -32,12 +33,6 @@ RUNS = 32
 """Runs of book sentences that are tried to fill the prompt exactly."""
 GAP = "\ue000"
 """Placeholder of the input in a prompt; occurs in no book."""
-BOILERPLATE = re.compile(
-    r"^(?:The Project Gutenberg eBook of|End of (?:the )?Project Gutenberg|\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG)"
-    r".*?(?:^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG[^\n]*$|\Z)",
-    re.MULTILINE | re.DOTALL | re.IGNORECASE,
-)
-"""From the end of one book of Project Gutenberg, or the header of the first, to the start of the next."""
 SENTENCES = re.compile(r"(?!CHAPTER )[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
 """A paragraph that begins and ends like a sentence, unlike headings."""
 
@@ -178,8 +173,8 @@ def read_paragraphs(folder: Path) -> tuple[str, ...]:
     found = tuple(
         " ".join(block.split())
         for file in sorted(folder.glob("*.txt"))
-        for book in BOILERPLATE.split(file.read_text(encoding="utf-8"))
-        for block in re.split(r"\n\s*\n", book)
+        for book in books_of(file.read_text(encoding="utf-8"))
+        for block in book
         if _is_prose(block)
     )
     if not found:

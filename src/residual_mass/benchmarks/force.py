@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,13 @@ from torch import Tensor
 from residual_mass.backbones.corpora import check_corpora, held_out_corpus, independent_sequences
 from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
 from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
-from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY, OWN
+from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY
 from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
-from residual_mass.gold import gold_answer
+from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
@@ -62,8 +62,7 @@ class Continuation:
         answer: token ids of the continuation; None where full attention is still to write it.
         limit: its longest length in tokens.
         nominal_length: L in the budget formula; None takes the prefix's own.
-        arms: it is decoded under.
-        states: of the arms' forced tokens.
+        rows: the arms that it is decoded under, each with the state of its forced tokens.
     """
 
     text: str
@@ -74,8 +73,7 @@ class Continuation:
     answer: tuple[int, ...] | None
     limit: int
     nominal_length: int | None
-    arms: tuple[ArmSpec, ...]
-    states: tuple[str, ...]
+    rows: tuple[tuple[str, ArmSpec], ...]
 
     def key(self, spec: ForceSpec, arm: ArmSpec, state: str, identity: str, shas: dict[str, str]) -> str:
         return row_key(
@@ -136,8 +134,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     wanted = [
         Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
         for each in continuations
-        for state, arm in product(each.states, each.arms)
-        if state == OWN or arm in spec.arms and not arm.is_full
+        for state, arm in each.rows
     ]
     with RowStore(store, STORED) as rows:
         for each in wanted:
@@ -165,7 +162,7 @@ def _require_sound(store: RowStore, wanted: Wanted) -> None:
 
 def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
     """Held-out documents: a prefix of the length, one token, and what follows it."""
-    length, arms = tokens_of(spec.length), (*spec.arms, *spec.arms_of_documents)
+    length = tokens_of(spec.length)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
         found = independent_sequences(texts, spec.documents)
@@ -174,7 +171,7 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
         for index, ids in enumerate(found):
             prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
             place = corpus, "", index, FOLLOWING
-            yield Continuation(*place, prompt, answer, spec.tokens, length, arms, (OWN, DENSE))
+            yield Continuation(*place, prompt, answer, spec.tokens, length, spec.rows_of_document)
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
@@ -192,16 +189,16 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 gold = _gold_ids(asked, task, prompt.doc, tokenizer)[: spec.tokens]
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
                 place, ids = (asked.benchmark, task, prompt.index), tuple(example.ids)
-                decoded = nominal, spec.arms, (OWN,)
+                decoded = nominal, spec.rows_of_answer
                 if gold:  # an empty answer has no token to measure
                     yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
                 yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
 
 
 def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) -> list[int]:
-    """A blank parts the answer from the prompt, except where a chat template ends the prompt."""
-    text = gold_answer(task, doc)
-    return tokenizer(text if asked.chat_template else f" {text}", add_special_tokens=False).input_ids
+    """No blank parts the answer from a prompt that a chat template ends."""
+    text = gold_answer(task, doc) if asked.chat_template else gold_continuation(task, doc)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _compute(
@@ -264,7 +261,7 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[list[Row
         logits, layers = decoder.full(tokens)
         full = logits.double().log_softmax(-1)
         del logits
-        for state in continuation.states:
+        for state in dict.fromkeys(state for state, _ in continuation.rows):
             rows = [each for each in wanted if each.continuation == continuation and each.state == state]
             partial = [each.arm for each in rows if not each.arm.is_full]
             by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)

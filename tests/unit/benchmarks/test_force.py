@@ -27,7 +27,7 @@ from residual_mass.benchmarks.store import Row, RowStore
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts
-from residual_mass.gold import gold_answer
+from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
 
@@ -178,7 +178,7 @@ def test_answers_are_the_right_one_and_full_s_own(
     golds = []
     for text, task, index in EXAMPLES:
         rows = finished[(finished.task == task) & (finished["index"] == index) & (finished.method == "full")]
-        gold = backbone.tokenizer(f" {gold_answer(task, DOCS[text][task][index])}").input_ids
+        gold = backbone.tokenizer(gold_continuation(task, DOCS[text][task][index])).input_ids
         golds.append(len(gold))
         assert rows[rows.continuation == "gold"].token.tolist() == gold[:T]
         ids = torch.tensor([undisturbed.ids(backbone.tokenizer, text, task, index)])
@@ -278,6 +278,13 @@ def test_babilong_is_answered_as_its_prompt_s_examples_are(number: int) -> None:
     for question, answer in examples:
         target = re.search(r"(\w+)\.?$", answer)[1]
         assert gold_answer(task, {"question": question, "target": target}) == answer
+
+
+def test_variables_are_listed_as_in_the_example_of_a_real_prompt(manifest: Path) -> None:
+    for prompt in load_prompts(manifest, "ruler_vt", 2):
+        example, asked = re.findall("they are:(.*)", prompt.prompt)
+        assert len(variables := example.split()) > 1 and asked == ""
+        assert gold_continuation("ruler_vt", {"outputs": variables}) == example
 
 
 def test_a_chat_template_s_answer_begins_without_a_blank(spec: ForceSpec, stage: Stage, backbone: Backbone) -> None:

@@ -18,5 +18,5 @@ from residual_mass.benchmarks.force import GOLD, Continuation
 def test_tokens_and_bigrams_of_the_prompt_are_told_apart(
     prompt: tuple[int, ...], answer: tuple[int, ...], seen: list[int]
 ) -> None:
-    continuation = Continuation("ruler", "niah", 0, GOLD, prompt, answer, len(answer), None, (), ("own",))
+    continuation = Continuation("ruler", "niah", 0, GOLD, prompt, answer, len(answer), None, ())
     assert list(continuation.seen(answer)) == seen

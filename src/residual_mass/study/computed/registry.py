@@ -11,6 +11,7 @@ from typing import Any
 
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core.settings import MapsSpec, length_and_variant, tokens_of
+from residual_mass.provenance import MANIFEST
 from residual_mass.study.config import Configuration, file_of
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.backbones import BackboneSettings
@@ -59,7 +60,7 @@ class Registry:
 
     @property
     def assets_manifest(self) -> str:
-        return str(self.assets_folder / "manifest.json")
+        return str(self.assets_folder / MANIFEST)
 
     def here(self, path: str) -> str:
         """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
