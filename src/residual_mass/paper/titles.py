@@ -26,7 +26,7 @@ METHOD_TITLES = {
     "topk_moments": Marked(rf"{TOPK}+moments"),
     "topk_moments_4b": Marked(rf"{TOPK}+moments, 4 blocks"),
     "topk_moments_8": Marked(rf"{TOPK}+moments, 8 clusters"),
-    "topk_moments_shared": Marked(rf"{TOPK}+moments, 64 clusters, one covariance"),
+    "topk_moments_shared": Marked(rf"{TOPK}+moments, 64 clusters"),
     "topk_moments_rest": Marked(rf"{TOPK}+moments of the rest"),
     "topk_moments_bf16": Marked(rf"{TOPK}+moments, bfloat16"),
     "topk_centroids": Marked(rf"{TOPK}+centroids"),

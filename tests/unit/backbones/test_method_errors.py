@@ -17,7 +17,7 @@ from residual_mass.backbones.prefix import arm_rows, build_prefix, map_heads, pr
 from residual_mass.core.accounting import merge
 from residual_mass.core.measures import rel_l1
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.methods import NAMES
+from residual_mass.methods import names
 from residual_mass.methods.arms import ArmSpec
 
 HEADS, KV_HEADS, QUERIES, LENGTH, D = 4, 2, 3, 60, 8
@@ -127,7 +127,7 @@ def test_errors_are_those_of_every_row_by_itself(
         assert found == pytest.approx(gap, abs=2e-3) if math.isfinite(gap) else not math.isfinite(found)
 
 
-@pytest.mark.parametrize("method", NAMES[1:])
+@pytest.mark.parametrize("method", names()[1:])
 def test_terms_are_those_of_the_engine(
     method: str, read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
 ) -> None:
@@ -161,7 +161,7 @@ def test_facts_are_those_of_the_scores(read: ReadLayer, tokens: tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("length", [1, 5, 6, 7])
-@pytest.mark.parametrize("method", NAMES[1:])
+@pytest.mark.parametrize("method", names()[1:])
 def test_prefixes_of_few_tokens_have_finite_errors(
     length: int, method: str, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
 ) -> None:

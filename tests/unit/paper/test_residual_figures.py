@@ -11,7 +11,7 @@ from tests.records import recorded
 
 from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
-from residual_mass.methods import NAMES
+from residual_mass.methods import names
 from residual_mass.paper.figures.render import run
 from residual_mass.paper.figures.residuals import GAP, draw_error_by_k, error_by_k_points, spread
 from residual_mass.paper.figures.style import paper_style
@@ -20,7 +20,7 @@ from residual_mass.study.specs import FigureSpec
 pytestmark = pytest.mark.filterwarnings("error")
 
 SPEC = FigureSpec(label="error_by_k", title="Costs $5 & more_", texts=("wiki", "books"))
-METHODS, BUDGETS, LENGTHS = NAMES[1:], (16, 0.5, 2), ("512", "2k")
+METHODS, BUDGETS, LENGTHS = names()[1:], (16, 0.5, 2), ("512", "2k")
 
 
 def value(length: str, corpus: str, method: str, budget: float) -> float:
