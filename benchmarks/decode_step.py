@@ -1,6 +1,7 @@
 """One decode step of each method: our fused path against the paper's kind of prototype, and against the best Full.
 
 Both sides decode the same prompt to the same tokens. Full is measured in every way that we know; the fastest counts.
+Truncated moments, which the paper lacks, are measured on our side alone, beside TopK and TopK+phi at the same support.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.fused import DecodeCache, with_summary
+from residual_mass.core.fused import DecodeCache, with_moments, with_summary
 from residual_mass.core.fused.torch_path import decode_attention
 from residual_mass.core.selection import largest
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.core.support import retrieved_count
+from residual_mass.methods import Moments
 from residual_mass.provenance import device_name
 from residual_mass.runtime.measure import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
@@ -36,6 +38,7 @@ from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
 from residual_mass.study.labels import METHODS
 
 ANCHORS = AnchorSpec()
+MOMENTS = "topk_moments"
 
 
 def main() -> None:
@@ -71,16 +74,17 @@ def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: fl
     decoders: dict[str, PrototypeDecoder | StaticDecoder] = {}
     floors: dict[str, float] = {}
     length = next(iter(read.layers.values()))[0].shape[2]
-    for method in METHODS:
-        decoders[f"prototype {method}"] = PrototypeDecoder(backbone.model, fresh(read), method, k, ANCHORS, phi, count)
-        decoders[f"fused {method}"] = StaticDecoder(
-            backbone.model, fill_buffers([fresh(read)], count), method, k, ANCHORS, phi, count
+    caches = fill_buffers([fresh(read)], count)
+    for side, method in (*itertools.product(IMPLEMENTATIONS, METHODS), ("fused", MOMENTS)):
+        if side == "prototype":
+            decoder = PrototypeDecoder(backbone.model, fresh(read), method, k, ANCHORS, phi, count)
+        else:
+            decoder = StaticDecoder(backbone.model, caches, method, k, ANCHORS, phi, count)
+        decoders[f"{side} {method}"] = decoder
+        traffic = step_traffic(
+            backbone.model, phi, side, method, batch=1, length=length, k=k, anchors=ANCHORS, generated=count // 2
         )
-        for side in IMPLEMENTATIONS:
-            traffic = step_traffic(
-                backbone.model, phi, side, method, batch=1, length=length, k=k, anchors=ANCHORS, generated=count // 2
-            )
-            floors[f"{side} {method}"] = traffic.total / bandwidth
+        floors[f"{side} {method}"] = traffic.total / bandwidth
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     tokens: dict[str, Tensor] = {}
     for round_ in range(rounds + 1):
@@ -103,6 +107,10 @@ def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: fl
         best_full = min(medians["fused full"], medians["prototype full"])
         print(f"  {method}: {medians[f'prototype {method}'] / ours:.2f} x as fast as the prototype, ", end="")
         print(f"{ours / best_full:.2f} of the best Full's time")
+    for other in ("topk", "topk_phi"):
+        ratios = [a / b for a, b in zip(seconds[f"fused {MOMENTS}"], seconds[f"fused {other}"], strict=True)]
+        spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
+        print(f"  {MOMENTS}: {statistics.median(ratios):.2f} {spread} of {other}'s time, round by round")
 
 
 @torch.no_grad()
@@ -116,6 +124,7 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
     low = [x.bfloat16() for x in (query, keys, values)]
     query_map, key_map = phi.folded()[0]
     full = with_summary(cache, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
+    moments = with_moments(cache, Moments().prepare, ANCHORS.sink, ANCHORS.tail)
     log_query = map_heads(query_map, query).squeeze(2)
     # One and the same scores again and again would teach the processor their order, which a step never knows.
     scores = itertools.cycle([torch.randn_like(grouped) @ keys.transpose(-1, -2) for _ in range(64)])
@@ -134,6 +143,7 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
         "phi_q as written": lambda: phi.query[0].unfolded(query[0]),
         "phi_q folded": lambda: map_heads(query_map, query),
         "TopK attention, all": lambda: decode_attention(one, cache, None, subtracts=False, **common),
+        "TopK+moments attention, all": lambda: decode_attention(one, moments, None, subtracts=False, **common),
         "TopK+phi attention, all but phi_q": lambda: decode_attention(one, full, log_query, subtracts=True, **common),
     }
     print("one layer's attention, best of many, with warm caches")

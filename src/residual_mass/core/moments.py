@@ -28,6 +28,8 @@ from residual_mass.core.accounting import Terms
 
 WHOLE = 10.0
 """Values of a above this count as this: 1 - Phi(10) is below 1e-23, and nothing leaves the range of float32."""
+FARTHEST = 1e4
+"""Thresholds farther below the mean than this many standard deviations count as this far, where no mass is left."""
 LEAST_VARIANCE = 1e-8
 """Variances of scores below this count as this, so that equal keys divide by no zero; scores are in nats."""
 
@@ -47,6 +49,29 @@ class MomentState(NamedTuple):
     """The same shape, values by keys."""
     spread: Tensor
     """[..., P], the factor r of both covariances; 1 where parts have their own."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether several parts share their covariances."""
+        return self.key_covariance.shape[-3] < self.count.shape[-1]
+
+
+class PartTerms(NamedTuple):
+    """Terms of every part's unread tokens, Z = e^log_mass and nu = Z (v + factor r C q)."""
+
+    log_mass: Tensor
+    """[..., R, P], -inf for a part without tokens."""
+    slope: Tensor
+    """[..., R, P or 1, D], C q."""
+    factor: Tensor
+    """[..., R, P]."""
+
+    def values(self, weights: Tensor, moments: MomentState) -> Tensor:
+        """Sums the parts' mean values nu / Z with weights [..., R, P]: [..., R, D]."""
+        along = weights * self.factor
+        if moments.shared:
+            along = (along * moments.spread.unsqueeze(-2)).sum(-1, keepdim=True)
+        return weights @ moments.mean_value + (along.unsqueeze(-2) @ self.slope).squeeze(-2)
 
 
 def moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> MomentState:
@@ -94,7 +119,6 @@ def merged(first: MomentState, second: MomentState) -> MomentState:
 
     Where the parts of `first` share their covariances, so do those of the result; `second` has its own.
     """
-    shared = first.key_covariance.shape[-3] < first.count.shape[-1]
     count = first.count + second.count
     share = (second.count / count.clamp_min(1)).unsqueeze(-1)
     key_step, value_step = second.mean_key - first.mean_key, second.mean_value - first.mean_value
@@ -112,7 +136,7 @@ def merged(first: MomentState, second: MomentState) -> MomentState:
         covariance(first.value_key_covariance, second.value_key_covariance, value_step, key_step),
         torch.ones_like(count),
     )
-    return _pooled(both) if shared else both
+    return _pooled(both) if first.shared else both
 
 
 def _pooled(own: MomentState) -> MomentState:
@@ -133,11 +157,16 @@ def truncated_terms(queries: Tensor, moments: MomentState, threshold: Tensor) ->
 
     Args:
         queries: [..., R, D], scaled.
-        threshold: [..., R], the least score among the tokens read; +inf cuts nothing off.
+        threshold: [..., R], the least score among the tokens read; +inf cuts nothing off, -inf everything.
     """
+    return _summed(moments, truncated_parts(queries, moments, threshold))
+
+
+def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) -> PartTerms:
+    """The same part by part."""
     mean, variance, slope = _scores(queries, moments)
-    log_mass, kept = _cut(mean, variance, threshold.unsqueeze(-1))
-    return _summed(moments, log_mass, slope, kept)
+    log_mass, factor = _cut(mean, variance, threshold.unsqueeze(-1))
+    return PartTerms(_of_all(moments, log_mass), slope, factor)
 
 
 def rest_terms(
@@ -169,7 +198,7 @@ def rest_terms(
 def gaussian_terms(queries: Tensor, moments: MomentState) -> Terms:
     """Estimates the terms of all tokens of the mid-region: the same without a cut."""
     mean, variance, slope = _scores(queries, moments)
-    return _summed(moments, mean + 0.5 * variance, slope, torch.ones_like(mean))
+    return _summed(moments, PartTerms(_of_all(moments, mean + 0.5 * variance), slope, torch.ones_like(mean)))
 
 
 def first_order_terms(queries: Tensor, moments: MomentState) -> Terms:
@@ -177,20 +206,22 @@ def first_order_terms(queries: Tensor, moments: MomentState) -> Terms:
     nu = Z (v + C q), the read-out of MomentKV (arXiv 2606.01563).
     """
     mean, _, slope = _scores(queries, moments)
-    return _summed(moments, mean, slope, torch.ones_like(mean))
+    return _summed(moments, PartTerms(_of_all(moments, mean), slope, torch.ones_like(mean)))
 
 
 def mean_terms(queries: Tensor, moments: MomentState) -> Terms:
     """Estimates the terms of all tokens as those of as many copies of one with the mean key and the mean value."""
     mean, _, slope = _scores(queries, moments)
-    return _summed(moments, mean, slope, torch.zeros_like(mean))
+    return _summed(moments, PartTerms(_of_all(moments, mean), slope, torch.zeros_like(mean)))
 
 
 def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance [..., R, P] of each part's scores, and C q [..., R, P or 1, D]."""
     mean = queries @ moments.mean_key.transpose(-1, -2)
     rows = queries.unsqueeze(-3)  # [..., 1, R, D]
-    variance = ((rows @ moments.key_covariance) * rows).sum(-1).transpose(-1, -2) * moments.spread.unsqueeze(-2)
+    variance = ((rows @ moments.key_covariance) * rows).sum(-1).transpose(-1, -2)
+    if moments.shared:
+        variance = variance * moments.spread.unsqueeze(-2)
     slope = (rows @ moments.value_key_covariance.transpose(-1, -2)).transpose(-2, -3)
     return mean, variance.clamp_min(LEAST_VARIANCE), slope
 
@@ -198,21 +229,21 @@ def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tens
 def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """log Z / n and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
     deviation = variance.sqrt()
-    distance = torch.minimum((threshold - mean) / deviation, deviation + WHOLE)
+    distance = torch.minimum((threshold - mean) / deviation, deviation + WHOLE).clamp_min(-FARTHEST)
     # Phi(a) = e^(-a^2 / 2) tail / 2. With a = distance - s, a^2 cancels against s^2 before either is rounded.
     tail = torch.special.erfcx(math.sqrt(0.5) * (deviation - distance))
     log_mass = mean + distance * (deviation - 0.5 * distance) + (0.5 * tail).log()
     return log_mass, 1 - math.sqrt(2 / math.pi) / (tail * deviation)
 
 
-def _summed(moments: MomentState, log_mass: Tensor, slope: Tensor, factor: Tensor) -> Terms:
-    """Adds up the parts, given log Z / n [..., R, P], C q [..., R, P or 1, D] and the factor of b [..., R, P]."""
-    log_mass = log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
-    shift = log_mass.amax(-1)
+def _of_all(moments: MomentState, log_mass: Tensor) -> Tensor:
+    """log Z [..., R, P] from log Z / n."""
+    return log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
+
+
+def _summed(moments: MomentState, parts: PartTerms) -> Terms:
+    """Adds up the parts."""
+    shift = parts.log_mass.amax(-1)
     shift = torch.where(shift > -torch.inf, shift, 0)
-    weights = (log_mass - shift.unsqueeze(-1)).exp()
-    along = weights * factor * moments.spread.unsqueeze(-2)
-    if slope.shape[-2] < along.shape[-1]:
-        along = along.sum(-1, keepdim=True)
-    numerator = weights @ moments.mean_value + (along.unsqueeze(-2) @ slope).squeeze(-2)
-    return Terms(numerator, weights.sum(-1), shift)
+    weights = (parts.log_mass - shift.unsqueeze(-1)).exp()
+    return Terms(parts.values(weights, moments), weights.sum(-1), shift)

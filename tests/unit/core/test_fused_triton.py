@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton", reason=TRITON.reason)
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
+METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments")
 CHECKS = Path(__file__).with_name("triton_checks.py")
 
 
@@ -97,19 +98,18 @@ def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype,
     """Of a small odd shape, and of the heads of Llama-3.2 1B and 3B; every method, in long and in short contexts, the
     shortest of which are one block and one share.
     """
-    methods = (True, False, None)
-    for subtracts in methods:
-        step(dtype, subtracts, 1, group, d, m, length=5000)
+    for method in METHODS:
+        step(dtype, method, 1, group, d, m, length=5000)
     names = {kernel.name for kernel in compiled.kernels.values()}
-    assert names == {f"{name}_kernel" for name in ("score", "refine", "select", "gather", "merge")}
+    assert names == {f"{name}_kernel" for name in ("score", "refine", "select", "gather", "moments", "merge")}
     before = len(compiled.kernels)
     for generated in (2, 15, 16):
-        for subtracts in methods:
-            step(dtype, subtracts, generated, group, d, m, length=5000)
+        for method in METHODS:
+            step(dtype, method, generated, group, d, m, length=5000)
     assert len(compiled.kernels) == before, "a step with another number of generated tokens compiles anew"
     for length, room, k in ((4096, 32, 21), (4095, 32, 144), (40, 4, 1)):
-        for subtracts in methods:
-            step(dtype, subtracts, 1, group, d, m, length, room, k)
+        for method in METHODS:
+            step(dtype, method, 1, group, d, m, length, room, k)
     for kernel in compiled.kernels.values():
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
@@ -120,7 +120,7 @@ def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype,
 
 def step(
     dtype: torch.dtype,
-    subtracts: bool | None,
+    method: str,
     generated: int,
     group: int,
     d: int,
@@ -129,9 +129,10 @@ def step(
     room: int = 32,
     k: int = 31,
 ) -> None:
-    """One step of TopK+phi, of NoSub, or where `subtracts` is None of TopK, whose cache knows no features."""
+    """One step of one of METHODS."""
     from residual_mass.core.fused import triton_path
     from residual_mass.core.fused.cache import DecodeCache
+    from residual_mass.core.moments import MomentState
 
     kv_heads = 8
 
@@ -141,11 +142,16 @@ def step(
     buffers = [empty(1, kv_heads, length + room, d) for _ in range(2)]
     first, last = torch.tensor([[0], [length]], dtype=torch.int32)
     cache, log_query = DecodeCache(*buffers, first, last, length), None
-    if subtracts is not None:
+    if "phi" in method:
         log_query = empty(1, kv_heads * group, m, dtype=torch.float32)
         summary, log_shift = (empty(1, kv_heads, m, *tail, dtype=torch.float32) for tail in ((d + 1,), ()))
         cache = cache._replace(features=empty(1, kv_heads, length, m), summary=summary, log_shift=log_shift)
+    if "moments" in method:
+        parts = 20
+        each, covariance = (1, kv_heads, parts), (1, kv_heads, 1 if "shared" in method else parts, d, d)
+        shapes = each, (*each, d), (*each, d), covariance, covariance, each
+        cache = cache._replace(moments=MomentState(*(empty(*shape, dtype=torch.float32) for shape in shapes)))
     triton_path.decode_attention(
         empty(1, kv_heads * group, d), cache, log_query,
-        k=k, sink=4, tail=16, subtracts=bool(subtracts), generated=generated, scale=d**-0.5,
+        k=k, sink=4, tail=16, subtracts=method == "topk_phi", generated=generated, scale=d**-0.5,
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """One decode step's attention in torch: one gather of values for anchors, retrieved and generated tokens together.
 
 By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed, and the
-keys of retrieved tokens are not read again, because their scores are known.
+keys of retrieved tokens are not read again, because their scores are known. A part of the mid-region with moments is
+one more token, with score log Z and value nu / Z.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, C = filled columns, X =
-|A| + K + generated tokens, D = head dimension, M = features.
+|A| + K + generated tokens, P = parts of the mid-region, D = head dimension, M = features.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused.cache import DecodeCache, mid_region
-from residual_mass.core.moments import MomentState, truncated_terms
+from residual_mass.core.moments import truncated_parts
 from residual_mass.core.selection import largest
 
 
@@ -30,11 +31,15 @@ class FixedColumns(NamedTuple):
     """Same shape, bool: False where the row has no such token."""
     left_out: Tensor
     """[B, 1, 1, L] bool, True outside the mid-region."""
+    others: Tensor
+    """[B, 1, 1] int32, tokens of the mid-region; below 0 in a row shorter than its anchors."""
 
 
 def fixed_columns(cache: DecodeCache, sink: int, tail: int, generated: int) -> FixedColumns:
     columns, valid = _anchors_and_generated(cache, sink, tail, generated)
-    return FixedColumns(columns[:, None, None], valid[:, None, None], ~mid_region(cache, sink, tail)[:, None, None])
+    others = (cache.last - cache.first - sink - tail)[:, None, None]
+    left_out = ~mid_region(cache, sink, tail)[:, None, None]
+    return FixedColumns(columns[:, None, None], valid[:, None, None], left_out, others)
 
 
 def decode_attention(
@@ -75,18 +80,17 @@ def decode_attention(
     always = fixed.always.expand(*scores.shape[:3], -1)
     always_scores = scores.gather(-1, always).masked_fill(~fixed.valid, -torch.inf)
     support = torch.cat((always, chosen), dim=-1)  # [B, Hkv, G, X]
-    exact = torch.cat((always_scores, top), dim=-1)
-    shift = exact.amax(-1, keepdim=True)
-    residual = None
+    tokens = support.shape[-1]
+    parts = residual = None
+    if cache.moments is not None:
+        parts = truncated_parts(grouped, cache.moments, _threshold(candidates, top, fixed.others > k))
+    logits = torch.cat((always_scores, top, *(() if parts is None else (parts.log_mass,))), dim=-1)
+    shift = logits.amax(-1, keepdim=True)
     if log_query is not None:
         subtracted = (chosen, retrieved) if subtracts else None
         residual = _residual(cache, log_query.unflatten(1, heads), subtracted, shift)
         shift = residual.shift
-    elif cache.moments is not None:
-        threshold = top.amin(-1) if k else candidates.amax(-1)
-        residual = _truncated(cache.moments, grouped, threshold, k, shift)
-        shift = residual.shift
-    share = (exact - shift).exp()
+    share = (logits - shift).exp()
     denominator = share.sum(-1)
     if residual is not None:
         denominator = denominator + residual.mass
@@ -95,7 +99,9 @@ def decode_attention(
     # Invalid columns have weight zero but may hold NaN: read a real one in their place.
     valid = torch.cat((fixed.valid.expand_as(always), retrieved), dim=-1)
     support = torch.where(valid, support, cache.last.long().view(-1, 1, 1, 1) - 1)
-    numerator = _weighted_rows(share, cache.values, support)
+    numerator = _weighted_rows(share[..., :tokens], cache.values, support)
+    if parts is not None:
+        numerator = numerator + parts.values(share[..., tokens:], cache.moments)
     if residual is not None:
         numerator = numerator + residual.numerator
     return (numerator / denominator.unsqueeze(-1)).flatten(1, 2)
@@ -134,27 +140,15 @@ def _residual(
         z = torch.where(valid, z, 0)
         mass = mass - z.sum(-1, keepdim=True)
     kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # negated, so that NaN is kept and not dropped silently
-    shift, unit = _common(shift, own_shift, kept)
+    shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
+    unit = torch.where(kept, (own_shift - shift).exp(), 0)
     return _Residual(unit * whole[..., :-1], None if z is None else unit * z, (unit * mass).squeeze(-1), shift)
 
 
-def _truncated(moments: MomentState, query: Tensor, threshold: Tensor, k: int, shift: Tensor) -> _Residual:
-    """Computes the terms of what scores below `threshold` [B, Hkv, G]; zero where all of the mid-region is read.
-
-    Args:
-        query: [B, Hkv, G, D], scaled.
-    """
-    kept = (moments.count.sum(-1) > k).unsqueeze(-1)
-    threshold = torch.where(kept, threshold, torch.inf)  # finite terms of what is dropped too
-    numerator, mass, own_shift = truncated_terms(query, moments, threshold)
-    shift, unit = _common(shift, own_shift.unsqueeze(-1), kept.unsqueeze(-1))
-    return _Residual(unit * numerator, None, unit.squeeze(-1) * mass, shift)
-
-
-def _common(shift: Tensor, own_shift: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the shift of exact terms and residual together, and the residual's unit in it; 0 where it is dropped."""
-    shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
-    return shift, torch.where(kept, (own_shift - shift).exp(), 0)
+def _threshold(candidates: Tensor, top: Tensor, left: Tensor) -> Tensor:
+    """Returns the least score read [B, Hkv, G], of none the highest of all; -inf where `left` is False."""
+    least = top.amin(-1) if top.shape[-1] else candidates.amax(-1)
+    return torch.where(left, least, -torch.inf)
 
 
 def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ Rows have flat indices: `row` = batch row * Hkv + KV head, `head` = batch row * 
 another. Atomics count only integers and sums have a fixed order, so steps are bitwise reproducible.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
-tokens, D = head dimension, M = features, P = shares of one query head, blocks = blocks of its columns.
+tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments,
+blocks = blocks of columns.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def refine_kernel(
     if block * BLOCK >= end or block * BLOCK + BLOCK <= begin:
         return
     counts += head * (FIRST_BINS + 2 * NEXT_BINS)
-    prefix, _ = _threshold(counts, tl.minimum(k, end - begin), LEVEL)
+    prefix, _ = _threshold(counts, _rank(k, begin, end), LEVEL)
     column = block * BLOCK + tl.arange(0, BLOCK)
     mid = (column >= begin) & (column < end)
     key = _falling(tl.load(scores + head * stride + column, mask=mid, other=0.0))
@@ -99,6 +100,7 @@ def select_kernel(
     counts,  # [B * Hq, bins], complete
     chosen,  # out: [B * Hq, blocks, BLOCK] each block's columns above the threshold, then those at it
     tally,  # out: [B * Hq, 2, blocks] how many of each
+    least,  # out: [B * Hq] the k-th highest score, the highest where k is 0; anything where the mid-region is empty
     stride,
     k,
     sink,
@@ -113,7 +115,8 @@ def select_kernel(
     block, head, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     begin, end = _mid_region(first, last, head // HEADS, sink, tail)
     counts += head * (FIRST_BINS + 2 * NEXT_BINS)
-    threshold, _ = _threshold(counts, tl.minimum(k, end - begin), 3)
+    threshold, _ = _threshold(counts, _rank(k, begin, end), 3)
+    tl.store(least + head, _score(threshold), mask=block == 0)
     column = block * BLOCK + tl.arange(0, BLOCK)
     mid = (column >= begin) & (column < end)
     key = _falling(tl.load(scores + head * stride + column, mask=mid, other=0.0))
@@ -138,8 +141,9 @@ def gather_kernel(
     last,
     chosen,  # [B * Hq, blocks, SELECT_BLOCK]
     tally,  # [B * Hq, 2, blocks]
-    sums,  # out: [2, B * Hq, P, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
-    shifts,  # out: [B * Hq, P], -inf where there are no tokens
+    sums,  # out: [2, B * Hq, S, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
+    shifts,  # out: [B * Hq, S], -inf where there are no tokens
+    shares,  # S
     length,
     columns,  # L + T
     stride,
@@ -159,7 +163,7 @@ def gather_kernel(
     SLOTS: tl.constexpr,
 ):
     """Sums a share of a query head's exact support. Slots: k retrieved tokens, then anchors, then generated tokens."""
-    split, head, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = head // GROUP
     begin, end = _mid_region(first, last, head // HEADS, sink, tail)
     wanted = tl.maximum(tl.minimum(k, end - begin), 0)
@@ -217,45 +221,112 @@ def gather_kernel(
             share_mass += tl.sum(z, 0)
             share += tl.sum(z[:, None] * value, 0)
 
-    out = (head * splits + split) * (D + 1)
-    tl.store(shifts + head * splits + split, shift)
-    tl.store(sums + out + width, numerator)
-    tl.store(sums + out + D, mass)
+    out = head * shares + split
+    tl.store(shifts + out, shift)
+    _store_terms(sums, out, numerator, mass, D)
     if SUBTRACTS:
-        out += tl.num_programs(1).to(tl.int64) * splits * (D + 1)
-        tl.store(sums + out + width, share)
-        tl.store(sums + out + D, share_mass)
+        _store_terms(sums, out + tl.num_programs(1).to(tl.int64) * shares, share, share_mass, D)
+
+
+@triton.jit(do_not_specialize=["k"])
+def moments_kernel(
+    query,  # [B, Hq, D]
+    least,  # [B * Hq]
+    count,  # [B, Hkv, P]
+    mean_key,  # [B, Hkv, P, D]
+    mean_value,  # [B, Hkv, P, D]
+    key_covariance,  # [B, Hkv, P, D, D], or [B, Hkv, 1, D, D] if SHARED
+    value_key_covariance,  # the same
+    spread,  # [B, Hkv, P]
+    first,
+    last,
+    sums,  # out: [2, B * Hq, S, D + 1], shares after those of the tokens
+    shifts,  # out: [B * Hq, S], -inf where no tokens are left
+    shares,  # S
+    before,  # shares of the tokens
+    parts,  # P
+    rounds,  # parts of one program
+    scale,
+    k,
+    least_variance,
+    whole,
+    sink,
+    tail,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Terms of what a query head leaves unread, from the moments of some parts (`core.moments.truncated_terms`)."""
+    program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = head // GROUP
+    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
+    left = end - begin > k
+    threshold = tl.load(least + head, mask=left, other=0.0)
+    width = tl.arange(0, D)
+    tile = width[:, None] * D + width[None, :]
+    q = tl.load(query + head * D + width).to(tl.float32) * scale
+    if SHARED:
+        shared_variance = tl.sum(tl.sum(tl.load(key_covariance + row * D * D + tile) * q[None, :], 1) * q, 0)
+        shared_slope = tl.sum(tl.load(value_key_covariance + row * D * D + tile) * q[None, :], 1)
+
+    shift, mass = -float("inf"), 0.0
+    numerator = tl.zeros([D], tl.float32)
+    for i in range(rounds):
+        part = program * rounds + i
+        place = row * parts + tl.minimum(part, parts - 1)
+        if SHARED:
+            variance, slope = shared_variance, shared_slope
+        else:
+            variance = tl.sum(tl.sum(tl.load(key_covariance + place * D * D + tile) * q[None, :], 1) * q, 0)
+            slope = tl.sum(tl.load(value_key_covariance + place * D * D + tile) * q[None, :], 1)
+        factor = tl.load(spread + place)
+        mean = tl.sum(tl.load(mean_key + place * D + width) * q, 0)
+        log_mass, along = _cut(mean, tl.maximum(factor * variance, least_variance), threshold, whole)
+        tokens = tl.load(count + place, mask=left & (part < parts), other=0.0)
+        own = tl.where(tokens > 0, log_mass + tl.log(tl.maximum(tokens, 1.0)), -float("inf"))
+        highest = tl.maximum(shift, own)
+        unit = tl.where(highest > -float("inf"), highest, 0.0)
+        weight, rescale = tl.exp(own - unit), tl.exp(shift - unit)
+        mass = mass * rescale + weight
+        value = tl.load(mean_value + place * D + width) + along * factor * slope
+        numerator = numerator * rescale + weight * value
+        shift = highest
+
+    out = head * shares + before + program
+    tl.store(shifts + out, shift)
+    _store_terms(sums, out, numerator, mass, D)
 
 
 @triton.jit
 def merge_kernel(
-    sums,  # [2, B * Hq, P, D + 1]
-    shifts,  # [B * Hq, P]
+    sums,  # [2, B * Hq, S, D + 1]
+    shifts,  # [B * Hq, S]
     summary,  # [B, Hkv, M, D + 1], unless RESIDUAL is false
     log_query,  # [B, Hq, M], the same
     log_shift,  # [B, Hkv, M], the same
     out,  # [B, Hq, D]
-    splits,
+    shares,  # S
     clamp,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SUBTRACTS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    MAX_SHARES: tl.constexpr,  # S, rounded up to a power of two
 ):
     """Adds up all shares of a query head and its residual, and divides once."""
     head = tl.program_id(0).to(tl.int64)
     row = head // GROUP
-    split, width = tl.arange(0, MAX_SPLITS), tl.arange(0, D)
-    used = split < splits
-    shares = sums + (head * splits + split) * (D + 1)
-    own = tl.load(shifts + head * splits + split, mask=used, other=-float("inf"))
+    share, width = tl.arange(0, MAX_SHARES), tl.arange(0, D)
+    used = share < shares
+    terms = sums + (head * shares + share) * (D + 1)
+    own = tl.load(shifts + head * shares + share, mask=used, other=-float("inf"))
     top = tl.max(own, 0)
     unit = tl.where(top > -float("inf"), top, 0.0)
     scale = tl.exp(own - unit)
-    mass = tl.sum(tl.load(shares + D, mask=used, other=0.0) * scale, 0)
-    numerator = tl.load(shares[:, None] + width[None, :], mask=used[:, None], other=0.0)
+    mass = tl.sum(tl.load(terms + D, mask=used, other=0.0) * scale, 0)
+    numerator = tl.load(terms[:, None] + width[None, :], mask=used[:, None], other=0.0)
     numerator = tl.sum(numerator * scale[:, None], 0)
     if RESIDUAL:
         phi_query, phi_shift = _query_features(log_query, log_shift, head, row, M)
@@ -264,9 +335,9 @@ def merge_kernel(
         left = whole
         estimate = tl.sum(phi_query[:, None] * tl.load(state[:, None] + width[None, :]), 0)
         if SUBTRACTS:
-            shares += tl.num_programs(0).to(tl.int64) * splits * (D + 1)
-            left -= tl.sum(tl.load(shares + D, mask=used, other=0.0), 0)
-            estimate -= tl.sum(tl.load(shares[:, None] + width[None, :], mask=used[:, None], other=0.0), 0)
+            terms += tl.num_programs(0).to(tl.int64) * shares * (D + 1)
+            left -= tl.sum(tl.load(terms + D, mask=used, other=0.0), 0)
+            estimate -= tl.sum(tl.load(terms[:, None] + width[None, :], mask=used[:, None], other=0.0), 0)
         # Choose the common unit after the clamp: a dropped residual must not make e^s underflow.
         kept = (left <= clamp * whole) == 0  # negated, so that NaN is kept and not dropped silently
         common = tl.where(kept, tl.maximum(top, phi_shift), unit)
@@ -284,10 +355,22 @@ def _mid_region(first, last, batch, sink, tail):
 
 
 @triton.jit
+def _rank(k, begin, end):
+    """Returns the place of the threshold in a row: the k-th, or the first or the last where there is no k-th."""
+    return tl.maximum(tl.minimum(k, end - begin), 1)
+
+
+@triton.jit
 def _falling(scores):
     """Maps float32 scores to uint32 keys in reverse order: the highest score has the smallest key."""
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits, bits ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _score(key):
+    """Inverse of `_falling` for int32 keys of the same bits."""
+    return tl.where(key < 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -306,6 +389,37 @@ def _digit(counts, wanted, BINS: tl.constexpr):
     count = tl.load(counts + bins)
     digit = tl.sum((tl.cumsum(count, 0) < wanted).to(tl.int32), 0)
     return digit, wanted - tl.sum(tl.where(bins < digit, count, 0), 0)
+
+
+@triton.jit
+def _store_terms(sums, place, numerator, mass, D: tl.constexpr):
+    tl.store(sums + place * (D + 1) + tl.arange(0, D), numerator)
+    tl.store(sums + place * (D + 1) + D, mass)
+
+
+@triton.jit
+def _cut(mean, variance, threshold, whole):
+    """Same as `core.moments._cut`."""
+    deviation = tl.sqrt(variance)
+    distance = tl.minimum((threshold - mean) / deviation, deviation + whole)
+    tail = _erfcx(0.70710678 * (deviation - distance))
+    return mean + distance * (deviation - 0.5 * distance) + tl.log(0.5 * tail), 1 - 0.79788456 / (tail * deviation)
+
+
+@triton.jit
+def _erfcx(x):
+    """Returns e^(x^2) erfc(x) for x above -9: a polynomial in t = 2 / (2 + |x|) that we fitted at Chebyshev's nodes, to
+    2e-8 of the value before it is rounded.
+    """
+    t = 2 / (2 + tl.abs(x))
+    p = 0.0431730659 * t - 0.234605491
+    p = (p * t + 0.493385742) * t - 0.454563718
+    p = (p * t + 0.13185004) * t - 0.0590509099
+    p = (p * t + 0.0934147485) * t + 0.175324075
+    p = (p * t + 0.24688388) * t + 0.282093777
+    tail = (p * t + 0.282094795) * t
+    below = tl.minimum(x, 0.0)
+    return tl.where(x < 0, 2 * tl.exp(below * below) - tail, tail)
 
 
 @triton.jit

@@ -4,7 +4,8 @@
 2. `refine` (twice) and `select` are a radix selection over all 32 bits of the scores. Each digit is one launch, because
    a histogram must be complete before it is read, and no program may wait for another. The passes do not depend on the
    scores, so no distribution of scores is slow or inexact.
-3. `gather` and `merge` sum values and key features of the exact support in shares, add the residual and divide once.
+3. `gather` sums values and key features of the exact support in shares, and `moments` computes more shares from the
+   moments of the rest. `merge` adds them up with the residual of feature maps and divides once.
 
 Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so CUDA graphs can capture
 a step.
@@ -22,11 +23,14 @@ from torch import Tensor
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused import triton_kernels as kernels
 from residual_mass.core.fused.cache import DecodeCache
+from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
 
 SCORE_BLOCK = 128
 """Keys per program, 16 KiB in bfloat16 at D = 64: small enough for several programs per SM."""
 SELECT_BLOCK = 4096
 """Scores per program, at least as many as the bins that it first sums up."""
+SHARED_PARTS = 8
+"""Parts that a program computes where they share a covariance, which it reads once."""
 SLOTS = 32
 """Tokens that a program gathers at once: at D = M = 128 their values and features still fit in its registers."""
 MOST_SPLITS = 32
@@ -47,12 +51,13 @@ def decode_attention(
 ) -> Tensor:
     """Same as `torch_path.decode_attention`; D at least 16, D and M powers of two, the cache bfloat16 or float32."""
     cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
-    assert all(x is None or x.is_contiguous() for x in cache if not isinstance(x, int)), "no copies of large buffers"
+    large = (x for x in (*cache, *(cache.moments or ())) if isinstance(x, Tensor))
+    assert all(x.is_contiguous() for x in large), "no copies of large buffers"
     query, log_query = query.contiguous(), None if log_query is None else log_query.contiguous()
     region = Region(min(k, cache.length), sink, tail)
     scores, counts = score(query, cache, region, generated, scale)
     selection = select(scores, counts, cache, region)
-    return _merge(query, cache, log_query, region, scores, selection, generated, subtracts)
+    return _merge(query, cache, log_query, region, scores, selection, generated, subtracts, scale)
 
 
 class Region(NamedTuple):
@@ -72,6 +77,8 @@ class Selection(NamedTuple):
     """[B * Hq, P, SELECT_BLOCK] int32, columns."""
     tally: Tensor
     """[B * Hq, 2, P] int32."""
+    least: Tensor
+    """[B * Hq] float32, the least score among them, or the highest of all where k is 0."""
 
 
 def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -112,12 +119,13 @@ def select(scores: Tensor, counts: Tensor, cache: DecodeCache, region: Region) -
     blocks = triton.cdiv(cache.length, SELECT_BLOCK)
     chosen = torch.empty(rows, blocks, SELECT_BLOCK, dtype=torch.int32, device=device)
     tally = torch.empty(rows, 2, blocks, dtype=torch.int32, device=device)
+    least = torch.empty(rows, dtype=torch.float32, device=device)
     spans, sizes = (cache.first, cache.last), (scores.stride(0), *region)
     settings = {"HEADS": rows // len(cache.first), "BLOCK": SELECT_BLOCK, "num_warps": 8}
     for level in (1, 2):
         kernels.refine_kernel[blocks, rows](scores, *spans, counts, *sizes, LEVEL=level, **settings)
-    kernels.select_kernel[blocks, rows](scores, *spans, counts, chosen, tally, *sizes, **settings)
-    return Selection(chosen, tally)
+    kernels.select_kernel[blocks, rows](scores, *spans, counts, chosen, tally, least, *sizes, **settings)
+    return Selection(chosen, tally, least)
 
 
 def _merge(
@@ -129,6 +137,7 @@ def _merge(
     selection: Selection,
     generated: int,
     subtracts: bool,
+    scale: float,
 ) -> Tensor:
     (batch, heads, d), columns = query.shape, cache.keys.shape[2]
     rows, group, blocks = batch * heads, heads // cache.keys.shape[1], selection.tally.shape[2]
@@ -137,8 +146,9 @@ def _merge(
     pieces = triton.cdiv(sum(region) + columns - cache.length, SLOTS)
     rounds = triton.cdiv(pieces, MOST_SPLITS)
     splits = triton.cdiv(pieces, rounds)
-    sums = torch.empty(2, rows, splits, d + 1, dtype=torch.float32, device=query.device)
-    shifts = torch.empty(rows, splits, dtype=torch.float32, device=query.device)
+    shares = splits + _programs(cache.moments)
+    sums = torch.empty(2, rows, shares, d + 1, dtype=torch.float32, device=query.device)
+    shifts = torch.empty(rows, shares, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, heads, d, dtype=torch.float32, device=query.device)
     kernels.gather_kernel[splits, rows](
         scores,
@@ -148,9 +158,11 @@ def _merge(
         cache.log_shift,
         cache.first,
         cache.last,
-        *selection,
+        selection.chosen,
+        selection.tally,
         sums,
         shifts,
+        shares,
         cache.length,
         columns,
         scores.stride(0),
@@ -169,6 +181,8 @@ def _merge(
         MAX_BLOCKS=triton.next_power_of_2(blocks),
         SLOTS=SLOTS,
     )
+    if cache.moments is not None:
+        _add_moments(query, cache, cache.moments, region, selection.least, (sums, shifts), splits, scale)
     kernels.merge_kernel[(rows,)](
         sums,
         shifts,
@@ -176,17 +190,64 @@ def _merge(
         log_query,
         cache.log_shift,
         out,
-        splits,
+        shares,
         CLAMP_RELATIVE,
         GROUP=group,
         D=d,
         M=m,
         RESIDUAL=log_query is not None,
         SUBTRACTS=subtracts,
-        MAX_SPLITS=triton.next_power_of_2(splits),
+        MAX_SHARES=triton.next_power_of_2(shares),
         num_warps=8,
     )
     return out
+
+
+def _add_moments(
+    query: Tensor,
+    cache: DecodeCache,
+    moments: MomentState,
+    region: Region,
+    least: Tensor,
+    terms: tuple[Tensor, Tensor],
+    splits: int,
+    scale: float,
+) -> None:
+    """Writes the shares after the first `splits` of every query head."""
+    (batch, heads, d), shares, parts = query.shape, terms[1].shape[1], moments.count.shape[2]
+    kernels.moments_kernel[shares - splits, batch * heads](
+        query,
+        least,
+        *moments,
+        cache.first,
+        cache.last,
+        *terms,
+        shares,
+        splits,
+        parts,
+        _at_once(moments),
+        scale,
+        region.k,
+        LEAST_VARIANCE,
+        WHOLE,
+        region.sink,
+        region.tail,
+        HEADS=heads,
+        GROUP=heads // moments.count.shape[1],
+        D=d,
+        SHARED=moments.shared,
+        num_warps=8,
+    )
+
+
+def _programs(moments: MomentState | None) -> int:
+    """Programs of a query head that the parts are shared among."""
+    return 0 if moments is None else triton.cdiv(moments.count.shape[2], _at_once(moments))
+
+
+def _at_once(moments: MomentState) -> int:
+    """Parts that one program computes."""
+    return SHARED_PARTS if moments.shared else 1
 
 
 def _dot_type(query: Tensor, keys: Tensor) -> tl.dtype:
