@@ -28,7 +28,7 @@ from residual_mass.backbones.hook import device_of
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
-from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
@@ -82,8 +82,10 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
     """Measures every setting of `spec` and writes one CSV row for each.
 
     Raises:
-        ValueError: a context exceeds the backbone's.
+        ValueError: a context exceeds the backbone's; a method of our own has no fast step.
     """
+    for method in spec.own_methods:
+        fused_method(method)
     record = Record("runtime", spec, [assets / MANIFEST])
     for label in spec.contexts:
         if tokens_of(label) + STEPS > spec.backbone.context:
@@ -114,15 +116,18 @@ def measure(
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
     bandwidth = copy_bandwidth(device)
     log.info("%s, copies at %.1f GB/s", device_name(device), bandwidth / 1e9)
-    places = list(itertools.product(spec.contexts, spec.batches, METHODS))
-    with tqdm(total=len(places) * len(implementations), unit="setting") as bar:
+    ours = [side for side in implementations if side == "fused"]
+    sides: dict[str, Sequence[Implementation]] = dict.fromkeys(METHODS, implementations)
+    sides |= dict.fromkeys(spec.own_methods, ours)
+    settings = len(spec.contexts) * len(spec.batches) * sum(map(len, sides.values()))
+    with tqdm(total=settings, unit="setting") as bar:
         for context in spec.contexts:
             length = tokens_of(context)
             k = retrieved_count(spec.budget, length, spec.anchors.sink + spec.anchors.tail)
             read, seconds = _timed_prefill(model, length, spec.repeats, spec.seed)
-            for batch, method in itertools.product(spec.batches, METHODS):
+            for batch, method in itertools.product(spec.batches, sides):
                 baseline: Tensor | None = None
-                for implementation in implementations:
+                for implementation in sides[method]:
                     bar.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
                     setting = RuntimeSetting(implementation, method, length, batch, k)
                     timing = read if isinstance(read, str) else _attempt(setting, model, read, phi, spec)

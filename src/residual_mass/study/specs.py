@@ -284,6 +284,8 @@ class RuntimeSpec(Latencies):
     map: MapSpec
     """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
     recipe: int
+    own_methods: tuple[str, ...] = ()
+    """Methods that the paper lacks, which are measured in our implementation alone."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,24 @@ def test_latencies_and_traffic_are_those_of_the_file(tmp_path: Path, seed: int) 
     assert open_braces(tex) == 0 and r"\textbf" not in tex and r"\label{tab:runtime_smol}" in tex
 
 
+def test_methods_that_the_paper_lacks_are_the_last_columns_and_marked(tmp_path: Path) -> None:
+    rows = runtime_1b()
+    own = [
+        row | {"method": "topk_moments", "phi_weights": "", "tokens_as_prototype": ""}
+        for row in rows
+        if (row["implementation"], row["method"]) == ("fused", "topk")
+    ]
+    tex = table(tmp_path, OF_1B, write_runtime(tmp_path / "runtime_1b.csv", own + rows))
+    blocks = ["prototype", "fused", "fused", "the paper"]
+    for half, width in zip(halves(tex), (7, 6), strict=True):
+        assert r"+moments$^{*}$ \\"[:-2] in half
+        fields = [row for row in printed_fields(half) if len(row) > 1]
+        assert {len(row) for row in fields} == {width}
+        shown = blocks[: len(fields) // 3]
+        assert [row[-1] == "--" for row in fields] == [name != "fused" for name in shown for _ in range(3)]
+    assert "Columns with $^{*}$ are our additions to the paper's table" in caption_of(tex)
+
+
 def test_contexts_of_the_spec_are_shown_in_rising_order(tmp_path: Path) -> None:
     rows = runtime_rows(contexts=("64k", "2k", "16k"), blocks=(("fused", 1),))
     path = write_runtime(tmp_path / "runtime_smol.csv", rows)

@@ -79,6 +79,21 @@ def test_every_setting_has_a_row(rows: list[dict[str, str]]) -> None:
     assert {r["phi_weights"] for r in rows if "phi" in r["method"]} == {"random"}
 
 
+def test_methods_that_the_paper_lacks_are_measured_in_our_implementation_alone(model: PreTrainedModel) -> None:
+    spec = replace(SPEC, contexts=("128",), batches=(1,), repeats=1, own_methods=("topk_moments",))
+    *papers, own = measure.measure(spec, model)
+    assert {row["method"] for row in papers} == set(METHODS)
+    assert (own["implementation"], own["method"], own["tokens_as_prototype"]) == ("fused", "topk_moments", "")
+    assert own["k"] == 6 and own["phi_weights"] == "" and float(str(own["per_step_ms"])) > 0
+    assert own["state_bytes"] == 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4  # of one layer
+
+
+def test_a_method_without_a_fast_step_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="method topk_mean has no fast decode step"):
+        measure.run(replace(SPEC, own_methods=("topk_mean",)), tiny_assets, tmp_path / "out.csv")
+    assert not list(tmp_path.iterdir())
+
+
 def test_numbers_hang_together(rows: list[dict[str, str]]) -> None:
     for row in rows:
         low, step, high = (float(row[f"per_step_{name}ms"]) for name in ("low_", "", "high_"))

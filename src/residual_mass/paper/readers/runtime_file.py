@@ -7,10 +7,10 @@ from pathlib import Path
 
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_csv
+from residual_mass.methods import names
 from residual_mass.paper.readers import optional
 from residual_mass.paper.table import Interval
 from residual_mass.runtime.columns import RUNTIME
-from residual_mass.study.labels import METHODS
 
 PROTOTYPE, FUSED = "prototype", "fused"
 IMPLEMENTATIONS = (PROTOTYPE, FUSED)
@@ -73,5 +73,5 @@ def _order(latency: Latency) -> tuple[int, int, int, int]:
         IMPLEMENTATIONS.index(implementation),
         batch,
         tokens_of(latency.context),
-        METHODS.index(latency.method),
+        names().index(latency.method),
     )

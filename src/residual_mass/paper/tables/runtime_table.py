@@ -16,7 +16,7 @@ from residual_mass.paper.published import MODELS
 from residual_mass.paper.readers.runtime_file import FUSED, PROTOTYPE, Latency, load_latencies
 from residual_mass.paper.table import LEFT_OUT, Block, Cell, Entry, Grid, Place, Row, Table
 from residual_mass.paper.tables.captions import OF_THE_PAPER, header_of_published, header_of_study, not_evaluated
-from residual_mass.paper.titles import METHOD_TITLES, backbone_title
+from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, backbone_title, method_title
 from residual_mass.study.labels import METHODS
 from residual_mass.study.labels import RUNTIME_TABLES as PREFIX
 from residual_mass.study.specs import TableSpec
@@ -83,11 +83,16 @@ class _Measurements:
 
     @property
     def blocks(self) -> dict[tuple[str, int], dict[str, list[Latency]]]:
-        """By implementation and batch size, and by context; in the order of METHODS."""
+        """By implementation and batch size, and by context; in the order of columns."""
         found: dict[tuple[str, int], dict[str, list[Latency]]] = {}
         for each in self.latencies:
             found.setdefault(each.block, {}).setdefault(each.context, []).append(each)
         return found
+
+    @property
+    def own_methods(self) -> tuple[str, ...]:
+        """Methods that the paper lacks, the last columns."""
+        return tuple(dict.fromkeys(each.method for each in self.latencies if each.method not in METHODS))
 
     def fields(self, name: str) -> list[str]:
         return [latency.row[name] for latency in self.latencies if latency.row[name]]
@@ -106,6 +111,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     """
     file = _shown(spec, results)
     title = backbone_title(spec, file.facts["backbone"], file.facts["model_id"])
+    columns = _methods() + tuple(Marked(method_title(method) + OWN_ROW) for method in file.own_methods)
     times, costs = [], []
     for (implementation, batch), contexts in file.blocks.items():
         block = f"{IMPLEMENTATION_TITLES[implementation]}, batch {batch}"
@@ -117,7 +123,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
     return Table(
         label=spec.label,
         study=spec.study,
-        grids=(_grid([*times, *_published_block(file)]), Grid(("Context",), _methods(), tuple(costs))),
+        grids=(_grid(columns, [*times, *_published_block(file)]), Grid(("Context",), columns, tuple(costs))),
         columns=COLUMNS,
         header=tuple(_header(spec, file)),
         notes=tuple(_notes(spec, file)),
@@ -131,7 +137,7 @@ def make_published(label: str) -> Table:
     return Table(
         label=label,
         study="published",
-        grids=(_grid([Block(_published_rows(facts))]),),
+        grids=(_grid(_methods(), [Block(_published_rows(facts))]),),
         header=(header_of_published(label),),
         notes=(OF_THE_PAPER, RUNTIME_CONDITIONS),
         facts={"backbone": published.model_title(facts[0]["backbone"])},
@@ -158,8 +164,8 @@ def printed(quantity: str, value: float) -> str:
     return f"{value:.2f}" if value < 1e4 else f"{value:.0f}"
 
 
-def _grid(blocks: Sequence[Block]) -> Grid:
-    return Grid(("Context", Marked("$K$")), _methods(), tuple(blocks))
+def _grid(columns: tuple[Marked, ...], blocks: Sequence[Block]) -> Grid:
+    return Grid(("Context", Marked("$K$")), columns, tuple(blocks))
 
 
 def _methods() -> tuple[Marked, ...]:
@@ -186,7 +192,8 @@ def _shown(spec: TableSpec, results: Sequence[Path]) -> _Measurements:
 
 
 def _entries(file: _Measurements, latencies: Iterable[Latency], quantities: Sequence[str]) -> tuple[Entry, ...]:
-    return tuple(_entry([_cell(file, latency, name) for name in quantities]) for latency in latencies)
+    found = {latency.method: _entry([_cell(file, latency, name) for name in quantities]) for latency in latencies}
+    return tuple(found.get(method, Entry(LEFT_OUT)) for method in (*METHODS, *file.own_methods))
 
 
 def _entry(cells: Sequence[Cell]) -> Entry:
@@ -260,7 +267,8 @@ def _published_block(file: _Measurements) -> Iterator[Block]:
     """The paper's values, where it measured this model, as text: they are no cells of the study."""
     for backbone in _papers_name(file):
         rows = _published_rows(published.rows_of(f"{PREFIX}{backbone}"))
-        shown = (replace(row, entries=tuple(Entry(entry.text) for entry in row.entries)) for row in rows)
+        lacking = (Entry(LEFT_OUT),) * len(file.own_methods)
+        shown = (replace(row, entries=tuple(Entry(entry.text) for entry in row.entries) + lacking) for row in rows)
         yield Block(tuple(shown), f"The paper, batch {PAPERS_BATCH}")
 
 
@@ -311,6 +319,8 @@ def _notes(spec: TableSpec, file: _Measurements) -> Iterator[str]:
     if shares := [float(share) for share in fused if share]:
         places = "everywhere" if min(shares) == 1 else f"in {100 * min(shares):g}% of all places at least"
         yield f"Fused decoding gives the prototype's tokens {places}."
+    if file.own_methods:
+        yield Marked(f"Columns with {OWN_ROW} are our additions to the paper's table, of the fused decoding alone.")
     if _papers_name(file):
         yield "The paper's values are of its own prototype in bfloat16 on one H200, at a budget of 1%."
 

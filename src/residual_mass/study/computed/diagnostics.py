@@ -181,6 +181,7 @@ class DiagnosticsJobs(EvaluationJobs):
             anchors=study.anchors,
             map=study.phi.map,
             recipe=RECIPES["runtime"],
+            own_methods=tuple(name for name in self.own_methods(study) if method_named(name).fused),
             **shared(Latencies, study.runtime),
         )
         return to_json(spec)
