@@ -7,6 +7,7 @@ B = budgets, R = B * G * Q rows of a KV head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from residual_mass.backbones.measured import grouped
 from residual_mass.backbones.prefix import (
     ArmRows,
     Map,
+    Reading,
     arm_rows,
     build_prefix,
     map_heads,
@@ -28,7 +30,7 @@ from residual_mass.core.accounting import Terms, added, exact_terms, merge
 from residual_mass.core.measures import mid_entropy, rel_l1, score_shape
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import full_prefix
-from residual_mass.methods import method_named, state_bytes
+from residual_mass.methods import METHODS, Selector, method_named, state_bytes
 from residual_mass.methods.arms import ArmSpec
 
 TOPK = "topk"
@@ -37,8 +39,16 @@ FACTS = ("h_mid", "skewness", "kurtosis")
 """Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
 
 
+class Read(NamedTuple):
+    """What a selector reads: the exact terms of that, and those of the unread rest [1, Hkv, R, ...]."""
+
+    reading: Reading
+    exact: Terms
+    rest: Terms
+
+
 class ReadLayer:
-    """A layer's queries with the tokens that they read at every budget, the same for all methods.
+    """A layer's queries with the tokens that they read at every budget, the same for all methods with a selector.
 
     Args:
         queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all finite float32.
@@ -61,12 +71,20 @@ class ReadLayer:
         if maps is not None:
             self.log_query = self._rows(map_heads(maps[0], queries[None])[0])
             self.summary = summarise_prefix(self.layer, maps[1])
-        topk = self._arms(TOPK)
-        self.reading = read_prefix(self._rows(queries), self.layer, topk.k, scale)
-        self.exact = terms_of(self.reading, None, self.layer, None, topk)
-        mid, scores = self.layer.partition.mid, self.reading.scores
-        self.rest = exact_terms(scores, values[None], mid & ~self.reading.retrieved.mask(keys.shape[1]))
-        self.full = merge(self.exact, self.rest)
+        self.rows, self.values, self.scale = self._rows(queries), values[None], scale
+        self._read: dict[Selector | None, Read] = {}
+
+    def read(self, method: str) -> Read:
+        """What the method's selector reads, the same for all methods that share it."""
+        selector = method_named(method).selector
+        if selector not in self._read:
+            alone = self._arms(next(each.name for each in METHODS if each.selector == selector))
+            reading = read_prefix(self.rows, self.layer, alone, self.scale)
+            unread = self.layer.partition.mid & ~reading.retrieved.mask(self.values.shape[2])
+            exact = terms_of(reading, None, self.layer, None, self._arms(TOPK))
+            rest = exact_terms(reading.scores, self.values, unread)
+            self._read[selector] = Read(reading, exact, rest)
+        return self._read[selector]
 
     def errors(self, method: str) -> dict[str, Tensor]:
         """Measures a method; entries [Hq, Q, B].
@@ -74,39 +92,42 @@ class ReadLayer:
         error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
         is zero), residual_share_hat the estimated share of the total.
         """
-        terms, log_mass = self._terms(method)
+        read = self.read(method)
+        terms, log_mass = self._terms(method, read)
         found = {
-            "error": rel_l1(merge(terms), self.full),
-            "log_z_error": log_mass - self.rest.log_mass(),
-            "residual_share_hat": torch.sigmoid(log_mass - self.exact.log_mass()),
+            "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
+            "log_z_error": log_mass - read.rest.log_mass(),
+            "residual_share_hat": torch.sigmoid(log_mass - read.exact.log_mass()),
         }
         return {name: self._by_head(value) for name, value in found.items()}
 
-    def _terms(self, method: str) -> tuple[Terms, Tensor]:
+    def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
         """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""
         rule, arms = method_named(method), self._arms(method)
-        inputs = (self.reading, self.log_query, self.layer, self.summary, arms)
+        inputs = (read.reading, self.log_query, self.layer, self.summary, arms)
         if rule.own is not None:
             ((_, own),) = own_residuals(*inputs)
-            return added(self.exact, own), own.log_mass()
+            return added(read.exact, own), own.log_mass()
         if rule.phi is None:
-            return self.exact, torch.full_like(self.exact.denominator, -torch.inf)
-        return terms_of(*inputs), phi_log_mass(self.reading, self.log_query, self.summary, arms)
+            return read.exact, torch.full_like(read.exact.denominator, -torch.inf)
+        return terms_of(*inputs), phi_log_mass(read.reading, self.log_query, self.summary, arms)
 
     def facts(self) -> dict[str, Tensor]:
         """Describes the scores of the mid-region by `FACTS`: [Hq, Q] each."""
-        once = self.reading.scores[0, :, : self._group]
+        once = self.read(TOPK).reading.scores[0, :, : self._group]
         mid = self.layer.partition.mid[0]
         found = (mid_entropy(once, mid), *score_shape(once, mid))
         return {name: value.reshape(self.shape) for name, value in zip(FACTS, found, strict=True)}
 
     def state_bytes(self, method: str) -> int:
-        """Returns the size of what a method keeps of the prefix, per KV head: S and u, or the state of its own."""
+        """Returns the size of what a method keeps of the prefix, per KV head: S and u, or states of its own."""
         rule, size = method_named(method), 0
         if rule.needs_maps and self.summary is not None:
             size += state_bytes((self.summary.state.numerator, self.summary.state.mass))
         if rule.own is not None:
             size += state_bytes(self.layer.state(rule.own))
+        if rule.selector is not None:
+            size += state_bytes(self.layer.scan(rule.selector))
         return size // self.layer.keys.shape[1]
 
     @property

@@ -32,7 +32,7 @@ from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.selection import Selected, members
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import Partition, partition, retrieved_count
-from residual_mass.methods import Residual, Seen, TopK
+from residual_mass.methods import Residual, Seen, Selector
 from residual_mass.methods.arms import Arm, ArmSpec
 
 Map = FoldedMap | nn.Module
@@ -53,12 +53,19 @@ class PrefixLayer:
     """The anchors again, as indices [E, 1, 1, |A|]."""
     states: dict[Residual, tuple[Tensor, ...]] = field(default_factory=dict)
     """What residuals without feature maps keep of the prefix, made when first asked for."""
+    scanned: dict[Selector, tuple[Tensor, ...]] = field(default_factory=dict)
+    """What selectors keep of it, likewise."""
 
     def state(self, residual: Residual) -> tuple[Tensor, ...]:
         if residual not in self.states:
             keys, values = promoted(self.keys), promoted(self.values)
             self.states[residual] = residual.prepare(keys, values, self.partition.mid[:, :, 0])
         return self.states[residual]
+
+    def scan(self, selector: Selector) -> tuple[Tensor, ...]:
+        if selector not in self.scanned:
+            self.scanned[selector] = selector.prepare(promoted(self.keys), self.partition.mid[:, :, 0])
+        return self.scanned[selector]
 
     def grown(self, keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
         """The prefix with further columns, as `build_prefix` makes it, and with its states brought up to date. The last
@@ -82,6 +89,7 @@ class PrefixLayer:
             Partition(masks.anchors[examples], masks.mid[examples]),
             Selected(slots.indices[examples], slots.valid[examples]),
             {residual: _at(state, examples) for residual, state in self.states.items()},
+            {selector: _at(state, examples) for selector, state in self.scanned.items()},
         )
 
 
@@ -116,6 +124,8 @@ class ArmRows:
     any_residual: bool
     own: tuple[tuple[Residual, Tensor], ...]
     """Residuals with terms of their own, each with the indices of its rows."""
+    selectors: tuple[tuple[Selector, Tensor], ...]
+    """Selectors, likewise."""
 
 
 def arm_rows(
@@ -136,12 +146,14 @@ def arm_rows(
 
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
     own = dict.fromkeys(rule.own for rule in rules if rule.own is not None)
+    selectors = dict.fromkeys(rule.selector for rule in rules if rule.selector is not None)
     return ArmRows(
         rows([r.phi is not None for r in rules]),
         rows([r.subtracts for r in rules]),
         torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None],
         any(r.phi is not None for r in rules),
         tuple((one, rows([r.own == one for r in rules]).nonzero().flatten()) for one in own),
+        tuple((one, rows([r.selector == one for r in rules]).nonzero().flatten()) for one in selectors),
     )
 
 
@@ -173,7 +185,7 @@ def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
 
 
 class Reading(NamedTuple):
-    """What query rows read of a prefix: the same for every method with their selector."""
+    """What query rows read of a prefix: the same for every method with their selectors."""
 
     queries: Tensor
     """[E, Hkv, R, D], scaled."""
@@ -181,6 +193,8 @@ class Reading(NamedTuple):
     """[E, Hkv, R, L], of all tokens."""
     retrieved: Selected
     """Slots [E, Hkv, R, K]."""
+    threshold: Tensor
+    """[E, Hkv, R], as in `methods.interface.Choice`."""
 
 
 def prefix_terms(
@@ -192,14 +206,25 @@ def prefix_terms(
         queries: [E, Hkv, R, D].
         log_query: [E, Hkv, R, M] log phi_q; like `summary`, None if no arm adds a residual.
     """
-    return terms_of(read_prefix(queries, layer, arms.k, scale), log_query, layer, summary, arms)
+    return terms_of(read_prefix(queries, layer, arms, scale), log_query, layer, summary, arms)
 
 
-def read_prefix(queries: Tensor, layer: PrefixLayer, k: Tensor, scale: float) -> Reading:
-    """Selects `k` [E, 1, R] tokens for queries [E, Hkv, R, D]."""
+def read_prefix(queries: Tensor, layer: PrefixLayer, arms: ArmRows, scale: float) -> Reading:
+    """Selects tokens for queries [E, Hkv, R, D]."""
     scaled = promoted(queries) * scale
     scores = attention_scores(scaled, promoted(layer.keys), 1.0)
-    return Reading(scaled, scores, TopK().select(scores, layer.partition.mid, k))
+    mid, choices = layer.partition.mid, []
+    for selector, rows in arms.selectors:
+        of_rows = (scaled, scores) if len(arms.selectors) == 1 else (scaled[:, :, rows], scores[:, :, rows])
+        choices.append(selector.select(*of_rows, layer.scan(selector), mid, arms.k[..., rows]))
+    if len(choices) == 1:
+        return Reading(scaled, scores, *choices[0])
+    slots = max(choice.read.indices.shape[-1] for choice in choices)
+    padded = [[nn.functional.pad(part, (0, slots - part.shape[-1])) for part in choice.read] for choice in choices]
+    order = torch.cat([rows for _, rows in arms.selectors]).argsort()
+    indices, valid = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*padded, strict=True))
+    threshold = torch.cat([choice.threshold for choice in choices], dim=2)[:, :, order]
+    return Reading(scaled, scores, Selected(indices, valid), threshold)
 
 
 def terms_of(
@@ -232,24 +257,15 @@ def own_residuals(
     """Yields the terms of residuals with terms of their own, after the indices of their rows."""
     if not arms.own:
         return
-    scaled, scores, retrieved = reading
-    mid = layer.partition.mid
-    unread = mid & ~retrieved.mask(scores.shape[-1])
-    seen = Seen(scaled, _threshold(scores, mid, retrieved), retrieved, unread, scores, promoted(layer.values))
+    scaled, scores, retrieved, threshold = reading
+    unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
+    seen = Seen(scaled, threshold, retrieved, unread, scores, promoted(layer.values))
     for residual, rows in arms.own:
         of_rows = _of_rows(seen, rows)
         if residual.needs_maps:
             assert log_query is not None and summary is not None, MAPS_MISSING
             of_rows = of_rows._replace(phi=_phi_terms(summary, log_query[:, :, rows], of_rows))
         yield rows, own_terms(residual, of_rows, layer)
-
-
-def _threshold(scores: Tensor, mid: Tensor, retrieved: Selected) -> Tensor:
-    """The least score among the retrieved tokens [E, Hkv, R], or the largest of the mid-region where there are none."""
-    highest = scores.masked_fill(~mid, -torch.inf).amax(-1, keepdim=True)
-    least = torch.where(retrieved.valid, scores.gather(-1, retrieved.indices), torch.inf)
-    least = torch.cat((highest, least), dim=-1).amin(-1)
-    return torch.where(least > -torch.inf, least, 0)  # an empty mid-region
 
 
 def own_terms(residual: Residual, seen: Seen, layer: PrefixLayer) -> Terms:

@@ -48,6 +48,16 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
     return Selected(indices, valid)
 
 
+def least_read(scores: Tensor, mid: Tensor, read: Selected) -> Tensor:
+    """The least score among the tokens read [..., R], or the largest of the mid-region where there are none; 0 for an
+    empty mid-region.
+    """
+    highest = scores.masked_fill(~mid, -torch.inf).amax(-1, keepdim=True)
+    least = torch.where(read.valid, scores.gather(-1, read.indices), torch.inf)
+    least = torch.cat((highest, least), dim=-1).amin(-1)
+    return torch.where(least > -torch.inf, least, 0)
+
+
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns columns [..., K] and values [..., K] of the k highest scores [..., L], unordered; K = min(k, L).
 

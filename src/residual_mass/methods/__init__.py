@@ -13,16 +13,19 @@ from residual_mass.methods.centroids import Centroids
 from residual_mass.methods.exact_mass import ExactMass
 from residual_mass.methods.first_order import FirstOrder
 from residual_mass.methods.gaussian import Gaussian
-from residual_mass.methods.interface import Residual, Seen, state_bytes
+from residual_mass.methods.interface import Choice, Residual, Seen, Selector, state_bytes
 from residual_mass.methods.mean import Mean
 from residual_mass.methods.moments import Moments
+from residual_mass.methods.pages import Pages
 from residual_mass.methods.phi import Phi, PhiDirection
+from residual_mass.methods.quantised_scan import QuantisedScan
 from residual_mass.methods.sample import ImportanceSample, UniformSample
 from residual_mass.methods.topk import TopK
 
 __all__ = [
     "METHODS",
     "Centroids",
+    "Choice",
     "ExactMass",
     "FirstOrder",
     "Gaussian",
@@ -30,10 +33,13 @@ __all__ = [
     "Mean",
     "Method",
     "Moments",
+    "Pages",
     "Phi",
     "PhiDirection",
+    "QuantisedScan",
     "Residual",
     "Seen",
+    "Selector",
     "TopK",
     "UniformSample",
     "method_named",
@@ -53,7 +59,7 @@ class Method:
     """
 
     name: str
-    selector: TopK | None = TopK()
+    selector: Selector | None = TopK()
     residual: Phi | Residual | None = None
 
     @property
@@ -82,17 +88,23 @@ class Method:
     @property
     def fused(self) -> bool:
         """Whether `core.fused` has a fast decode step for it."""
-        return self.own is None or getattr(self.own, "fused", False)
+        return self.of_the_paper or (self.selector == TopK() and getattr(self.own, "fused", False))
+
+    @property
+    def of_the_paper(self) -> bool:
+        return self.selector in (None, TopK()) and self.own is None
 
     @property
     def identity(self) -> dict[str, Any]:
         """What tells its numbers from those of another method, for the keys of stored rows. Of the paper's methods the
         name alone, for rows were stored before there were others.
         """
-        if self.own is None:
-            return {"method": self.name}
-        residual = {"name": type(self.own).__name__, "recipe": self.own.recipe, **asdict(self.own)}  # type: ignore[call-overload]
-        return {"method": self.name, "residual": residual}
+        parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
+        return {"method": self.name} | {
+            part: {"name": type(one).__name__, "recipe": one.recipe, **asdict(one)}  # type: ignore[call-overload]
+            for part, one in parts.items()
+            if one is not None
+        }
 
 
 def names() -> tuple[str, ...]:
@@ -127,5 +139,12 @@ METHODS = (
     Method("topk_sample", residual=UniformSample(32)),
     Method("topk_importance", residual=ImportanceSample(32)),
     Method("topk_exact_mass", residual=ExactMass()),
+    Method("scan4", QuantisedScan(4)),
+    Method("scan4_moments", QuantisedScan(4), Moments()),
+    Method("scan4_moments_shared", QuantisedScan(4), Moments(64, shared=True)),
+    Method("scan2_moments", QuantisedScan(2), Moments()),
+    Method("pages", Pages()),
+    Method("pages_centroids", Pages(), Centroids(64)),
+    Method("pages_importance", Pages(), ImportanceSample(32)),
 )
 """All known methods, in the order of result files."""

@@ -40,7 +40,7 @@ class Arm:
 def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
     """Identities of the arms' methods that are not the paper's, each once."""
     rules = dict.fromkeys(arm.rule for arm in arms)
-    return tuple(rule.identity for rule in rules if rule.own is not None)
+    return tuple(rule.identity for rule in rules if not rule.of_the_paper)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,37 @@ if TYPE_CHECKING:
     from residual_mass.core.selection import Selected
 
 
+class Choice(NamedTuple):
+    """What a selector chose for query rows."""
+
+    read: Selected
+    """[..., R, K], mid-region tokens to read exactly."""
+    threshold: Tensor
+    """[..., R], the least score that the selector saw of a token that it chose, and the largest of all where it chose
+    none.
+    """
+
+
+class Selector(Protocol):
+    """Chooses the mid-region tokens that are read exactly. A frozen dataclass with its own parameters."""
+
+    recipe: ClassVar[int]
+    """As for a residual."""
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor) -> Choice:
+        """Chooses up to k tokens per row.
+
+        Args:
+            queries: [..., R, D], scaled.
+            scores: [..., R, L], exact; a selector that uses them scores every key, and is an oracle.
+            mid: [..., 1 or R, L] bool.
+            k: [..., 1 or R] integer.
+        """
+
+
 class Seen(NamedTuple):
     """What selection leaves to a residual.
 
@@ -23,7 +54,7 @@ class Seen(NamedTuple):
     queries: Tensor
     """[..., R, D], scaled."""
     threshold: Tensor
-    """[..., R], the least score that was read; the largest of all where none was."""
+    """[..., R], as in `Choice`."""
     read: Selected
     """[..., R, K], the mid-region tokens that were read."""
     unread: Tensor

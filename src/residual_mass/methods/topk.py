@@ -6,20 +6,25 @@ Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from residual_mass.methods.interface import Choice
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from residual_mass.core.selection import Selected
 
 
 @dataclass(frozen=True)
 class TopK:
     """The K mid-region tokens of the highest scores (the paper's eq. 2): an oracle, for it scores every key."""
 
-    def select(self, scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
-        """Chooses per row: scores [..., R, L], mid [..., 1 or R, L] bool, k [..., 1 or R] -> [..., R, K]."""
-        from residual_mass.core.selection import exhaustive_topk
+    recipe: ClassVar[int] = 0
 
-        return exhaustive_topk(scores, mid, k)
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[()]:
+        return ()
+
+    def select(self, queries: Tensor, scores: Tensor, state: tuple[()], mid: Tensor, k: Tensor) -> Choice:
+        from residual_mass.core.selection import exhaustive_topk, least_read
+
+        read = exhaustive_topk(scores, mid, k)
+        return Choice(read, least_read(scores, mid, read))

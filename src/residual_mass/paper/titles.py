@@ -36,6 +36,13 @@ METHOD_TITLES = {
     "topk_sample": Marked(rf"{TOPK}+uniform sample"),
     "topk_importance": Marked(rf"{TOPK}+importance sample"),
     "topk_exact_mass": Marked(rf"{TOPK}+exact mass"),
+    "scan4": Marked("4-bit scan"),
+    "scan4_moments": Marked("4-bit scan+moments"),
+    "scan4_moments_shared": Marked("4-bit scan+moments, 64 clusters"),
+    "scan2_moments": Marked("2-bit scan+moments"),
+    "pages": Marked("Pages"),
+    "pages_centroids": Marked("Pages+centroids"),
+    "pages_importance": Marked("Pages+importance sample"),
 }
 OURS = Marked("Ours")
 """The feature maps of a study's own recipe."""

@@ -101,7 +101,7 @@ class Study(Settings):
         yield from self._benchmark_slips()
         yield from unknown("fidelity.benchmarks", self.fidelity.benchmarks, self.benchmarks)
         yield from unknown("fidelity.prompts_at", self.fidelity.prompts_at, self.fidelity.lengths)
-        others = [one.name for one in methods.METHODS if one.own is not None and one.name not in self.methods]
+        others = [one.name for one in methods.METHODS if not one.of_the_paper and one.name not in self.methods]
         yield from unknown("fidelity.methods", self.fidelity.methods, others)
         yield from self._comparison_slips()
         yield from self._length_slips()
