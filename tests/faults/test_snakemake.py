@@ -154,7 +154,7 @@ def test_a_run_asked_to_stop_waits_for_a_checkpoint_and_leaves_no_lock(
     training.resume()
     output, _ = first.communicate()
     assert first.returncode == 1, output
-    last = f"residual_mass train: stopped by {number.name}; started again, it goes on"
+    last = f"residual_mass train: stopped by {number.name}; run it again to resume"
     assert checkout.job_log().splitlines()[-1] == last
     code, output = checkout.run("--rerun-incomplete", PHI)
     assert code == 0 and "resumed from" in checkout.job_log(), output

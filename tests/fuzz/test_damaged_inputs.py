@@ -25,8 +25,8 @@ from residual_mass.provenance import beside
 
 KINDS = (
     "train", "join-training", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
-    "score", "join", "capture wiki", "audit", "kernels", "findings", "map-errors", "runtime", "comparison", "numbers",
-    "document", "report",
+    "score", "score-claims", "join", "capture wiki", "audit", "kernels", "findings", "map-errors", "runtime",
+    "comparison", "numbers", "document", "report",
     "table ruler_sweep", "table exact_accounting", "table phi_param_count", "table training_cost_64k",
     "table runtime_tiny", "figure fidelity", "figure fidelity_tokens", "figure entropy_gain", "figure mass_curves",
     "figure kernel_sanity", "figure logz_calibration", "figure training_curves", "figure recipe_costs",

@@ -47,7 +47,7 @@ class RowStore:
         with ExitStack() as opened:
             opened.enter_context(claimed(self.path))
             with naming(self.path):
-                self._file = opened.enter_context(open(self.path, "a+b"))
+                self._file = opened.enter_context(open(self.path, "a+b", buffering=0))
             self._read()
             self._opened = opened.pop_all()
         return self
@@ -59,13 +59,23 @@ class RowStore:
             self._opened.close()
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Adds rows durably: once this returns, they survive a killed process or machine."""
+        """Adds rows durably: once this returns, they survive a killed process or machine. Where it raises, none of them
+        is added, so that a resumed run decodes together what an undisturbed one does.
+        """
         fresh = list(rows)
         with naming(self.path):
-            self._file.write(jsonl(fresh).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            size = self._file.seek(0, os.SEEK_END)
+            try:
+                self._write(jsonl(fresh).encode())
+            except OSError:
+                self._file.truncate(size)
+                raise
         self.rows |= {row["key"]: row for row in fresh}
+
+    def _write(self, data: bytes) -> None:
+        while data:  # a nearly full disk takes a part of it
+            data = data[self._file.write(data) :]
+        os.fsync(self._file.fileno())
 
     def require(self, key: str, expected: Row) -> None:
         """Compares the row of that key, if present, with fields that the key determines.

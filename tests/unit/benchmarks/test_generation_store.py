@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +43,23 @@ def test_rows_come_back(path: Path) -> None:
     with RowStore(path, GENERATED) as store:
         assert list(store.rows.values()) == ROWS
         assert store.rows["k1"] == ROWS[1]
+
+
+@pytest.mark.parametrize("room", [0, 10, 10_000])
+def test_rows_that_do_not_all_fit_are_added_together_once_there_is_room(path: Path, room: int) -> None:
+    whole, more = path.read_bytes(), [stored_row(key, "x" * 9000) for key in ("k3", "k4")]
+    with RowStore(path, GENERATED) as store:
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + room, old[1]))
+        try:
+            with pytest.raises(OSError, match=re.escape(str(path))):
+                store.append(more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        assert path.read_bytes() == whole and list(store.rows.values()) == ROWS
+        store.append(more)
+    with RowStore(path, GENERATED) as store:
+        assert list(store.rows.values()) == [*ROWS, *more]
 
 
 def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.LogCaptureFixture) -> None:
