@@ -23,7 +23,7 @@ TITLES = {
     "full": "Full", "topk": "TopK", "topk_phi": "TopK+phi", "topk_phi_nosub": "TopK+phi (NoSub)",
     "topk_phi_moments": "TopK+phi, mass of moments", "topk_moments": "TopK+moments",
     "topk_moments_8": "TopK+moments, 8 clusters", "topk_moments_shared": "TopK+moments, 64 clusters",
-    "topk_centroids": "TopK+centroids",
+    "topk_centroids": "TopK+centroids", "scan4_moments": "4-bit scan+moments", "pages_centroids": "Pages+centroids",
 }  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {}
 
