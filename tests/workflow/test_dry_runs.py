@@ -188,7 +188,7 @@ def test_continuations_are_decoded_with_the_main_arms(studies: dict[str, Run]) -
                 (method, budget, label)
                 for method, label in [
                     *(("topk_phi", label) for label in labels[1:]),
-                    *((name, None) for name in kept["fidelity"]["methods"]),
+                    *((name, main if "phi" in name else None) for name in kept["fidelity"]["methods"]),
                 ]
                 for budget in kept["budgets"]
             ]
