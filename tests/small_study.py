@@ -52,7 +52,7 @@ def write_small_study(folder: Path) -> None:
         benchmarks=benchmarks, phi=phi,
         fidelity={
             "lengths": ["1k"], "corpora": ["wiki"], "documents": 3, "tokens": 5, "examples": 2,
-            "prompts_at": ["1k"], "methods": ["topk_moments"],
+            "prompts_at": ["1k"], "methods": ["topk_moments_8"],
         },
         mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
         diagnostics={

@@ -170,12 +170,12 @@ def test_a_setting_that_could_be_run_is_refused(settings: dict[str, Any], line: 
 
 
 STUDY_REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
-    (("diagnostics", "corpora"), ["wiki; touch pwned"], "diagnostics.corpora.0: String should match pattern"),
+    (("diagnostics", "corpora"), ["wiki; touch pwned"], "diagnostics.corpora.0: wiki; touch pwned is not one of"),
     (("mismatch", "backbones"), ["--help"], "mismatch.backbones.0: String should match pattern"),
     (("tables",), ["$(touch pwned)"], "tables.0: String should match pattern"),
     (("lengths",), ["1k\n"], "lengths.0: String should match pattern"),
     (("maps", "trained"), ["1k;id"], "maps.trained.0: String should match pattern"),
-    (("phi", "corpora"), ["`id`"], "phi.corpora.0: String should match pattern"),
+    (("phi", "corpora"), ["`id`"], "phi.corpora.0: `id` is not one of"),
     (("methods",), ["full", "topk", "topk_phi", "$(id)"], "methods.3: String should match pattern"),
 ]
 

@@ -467,6 +467,7 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     study["tables"] = ["stress_1pct", "babilong_sweep"]
     study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
     study["recipes"]["backbones"] = []
+    study["residuals"] |= {"backbones": []}
     study["diagnostics"] |= {"backbones": [], "corpora": ["wiki"]}
     path.write_text(yaml.safe_dump(study))
     assert configuration_error(checkout) == ""

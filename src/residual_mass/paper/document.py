@@ -29,6 +29,11 @@ CAPTIONS = {
         r"the prompt has nothing, the token, or the bigram that it ends (c), and over places in the continuation (d). "
         r"Intervals are over documents."
     ),
+    "error_by_k": Marked(
+        r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by method "
+        r"and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more. Bands are "
+        r"not drawn; the table of residual estimators has the intervals."
+    ),
     "entropy_gain": Marked(
         r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
         r"mid-normalised entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the "

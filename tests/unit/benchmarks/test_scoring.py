@@ -68,7 +68,7 @@ def rows_of(manifest: Path, answer: Callable[[str, ArmSpec, Any], str], arms: Se
             "prompt_tokens": 1000,
             "cut_tokens": 7 * prompt.index if task == "ruler_cwe" else 0,
             "text": answer(task, arm, prompt.doc),
-            "phi_sha": f"f00{arm.maps}" if arm.uses_phi else None,
+            "phi_sha": f"f00{arm.maps}" if arm.needs_maps else None,
             "prompt_sha": prompt.sha256,
         }
         for task, entry in load_manifest(manifest)["tasks"].items()
@@ -377,7 +377,7 @@ def test_every_number_by_definition(study: tuple[Path, list[Row]], tmp_path: Pat
                 [compare_task(s[:, 0], _scores(manifest, rows, t, other)[:, 0], 200, 0, t) for t, s in of_arm.items()]
             )
 
-        if arm.uses_phi and arm.budget_percent == 2.0:  # there is no topk at 8 %
+        if arm.needs_maps and arm.budget_percent == 2.0:  # there is no topk at 8 %
             gain = against(ArmSpec("topk", 2.0))
             low, high = gain.mean.interval
             expected |= {"gain": gain.mean.value, "gain_ci_low": low, "gain_ci_high": high}

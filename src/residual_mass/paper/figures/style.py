@@ -69,8 +69,8 @@ FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
 
 
 def looks_of(methods: Iterable[str]) -> dict[str, Look]:
-    """A look for each method; beyond the palette, the same colours with dashed lines, then with dotted ones."""
-    series = [look._replace(line=line) for line in ("-", "--", ":") for look in LOOKS]
+    """A look for each method; beyond the palette, the same colours with dashed, dotted and mixed lines."""
+    series = [look._replace(line=line) for line in ("-", "--", ":", "-.") for look in LOOKS]
     return dict(zip(dict.fromkeys([*FIRST_METHODS, *methods]), cycle(series), strict=False))
 
 
