@@ -14,7 +14,10 @@ from residual_mass.methods import METHODS
 
 ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 40, 8
-IN_ORDER = ("topk_moments_4b", "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance")
+IN_ORDER = (
+    "topk_moments_4b", "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance",
+    "scan4_moments_shared", "pages_centroids", "pages_importance",
+)  # fmt: skip
 """Their parts depend on the order in which tokens came."""
 OWN = [one.name for one in METHODS if one.own is not None and not one.needs_maps]
 
