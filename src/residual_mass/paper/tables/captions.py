@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from residual_mass.benchmarks.catalogue import LEVEL, POWER
 from residual_mass.metrics import Flag
@@ -31,6 +31,13 @@ KIND_NOTES = {
 
 
 OF_THE_PAPER = "All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here."
+
+
+class FileRow(Protocol):
+    """A row of a result file."""
+
+    path: Path
+    row: dict[str, str]
 
 
 def notes(spec: TableSpec, results: Sequence[Result], content: Content) -> Iterator[str]:
@@ -59,6 +66,21 @@ def header(spec: TableSpec, results: Sequence[Result]) -> Iterator[str]:
             f"{result.path.name}: {result.benchmark} {result.length}, {result.model_id} at {result.revision}, "
             f"{result.weights} weights, phi maps {maps}, prompts {result.prompts_sha[:12]}, {len(result.tasks)} tasks, "
             f"n = {result.examples(ALL_TASKS)} over all of them"
+        )
+
+
+def header_of_files(spec: TableSpec, rows: Iterable[FileRow]) -> Iterator[str]:
+    """Header lines of a table made of rows that remember their files."""
+    yield header_of_study(spec)
+    files: dict[Path, list[dict[str, str]]] = {}
+    for row in rows:
+        files.setdefault(row.path, []).append(row.row)
+    for path, of_file in files.items():
+        maps = dict.fromkeys(f"{row['maps']} {row['phi_sha'][:12]}" for row in of_file if row["maps"])
+        facts = of_file[0]
+        yield (
+            f"{path.name}: {facts['length']}, {facts['model_id']} at {facts['revision']}, {facts['weights']} weights, "
+            f"phi maps {', '.join(maps) or 'none'}"
         )
 
 

@@ -168,7 +168,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
         study=spec.study,
         grids=tuple(_grid(measured, metric, cells) for metric in kind.metrics),
         columns=COLUMNS,
-        header=tuple(_header(measured)),
+        header=tuple(captions.header_of_files(measured.spec, measured.rows.values())),
         notes=tuple(_notes(measured, cells)),
     )
 
@@ -279,20 +279,6 @@ def _entry(cell: Cell, span: int) -> Entry:
     """A negative value has a minus, which is mathematics."""
     negative = cell.value is not None and cell.text.startswith("-")
     return Entry(Marked(f"${cell.text}$") if negative else cell.text, (cell,), span)
-
-
-def _header(measured: _Measured) -> Iterator[str]:
-    yield captions.header_of_study(measured.spec)
-    files: dict[Path, list[dict[str, str]]] = {}
-    for row in measured.rows.values():
-        files.setdefault(row.path, []).append(row.row)
-    for path, rows in files.items():
-        maps = dict.fromkeys(f"{row['maps']} {row['phi_sha'][:12]}" for row in rows if row["maps"])
-        facts = rows[0]
-        yield (
-            f"{path.name}: {facts['length']}, {facts['model_id']} at {facts['revision']}, {facts['weights']} weights, "
-            f"phi maps {', '.join(maps) or 'none'}"
-        )
 
 
 def _notes(measured: _Measured, cells: Mapping[Place, Cell]) -> Iterator[str]:

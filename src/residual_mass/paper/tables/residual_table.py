@@ -141,7 +141,7 @@ def make(spec: TableSpec, results: list[Path]) -> Table:
         study=spec.study,
         grids=(*grids, _cost_grid(measured)),
         columns=COLUMNS,
-        header=tuple(_header(measured)),
+        header=tuple(captions.header_of_files(measured.spec, (*measured.rows.values(), *measured.distances.values()))),
         notes=tuple(_notes(measured, cells)),
     )
 
@@ -350,20 +350,6 @@ def _cost_text(quantity: str, value: float) -> str:
 
 
 # ---- caption ---------------------------------------------------------------------------------------------------------
-
-
-def _header(measured: _Measured) -> Iterator[str]:
-    yield captions.header_of_study(measured.spec)
-    files: dict[Path, list[dict[str, str]]] = {}
-    for row in (*measured.rows.values(), *measured.distances.values()):
-        files.setdefault(row.path, []).append(row.row)
-    for path, rows in files.items():
-        maps = dict.fromkeys(f"{row['maps']} {row['phi_sha'][:12]}" for row in rows if row["maps"])
-        facts = rows[0]
-        yield (
-            f"{path.name}: {facts['length']}, {facts['model_id']} at {facts['revision']}, {facts['weights']} weights, "
-            f"phi maps {', '.join(maps) or 'none'}"
-        )
 
 
 def _notes(measured: _Measured, cells: Mapping[str, Mapping[Place, Cell]]) -> Iterator[str]:
