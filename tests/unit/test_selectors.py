@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from residual_mass.core.accounting import exact_terms
-from residual_mass.methods import METHODS, Pages, QuantisedScan, Selector, TopK
+from residual_mass.core.parts import clusters_of
+from residual_mass.methods import (
+    METHODS,
+    Channels,
+    Pages,
+    PagesByMean,
+    PerGroup,
+    QuantisedScan,
+    Reranked,
+    Selector,
+    TopK,
+    WholeClusters,
+)
+from residual_mass.methods.interface import Layout
 
 L, D = 70, 6
 MID = (torch.arange(L) >= 3) & (torch.arange(L) < 66)
@@ -22,11 +35,17 @@ def problem(seed: int = 0, rows: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def chosen(
-    selector: Selector, queries: Tensor, keys: Tensor, k: int, mid: Tensor = MID
+    selector: Selector,
+    queries: Tensor,
+    keys: Tensor,
+    k: int,
+    mid: Tensor = MID,
+    layout: Layout | None = None,
 ) -> tuple[list[set[int]], Tensor]:
     wanted = torch.full((len(queries),), k)
     state = selector.prepare(keys, mid)
-    read, threshold = selector.select(queries, queries @ keys.T, state, mid[None], wanted)
+    layout = layout or Layout(len(queries))
+    read, threshold, _ = selector.select(queries, queries @ keys.T, state, mid[None], wanted, layout)
     return [set(read.indices[row][read.valid[row]].tolist()) for row in range(len(queries))], threshold
 
 
@@ -64,11 +83,111 @@ def test_eight_bits_find_nearly_all_of_the_mass() -> None:
     assert recall[8] >= 0.995 and recall[8] >= recall[4] > recall[2]
 
 
-def test_a_whole_block_does_not_change_when_tokens_are_appended() -> None:
+BY_BLOCKS = (QuantisedScan(4, block=16), Pages(8), PagesByMean(8), Reranked(QuantisedScan(2, block=16), 5))
+
+
+@pytest.mark.parametrize("selector", BY_BLOCKS, ids=str)
+def test_a_state_that_tokens_join_one_by_one_is_that_made_at_once(selector: Selector) -> None:
+    """The last anchors move along, so that a column joins the mid-region some steps after it came."""
     _, keys = problem()
-    selector, mid = QuantisedScan(4, block=16), torch.ones(L, dtype=torch.bool)
-    whole, part = selector.prepare(keys, mid), selector.prepare(keys[:48], mid[:48])
-    assert torch.equal(whole.codes[:48], part.codes) and torch.equal(whole.low[:3], part.low)
+    tail = 3
+
+    def mid_of(length: int) -> Tensor:
+        return (torch.arange(length) >= 3) & (torch.arange(length) < length - tail)
+
+    state = selector.prepare(keys[:21], mid_of(21))
+    for length in range(22, L + 1):
+        state = selector.update(state, keys[:length], mid_of(length), length - 1 - tail)
+        for ours, theirs in zip(state, selector.prepare(keys[:length], mid_of(length)), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_principal_channels_stay_when_tokens_join() -> None:
+    _, keys = problem()
+    selector = Channels(3)
+    first = selector.prepare(keys[:50], MID[:50])
+    grown = selector.update(first, keys, MID, 45)
+    torch.testing.assert_close(grown.reduced, (keys - keys[:50][MID[:50]].mean(0)) @ first.basis)
+
+
+def test_tokens_that_join_make_clusters_of_their_own() -> None:
+    _, keys = problem()
+    selector = WholeClusters(8)
+    first = selector.prepare(keys[:50], MID[:50])
+    grown = selector.update(first, keys, MID, 45)
+    new = selector.prepare(keys[45:], MID[45:])
+    assert torch.equal(grown.centroids, torch.cat((first.centroids, new.centroids)))
+    assert torch.equal(grown.cluster[:45], first.cluster[:45])
+    assert torch.equal(grown.cluster[45:], new.cluster + len(first.centroids))
+
+
+def test_pages_by_mean_are_read_in_the_order_of_their_mean_keys() -> None:
+    queries, keys = problem(6)
+    sets, _ = chosen(PagesByMean(8), queries, keys, 19)
+    for row, query in enumerate(queries):
+        pages = {start: [i for i in range(start, min(start + 8, L)) if MID[i]] for start in range(0, L, 8)}
+        means = {start: float(sum(keys[i] @ query for i in own) / max(len(own), 1)) for start, own in pages.items()}
+        tokens = [i for start in sorted(pages, key=lambda start: -means[start]) for i in pages[start]]
+        assert sets[row] == set(tokens[:19])
+
+
+def test_clusters_are_read_whole_in_the_order_of_their_centroids() -> None:
+    queries, keys = problem(7)
+    sets, _ = chosen(WholeClusters(8), queries, keys, 19)
+    clusters = [column.nonzero().flatten().tolist() for column in clusters_of(keys, MID, 8).T]
+    clusters = [own for own in clusters if own]
+    for row, query in enumerate(queries):
+        by_score = sorted(clusters, key=lambda own: -float(keys[own].mean(0) @ query))
+        assert sets[row] == set([i for own in by_score for i in own][:19])
+
+
+@pytest.mark.parametrize("count", [1, 2, D, 50])
+def test_principal_channels_are_those_of_most_variance(count: int) -> None:
+    queries, keys = problem(8)
+    sets, threshold = chosen(Channels(count), queries, keys, 9)
+    mean = keys[MID].mean(0)
+    axes = torch.linalg.svd(keys[MID] - mean).Vh[:count]
+    scanned = torch.full((len(queries), L), -torch.inf, dtype=torch.float64)
+    for row, query in enumerate(queries):
+        for i in range(L):
+            if MID[i]:
+                offset = sum(float(axis @ query) * float(axis @ (keys[i] - mean)) for axis in axes)
+                scanned[row, i] = float(query @ mean) + offset
+    top = scanned.topk(9)
+    assert sets == [set(row) for row in top.indices.tolist()]
+    torch.testing.assert_close(threshold, top.values[:, -1])
+    if count >= D:
+        assert sets == chosen(TopK(), queries, keys, 9)[0]
+
+
+@pytest.mark.parametrize("k", [0, 1, 6])
+def test_re_ranking_keeps_the_best_of_a_wider_scan_by_exact_scores(k: int) -> None:
+    queries, keys = problem(9)
+    scan, scores = QuantisedScan(3, block=16), queries @ keys.T
+    wider, _ = chosen(scan, queries, keys, k + 5)
+    sets, threshold = chosen(Reranked(scan, 5), queries, keys, k)
+    scanned = queries @ scan.keys(scan.prepare(keys, MID), keys.dtype).T
+    for row, candidates in enumerate(wider):
+        best = sorted(candidates, key=lambda i: -float(scores[row, i]))[:k]
+        assert sets[row] == set(best)
+        seen = [float(scores[row, i] if i in candidates else scanned[row, i]) for i in range(L) if MID[i]]
+        assert float(threshold[row]) == pytest.approx(min(float(scores[row, i]) for i in best) if k else max(seen))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 8])
+def test_a_group_reads_what_its_heads_attend_to_most_together(heads: int) -> None:
+    """Rows of two arms, by head and then by token."""
+    tokens = 3
+    queries, keys = problem(10, rows=2 * heads * tokens)
+    sets, _ = chosen(PerGroup(TopK()), queries, keys, 7, layout=Layout(heads, tokens))
+    scores = (queries @ keys.T).masked_fill(~MID, -torch.inf).softmax(-1)
+    for arm in range(2):
+        for token in range(tokens):
+            rows = [(arm * heads + head) * tokens + token for head in range(heads)]
+            best = sum(scores[row] for row in rows).topk(7).indices.tolist()
+            assert all(sets[row] == set(best) for row in rows)
+    if heads == 1:
+        assert sets == chosen(TopK(), queries, keys, 7)[0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,6 +243,10 @@ def test_nothing_everything_ties_and_an_empty_mid_region(selector: Selector) -> 
         (lambda: QuantisedScan(9), "bits is 9, not between 1 and 8"),
         (lambda: QuantisedScan(4, block=0), "block is 0, not 1 or more tokens"),
         (lambda: Pages(0), "size is 0, not 1 or more tokens"),
+        (lambda: PagesByMean(0), "size is 0, not 1 or more tokens"),
+        (lambda: WholeClusters(0), "size is 0, not 1 or more tokens"),
+        (lambda: Channels(0), "channels is 0, not 1 or more"),
+        (lambda: Reranked(TopK(), 0), "margin is 0, not 1 or more tokens"),
     ],
 )
 def test_parameters_out_of_range_are_refused_in_one_line(make: object, line: str) -> None:

@@ -202,8 +202,9 @@ class _ArmChunk:
             log_query = map_heads(self.group.query_maps[index], query).unflatten(1, (kv_heads, -1)).flatten(2, 3)
         engine = self.decoder.engine
         settings = arm_rows(
-            [self.arm], rows.shape[2], [self.decoder.length], engine.anchors, engine.nominal_length, query.device
-        )
+            [self.arm], rows.shape[2], [self.decoder.length], engine.anchors, engine.nominal_length, query.device,
+            tokens=query.shape[2],
+        )  # fmt: skip
         return prefix_terms(rows, log_query, self.decoder.prefix[index], summary, settings, scale)
 
     def _chunk_terms(self, index: int, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> list[Terms]:

@@ -45,6 +45,8 @@ class Read(NamedTuple):
     reading: Reading
     exact: Terms
     rest: Terms
+    mid: Tensor
+    """[1, Hkv, R, L] bool, the tokens of the mid-region that were read."""
 
 
 class ReadLayer:
@@ -80,17 +82,19 @@ class ReadLayer:
         if selector not in self._read:
             alone = self._arms(next(each.name for each in METHODS if each.selector == selector))
             reading = read_prefix(self.rows, self.layer, alone, self.scale)
-            unread = self.layer.partition.mid & ~reading.retrieved.mask(self.values.shape[2])
+            read = reading.retrieved.mask(self.values.shape[2])
             exact = terms_of(reading, None, self.layer, None, self._arms(TOPK))
-            rest = exact_terms(reading.scores, self.values, unread)
-            self._read[selector] = Read(reading, exact, rest)
+            rest = exact_terms(reading.scores, self.values, self.layer.partition.mid & ~read)
+            self._read[selector] = Read(reading, exact, rest, read)
         return self._read[selector]
 
     def errors(self, method: str) -> dict[str, Tensor]:
         """Measures a method; entries [Hq, Q, B].
 
         error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
-        is zero), residual_share_hat the estimated share of the total.
+        is zero), residual_share_hat the estimated share of the total, recall the share of the true top K's mass that
+        was read (NaN where K is 0), tokens_read what the query heads of a KV head read, anchors included, each token
+        once.
         """
         read = self.read(method)
         terms, log_mass = self._terms(method, read)
@@ -98,8 +102,23 @@ class ReadLayer:
             "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
             "log_z_error": log_mass - read.rest.log_mass(),
             "residual_share_hat": torch.sigmoid(log_mass - read.exact.log_mass()),
+            "recall": self._recall(read),
+            "tokens_read": self._tokens_read(read),
         }
         return {name: self._by_head(value) for name, value in found.items()}
+
+    def _recall(self, read: Read) -> Tensor:
+        best = self.read(TOPK)
+        found, sought = (
+            exact_terms(best.reading.scores, self.values, tokens).log_mass()
+            for tokens in (best.mid & read.mid, best.mid)
+        )
+        return (found - sought).exp()
+
+    def _tokens_read(self, read: Read) -> Tensor:
+        by_head = read.mid.unflatten(2, (len(self.budgets), -1, self.shape[1]))
+        of_token = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
+        return of_token.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype)
 
     def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
         """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""
@@ -114,10 +133,9 @@ class ReadLayer:
 
     def facts(self) -> dict[str, Tensor]:
         """Describes the scores of the mid-region by `FACTS`: [Hq, Q] each."""
-        once = self.read(TOPK).reading.scores[0, :, : self._group]
-        mid = self.layer.partition.mid[0]
-        found = (mid_entropy(once, mid), *score_shape(once, mid))
-        return {name: value.reshape(self.shape) for name, value in zip(FACTS, found, strict=True)}
+        scores, mid = self.read(TOPK).reading.scores, self.layer.partition.mid
+        found = (mid_entropy(scores, mid), *score_shape(scores, mid))
+        return {name: self._by_head(value)[..., 0] for name, value in zip(FACTS, found, strict=True)}
 
     def state_bytes(self, method: str) -> int:
         """Returns the size of what a method keeps of the prefix, per KV head: S and u, or states of its own."""
@@ -130,11 +148,6 @@ class ReadLayer:
             size += state_bytes(self.layer.scan(rule.selector))
         return size // self.layer.keys.shape[1]
 
-    @property
-    def _group(self) -> int:
-        """G * Q."""
-        return self.shape.numel() // self.layer.keys.shape[1]
-
     def _rows(self, x: Tensor) -> Tensor:
         """[Hq, Q, C] -> [1, Hkv, R, C], the same rows for every budget."""
         return grouped(x, self.layer.keys.shape[1]).repeat(1, len(self.budgets), 1)[None]
@@ -146,4 +159,5 @@ class ReadLayer:
     def _arms(self, method: str) -> ArmRows:
         length, device = self.layer.keys.shape[2], self.layer.keys.device
         arms = [ArmSpec(method, budget) for budget in self.budgets]
-        return arm_rows(arms, self._group, [length], self.anchors, length, device)
+        rows = self.shape.numel() // self.layer.keys.shape[1]
+        return arm_rows(arms, rows, [length], self.anchors, length, device, tokens=self.shape[1])

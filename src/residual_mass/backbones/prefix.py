@@ -34,6 +34,7 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import Partition, partition, retrieved_count
 from residual_mass.methods import Residual, Seen, Selector
 from residual_mass.methods.arms import Arm, ArmSpec
+from residual_mass.methods.interface import Layout
 
 Map = FoldedMap | nn.Module
 MAPS_MISSING = "an arm needs feature maps, but there are none"
@@ -78,6 +79,8 @@ class PrefixLayer:
         new_keys, new_values = (promoted(x[:, :, start:]) for x in (keys, values))
         for residual, state in self.states.items():
             layer.states[residual] = residual.update(state, new_keys, new_values, joined, start)
+        for selector, summary in self.scanned.items():
+            layer.scanned[selector] = selector.update(summary, promoted(keys), layer.partition.mid[:, :, 0], start)
         return layer
 
     def at(self, examples: Tensor) -> PrefixLayer:
@@ -126,6 +129,12 @@ class ArmRows:
     """Residuals with terms of their own, each with the indices of its rows."""
     selectors: tuple[tuple[Selector, Tensor], ...]
     """Selectors, likewise."""
+    layout: Layout
+
+    @property
+    def uses_scan(self) -> bool:
+        """Whether a residual asks for the scores that its selector saw."""
+        return any(getattr(one, "uses_scan", False) for one, _ in self.own)
 
 
 def arm_rows(
@@ -135,9 +144,10 @@ def arm_rows(
     anchors: AnchorSpec,
     nominal_length: int | None,
     device: torch.device,
+    tokens: int = 1,
 ) -> ArmRows:
-    """Builds rows of `group` heads per partial arm; L in the formula of K is `nominal_length`, or each prefix's own
-    length if that is None.
+    """Builds `group` rows per partial arm, query heads of so many tokens; L in the formula of K is `nominal_length`, or
+    each prefix's own length if that is None.
     """
     rules = [arm.rule for arm in arms]
 
@@ -154,6 +164,7 @@ def arm_rows(
         any(r.phi is not None for r in rules),
         tuple((one, rows([r.own == one for r in rules]).nonzero().flatten()) for one in own),
         tuple((one, rows([r.selector == one for r in rules]).nonzero().flatten()) for one in selectors),
+        Layout(group // tokens, tokens),
     )
 
 
@@ -195,6 +206,8 @@ class Reading(NamedTuple):
     """Slots [E, Hkv, R, K]."""
     threshold: Tensor
     """[E, Hkv, R], as in `methods.interface.Choice`."""
+    scanned: Tensor | None
+    """[E, Hkv, R, L], likewise; with several selectors, where a residual uses it."""
 
 
 def prefix_terms(
@@ -216,7 +229,7 @@ def read_prefix(queries: Tensor, layer: PrefixLayer, arms: ArmRows, scale: float
     mid, choices = layer.partition.mid, []
     for selector, rows in arms.selectors:
         of_rows = (scaled, scores) if len(arms.selectors) == 1 else (scaled[:, :, rows], scores[:, :, rows])
-        choices.append(selector.select(*of_rows, layer.scan(selector), mid, arms.k[..., rows]))
+        choices.append(selector.select(*of_rows, layer.scan(selector), mid, arms.k[..., rows], arms.layout))
     if len(choices) == 1:
         return Reading(scaled, scores, *choices[0])
     slots = max(choice.read.indices.shape[-1] for choice in choices)
@@ -224,7 +237,8 @@ def read_prefix(queries: Tensor, layer: PrefixLayer, arms: ArmRows, scale: float
     order = torch.cat([rows for _, rows in arms.selectors]).argsort()
     indices, valid = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*padded, strict=True))
     threshold = torch.cat([choice.threshold for choice in choices], dim=2)[:, :, order]
-    return Reading(scaled, scores, Selected(indices, valid), threshold)
+    scanned = torch.cat([choice.scanned for choice in choices], dim=2)[:, :, order] if arms.uses_scan else None
+    return Reading(scaled, scores, Selected(indices, valid), threshold, scanned)
 
 
 def terms_of(
@@ -257,9 +271,9 @@ def own_residuals(
     """Yields the terms of residuals with terms of their own, after the indices of their rows."""
     if not arms.own:
         return
-    scaled, scores, retrieved, threshold = reading
+    scaled, scores, retrieved, threshold, scanned = reading
     unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-    seen = Seen(scaled, threshold, retrieved, unread, scores, promoted(layer.values))
+    seen = Seen(scaled, threshold, retrieved, unread, scores, promoted(layer.values), scanned)
     for residual, rows in arms.own:
         of_rows = _of_rows(seen, rows)
         if residual.needs_maps:
@@ -285,7 +299,8 @@ def _of_rows(seen: Seen, rows: Tensor) -> Seen:
     queries, threshold, unread, scores, *read = (
         part[:, :, rows] for part in (seen.queries, seen.threshold, seen.unread, seen.scores, *seen.read)
     )
-    return Seen(queries, threshold, Selected(*read), unread, scores, seen.values)
+    scanned = None if seen.scanned is None else seen.scanned[:, :, rows]
+    return Seen(queries, threshold, Selected(*read), unread, scores, seen.values, scanned)
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:

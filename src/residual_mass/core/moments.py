@@ -195,6 +195,22 @@ def rest_terms(
     return Terms(numerator, torch.ones_like(log_mass), log_mass + left.log())
 
 
+def grouped_terms(queries: Tensor, moments: MomentState, left: Tensor) -> Terms:
+    """Estimates the terms of the unread tokens of many small parts, whichever they are.
+
+    The n scores of a part are taken for Gaussian below z = sqrt(2 ln n) deviations above their mean, which the largest
+    of n comes close to: an unread one weighs exp(m + s^2 / 2) Phi(z - s) / Phi(z) in the mean.
+
+    Args:
+        queries: [..., R, D], scaled.
+        left: [..., R, P], unread tokens of each part.
+    """
+    mean, variance, slope = _scores(queries, moments)
+    highest = (2 * moments.count.clamp_min(1).log()).sqrt().unsqueeze(-2)
+    log_mass, factor = _cut(mean, variance, mean + highest * variance.sqrt())
+    return _summed(moments, PartTerms(log_mass - torch.special.log_ndtr(highest) + left.log(), slope, factor))
+
+
 def gaussian_terms(queries: Tensor, moments: MomentState) -> Terms:
     """Estimates the terms of all tokens of the mid-region: the same without a cut."""
     mean, variance, slope = _scores(queries, moments)

@@ -33,13 +33,26 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
         mid: [..., L] bool.
     """
     starts = blocks(mid, parts)
-    first = starts.to(torch.int8).argmax(-2)  # the first token of each block
+    return _moved(keys, mid, starts, torch.ones_like(starts[..., 0, :]))
+
+
+def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
+    """The same with one cluster for `size` tokens of the mid-region, at most P = ceil(L / size)."""
+    parts = -(-mid.shape[-1] // size)
+    place = mid.cumsum(-1) - 1
+    starts = _members(place // size, mid, parts)
+    return _moved(keys, mid, starts, starts.any(-2))
+
+
+def _moved(keys: Tensor, mid: Tensor, starts: Tensor, present: Tensor) -> Tensor:
+    """Lloyd's algorithm from the first tokens of `starts` [..., L, P], with the clusters `present` [..., P]."""
+    first = starts.to(torch.int8).argmax(-2)
     centres = keys.gather(-2, first.unsqueeze(-1).expand(*first.shape, keys.shape[-1]))
     for _ in range(ROUNDS):
-        members = _members(torch.cdist(keys, centres).argmin(-1), mid, parts).to(keys.dtype)
+        members = nearest(keys, mid, centres, present).to(keys.dtype)
         count = members.sum(-2).unsqueeze(-1)
         centres = torch.where(count > 0, members.transpose(-1, -2) @ keys / count.clamp_min(1), centres)
-    return _members(torch.cdist(keys, centres).argmin(-1), mid, parts)
+    return nearest(keys, mid, centres, present)
 
 
 def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor) -> Tensor:

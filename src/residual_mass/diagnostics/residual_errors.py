@@ -31,7 +31,8 @@ from residual_mass.diagnostics.columns import RESIDUAL_ERRORS, RESIDUAL_HEADS
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with_place
 from residual_mass.diagnostics.resampling import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio
 from residual_mass.files import csv_text, write_parquet, write_text
-from residual_mass.methods import method_named
+from residual_mass.methods import Step, method_named
+from residual_mass.methods.step_bytes import full_bytes, step_bytes
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import ResidualErrorsSpec
 
@@ -50,10 +51,12 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
 
     Writes:
         heads: Parquet, one row per (corpus, pack, layer, query head, method, budget): means over the pack's queries.
-            `log_z_error` is the mean of log Z_R hat - log Z_R over the `log_z_rows` queries where both are defined.
+            `log_z_error` is the mean of log Z_R hat - log Z_R over the `log_z_rows` queries where both are defined;
+            `recall` and `tokens_read` are as in `ReadLayer.errors`.
         out: CSV, one row per (corpus, method, budget), intervals by pack. `over_topk` is the ratio of mean errors,
-            `heads_below_topk` and `heads_below_phi` are shares of (layer, query head), `state_bytes` is what a method
-            keeps of a prompt per KV head and layer, `state_share` that in units of a bfloat16 cache.
+            `heads_below_topk` and `heads_below_phi` are shares of (layer, query head). `scan_bytes`, `row_bytes` and `summary_bytes` are what a step reads per KV head
+            and layer (`methods.step_bytes`), `step_share` their sum over what full attention reads; `state_bytes` is
+            what a method keeps of a prompt, `state_share` that in units of a bfloat16 cache.
     """
     record = Record("residual_errors", spec, [assets / MANIFEST, phi])
     _check(spec, phi)
@@ -175,7 +178,7 @@ def _cells(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, np.
         raise ValueError(f"layer {layer}: errors of {method} are not finite{at_fault}")
     defined = rows["log_z_error"].isfinite()
     count = defined.sum(1)
-    means = {name: rows[name].double().mean(1) for name in ("error", "residual_share_hat")}
+    means = {name: rows[name].double().mean(1) for name in ("error", "residual_share_hat", "recall", "tokens_read")}
     means["log_z_error"] = torch.where(defined, rows["log_z_error"], 0).double().sum(1) / count
     return {name: value.cpu().numpy() for name, value in (means | {"log_z_rows": count}).items()}
 
@@ -232,7 +235,23 @@ def _lines(
         for b, budget in enumerate(spec.budgets):
             of_budget = {"budget_percent": f"{budget:g}", "k": _retrieved(spec)[b]}
             cells = {name: value[..., b] for name, value in measured.cells.items()}
-            yield about | of_method | of_budget | _numbers(spec.methods, cells, m, drawn)
+            read = _read(spec, backbone, maps, method, float(cells["tokens_read"][:, :, m].mean()))
+            yield about | of_method | of_budget | read | _numbers(spec.methods, cells, m, drawn)
+
+
+def _read(
+    spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float
+) -> dict[str, str]:
+    """What a step reads, given the mean of the tokens that are read exactly."""
+    shape, anchors = backbone.shape, _anchors(spec)
+    step = Step(
+        tokens_of(spec.length), shape.head_dim, shape.query_heads // shape.kv_heads, anchors, tokens_read - anchors
+    )
+    step = step if maps is None else step._replace(features=maps.map.d_phi)
+    read = step_bytes(method_named(method), step)
+    sizes = {"scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary}
+    shown = {"tokens_read": tokens_read, **sizes, "step_share": read.total / full_bytes(step)}
+    return {name: _text(value) for name, value in shown.items()}
 
 
 def _of_maps(spec: ResidualErrorsSpec, maps: PhiMaps | None) -> dict[str, object]:
@@ -264,6 +283,7 @@ def _numbers(methods: Sequence[str], cells: Mapping[str, np.ndarray], m: int, dr
         "heads_below_topk": heads_below(TOPK),
         "heads_below_phi": heads_below(PHI),
         "log_z_error": _text(float(ratio(sums, cells["log_z_rows"][:, :, m].sum()))),
+        "recall": _text(float(cells["recall"][:, :, m].mean())),
     }
 
 

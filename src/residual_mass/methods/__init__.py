@@ -6,42 +6,56 @@ does not import torch before it computes, for the workflow and the tables do wit
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from residual_mass.methods.centroids import Centroids
+from residual_mass.methods.channels import Channels
+from residual_mass.methods.combined import PerGroup, Reranked
 from residual_mass.methods.exact_mass import ExactMass
 from residual_mass.methods.first_order import FirstOrder
 from residual_mass.methods.gaussian import Gaussian
-from residual_mass.methods.interface import Choice, Residual, Seen, Selector, state_bytes
+from residual_mass.methods.group_moments import GroupMoments
+from residual_mass.methods.interface import Choice, Residual, Seen, Selector, Step, state_bytes
 from residual_mass.methods.mean import Mean
 from residual_mass.methods.moments import Moments
-from residual_mass.methods.pages import Pages
+from residual_mass.methods.pages import Pages, PagesByMean
 from residual_mass.methods.phi import Phi, PhiDirection
 from residual_mass.methods.quantised_scan import QuantisedScan
 from residual_mass.methods.sample import ImportanceSample, UniformSample
+from residual_mass.methods.scanned import GroupSums, ScanRegression
 from residual_mass.methods.topk import TopK
+from residual_mass.methods.whole_clusters import WholeClusters
 
 __all__ = [
     "METHODS",
     "Centroids",
+    "Channels",
     "Choice",
     "ExactMass",
     "FirstOrder",
     "Gaussian",
+    "GroupMoments",
+    "GroupSums",
     "ImportanceSample",
     "Mean",
     "Method",
     "Moments",
     "Pages",
+    "PagesByMean",
+    "PerGroup",
     "Phi",
     "PhiDirection",
     "QuantisedScan",
+    "Reranked",
     "Residual",
+    "ScanRegression",
     "Seen",
     "Selector",
+    "Step",
     "TopK",
     "UniformSample",
+    "WholeClusters",
     "method_named",
     "names",
     "state_bytes",
@@ -100,11 +114,14 @@ class Method:
         name alone, for rows were stored before there were others.
         """
         parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
-        return {"method": self.name} | {
-            part: {"name": type(one).__name__, "recipe": one.recipe, **asdict(one)}  # type: ignore[call-overload]
-            for part, one in parts.items()
-            if one is not None
-        }
+        return {"method": self.name} | {part: _identity(one) for part, one in parts.items() if one is not None}
+
+
+def _identity(part: Any) -> dict[str, Any]:
+    """Class, recipe and parameters of a selector or residual, also of one that it is made of."""
+    named = {"name": type(part).__name__, "recipe": part.recipe}
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return named | {name: _identity(value) if is_dataclass(value) else value for name, value in values.items()}
 
 
 def names() -> tuple[str, ...]:
@@ -146,5 +163,24 @@ METHODS = (
     Method("pages", Pages()),
     Method("pages_centroids", Pages(), Centroids(64)),
     Method("pages_importance", Pages(), ImportanceSample(32)),
+    Method("scan8", QuantisedScan(8)),
+    Method("scan4_regression", QuantisedScan(4), ScanRegression()),
+    Method("scan4_regression_64", QuantisedScan(4), ScanRegression(64)),
+    Method("scan3_regression_64", QuantisedScan(3), ScanRegression(64)),
+    Method("scan2_regression_64", QuantisedScan(2), ScanRegression(64)),
+    Method("rerank2_regression_64", Reranked(QuantisedScan(2), 16), ScanRegression(64)),
+    Method("group4", PerGroup(QuantisedScan(4))),
+    Method("group4_regression", PerGroup(QuantisedScan(4)), ScanRegression()),
+    Method("group4_regression_64", PerGroup(QuantisedScan(4)), ScanRegression(64)),
+    Method("group2_regression_64", PerGroup(QuantisedScan(2)), ScanRegression(64)),
+    Method("channels", Channels(16)),
+    Method("channels_regression_64", Channels(16), ScanRegression(64)),
+    Method("mean_pages", PagesByMean()),
+    Method("mean_pages_centroids", PagesByMean(), Centroids(64)),
+    Method("mean_pages_sums", PagesByMean(), GroupSums()),
+    Method("mean_pages_moments", PagesByMean(), GroupMoments(split="pages")),
+    Method("clusters", WholeClusters()),
+    Method("clusters_sums", WholeClusters(), GroupSums()),
+    Method("clusters_moments", WholeClusters(), GroupMoments()),
 )
 """All known methods, in the order of result files."""

@@ -8,11 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from residual_mass.methods.interface import FLOAT32, Step
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from residual_mass.core.accounting import Terms
     from residual_mass.methods.interface import Seen
+
+CLUSTER = 2
+"""Bytes of the number of a cluster."""
 
 
 class Clusters(NamedTuple):
@@ -68,6 +73,10 @@ class Centroids:
         scores = seen.queries @ state.centroids.transpose(-1, -2)  # [..., R, P]
         cluster = state.cluster.long().unsqueeze(-2).expand(seen.unread.shape)
         return exact_terms(scores.gather(-1, cluster), seen.values, seen.unread)
+
+    def summary_bytes(self, step: Step) -> float:
+        """Centroids, counts and value sums, and the cluster of each token that was read."""
+        return FLOAT32 * self.clusters * (2 * step.width + 1) + CLUSTER * step.retrieved
 
 
 def _clusters(keys: Tensor, values: Tensor, members: Tensor) -> Clusters:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from residual_mass.methods.interface import FLOAT32, Step
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,3 +45,7 @@ class ExactMass:
 
         mass = exact_terms(seen.scores, seen.values, seen.unread)
         return Terms(mass.denominator.unsqueeze(-1) * state.mean.unsqueeze(-2), mass.denominator, mass.shift)
+
+    def summary_bytes(self, step: Step) -> float:
+        """The mean value; the mass is that of scores which the selector has computed."""
+        return FLOAT32 * (step.width + 1)

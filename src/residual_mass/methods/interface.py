@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from residual_mass.core.selection import Selected
 
 
+BFLOAT16, FLOAT32 = 2, 4
+"""Bytes of a number."""
+
+
 class Choice(NamedTuple):
     """What a selector chose for query rows."""
 
@@ -23,6 +27,32 @@ class Choice(NamedTuple):
     """[..., R], the least score that the selector saw of a token that it chose, and the largest of all where it chose
     none.
     """
+    scanned: Tensor
+    """[..., R, L], what the selector saw of every token's score."""
+
+
+class Layout(NamedTuple):
+    """The order of rows: by arm, then by query head of the KV head, then by token."""
+
+    heads: int
+    """G."""
+    tokens: int = 1
+
+
+class Step(NamedTuple):
+    """Sizes of a decode step in one layer and KV head, which tell the bytes that it reads."""
+
+    tokens: int
+    """L, of the prompt."""
+    width: int
+    """D."""
+    heads: int
+    """Query heads of the KV head."""
+    anchors: int
+    retrieved: float
+    """Distinct tokens of the mid-region that the query heads read exactly."""
+    features: int = 64
+    """Of learned maps."""
 
 
 class Selector(Protocol):
@@ -30,19 +60,30 @@ class Selector(Protocol):
 
     recipe: ClassVar[int]
     """As for a residual."""
+    reads_keys: ClassVar[bool]
+    """Whether it reads every key, so that those of chosen tokens are not read again."""
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
 
-    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor) -> Choice:
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Brings the summary up to date with keys and mid-region of a prompt that has grown; before column `start`
+        neither has changed.
+        """
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         """Chooses up to k tokens per row.
 
         Args:
             queries: [..., R, D], scaled.
-            scores: [..., R, L], exact; a selector that uses them scores every key, and is an oracle.
+            scores: [..., R, L], exact; a selector that uses more than a few of them scores every key, and is an oracle.
             mid: [..., 1 or R, L] bool.
             k: [..., 1 or R] integer.
+            layout: which rows are the query heads of one token.
         """
+
+    def scan_bytes(self, step: Step) -> float:
+        """Returns what a step reads to select, where keys have 2 bytes a number."""
 
 
 class Seen(NamedTuple):
@@ -63,6 +104,8 @@ class Seen(NamedTuple):
     """[..., R, L], of all tokens."""
     values: Tensor
     """[..., L, D]."""
+    scanned: Tensor | None = None
+    """[..., R, L], as in `Choice`, for a residual with `uses_scan = True`."""
     phi: Terms | None = None
     """The feature maps' terms for the unread tokens, for a residual that needs maps."""
 
@@ -96,6 +139,9 @@ class Residual(Protocol):
         """Returns numerator [..., R, D], denominator [..., R] and finite shift [..., R], as in `accounting.Terms`. A
         row with denominator 0 adds nothing; what is returned for a row without unread tokens is ignored.
         """
+
+    def summary_bytes(self, step: Step) -> float:
+        """Returns what a step reads of the summary, and of tokens besides those selected."""
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

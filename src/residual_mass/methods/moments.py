@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, Step
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,6 +31,14 @@ class OnePart:
         from residual_mass.core.moments import merged
 
         return merged(state, OnePart.prepare(self, keys, values, joined))
+
+    def summary_bytes(self, step: Step) -> float:
+        return FLOAT32 * moment_numbers(step.width, 1, shared=False)
+
+
+def moment_numbers(width: int, parts: int, shared: bool) -> int:
+    """Counts the numbers of a `MomentState`."""
+    return 2 * width**2 * (1 if shared else parts) + parts * (2 * width + 2)
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,10 @@ class Moments:
             return truncated_terms(seen.queries, state, seen.threshold)
         scores, values = seen.scores.gather(-1, seen.read.indices), rows_at(seen.values, seen.read.indices)
         return rest_terms(seen.queries, state, seen.threshold, scores, values, seen.read.valid)
+
+    def summary_bytes(self, step: Step) -> float:
+        size = FLOAT32 if self.dtype == "float32" else BFLOAT16
+        return size * moment_numbers(step.width, self.parts, self.shared)
 
     def _stored(self, state: MomentState) -> MomentState:
         import torch

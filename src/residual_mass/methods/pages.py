@@ -1,4 +1,4 @@
-"""Whole pages by bounds of their scores.
+"""Whole pages by bounds of their scores, or by their mean keys.
 
 Shape letters: R = query rows sharing keys, L = keys, N = pages, S = tokens of a page, D = head dimension.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from residual_mass.methods.interface import Choice
+from residual_mass.methods.blocks import blocks_of, bounds_of, in_order, inside, joined, scores_of_tokens
+from residual_mass.methods.interface import BFLOAT16, Choice, Layout, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,38 +35,96 @@ class Pages:
     size: int = 16
     """S."""
     recipe: ClassVar[int] = 1
+    reads_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size is {self.size}, not 1 or more tokens")
+        _check(self.size)
 
     def prepare(self, keys: Tensor, mid: Tensor) -> PageBounds:
-        import torch
+        return PageBounds(*bounds_of(keys, mid, self.size))
 
-        pages = self._pages(keys, 0)
-        inside = self._pages(mid.expand(keys.shape[:-1]).unsqueeze(-1), False)
-        low = torch.where(inside, pages, torch.inf).amin(-2).nan_to_num(posinf=0)
-        return PageBounds(low, torch.where(inside, pages, -torch.inf).amax(-2).nan_to_num(neginf=0))
+    def update(self, state: PageBounds, keys: Tensor, mid: Tensor, start: int) -> PageBounds:
+        first, column = _first(start, self.size)
+        return PageBounds(*joined(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
 
     def bounds(self, queries: Tensor, state: PageBounds) -> Tensor:
         """Upper bounds [..., R, N] of the scores of a page's tokens."""
         low, high = (x.transpose(-1, -2) for x in state)
         return queries.clamp_min(0) @ high + queries.clamp_max(0) @ low
 
-    def select(self, queries: Tensor, scores: Tensor, state: PageBounds, mid: Tensor, k: Tensor) -> Choice:
-        import torch
+    def select(
+        self, queries: Tensor, scores: Tensor, state: PageBounds, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        return whole_pages(self.bounds(queries, state), self.size, scores, mid, k)
 
-        from residual_mass.core.selection import exhaustive_topk, least_read
+    def scan_bytes(self, step: Step) -> float:
+        return 2 * BFLOAT16 * step.width * -(-step.tokens // self.size)
 
-        bounds = self.bounds(queries, state)
-        rank = bounds.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # of every page, 0 for the first
-        column = torch.arange(scores.shape[-1], device=scores.device)
-        order = rank.gather(-1, (column // self.size).expand(scores.shape)) * self.size + column % self.size
-        read = exhaustive_topk(-order.to(scores.dtype), mid, k)
-        return Choice(read, least_read(scores, mid, read))
 
-    def _pages(self, x: Tensor, filler: float | bool) -> Tensor:
-        """[..., L, C] -> [..., N, S, C], the last page filled up."""
-        from torch.nn.functional import pad
+class PageMeans(NamedTuple):
+    """Mean key of every page's mid-region; zeros where it is empty."""
 
-        return pad(x, (0, 0, 0, -x.shape[-2] % self.size), value=filler).unflatten(-2, (-1, self.size))
+    mean: Tensor
+    """[..., N, D]."""
+
+
+@dataclass(frozen=True)
+class PagesByMean:
+    """The same in the order of the scores of their mean keys, half of the bytes (InfLLM, arXiv 2402.04617, and MoBA,
+    arXiv 2502.13189, choose blocks by representative and by mean keys).
+    """
+
+    size: int = 16
+    """S."""
+    recipe: ClassVar[int] = 1
+    reads_keys: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check(self.size)
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> PageMeans:
+        members = inside(keys, mid, self.size).to(keys.dtype)
+        return PageMeans((members * blocks_of(keys, self.size)).sum(-2) / members.sum(-2).clamp_min(1))
+
+    def update(self, state: PageMeans, keys: Tensor, mid: Tensor, start: int) -> PageMeans:
+        first, column = _first(start, self.size)
+        return PageMeans(*joined(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first,)))
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: PageMeans, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        return whole_pages(queries @ state.mean.transpose(-1, -2), self.size, scores, mid, k)
+
+    def scan_bytes(self, step: Step) -> float:
+        return BFLOAT16 * step.width * -(-step.tokens // self.size)
+
+
+def whole_pages(page_scores: Tensor, size: int, scores: Tensor, mid: Tensor, k: Tensor) -> Choice:
+    """Reads pages whole in the order of their scores [..., R, N]; `scores`, `mid` and `k` as in `Selector.select`."""
+    import torch
+
+    from residual_mass.core.selection import exhaustive_topk, least_read
+
+    tokens = scores.shape[-1]
+    page = torch.arange(tokens, device=scores.device) // size
+    read = exhaustive_topk(in_order(page_scores, page.expand(*scores.shape[:-1], tokens)), mid, k)
+    return Choice(read, least_read(scores, mid, read), scores_of_tokens(page_scores, size, tokens))
+
+
+def page_members(mid: Tensor, size: int) -> Tensor:
+    """Which tokens of the mid-region [..., L] are in each page: [..., L, N] bool."""
+    import torch
+
+    tokens = mid.shape[-1]
+    page = torch.arange(tokens, device=mid.device) // size
+    return (page.unsqueeze(-1) == torch.arange(-(-tokens // size), device=mid.device)) & mid.unsqueeze(-1)
+
+
+def _first(start: int, size: int) -> tuple[int, int]:
+    """The page that holds column `start`, and its first column."""
+    return start // size, start // size * size
+
+
+def _check(size: int) -> None:
+    if size < 1:
+        raise ValueError(f"size is {size}, not 1 or more tokens")

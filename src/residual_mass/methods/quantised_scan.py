@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from residual_mass.methods.interface import Choice
+from residual_mass.methods.blocks import blocks_of, bounds_of, joined
+from residual_mass.methods.interface import BFLOAT16, Choice, Layout, Step
+from residual_mass.methods.topk import best_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,7 @@ class QuantisedScan:
     block: int = 64
     """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
     recipe: ClassVar[int] = 1
+    reads_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
@@ -50,31 +53,30 @@ class QuantisedScan:
         """Anchors, which are always read, do not widen the range of a block."""
         import torch
 
-        blocks, inside = self._blocks(keys, 0), self._blocks(mid.expand(keys.shape[:-1]).unsqueeze(-1), False)
-        low = torch.where(inside, blocks, torch.inf).amin(-2).nan_to_num(posinf=0).bfloat16()
-        high = torch.where(inside, blocks, -torch.inf).amax(-2).nan_to_num(neginf=0)
-        most = 2**self.bits - 1
+        low, high = bounds_of(keys, mid, self.block)
+        low, most = low.bfloat16(), 2**self.bits - 1
         step = ((high - low.to(high.dtype)) / most).bfloat16()
         width = step.to(keys.dtype).clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2)
-        codes = ((blocks - low.to(keys.dtype).unsqueeze(-2)) / width).round().clamp(0, most).to(torch.uint8)
+        offset = blocks_of(keys, self.block) - low.to(keys.dtype).unsqueeze(-2)
+        codes = (offset / width).round().clamp(0, most).to(torch.uint8)
         return QuantisedKeys(codes.flatten(-3, -2)[..., : keys.shape[-2], :], low, step)
+
+    def update(self, state: QuantisedKeys, keys: Tensor, mid: Tensor, start: int) -> QuantisedKeys:
+        first = start // self.block
+        column = first * self.block
+        new = self.prepare(keys[..., column:, :], mid[..., column:])
+        return QuantisedKeys(*joined(state, new, (column, first, first)))
 
     def keys(self, state: QuantisedKeys, dtype: torch.dtype) -> Tensor:
         """The keys that codes stand for, [..., L, D]."""
-        codes = self._blocks(state.codes, 0).to(dtype)
+        codes = blocks_of(state.codes, self.block).to(dtype)
         values = state.low.to(dtype).unsqueeze(-2) + state.step.to(dtype).unsqueeze(-2) * codes
         return values.flatten(-3, -2)[..., : state.codes.shape[-2], :]
 
-    def select(self, queries: Tensor, scores: Tensor, state: QuantisedKeys, mid: Tensor, k: Tensor) -> Choice:
-        from residual_mass.core.selection import exhaustive_topk, least_read
+    def select(
+        self, queries: Tensor, scores: Tensor, state: QuantisedKeys, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        return best_of(queries @ self.keys(state, queries.dtype).transpose(-1, -2), mid, k)
 
-        scanned = queries @ self.keys(state, queries.dtype).transpose(-1, -2)
-        read = exhaustive_topk(scanned, mid, k)
-        return Choice(read, least_read(scanned, mid, read))
-
-    def _blocks(self, x: Tensor, filler: float | bool) -> Tensor:
-        """[..., L, C] -> [..., N, S, C], the last block filled up."""
-        from torch.nn.functional import pad
-
-        missing = -x.shape[-2] % self.block
-        return pad(x, (0, 0, 0, missing), value=filler).unflatten(-2, (-1, self.block))
+    def scan_bytes(self, step: Step) -> float:
+        return step.tokens * step.width * (self.bits / 8 + 2 * BFLOAT16 / self.block)

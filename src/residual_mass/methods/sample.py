@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from residual_mass.methods.centroids import Centroids, Clusters
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,9 @@ class UniformSample:
 
     def terms(self, seen: Seen, state: Draws) -> Terms:
         return _sampled(seen, seen.unread.to(seen.scores.dtype), state.places)
+
+    def summary_bytes(self, step: Step) -> float:
+        return _row_bytes(self.draws, step)
 
 
 class DrawsFromClusters(NamedTuple):
@@ -95,6 +99,10 @@ class ImportanceSample:
         highest = guess.amax(-1, keepdim=True)
         return _sampled(seen, (guess - torch.where(highest > -torch.inf, highest, 0)).exp(), state.places)
 
+    def summary_bytes(self, step: Step) -> float:
+        """Centroids and counts, and the tokens drawn."""
+        return FLOAT32 * self.clusters * (step.width + 1) + _row_bytes(self.draws, step)
+
 
 def _places(keys: Tensor, draws: int, seed: int) -> Tensor:
     """[..., S] for keys [..., L, D]; the same numbers for every prompt and head, in any company."""
@@ -103,6 +111,11 @@ def _places(keys: Tensor, draws: int, seed: int) -> Tensor:
     inside = torch.rand(draws, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     places = (torch.arange(draws) + inside) / draws
     return places.to(keys.device, keys.dtype).clamp_max(1 - 2**-23).expand(*keys.shape[:-2], draws)
+
+
+def _row_bytes(draws: int, step: Step) -> int:
+    """Keys and values of as many tokens for every query head."""
+    return 2 * BFLOAT16 * step.width * draws * step.heads
 
 
 def _sampled(seen: Seen, weights: Tensor, places: Tensor) -> Terms:

@@ -19,10 +19,12 @@ from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import residual_errors
 from residual_mass.diagnostics.columns import RESIDUAL_ERRORS, RESIDUAL_HEADS
 from residual_mass.diagnostics.packs import make_packs, visit_layers
+from residual_mass.methods import Step, method_named
+from residual_mass.methods.step_bytes import full_bytes, step_bytes
 from residual_mass.study.specs import ResidualErrorsSpec
 
 LENGTH, QUERIES, PACKS = 90, 3, 3
-LAYERS, HEADS, HEAD_DIM = 3, 4, 16
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 16
 METHODS = ("topk", "topk_phi", "topk_moments", "topk_moments_8")
 BUDGETS = (10.0, 25.0, 100.0)
 KS = (0, 3, 70)
@@ -106,6 +108,12 @@ def test_the_summary_is_what_the_heads_say(folder: Path, phi: Path, tmp_path: Pa
             assert np.isnan(line.heads_below_phi) and line.maps == 512 and len(line.phi_sha) == 64
         else:
             assert line.heads_below_phi == pytest.approx((own < of_phi).mean(), abs=1e-6)
+        assert line.tokens_read == pytest.approx(rows["tokens_read"].mean(), rel=1e-5)
+        assert line.recall == pytest.approx(rows["recall"].mean(), rel=1e-5, nan_ok=True)
+        step = Step(LENGTH, HEAD_DIM, HEADS // KV_HEADS, 20, line.tokens_read - 20, features=8)
+        read = step_bytes(method_named(line.method), step)
+        assert (line.scan_bytes, line.row_bytes, line.summary_bytes) == pytest.approx(read, rel=1e-4)
+        assert line.step_share == pytest.approx(read.total / full_bytes(step), rel=1e-4)
         assert line.state_share == pytest.approx(line.state_bytes / (2 * LENGTH * HEAD_DIM * 2), rel=1e-5)
 
 

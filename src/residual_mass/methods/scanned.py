@@ -1,0 +1,167 @@
+"""The scores that a selector saw of the unread tokens, put to use for their terms.
+
+Shape letters: R = query rows sharing keys, L = keys, P = clusters, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from residual_mass.methods.interface import BFLOAT16, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from residual_mass.core.accounting import Terms
+    from residual_mass.methods.interface import Seen
+
+
+class ClusteredMoments(NamedTuple):
+    """Means of clusters, and covariances within them of all tokens together."""
+
+    count: Tensor
+    """[..., P]."""
+    mean_key: Tensor
+    """[..., P, D]; a step does not read it, only tokens that join do."""
+    mean_value: Tensor
+    """[..., P, D] bfloat16."""
+    value_key_covariance: Tensor
+    """[..., D, D] bfloat16, C: values by keys."""
+    cluster: Tensor
+    """[..., L] int16, of every token; -1 outside the mid-region."""
+
+
+@dataclass(frozen=True)
+class ScanRegression:
+    """The mass of the scanned scores s, and values regressed on them: with weights w = e^s over the unread tokens and
+    m_p the mean score of cluster p,
+
+        Z  = sum_i w_i
+        nu = sum_p Z_p v_p + sum_i w_i (s_i - m_p(i)) C q / var(s),
+
+    v_p the clusters' mean values, C the covariance of values and keys within clusters, and var(s) the variance of
+    scores within clusters. Any scan of all tokens gives s, m and var(s) for nothing, and whatever was read, no cut is
+    needed: it serves selectors whose threshold is none. We found no earlier use. SparQ (arXiv 2312.04985) takes the
+    mass from such scores, in the direction of the mean value.
+    """
+
+    clusters: int = 1
+    """P, of k-means of the keys."""
+    recipe: ClassVar[int] = 1
+    needs_maps: ClassVar[bool] = False
+    uses_scan: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.clusters < 2**15 - 1:
+            raise ValueError(f"clusters is {self.clusters}, not between 1 and 32766")
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
+        from residual_mass.core.parts import clusters
+
+        mid = mid.expand(keys.shape[:-1])
+        return _clustered(keys, values, clusters(keys, mid, self.clusters) if self.clusters > 1 else mid.unsqueeze(-1))
+
+    def update(
+        self, state: ClusteredMoments, keys: Tensor, values: Tensor, joined: Tensor, start: int
+    ) -> ClusteredMoments:
+        """Adds tokens to the clusters of the nearest mean key."""
+        import torch
+
+        from residual_mass.core.parts import nearest
+
+        members = nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key, state.count > 0)
+        new = _clustered(keys, values, members)
+        count = state.count + new.count
+        share = (new.count / count.clamp_min(1)).unsqueeze(-1)
+        key_step = new.mean_key - state.mean_key
+        value_step = new.mean_value.to(keys.dtype) - state.mean_value.to(keys.dtype)
+        between = (count.unsqueeze(-1) * share * (1 - share) * value_step).transpose(-1, -2) @ key_step
+        sums = [x.value_key_covariance.to(keys.dtype) * _total(x.count) for x in (state, new)]
+        return ClusteredMoments(
+            count,
+            state.mean_key + share * key_step,
+            (state.mean_value + share * value_step).bfloat16(),
+            ((sums[0] + sums[1] + between) / _total(count)).bfloat16(),
+            torch.cat((state.cluster[..., :start], new.cluster), -1),
+        )
+
+    def terms(self, seen: Seen, state: ClusteredMoments) -> Terms:
+        import torch
+
+        from residual_mass.core.accounting import Terms
+        from residual_mass.core.moments import LEAST_VARIANCE
+
+        assert seen.scanned is not None, "the selector's scores are missing"
+        dtype = seen.queries.dtype
+        count = state.count.to(dtype)
+        members = (state.cluster.unsqueeze(-1) == torch.arange(count.shape[-1], device=count.device)).to(dtype)
+        inside = members.any(-1).unsqueeze(-2)  # [..., 1, L]
+        scores = torch.where(inside, seen.scanned, 0)
+        mean = scores @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
+        offset = torch.where(inside, scores - mean @ members.transpose(-1, -2), 0)
+        variance = offset.square().sum(-1) / count.sum(-1, keepdim=True).clamp_min(1)
+
+        shift = seen.scanned.masked_fill(~seen.unread, -torch.inf).amax(-1)
+        shift = torch.where(shift > -torch.inf, shift, 0)
+        weights = torch.where(seen.unread, (seen.scanned - shift.unsqueeze(-1)).exp(), 0)
+        along = (weights * offset).sum(-1) / variance.clamp_min(LEAST_VARIANCE)
+        slope = seen.queries @ state.value_key_covariance.to(dtype).transpose(-1, -2)
+        numerator = (weights @ members) @ state.mean_value.to(dtype) + along.unsqueeze(-1) * slope
+        return Terms(numerator, weights.sum(-1), shift)
+
+    def summary_bytes(self, step: Step) -> float:
+        """Mean values, counts, C, and with several clusters a byte or two for the cluster of every token."""
+        cluster = 0 if self.clusters == 1 else 1 if self.clusters <= 2**8 else 2
+        return BFLOAT16 * (step.width**2 + self.clusters * (step.width + 1)) + cluster * step.tokens
+
+
+def _clustered(keys: Tensor, values: Tensor, members: Tensor) -> ClusteredMoments:
+    """Summarises clusters, given their members [..., L, P] bool."""
+    import torch
+
+    from residual_mass.core.moments import shared_moments_of
+
+    made = shared_moments_of(keys, values, members.to(keys.dtype))
+    cluster = torch.where(members.any(-1), members.to(torch.int8).argmax(-1), -1)
+    covariance = made.value_key_covariance.squeeze(-3)
+    return ClusteredMoments(
+        made.count, made.mean_key, made.mean_value.bfloat16(), covariance.bfloat16(), cluster.to(torch.int16)
+    )
+
+
+def _total(count: Tensor) -> Tensor:
+    """[..., P] -> [..., 1, 1], at least 1."""
+    return count.sum(-1).clamp_min(1)[..., None, None]
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """Every unread token has the score of its group: page means or centroids with counts and value sums, less the
+    tokens that were read (RetroInfer's estimation zone, arXiv 2505.02922).
+
+    For selectors that see one score for every group of `size` tokens. Sums over unread tokens are formed here token by
+    token, which is the same as the groups' sums less what was read.
+    """
+
+    size: int = 16
+    """Tokens of a group in the mean, as the selector's."""
+    recipe: ClassVar[int] = 1
+    needs_maps: ClassVar[bool] = False
+    uses_scan: ClassVar[bool] = True
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
+        return ()
+
+    def update(self, state: tuple[()], keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[()]:
+        return ()
+
+    def terms(self, seen: Seen, state: tuple[()]) -> Terms:
+        from residual_mass.core.accounting import exact_terms
+
+        assert seen.scanned is not None, "the selector's scores are missing"
+        return exact_terms(seen.scanned, seen.values, seen.unread)
+
+    def summary_bytes(self, step: Step) -> float:
+        """Value sums and counts."""
+        return BFLOAT16 * (step.width + 1) * -(-step.tokens // self.size)

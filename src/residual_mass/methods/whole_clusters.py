@@ -1,0 +1,75 @@
+"""Whole clusters of keys by their mean keys.
+
+Shape letters: R = query rows sharing keys, L = keys, P = clusters, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from residual_mass.methods.blocks import in_order
+from residual_mass.methods.interface import BFLOAT16, Choice, Layout, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class KeyClusters(NamedTuple):
+    """Clusters of the mid-region's keys."""
+
+    centroids: Tensor
+    """[..., P, D], mean keys."""
+    cluster: Tensor
+    """[..., L, 1] int32, of every token; 0 outside the mid-region."""
+
+
+@dataclass(frozen=True)
+class WholeClusters:
+    """k-means clusters of keys in the order of the scores of their mean keys, as RetroInfer (arXiv 2505.02922) and
+    Squeezed Attention (arXiv 2411.09688) choose tokens.
+
+    Clusters are read whole until K tokens are; of the last one the first tokens. What is left unread may score above
+    what was read.
+    """
+
+    size: int = 16
+    """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
+    recipe: ClassVar[int] = 1
+    reads_keys: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}, not 1 or more tokens")
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
+        import torch
+
+        from residual_mass.core.parts import clusters_of
+
+        members = clusters_of(keys, mid.expand(keys.shape[:-1]), self.size)
+        weights = members.to(keys.dtype).transpose(-1, -2)
+        centroids = weights @ keys / weights.sum(-1, keepdim=True).clamp_min(1)
+        return KeyClusters(centroids, members.to(torch.int8).argmax(-1, keepdim=True).int())
+
+    def update(self, state: KeyClusters, keys: Tensor, mid: Tensor, start: int) -> KeyClusters:
+        """Clusters the tokens from column `start` on by themselves, and adds those clusters to the others."""
+        import torch
+
+        new = self.prepare(keys[..., start:, :], mid[..., start:])
+        cluster = torch.cat((state.cluster[..., :start, :], new.cluster + state.centroids.shape[-2]), -2)
+        return KeyClusters(torch.cat((state.centroids, new.centroids), -2), cluster)
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: KeyClusters, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        from residual_mass.core.selection import exhaustive_topk, least_read
+
+        by_cluster = queries @ state.centroids.transpose(-1, -2)
+        cluster = state.cluster.long().transpose(-1, -2)
+        read = exhaustive_topk(in_order(by_cluster, cluster), mid, k)
+        scanned = by_cluster.gather(-1, cluster.expand(scores.shape))
+        return Choice(read, least_read(scores, mid, read), scanned)
+
+    def scan_bytes(self, step: Step) -> float:
+        return BFLOAT16 * step.width * -(-step.tokens // self.size)

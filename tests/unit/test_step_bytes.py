@@ -1,0 +1,61 @@
+"""Bytes of a decode step against the sizes of what is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residual_mass.methods import METHODS, Method, Step, method_named
+from residual_mass.methods.interface import BFLOAT16
+from residual_mass.methods.step_bytes import full_bytes, most_retrieved, step_bytes
+
+STEP = Step(tokens=2048, width=64, heads=3, anchors=20, retrieved=43)
+TOKEN = 2 * 64 * BFLOAT16
+"""Bytes of a key and a value."""
+
+
+def test_full_attention_reads_every_key_and_value() -> None:
+    assert full_bytes(STEP) == 2048 * TOKEN == step_bytes(method_named("full"), STEP).total
+
+
+def test_an_oracle_reads_every_key_and_the_values_that_it_takes() -> None:
+    read = step_bytes(method_named("topk"), STEP)
+    assert read == (2048 * 64 * 2, 63 * 64 * 2, 0)
+
+
+def test_a_scan_of_four_bits_with_moments_by_hand() -> None:
+    read = step_bytes(method_named("scan4_moments"), STEP)
+    assert read.scan == 2048 * 64 / 2 + 2048 / 64 * 2 * 64 * 2
+    assert read.rows == 63 * TOKEN
+    assert read.summary == 4 * (2 * 64**2 + 2 * 64 + 2)
+    assert 0.23 < read.total / full_bytes(STEP) < 0.24
+
+
+def test_maps_read_their_summary_and_the_features_of_what_is_subtracted() -> None:
+    plain, subtracted = (step_bytes(method_named(name), STEP).summary for name in ("topk_phi_nosub", "topk_phi"))
+    assert plain == 64 * 65 * 4 and subtracted - plain == 43 * 64 * 4
+    assert step_bytes(method_named("topk_phi_nosub"), STEP._replace(features=128)).summary == 2 * plain
+
+
+@pytest.mark.parametrize("method", [one for one in METHODS if one.selector is not None], ids=lambda one: one.name)
+def test_what_selectors_keep_is_what_a_step_scans(method: Method) -> None:
+    """Summaries of random keys, counted at 2 bytes a number; codes at their bits."""
+    keys = torch.randn(2048, 64, generator=torch.Generator().manual_seed(0))
+    mid = torch.ones(2048, dtype=torch.bool)
+    inner = getattr(method.selector, "scan", method.selector)
+    state = inner.prepare(keys, mid)
+    bits = getattr(inner, "bits", 8)
+
+    def size(part: Tensor) -> float:
+        if part.dtype == torch.int32:
+            return 0  # the cluster of a token, which only tokens that join need
+        return part.numel() * (bits / 8 if part.dtype == torch.uint8 else BFLOAT16)
+
+    expected = sum(map(size, state)) if state else 2048 * 64 * BFLOAT16
+    assert inner.scan_bytes(STEP) == pytest.approx(expected, rel=1e-9)
+
+
+def test_no_more_tokens_are_retrieved_than_there_are() -> None:
+    assert most_retrieved(21, STEP) == 63
+    assert most_retrieved(5000, STEP) == 2028
