@@ -54,9 +54,10 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
             `log_z_error` is the mean of log Z_R hat - log Z_R over the `log_z_rows` queries where both are defined;
             `recall` and `tokens_read` are as in `ReadLayer.errors`.
         out: CSV, one row per (corpus, method, budget), intervals by pack. `over_topk` is the ratio of mean errors,
-            `heads_below_topk` and `heads_below_phi` are shares of (layer, query head). `scan_bytes`, `row_bytes` and `summary_bytes` are what a step reads per KV head
-            and layer (`methods.step_bytes`), `step_share` their sum over what full attention reads; `state_bytes` is
-            what a method keeps of a prompt, `state_share` that in units of a bfloat16 cache.
+            `heads_below_topk` and `heads_below_phi` are shares of (layer, query head). `scan_bytes`, `row_bytes` and
+            `summary_bytes` are what a step reads per KV head and layer (`methods.step_bytes`), `step_share` their sum
+            over what full attention reads; `state_bytes` is what a method keeps of a prompt, `state_share` that in
+            units of a bfloat16 cache.
     """
     record = Record("residual_errors", spec, [assets / MANIFEST, phi])
     _check(spec, phi)
