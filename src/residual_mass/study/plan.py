@@ -311,7 +311,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         name = self.configuration.main.study
         return [
             *expand(paths.CLAIMS, backbone=self.studies[name].diagnostics.backbones),
-            *expand(paths.SCORE_CLAIMS, backbone=self.backbones_of(name)),
+            *expand(paths.SCORE_CLAIMS, backbone=self.backbones_of(name) if self.studies[name].benchmarks else []),
         ]
 
     def report_spec(self, _: Wildcards) -> str:
@@ -349,8 +349,8 @@ class Plan(FidelityJobs, DiagnosticsJobs):
                 length=dict.fromkeys(compared),
             ),
             *expand(paths.RESIDUAL_ERRORS, backbone=protocol.residuals.backbones, length=protocol.residuals.lengths),
-            *expand(paths.SCORE_CLAIMS, backbone=names),
-            *expand(paths.RUNTIME, backbone=names),
+            *expand(paths.SCORE_CLAIMS, backbone=names if protocol.benchmarks else []),
+            *expand(paths.RUNTIME, backbone=names if protocol.runtime.contexts else []),
             *expand(paths.AUDIT, backbone=captured.backbones, corpus=captured.corpora, length=captured.lengths),
             *expand(findings, backbone=captured.backbones),
         ]

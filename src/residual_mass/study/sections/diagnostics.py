@@ -88,8 +88,8 @@ class Residuals(Sampling):
 class Latencies(Settings):
     """Where `results/runtime_<backbone>.csv` measures latency."""
 
-    contexts: OneOrMore[Length]
-    """Lengths of the prompts; what does not fit into memory is left out, and the table says so."""
+    contexts: Distinct[Length]
+    """Lengths of the prompts, of which none leaves latencies out; what does not fit into memory is left out, and the table says so."""
     batches: OneOrMore[Count]
     """Prompts that are decoded at once (the paper: 1)."""
     budget: Percent
