@@ -14,8 +14,8 @@ STATE_DTYPE = (
 ).split()
 RESIDUAL_ERRORS = (
     "study backbone corpus length method maps budget_percent k error error_ci_low error_ci_high over_topk "
-    "over_topk_ci_low over_topk_ci_high heads_below_topk heads_below_phi log_z_error state_bytes state_share "
-    f"training_steps packs heads rows {_MAPS}"
+    "over_topk_ci_low over_topk_ci_high heads_below_topk heads_below_phi log_z_error recall tokens_read scan_bytes "
+    f"row_bytes summary_bytes step_share state_bytes state_share training_steps packs heads rows {_MAPS}"
 ).split()
 RESIDUAL_HEADS = (
     "backbone corpus length pack layer head method budget_percent k error log_z_error log_z_rows residual_share_hat "
