@@ -603,13 +603,14 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
-    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler", "error_by_k"}
+    of_residuals = {"error_by_k", "selection_recall", "fidelity_by_bytes"}
+    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler", *of_residuals}
     audited = everything - {"ablation_kernel_fidelity", "training_curves"} - unread
     rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
     jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
-    of_several = {"fidelity", "error_by_k", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    of_several = {"fidelity", *of_residuals, "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
     one_budget = everything - of_several
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
