@@ -137,6 +137,17 @@ def test_an_oracle_beats_everything_and_is_not_on_the_front(tmp_path: Path) -> N
     assert list(points["method"][points["front"]]) == ["topk", "topk", "topk_mean"]
 
 
+def test_a_single_method_is_the_front(tmp_path: Path) -> None:
+    paths = [
+        write_rows(tmp_path, "residual_errors", [error_row("topk", 2)]),
+        write_rows(tmp_path, "fidelity", [distance_row("topk", 2)]),
+    ]
+    spec = FigureSpec("fidelity_by_bytes", "", texts=("wiki",))
+    points = fidelity_by_bytes_points(spec, paths)
+    assert list(points["value"]) == [0.1, 0.5] and points["front"].all()
+    draw_fidelity_by_bytes(spec, points).draw_without_rendering()
+
+
 def test_marks_tell_methods_apart_by_selector_and_residual(files: list[Path]) -> None:
     marks = marks_of(METHODS)
     assert len(set(marks.values())) == len(METHODS)
