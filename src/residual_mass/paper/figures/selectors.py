@@ -230,12 +230,17 @@ def draw_fidelity_by_bytes(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 def _draw_points(axis: Axes, panel: pd.DataFrame, marks: dict[str, Mark]) -> None:
     for method, line in panel.groupby("method", sort=False):
-        line = line.sort_values("share")
+        line = line.sort_values("budget_percent")
         axis.plot(line["share"], line["value"], **marks[method].style(), markersize=3.2, linewidth=0.6)
     front = panel[panel["front"]].sort_values("share")
     axis.plot(front["share"], front["value"], **FRONT, drawstyle="steps-post", zorder=1.5)
     axis.grid(color=GREY, alpha=0.2, linewidth=0.5)
     axis.tick_params(labelsize=7)
+
+
+def _residual_title(rule: Method) -> str:
+    """What is added; the name of a method that has no title."""
+    return NOTHING_ADDED if rule.residual is None else title_parts(rule.name)[1] or plain(rule.name)
 
 
 def _handles(marks: dict[str, Mark]) -> list[Artist]:
@@ -245,7 +250,7 @@ def _handles(marks: dict[str, Mark]) -> list[Artist]:
         *(Line2D([], [], color=marks[rule.name].colour, linewidth=2, label=title_parts(rule.name)[0])
           for rule in _first_with("selector", rules).values()),
         Line2D([], [], **FRONT, label="front"),
-        *(Line2D([], [], linestyle="", label=title_parts(rule.name)[1] or NOTHING_ADDED,
+        *(Line2D([], [], linestyle="", label=_residual_title(rule),
                  **marks[rule.name].style(GREY), markersize=4)
           for rule in _first_with("residual", rules).values()),
     ]  # fmt: skip
