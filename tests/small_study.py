@@ -67,7 +67,10 @@ def write_small_study(folder: Path) -> None:
             "fidelity": {"backbone": "tiny", "texts": ["wiki", "ruler"], "lengths": ["1k"]},
             "fidelity_tokens": {"backbone": "tiny", "text": "wiki", "length": "1k"},
             "fidelity_tokens_ruler": {"backbone": "tiny", "text": "ruler", "length": "1k"},
-            "error_by_k": {"backbone": "tiny", "texts": ["wiki"], "lengths": ["1k"]},
+            **{
+                label: {"backbone": "tiny", "texts": ["wiki"], "lengths": ["1k"]}
+                for label in ("error_by_k", "selection_recall", "fidelity_by_bytes")
+            },
             "entropy_gain": {"backbones": ["tiny"], "corpus": "wiki", "length": "1k"},
             **{
                 label: {"backbone": "tiny", "corpus": "wiki", "length": "1k"}

@@ -82,8 +82,8 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 MINI = {
     "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
     "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2,
-    "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 14, "comparison": 1,
-    "numbers": 1, "figure": 15, "document": 1, "report": 1,
+    "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 15, "comparison": 1,
+    "numbers": 1, "figure": 17, "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
@@ -320,6 +320,17 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
     assert figures["entropy_gain"].title == "wikitext, 64k"
     assert figures["fidelity_tokens"].title == "Llama-3.2-1B-Instruct, wikitext, 64k"
     assert figures["fixedk_breakdown_3b"].title == "Llama-3.2-3B-Instruct, wikitext, 64k"
+
+
+def test_what_methods_read_is_shown_with_their_errors_and_distances(studies: dict[str, Run]) -> None:
+    figures = {Path(given["pdf"][0]).stem: given["data"] for given in told(studies["mini"], "figure")}
+    errors, distances = (
+        [f"results/{name}_smol_{length}.csv" for length in ("1k", "2k")] for name in ("residual_errors", "fidelity")
+    )
+    assert figures["selection_recall"] == errors and figures["fidelity_by_bytes"] == errors + distances
+    tables = {Path(given["out"][0]).stem: given["results"] for given in told(studies["mini"], "table")}
+    assert tables["deployable"] == [*errors, *distances, "results/training_smol_2k.csv"]
+    assert tables["deployable"] == tables["residual_estimators"]
 
 
 def test_parameters_are_counted_of_the_main_maps_and_of_other_widths(studies: dict[str, Run]) -> None:
@@ -603,13 +614,14 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
-    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler", "error_by_k"}
+    of_residuals = {"error_by_k", "selection_recall", "fidelity_by_bytes"}
+    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler", *of_residuals}
     audited = everything - {"ablation_kernel_fidelity", "training_curves"} - unread
     rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
     jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
-    of_several = {"fidelity", "error_by_k", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    of_several = {"fidelity", *of_residuals, "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
     one_budget = everything - of_several
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)

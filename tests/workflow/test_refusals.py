@@ -23,8 +23,9 @@ TARGETS = [
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has fidelity, fidelity_answers, "
-        "residual_estimators, natural_main, stress_1pct, ruler_sweep, babilong_sweep, cross_length_mismatch, "
-        "dphi_ablation, loss_ablation, exact_accounting, phi_param_count, training_cost_64k, runtime_smol",
+        "residual_estimators, deployable, natural_main, stress_1pct, ruler_sweep, babilong_sweep, "
+        "cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting, phi_param_count, training_cost_64k, "
+        "runtime_smol",
     ),
     (
         "paper_tables/published/runtime_smol.tex",
@@ -35,7 +36,8 @@ TARGETS = [
     (
         "paper_tables/mini/figures/heat.pdf",
         "figure 'heat' is not in config/studies/mini.yaml, which has fidelity, fidelity_tokens, fidelity_tokens_ruler, "
-        "error_by_k, entropy_gain, kernel_sanity, logz_calibration, fullsub_nosub_delta, ablation_kernel_fidelity, "
+        "error_by_k, selection_recall, fidelity_by_bytes, entropy_gain, kernel_sanity, logz_calibration, "
+        "fullsub_nosub_delta, ablation_kernel_fidelity, "
         "entropy_heatmap, mass_curves, quartile_error, "
         "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
@@ -331,6 +333,22 @@ def draw_an_uncompared_length(study: dict[str, Any]) -> None:
     study["residuals"]["lengths"] = ["1k"]
 
 
+def draw_recall_of_an_uncompared_text(study: dict[str, Any]) -> None:
+    study["figures"]["selection_recall"]["texts"] = ["pydoc"]
+
+
+def draw_bytes_of_an_unmeasured_text(study: dict[str, Any]) -> None:
+    study["fidelity"]["corpora"] = study["figures"]["fidelity"]["texts"] = ["wiki"]
+
+
+def draw_more_pairs_than_fit(study: dict[str, Any]) -> None:
+    study["figures"]["fidelity_by_bytes"]["texts"] += ["code"]
+
+
+def tabulate_nothing_that_both_have(study: dict[str, Any]) -> None:
+    study["residuals"]["corpora"] = ["code"]
+
+
 def show_an_unmeasured_text(study: dict[str, Any]) -> None:
     study["figures"]["fidelity"]["texts"] = ["wiki", "pydoc"]
 
@@ -394,10 +412,23 @@ STUDY_SLIPS = [
     ),
     (draw_an_uncompared_text, "figures.error_by_k.texts: pydoc is not one of wiki, books"),
     (draw_an_uncompared_length, "figures.error_by_k.lengths: 2k is not one of 1k"),
+    (draw_recall_of_an_uncompared_text, "figures.selection_recall.texts: pydoc is not one of wiki, books"),
+    (draw_bytes_of_an_unmeasured_text, "figures.fidelity_by_bytes.texts: books is not one of wiki"),
+    (
+        draw_more_pairs_than_fit,
+        "figures.fidelity_by_bytes: texts and lengths make 6 pairs of panels, but the figure has room for 4",
+    ),
+    (
+        tabulate_nothing_that_both_have,
+        "tables: deployable needs a length and a text of residuals that fidelity has, too",
+    ),
     (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, books, ruler, babilong, longbench"),
     (show_an_unmeasured_length, "figures.fidelity_tokens.length: 2k is not one of 1k"),
     (show_prompts_where_there_are_none, "figures.fidelity.lengths: prompts of longbench are not continued at 1k; take"),
-    (ask_for_unknown_figure, "figures: heat is not one of fidelity, fidelity_tokens, error_by_k, entropy_gain, "),
+    (
+        ask_for_unknown_figure,
+        "figures: heat is not one of fidelity, fidelity_tokens, error_by_k, selection_recall, fidelity_by_bytes, ",
+    ),
     (evaluate_longer_than_the_maps, "length 4k is beyond maps.main (2k), which the maps were trained on"),
     (cut_to_more_than_the_maps, "truncate_to: 4k is beyond maps.main (2k), which the maps were trained on"),
     (show_two_lengths_of_longbench, "tables: natural_main shows one length of longbench"),
@@ -423,7 +454,7 @@ STUDY_SLIPS = [
         tabulate_latencies_of_a_foreign_backbone,
         "tables: runtime_1b is not one of babilong_sweep, cross_length_mismatch, dphi_ablation, exact_accounting, "
         "loss_ablation, natural_main, phi_param_count, ruler_sweep, stress_1pct, training_cost_64k, fidelity, "
-        "fidelity_answers, residual_estimators, runtime_smol",
+        "fidelity_answers, residual_estimators, deployable, runtime_smol",
     ),
     (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]

@@ -33,6 +33,19 @@ CAPTIONS = {
         r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by "
         r"method and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more."
     ),
+    "selection_recall": Marked(
+        r"Share of the attention mass of the $K$ tokens with the largest scores that a selector does not choose, "
+        r"averaged over heads and queries, against the budget; a panel for each length and text. Top-$K$ by exact "
+        r"scores misses nothing, and budgets for anchors alone have no $K$."
+    ),
+    "fidelity_by_bytes": Marked(
+        r"Distance from full attention against the bytes that a decode step reads of a bfloat16 cache and of "
+        r"summaries, as a share of all keys and values: the Kullback-Leibler divergence of the next token (left), "
+        r"which is measured for fewer methods, and the relative $\ell_1$ error of the attention output (right), by "
+        r"length and text. Colours are selectors, marks are what is added for the unread tokens, thin lines join the "
+        r"budgets of a method. The black line is the least distance that any method has with at most so many bytes; "
+        r"the exact mass, an oracle, is left out of it."
+    ),
     "entropy_gain": Marked(
         r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
         r"mid-normalised entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the "

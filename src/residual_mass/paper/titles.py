@@ -93,6 +93,12 @@ def method_title(method: str) -> Marked:
     return METHOD_TITLES.get(method, marked(method))
 
 
+def title_parts(method: str) -> tuple[Marked, Marked]:
+    """What a method's title calls its selector, and its residual; the second is empty where it adds nothing."""
+    selector, _, residual = method_title(method).replace("{+}", "$+$").partition("+")
+    return Marked(selector), Marked(residual)
+
+
 def benchmark_title(benchmark: str) -> str:
     return BENCHMARK_TITLES.get(benchmark, benchmark)
 

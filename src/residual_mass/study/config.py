@@ -17,11 +17,11 @@ from residual_mass.core.settings import Settings, tokens_of
 from residual_mass.study.checks import beyond, listed, unknown
 from residual_mass.study.labels import (
     COSTS,
-    ERROR_BY_K,
     FIDELITY_TABLES,
     KERNEL_FIDELITY,
     PUBLISHED,
-    RESIDUAL_TABLE,
+    RESIDUAL_FIGURES,
+    RESIDUAL_TABLES,
     RUNTIME_TABLES,
 )
 from residual_mass.study.parsing import Parsed, Slip, parsed
@@ -159,7 +159,7 @@ class Configuration:
         yield from unknown("residuals.backbones", study.residuals.backbones, backbones)
         yield from unknown("tables", study.tables, tables_for(backbones))
         whose = {COSTS: study.recipes.backbones, KERNEL_FIDELITY: study.ablations.backbones}
-        whose |= {ERROR_BY_K: study.residuals.backbones}
+        whose |= dict.fromkeys(RESIDUAL_FIGURES, study.residuals.backbones)
         for label, figure in study.figures.items():
             options = {"variants": list(self.main.variants)}
             options |= dict.fromkeys(("backbone", "backbones"), whose.get(label, backbones))
@@ -191,7 +191,7 @@ def tables_for(backbones: Iterable[str]) -> list[str]:
 
     of_paper = [label for label in published.labels() if not label.startswith(RUNTIME_TABLES)]
     latencies = (f"{RUNTIME_TABLES}{backbone}" for backbone in backbones)
-    return list(dict.fromkeys([*of_paper, *LAYOUTS, *FIDELITY_TABLES, RESIDUAL_TABLE, *latencies]))
+    return list(dict.fromkeys([*of_paper, *LAYOUTS, *FIDELITY_TABLES, *RESIDUAL_TABLES, *latencies]))
 
 
 def file_of(study: str) -> str:

@@ -33,10 +33,12 @@ from residual_mass.study.labels import (
     COSTS,
     ERROR_BY_K,
     FIDELITY_ANSWERS,
+    FIDELITY_BY_BYTES,
     FIDELITY_TABLE,
     KERNEL_FIDELITY,
-    RESIDUAL_TABLE,
+    RESIDUAL_TABLES,
     RUNTIME_TABLES,
+    SELECTION_RECALL,
 )
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.figures import Figure, kind_of
@@ -53,7 +55,8 @@ UNCAPTURED = {
     "fidelity_tokens": paths.FORCED,
     "training_curves": paths.TRAINING_LOG,
     COSTS: paths.RECIPES_LOG,
-    ERROR_BY_K: paths.RESIDUAL_ERRORS,
+    **dict.fromkeys((ERROR_BY_K, SELECTION_RECALL), paths.RESIDUAL_ERRORS),
+    FIDELITY_BY_BYTES: [paths.RESIDUAL_ERRORS, paths.FIDELITY],
 }
 """What a figure shows in place of captured files."""
 MAIN_MAPS = ("fidelity", "fidelity_tokens", "kernel_sanity")
@@ -89,7 +92,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             return expand(paths.FIDELITY, backbone=backbones, length=study.fidelity.lengths)
         if label == FIDELITY_ANSWERS:
             return expand(paths.FIDELITY, backbone=backbones, length=self._answered(study))
-        if label == RESIDUAL_TABLE:
+        if label in RESIDUAL_TABLES:
             return self._residual_results(study)
         if label == "cross_length_mismatch":
             return expand(paths.MISMATCH, backbone=study.mismatch.backbones)
@@ -152,7 +155,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             asked = {name: study.answered_lengths(name) for name in study.fidelity.benchmarks}
             shown |= {"lengths": self._answered(study), "lengths_of": asked, "benchmarks": study.fidelity.benchmarks}
             shown |= {"maps": [study.maps.main]}
-        if label == RESIDUAL_TABLE:
+        if label in RESIDUAL_TABLES:
             names = study.residuals.backbones
             shown |= {"backbones": names, "lengths": study.residuals.lengths, "benchmarks": []}
         if label == "cross_length_mismatch":

@@ -17,17 +17,19 @@ from residual_mass.study.checks import beyond, listed, unknown
 from residual_mass.study.labels import (
     ABLATION_TABLES,
     ACCOUNTING_TABLE,
-    ERROR_BY_K,
+    DEPLOYABLE_TABLE,
     FIDELITY_ANSWERS,
     FIDELITY_TABLE,
     KERNEL_FIDELITY,
     METHODS,
+    RESIDUAL_FIGURES,
     RESIDUAL_TABLE,
+    RESIDUAL_TABLES,
 )
 from residual_mass.study.parsing import Slip
 from residual_mass.study.sections.diagnostics import Diagnostics, Latencies, Residuals
 from residual_mass.study.sections.evaluation import Ablations, Benchmark, Fidelity, Mismatch, Resampling
-from residual_mass.study.sections.figures import OfOneText, OfResiduals, OfTexts, figures_of
+from residual_mass.study.sections.figures import OfOneText, OfResidualPairs, OfResiduals, OfTexts, figures_of
 from residual_mass.study.sections.training import Maps, Phi, RecipeRuns
 from residual_mass.study.sections.values import Distinct, Length, Name, OneOrMore, Percent
 
@@ -161,8 +163,9 @@ class Study(Settings):
     def _table_slips(self) -> Iterator[Slip]:
         if "natural_main" in self.tables and len(self.lengths_of("longbench")) != 1:
             yield Slip("tables", "natural_main shows one length of longbench; give benchmarks.longbench.lengths one")
-        needs = {"cross_length_mismatch": "mismatch", ACCOUNTING_TABLE: "diagnostics", RESIDUAL_TABLE: "residuals"}
-        for label, section in (needs | dict.fromkeys(ABLATION_TABLES, "ablations")).items():
+        needs = {"cross_length_mismatch": "mismatch", ACCOUNTING_TABLE: "diagnostics"}
+        needs |= dict.fromkeys(RESIDUAL_TABLES, "residuals") | dict.fromkeys(ABLATION_TABLES, "ablations")
+        for label, section in needs.items():
             if label in self.tables and not getattr(self, section).backbones:
                 yield Slip("tables", f"{label} needs a backbone in {section}.backbones")
         if FIDELITY_TABLE in self.tables and not (self.fidelity.lengths and self.fidelity.corpora):
@@ -187,22 +190,29 @@ class Study(Settings):
         for label, figure in self.figures.items():
             if isinstance(figure, OfTexts | OfOneText):
                 yield from self._fidelity_figure_slips(f"figures.{label}", figure)
-            if isinstance(figure, OfTexts | OfOneText | OfResiduals):
+            if isinstance(figure, OfTexts | OfOneText | OfResiduals | OfResidualPairs):
                 continue
             for key, values in (options | dict.fromkeys(("length", "lengths"), captured.lengths)).items():
                 yield from unknown(f"figures.{label}.{key}", listed(getattr(figure, key, ())), values)
 
     def _residual_slips(self) -> Iterator[Slip]:
-        """In which methods are compared head by head, and in what a table and a figure show of them."""
+        """In which methods are compared head by head, and in what tables and figures show of them."""
         compared = self.residuals
         options = [one.name for one in methods.METHODS if not one.whole_prefix]
         yield from unknown("residuals.methods", compared.methods, options)
         for budget in self.budgets if RESIDUAL_TABLE in self.tables else ():
             if budget not in compared.budgets:
                 yield Slip("residuals.budgets", f"{budget:g} is missing, which table {RESIDUAL_TABLE} shows; add it")
-        if (figure := self.figures.get(ERROR_BY_K)) is not None:
-            yield from unknown(f"figures.{ERROR_BY_K}.texts", figure.texts, compared.corpora)
-            yield from unknown(f"figures.{ERROR_BY_K}.lengths", figure.lengths, compared.lengths)
+        forced = self.fidelity
+        shared = {*compared.lengths} & {*forced.lengths}, {*compared.corpora} & {*forced.corpora}
+        if DEPLOYABLE_TABLE in self.tables and not all(shared):
+            yield Slip("tables", f"{DEPLOYABLE_TABLE} needs a length and a text of residuals that fidelity has, too")
+        for label in (label for label in RESIDUAL_FIGURES if label in self.figures):
+            figure = self.figures[label]
+            sections = [compared, forced] if isinstance(figure, OfResidualPairs) else [compared]
+            for section in sections:
+                yield from unknown(f"figures.{label}.texts", figure.texts, section.corpora)
+                yield from unknown(f"figures.{label}.lengths", figure.lengths, section.lengths)
 
     def _fidelity_figure_slips(self, where: str, figure: OfTexts | OfOneText) -> Iterator[Slip]:
         several = isinstance(figure, OfTexts)

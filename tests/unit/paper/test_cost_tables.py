@@ -284,7 +284,9 @@ def test_latencies_of_other_studies_and_backbones_are_refused(tmp_path: Path) ->
     assert refusal(tmp_path, SMOL, path, path) == message
     message = refusal(tmp_path, replace(SMOL, label="runtime_}\\input{x"), path)
     assert message.startswith("table 'runtime_}\\\\input{x' is unknown; known are natural_main, ")
-    assert message.endswith("training_cost_64k, residual_estimators, fidelity, fidelity_answers, runtime_<backbone>")
+    assert message.endswith(
+        "training_cost_64k, residual_estimators, deployable, fidelity, fidelity_answers, runtime_<backbone>"
+    )
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

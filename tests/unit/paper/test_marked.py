@@ -11,7 +11,7 @@ import pytest
 from residual_mass.paper.document import CAPTIONS
 from residual_mass.paper.latex import escape
 from residual_mass.paper.marked import Marked, marked, parts, to_html
-from residual_mass.paper.titles import METHOD_TITLES, VARIANT_TITLES
+from residual_mass.paper.titles import METHOD_TITLES, VARIANT_TITLES, title_parts
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,16 @@ def test_other_latex_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match="plain text with mathematics between dollars") as caught:
         to_html(Marked(text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "selector", "residual"),
+    [
+        ("topk", "Top-$K$", ""),
+        ("topk_phi_nosub", "Top-$K$", r"$\phi$ (NoSub)"),
+        ("scan4_moments_shared", "4-bit scan", "moments, 64 clusters"),
+        ("mine_own", "mine_own", ""),
+    ],
+)
+def test_a_methods_title_names_its_selector_and_its_residual(method: str, selector: str, residual: str) -> None:
+    assert title_parts(method) == (selector, residual)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from typing import Any
 import pytest
 from printed import LEFT_OUT, caption_of, printed_cells
 from rendered import DATA, refusal, table, written_cells
+from sample_residuals import Row, distance_row, error_row, write_log, write_rows
 from sample_results import table_spec
-from tests.records import recorded
 
-from residual_mass.benchmarks.columns import FIDELITY
-from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
-from residual_mass.files import csv_text
 from residual_mass.paper.numbers import keyed_cells
 from residual_mass.paper.table import load_table
 from residual_mass.paper.tables.render import make_published
-from residual_mass.provenance import beside
 from residual_mass.study.specs import TableSpec
 
 BUDGETS, CORPORA, LENGTHS = (2.0, 4.0, 8.0), ("wiki", "books"), ("1k", "2k")
@@ -30,8 +25,6 @@ TITLES = {
 }  # fmt: skip
 MEASURED = ("topk", "topk_phi", "topk_moments")
 """Methods whose next tokens are measured as well."""
-ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
-Row = dict[str, Any]
 
 
 def error_rows(length: str) -> list[Row]:
@@ -39,17 +32,13 @@ def error_rows(length: str) -> list[Row]:
     rows = []
     for corpus, method, budget in itertools.product(CORPORA, TITLES, (0.5, *BUDGETS)):
         error = 0.001 if method == "topk_exact_mass" else generator.uniform(0.01, 0.9)
-        maps = {"maps": "2k", "phi_sha": "a" * 64, "training_steps": 200} if method == "topk_phi" else {}
-        rows.append(
-            ABOUT | maps | {
-                "corpus": corpus, "length": length, "method": method, "budget_percent": f"{budget:g}", "k": 7,
-                "error": f"{error:.6g}", "error_ci_low": f"{error / 2:.6g}", "error_ci_high": f"{error * 2:.6g}",
-                "over_topk": "0.5", "heads_below_topk": "" if method == "topk" else "0.75",
-                "log_z_error": "" if method == "topk" else f"{generator.uniform(-2, 2):.6g}",
-                "state_bytes": 0 if method == "topk" else 16640, "state_share": 0 if method == "topk" else 0.0634766,
-                "packs": 8, "heads": 270, "rows": 17280,
-            }
-        )  # fmt: skip
+        facts = {
+            "corpus": corpus, "length": length, "error": f"{error:.6g}", "error_ci_low": f"{error / 2:.6g}",
+            "error_ci_high": f"{error * 2:.6g}", "heads_below_topk": "" if method == "topk" else "0.75",
+            "log_z_error": "" if method == "topk" else f"{generator.uniform(-2, 2):.6g}",
+        }  # fmt: skip
+        facts |= {"state_bytes": 0, "state_share": 0} if method == "topk" else {}
+        rows.append(error_row(method, budget, **facts))
     return rows
 
 
@@ -58,36 +47,20 @@ def distance_rows(length: str) -> list[Row]:
     generator = random.Random(f"kl {length}")
     rows = []
     for corpus, method, budget in itertools.product(CORPORA, MEASURED, BUDGETS):
-        row = ABOUT | {
-            "text": corpus, "length": length, "task": "all", "continuation": "following", "state": "own",
-            "method": method, "budget_percent": f"{budget:g}", "maps": "2k" if method == "topk_phi" else "",
-            "metric": "kl", "value": f"{generator.uniform(0.001, 0.3):.6g}", "documents": 12, "tokens": 384,
-        }  # fmt: skip
+        value = f"{generator.uniform(0.001, 0.3):.6g}"
+        row = distance_row(method, budget, text=corpus, length=length, value=value)
         others = [{"state": "dense"}, {"metric": "kl_p90"}, {"text": "ruler"}]
         others += [{"maps": "512"}] if method == "topk_phi" else []
         rows += [row, *(row | other | {"value": "99"} for other in others)]
     return rows
 
 
-def made_by(path: Path, stage: str, spec: Row) -> Path:
-    """With the stage and the spec in its record."""
-    record = json.loads(beside(recorded(path)).read_text())
-    beside(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
-    return path
-
-
 def files(folder: Path, **changes: Any) -> list[Path]:
     paths = []
     for length in LENGTHS:
-        for name, columns, rows in (
-            ("residual_errors", RESIDUAL_ERRORS, error_rows(length)), ("fidelity", FIDELITY, distance_rows(length))
-        ):  # fmt: skip
-            path = folder / f"{name}_smol_{length}.csv"
-            path.write_text(csv_text(columns, (row | changes for row in rows)))
-            paths.append(made_by(path, name, {}))
-    log = folder / "training_smol_2k.csv"
-    log.write_text("recipe,variant,seed,step,seconds\nstudy,ours,0,0,0\nstudy,ours,0,200,230.886\n")
-    return [*paths, made_by(log, "train", {"backbone": {"name": "smol"}, "length": "2k"})]
+        for name, rows in (("residual_errors", error_rows(length)), ("fidelity", distance_rows(length))):
+            paths.append(write_rows(folder, name, (row | changes for row in rows), length))
+    return [*paths, write_log(folder)]
 
 
 def spec(**changes: Any) -> TableSpec:

@@ -640,8 +640,8 @@ def test_an_unknown_table_and_a_study_without_its_benchmark_are_errors(tmp_path:
     path = write_rows(tmp_path / "a.csv", result_rows())
     message = refusal(tmp_path, table_spec("nothing"), path)
     others = (
-        "exact_accounting, phi_param_count, training_cost_64k, residual_estimators, fidelity, fidelity_answers, "
-        "runtime_<backbone>"
+        "exact_accounting, phi_param_count, training_cost_64k, residual_estimators, deployable, fidelity, "
+        "fidelity_answers, runtime_<backbone>"
     )
     assert message == f"table 'nothing' is unknown; known are {', '.join(LABELS)}, {others}"
     assert "study mini evaluates none of its benchmarks" in refusal(tmp_path, table_spec(benchmarks=("natural",)), path)

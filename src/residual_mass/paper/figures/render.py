@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from residual_mass.paper.figures import calibration, fidelity, heads, kernels, masses, residuals, training
+from residual_mass.paper.figures import calibration, fidelity, heads, kernels, masses, residuals, selectors, training
 from residual_mass.paper.figures.style import paper_style, save
 from residual_mass.provenance import Record
 from residual_mass.study.sections.figures import kind_of
@@ -21,6 +21,8 @@ FIGURES: dict[str, tuple[Points, Draw]] = {
     "fidelity": (fidelity.fidelity_points, fidelity.draw_fidelity),
     "fidelity_tokens": (fidelity.fidelity_tokens_points, fidelity.draw_fidelity_tokens),
     "error_by_k": (residuals.error_by_k_points, residuals.draw_error_by_k),
+    "selection_recall": (selectors.selection_recall_points, selectors.draw_selection_recall),
+    "fidelity_by_bytes": (selectors.fidelity_by_bytes_points, selectors.draw_fidelity_by_bytes),
     "entropy_gain": (heads.entropy_gain_points, heads.draw_entropy_gain),
     "entropy_heatmap": (heads.entropy_heatmap_points, heads.draw_entropy_heatmap),
     "fixedk_breakdown": (heads.fixedk_breakdown_points, heads.draw_fixedk_breakdown),

@@ -23,6 +23,11 @@ class ResidualRow:
         """In percent."""
         return float(self.row["budget_percent"])
 
+    @property
+    def maps(self) -> str | None:
+        """Label of the feature maps."""
+        return self.row["maps"] or None
+
     def value(self, name: str) -> float | None:
         """None where it is not defined."""
         return optional(self.row[name])

@@ -10,6 +10,7 @@ from residual_mass.files import write_text
 from residual_mass.paper.table import Table
 from residual_mass.paper.tables import (
     accounting_table,
+    deployable_table,
     fidelity_table,
     parameter_table,
     residual_table,
@@ -43,6 +44,7 @@ KINDS = {
     parameter_table.LABEL: Kind(parameter_table.make, parameter_table.make_published),
     training_cost_table.LABEL: Kind(training_cost_table.make, training_cost_table.make_published),
     residual_table.LABEL: Kind(residual_table.make, None),
+    deployable_table.LABEL: Kind(deployable_table.make, None),
     **dict.fromkeys(fidelity_table.KINDS, Kind(fidelity_table.make, None)),
 }
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from residual_mass.core.settings import Settings
-from residual_mass.study.labels import COSTS, ERROR_BY_K, KERNEL_FIDELITY
+from residual_mass.study.labels import COSTS, ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.values import Length, Name, OneOrMore
 
@@ -18,12 +18,18 @@ MOST_PANELS = 6
 """Panels that fit into a figure with one for every corpus and length."""
 
 
+MOST_PAIRS = 4
+"""Rows of two panels that fit, one for every corpus and length."""
+
+
 def check_panels(key: str, texts: Sized, lengths: Sized) -> None:
     """Raises ValueError where a panel for every text and length is too many."""
-    if (panels := len(texts) * len(lengths)) > MOST_PANELS:
-        raise ValueError(
-            f"{key} and lengths make {panels} panels, but the figure has room for {MOST_PANELS}; show fewer"
-        )
+    _check_room(key, texts, lengths, MOST_PANELS, "panels")
+
+
+def _check_room(key: str, texts: Sized, lengths: Sized, most: int, what: str) -> None:
+    if (count := len(texts) * len(lengths)) > most:
+        raise ValueError(f"{key} and lengths make {count} {what}, but the figure has room for {most}; show fewer")
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,32 @@ class OfResiduals(Settings):
         check_panels("texts", self.texts, self.lengths)
 
 
+@dataclass(frozen=True)
+class OfResidualPairs(Settings):
+    """Two panels for every length and text."""
+
+    backbone: Name
+    """One of the backbones of `residuals`."""
+    texts: OneOrMore[Name]
+    """Corpora of `residuals` and of `fidelity`."""
+    lengths: OneOrMore[Length]
+    """Lengths of both."""
+
+    def __post_init__(self) -> None:
+        _check_room("texts", self.texts, self.lengths, MOST_PAIRS, "pairs of panels")
+
+
 Figure = (
-    OfBackbones | OfOneCapture | OfCaptures | OfVariants | OfTrainings | OfRecipes | OfTexts | OfOneText | OfResiduals
+    OfBackbones
+    | OfOneCapture
+    | OfCaptures
+    | OfVariants
+    | OfTrainings
+    | OfRecipes
+    | OfTexts
+    | OfOneText
+    | OfResiduals
+    | OfResidualPairs
 )
 FIGURES: dict[str, tuple[type[Any], str]] = {
     "fidelity": (OfTexts, "Distance of every arm's next token from that of full attention, against the budget."),
@@ -145,6 +175,14 @@ FIGURES: dict[str, tuple[type[Any], str]] = {
         "any number of them, told apart by what follows the name.",
     ),
     ERROR_BY_K: (OfResiduals, "Attention errors of every method against the budget."),
+    SELECTION_RECALL: (
+        OfResiduals,
+        "Attention mass of the true top K that each selector misses, against the budget.",
+    ),
+    FIDELITY_BY_BYTES: (
+        OfResidualPairs,
+        "Distance of the next token and attention errors of every method, against the bytes that a step reads.",
+    ),
     "entropy_gain": (OfBackbones, "Gain of completion per head against entropy."),
     "kernel_sanity": (
         OfOneCapture,

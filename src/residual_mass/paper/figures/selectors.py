@@ -1,0 +1,256 @@
+"""Figures of what selectors find, and of what methods reach with the bytes that a decode step reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
+from residual_mass.files import read_csv
+from residual_mass.methods import METHODS, Method, TopK, method_named
+from residual_mass.metrics import KL, RELATIVE_ERROR
+from residual_mass.paper.figures.style import (
+    GREY,
+    LOOKS,
+    TEXT_WIDTH,
+    finish,
+    label_outer,
+    make_x_logarithmic,
+    panel_axes,
+    plain,
+    tick_logarithmic,
+)
+from residual_mass.paper.front import on_front
+from residual_mass.paper.readers.compared_files import Compared, read_compared
+from residual_mass.paper.table import Place
+from residual_mass.paper.titles import corpus_title, title_parts
+from residual_mass.study.labels import ORACLES
+from residual_mass.study.specs import FigureSpec
+
+DISTANCE, ERROR = KL.name, RELATIVE_ERROR.name
+AXES = {DISTANCE: (f"{plain(KL.title)}, {KL.unit}", "documents"), ERROR: (RELATIVE_ERROR.title, "packs")}
+"""By quantity, the label of the y axis and what is counted behind a value."""
+MARKERS = [(shape, filled) for filled in (True, False) for shape in "os^vDPX*<>"]
+"""Shapes of marks, of which the second half is open."""
+PALE = 0.5
+"""Opacity of lines between marks, of which there are many."""
+NOTHING_ADDED = "nothing added"
+FRONT: dict[str, Any] = {"color": "black", "linewidth": 1.4}
+"""Look of the front, which lies below the marks."""
+COLUMNS = 4
+"""Entries of a legend side by side."""
+
+
+class Mark(NamedTuple):
+    """Colour of a method's selector, shape of its residual."""
+
+    colour: str
+    shape: str
+    filled: bool
+
+    def style(self, colour: str | None = None) -> dict[str, Any]:
+        """What matplotlib draws marks by, in the selector's colour or another; lines between them are paler."""
+        colour = colour or self.colour
+        face = colour if self.filled else "white"
+        return {
+            "marker": self.shape,
+            "color": to_rgba(colour, PALE),
+            "markeredgecolor": colour,
+            "markerfacecolor": face,
+            "markeredgewidth": 0.6,
+        }
+
+
+def marks_of(names: Collection[str]) -> dict[str, Mark]:
+    """The mark of each method, the same in all figures, in the order of the list of all methods."""
+    colours = dict(zip(_first_with("selector", METHODS), cycle(look.colour for look in LOOKS), strict=False))
+    shapes = dict(zip(_first_with("residual", METHODS), cycle(MARKERS), strict=False))
+    return {rule.name: Mark(colours[rule.selector], *shapes[rule.residual]) for rule in METHODS if rule.name in names}
+
+
+def _first_with(part: Literal["selector", "residual"], rules: Iterable[Method]) -> dict[Any, Method]:
+    """The first method with each selector, or with each residual."""
+    found: dict[Any, Method] = {}
+    for rule in rules:
+        if not rule.whole_prefix:
+            found.setdefault(getattr(rule, part), rule)
+    return found
+
+
+# ---- recall ----------------------------------------------------------------------------------------------------------
+
+
+def selection_recall_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
+    """Returns one row per (length, corpus, selector, budget) in the order of the files and of `spec.texts`: `missed`,
+    the share of the top K's mass that the selector's first `method` misses. Exact top-K, which misses nothing, and
+    budgets without a K are left out.
+
+    Raises:
+        ValueError: a file has no row of a corpus, or no method selects otherwise than by exact scores.
+    """
+    parts = []
+    for path in data:
+        frame = pd.DataFrame(read_csv(path, RESIDUAL_ERRORS, "residual-errors"))
+        for corpus in spec.texts:
+            rows = frame[frame["corpus"] == corpus]
+            if rows.empty:
+                raise ValueError(f"{path}: has no rows of {corpus}; run the residual-errors stage with it")
+            parts.append(rows[rows["method"].isin(_first_names(rows["method"])) & (rows["recall"] != "")])
+    points = pd.concat(parts, ignore_index=True)
+    if points.empty:
+        raise ValueError(f"figure {spec.label}: no method selects otherwise than by exact scores; compare one")
+    for name in ("budget_percent", "recall", "packs"):
+        points[name] = pd.to_numeric(points[name])
+    return points.assign(missed=1 - points["recall"])
+
+
+def _first_names(methods: Iterable[str]) -> list[str]:
+    """The first method of each selector but the exact one."""
+    found = _first_with("selector", map(method_named, dict.fromkeys(methods)))
+    return [rule.name for selector, rule in found.items() if selector != TopK()]
+
+
+def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
+    """Draws a panel per length and corpus with a line per selector."""
+    panels = [panel for _, panel in points.groupby(["length", "corpus"], sort=False)]
+    marks = marks_of(set(points["method"]))
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(TEXT_WIDTH, 0.9 + 1.7 * rows), layout="constrained")
+    axes = panel_axes(figure, rows, 2, len(panels))
+    axes[0].set_yscale("log")
+    for axis, panel in zip(axes, panels, strict=True):
+        for method, line in panel[panel["missed"] > 0].groupby("method", sort=False):
+            line = line.sort_values("budget_percent")
+            axis.plot(line["budget_percent"], line["missed"], **_selector_style(marks[method]))
+        first = panel.iloc[0]
+        axis.set_title(f"{plain(corpus_title(first['corpus']))}, {first['length']}: {first['packs']} packs", fontsize=8)
+        axis.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.5)
+    tick_logarithmic(axes[0].yaxis, *axes[0].get_ylim())
+    budgets = sorted(set(points["budget_percent"]))
+    make_x_logarithmic(axes[0], budgets[0], budgets[-1])
+    for axis in axes:
+        axis.set_xticks(budgets)
+        axis.tick_params(labelsize=7)
+    label_outer(axes, "budget, % of the prefix", "1 \N{MINUS SIGN} recall of the top K's mass", size=8)
+    handles = [Line2D([], [], label=title_parts(method)[0], **_selector_style(mark)) for method, mark in marks.items()]
+    finish(figure, handles, f"{plain(spec.title)}: attention mass of the top K that selectors miss")
+    return figure
+
+
+def _selector_style(mark: Mark) -> dict[str, Any]:
+    return {"color": mark.colour, "marker": "o", "markersize": 3, "linewidth": 1.2}
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def fidelity_by_bytes_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
+    """Returns one row per (length, corpus, quantity, method, budget) in the order of the files and of `spec.texts`:
+    `share` of full attention's bytes in percent, `value` of the quantity (`kl` or `relative_error`), the sample
+    `size` behind it, and whether it is on the `front`, which oracles are not.
+
+    Raises:
+        ValueError: there are no values of a quantity for a length and a corpus.
+    """
+    compared = read_compared(data, (DISTANCE,))
+    lengths = dict.fromkeys(place.length for place in compared.rows)
+    parts = []
+    for length, corpus, quantity in product(lengths, spec.texts, AXES):
+        places = [place for place in compared.rows if (place.length, place.corpus) == (length, corpus)]
+        rows = [row for place in places for row in _point(compared, place, quantity)]
+        if not rows:
+            stage = "fidelity" if quantity == DISTANCE else "residual-errors"
+            raise ValueError(
+                f"figure {spec.label}: no {quantity} of {corpus} at {length}; run the {stage} stage with it"
+            )
+        parts.append(_with_front(pd.DataFrame(rows)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _point(compared: Compared, place: Place, quantity: str) -> Iterator[dict[str, object]]:
+    """The one point of a method at a budget; none where its distance was not measured."""
+    errors = compared.rows[place]
+    found = compared.distances.get(replace(place, quantity=quantity)) if quantity == DISTANCE else errors
+    if found is not None:
+        yield {
+            "length": place.length,
+            "corpus": place.corpus,
+            "quantity": quantity,
+            "method": place.method,
+            "budget_percent": place.budget_percent,
+            "share": 100 * float(errors.row["step_share"]),
+            "value": float(found.row["value" if quantity == DISTANCE else "error"]),
+            "size": int(found.row[AXES[quantity][1]]),
+        }
+
+
+def _with_front(points: pd.DataFrame) -> pd.DataFrame:
+    competing = points[~points["method"].isin(ORACLES)]
+    kept = on_front(list(zip(competing["share"], competing["value"], strict=True)))
+    return points.assign(front=points.index.isin(competing.index[kept]))
+
+
+def draw_fidelity_by_bytes(spec: FigureSpec, points: pd.DataFrame) -> Figure:
+    """Draws a row of two panels per length and corpus, with a mark per method and budget and the front as a line."""
+    rows = [row for _, row in points.groupby(["length", "corpus"], sort=False)]
+    marks = marks_of(set(points["method"]))
+    handles = _handles(marks)
+    height = 0.5 + 1.5 * len(rows) + 0.15 * math.ceil(len(handles) / COLUMNS)
+    figure = Figure(figsize=(TEXT_WIDTH, height), layout="constrained")
+    axes = figure.subplots(len(rows), len(AXES), sharex="col", sharey="col", squeeze=False)
+    for of_row, row in zip(axes, rows, strict=True):
+        for axis, (quantity, (label, counted)) in zip(of_row, AXES.items(), strict=True):
+            panel = row[row["quantity"] == quantity]
+            _draw_points(axis, panel, marks)
+            first = panel.iloc[0]
+            where = f"{plain(corpus_title(first['corpus']))}, {first['length']}"
+            axis.set_title(f"{where}: {first['size']} {counted}", fontsize=8)
+            axis.set_ylabel(label, fontsize=8)
+    for axis in axes[0]:
+        axis.set_yscale("log")
+        tick_logarithmic(axis.yaxis, *axis.get_ylim())
+    for axis, quantity in zip(axes[-1], AXES, strict=True):
+        shares = points["share"][points["quantity"] == quantity]
+        make_x_logarithmic(axis, shares.min(), shares.max())
+        axis.set_xlabel("bytes read by a step, % of full attention's", fontsize=8)
+    finish(figure, handles, f"{plain(spec.title)}: distance from full attention and bytes of a step", 6.5, COLUMNS)
+    return figure
+
+
+def _draw_points(axis: Axes, panel: pd.DataFrame, marks: dict[str, Mark]) -> None:
+    for method, line in panel.groupby("method", sort=False):
+        line = line.sort_values("budget_percent")
+        axis.plot(line["share"], line["value"], **marks[method].style(), markersize=3.2, linewidth=0.6)
+    front = panel[panel["front"]].sort_values("share")
+    axis.plot(front["share"], front["value"], **FRONT, drawstyle="steps-post", zorder=1.5)
+    axis.grid(color=GREY, alpha=0.2, linewidth=0.5)
+    axis.tick_params(labelsize=7)
+
+
+def _residual_title(rule: Method) -> str:
+    """What is added; the name of a method that has no title."""
+    return NOTHING_ADDED if rule.residual is None else title_parts(rule.name)[1] or plain(rule.name)
+
+
+def _handles(marks: dict[str, Mark]) -> list[Artist]:
+    """Selectors by their colours, residuals by their shapes, and the front."""
+    rules = [method_named(name) for name in marks]
+    return [
+        *(Line2D([], [], color=marks[rule.name].colour, linewidth=2, label=title_parts(rule.name)[0])
+          for rule in _first_with("selector", rules).values()),
+        Line2D([], [], **FRONT, label="front"),
+        *(Line2D([], [], linestyle="", label=_residual_title(rule),
+                 **marks[rule.name].style(GREY), markersize=4)
+          for rule in _first_with("residual", rules).values()),
+    ]  # fmt: skip

@@ -1,0 +1,68 @@
+"""Residual-errors and fidelity CSVs and a training log of the right format and with chosen values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.records import recorded
+
+from residual_mass.benchmarks.columns import FIDELITY
+from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
+from residual_mass.files import csv_text
+from residual_mass.methods import method_named
+from residual_mass.provenance import beside
+
+ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
+MAPS = {"maps": "2k", "phi_sha": "a" * 64}
+STAGES = {"residual_errors": ("residual-errors", RESIDUAL_ERRORS), "fidelity": ("fidelity", FIDELITY)}
+Row = dict[str, Any]
+
+
+def error_row(method: str, budget: float, **facts: Any) -> Row:
+    """Of a method at a budget on Wikipedia at 1k, unless `facts` say otherwise."""
+    of_maps = MAPS | {"training_steps": 200} if method_named(method).needs_maps else {}
+    return (
+        ABOUT
+        | of_maps
+        | {
+            "corpus": "wiki", "length": "1k", "method": method, "budget_percent": f"{budget:g}", "k": 7, "error": 0.5,
+            "over_topk": "0.5", "recall": 0.9, "tokens_read": 30, "scan_bytes": 4096, "row_bytes": 7680,
+            "summary_bytes": 1024, "step_share": 0.05, "state_bytes": 16640, "state_share": 0.0634766, "packs": 8,
+            "heads": 270, "rows": 17280,
+        }
+        | facts
+    )  # fmt: skip
+
+
+def distance_row(method: str, budget: float, **facts: Any) -> Row:
+    """The KL divergence of a method's next token at a budget, likewise."""
+    row = {
+        "text": "wiki", "length": "1k", "task": "all", "continuation": "following", "state": "own", "method": method,
+        "budget_percent": f"{budget:g}", "metric": "kl", "value": 0.1, "documents": 12, "tokens": 384,
+    }  # fmt: skip
+    return ABOUT | (MAPS if method_named(method).needs_maps else {}) | row | facts
+
+
+def write_rows(folder: Path, name: str, rows: Iterable[Row], length: str = "1k") -> Path:
+    """Rows of `STAGES` as the stage's file."""
+    stage, columns = STAGES[name]
+    path = folder / f"{name}_smol_{length}.csv"
+    path.write_text(csv_text(columns, rows))
+    return made_by(path, stage, {})
+
+
+def write_log(folder: Path) -> Path:
+    """The log of a training at 2k."""
+    log = folder / "training_smol_2k.csv"
+    log.write_text("recipe,variant,seed,step,seconds\nstudy,ours,0,0,0\nstudy,ours,0,200,230.886\n")
+    return made_by(log, "train", {"backbone": {"name": "smol"}, "length": "2k"})
+
+
+def made_by(path: Path, stage: str, spec: Row) -> Path:
+    """With the stage and the spec in its record."""
+    record = json.loads(beside(recorded(path)).read_text())
+    beside(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
+    return path
