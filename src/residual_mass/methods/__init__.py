@@ -166,7 +166,7 @@ METHODS = (
     Method("scan8", QuantisedScan(8)),
     Method("scan4_regression", QuantisedScan(4), ScanRegression()),
     Method("scan4_regression_64", QuantisedScan(4), ScanRegression(64)),
-    Method("scan3_regression_64", QuantisedScan(3), ScanRegression(64)),
+    Method("scan3_regression_32", QuantisedScan(3, 128), ScanRegression(32)),
     Method("scan2_regression_64", QuantisedScan(2), ScanRegression(64)),
     Method("rerank2_regression_64", Reranked(QuantisedScan(2), 16), ScanRegression(64)),
     Method("group4", PerGroup(QuantisedScan(4))),

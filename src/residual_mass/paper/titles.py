@@ -46,7 +46,7 @@ METHOD_TITLES = {
     "scan8": Marked("8-bit scan"),
     "scan4_regression": Marked("4-bit scan+regression"),
     "scan4_regression_64": Marked("4-bit scan+regression, 64 clusters"),
-    "scan3_regression_64": Marked("3-bit scan+regression, 64 clusters"),
+    "scan3_regression_32": Marked("3-bit scan+regression, 32 clusters"),
     "scan2_regression_64": Marked("2-bit scan+regression, 64 clusters"),
     "rerank2_regression_64": Marked("2-bit scan, re-ranked+regression, 64 clusters"),
     "group4": Marked("4-bit scan per group"),

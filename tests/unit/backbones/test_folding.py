@@ -16,7 +16,7 @@ ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 40, 8
 IN_ORDER = (
     "topk_moments_4b", "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance",
-    "scan4_moments_shared", "pages_centroids", "pages_importance", "scan4_regression_64", "scan3_regression_64",
+    "scan4_moments_shared", "pages_centroids", "pages_importance", "scan4_regression_64", "scan3_regression_32",
     "scan2_regression_64", "rerank2_regression_64", "group4_regression_64", "group2_regression_64",
     "channels_regression_64", "mean_pages_centroids", "mean_pages_moments", "clusters_moments",
 )  # fmt: skip

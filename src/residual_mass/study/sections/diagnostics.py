@@ -89,7 +89,8 @@ class Latencies(Settings):
     """Where `results/runtime_<backbone>.csv` measures latency."""
 
     contexts: Distinct[Length]
-    """Lengths of the prompts, of which none leaves latencies out; what does not fit into memory is left out, and the table says so."""
+    """Lengths of the prompts; what does not fit into memory is left out, and the table says so. None leaves latencies
+    out."""
     batches: OneOrMore[Count]
     """Prompts that are decoded at once (the paper: 1)."""
     budget: Percent
