@@ -34,7 +34,11 @@ class FidelityJobs(EvaluationJobs):
 
     @staticmethod
     def forced_maps(study: Study, backbones: Iterable[str]) -> list[str]:
-        """The main maps, and where one of these backbones has them those that were trained on shorter texts."""
+        """The main maps, and where one of these backbones has them those that were trained on shorter texts; none where
+        no method needs maps.
+        """
+        if not any(method_named(name).needs_maps for name in (*study.methods, *study.fidelity.methods)):
+            return []
         others = study.mismatch.maps if set(backbones) & set(study.mismatch.backbones) else ()
         return list(dict.fromkeys([study.maps.main, *others]))
 
