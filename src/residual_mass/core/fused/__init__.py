@@ -21,8 +21,7 @@ def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., 
     if cache.keys.device.type != "cuda" or find_spec("triton") is None:
         return torch_path.decode_attention
     widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])
-    if cache.scan is not None:
-        return torch_path.decode_attention
+    widths += [] if cache.scan is None else cache.scan.codes.shape[-2:]  # D / 2, and the columns of a block
     if not all(16 <= width <= 128 and width & (width - 1) == 0 for width in widths):
         return torch_path.decode_attention
     if query_heads // cache.keys.shape[1] > 16:
