@@ -8,9 +8,12 @@ from fused_problems import MOMENTS, SCANS, DecodeProblem, nearly_all_retrieved, 
 from torch import Tensor
 
 from residual_mass.core import rel_l1
+from residual_mass.core.fused.one_part import one_part, one_part_terms
 from residual_mass.core.fused.packed import packed, scanned_scores, unpacked
 from residual_mass.core.fused.torch_path import decode_attention
+from residual_mass.core.moments import truncated_parts
 from residual_mass.core.selection import BLOCK, LONG_ROW, largest
+from residual_mass.methods import Moments
 
 METHODS = ["topk", "topk_phi", "topk_phi_nosub", *MOMENTS, *SCANS]
 SPANS = {
@@ -81,6 +84,25 @@ def test_moments_add_nothing_where_all_is_read(method: str) -> None:
     for k in (19, 40):
         ours, exact = (decode_attention(**p.arguments(k, name)) for name in (method, "topk"))
         torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0])
+def test_one_part_is_a_special_case_of_several(spread: float) -> None:
+    g = torch.Generator().manual_seed(3)
+    keys, values, queries = (torch.randn(2, 3, n, 16, generator=g) * spread for n in (40, 40, 4))
+    mid = torch.ones(2, 1, 40, dtype=torch.bool)
+    mid[1] = False  # a row without tokens
+    moments = Moments().prepare(keys, values, mid)
+    for threshold in (-torch.inf, -spread, 0.0, spread, torch.inf):
+        thresholds = torch.full((2, 3, 4), threshold)
+        expected = truncated_parts(queries, moments, thresholds)
+        ours = one_part_terms(queries, one_part(moments), thresholds)
+        weights = torch.rand(2, 3, 4, 1, generator=g)
+        torch.testing.assert_close(ours.log_mass, expected.log_mass, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.values(weights, moments), expected.values(weights, moments), rtol=1e-4, atol=1e-5 * spread**3
+        )
+    assert one_part(Moments(2).prepare(keys, values, mid)) is None
 
 
 @pytest.mark.parametrize(("groups", "d"), [(1, 64), (3, 128), (4, 64), (8, 128)])

@@ -17,6 +17,7 @@ from residual_mass.core import rel_l1
 from residual_mass.core.accounting import CLAMP_RELATIVE, Terms, merge
 from residual_mass.core.fused import torch_path, triton_path
 from residual_mass.core.fused.cache import DecodeCache, with_moments, with_scan
+from residual_mass.core.fused.one_part import OnePart
 from residual_mass.core.fused.packed import PackedKeys, scanned_scores, unpacked
 from residual_mass.core.fused.triton_path import Region, Selection, decode_attention, scan, score, select
 from residual_mass.core.moments import MomentState, truncated_terms
@@ -60,7 +61,7 @@ def moved(arguments: dict[str, object]) -> dict[str, object]:
     """Arguments of decode_attention on the device at hand."""
 
     def move(x: object) -> object:
-        if isinstance(x, MomentState | PackedKeys):
+        if isinstance(x, MomentState | OnePart | PackedKeys):
             return type(x)(*map(move, x))
         return x.to(DEVICE) if isinstance(x, Tensor) else x
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import key_features, summarise
+from residual_mass.core.fused.one_part import OnePart, one_part
 from residual_mass.core.fused.packed import PackedKeys, packed
 from residual_mass.core.moments import MomentState
 
@@ -42,6 +43,8 @@ class DecodeCache(NamedTuple):
     """[B, Hkv, M] float32."""
     moments: MomentState | None = None
     """Of the mid-region in P parts, [B, Hkv, P or 1, ...] float32."""
+    one_part: OnePart | None = None
+    """The moments again, if they are of one part."""
     scan: PackedKeys | None = None
     """Of the prefix; only those of the mid-region are looked at."""
 
@@ -80,7 +83,8 @@ def with_moments(
     """
     mid = mid_region(cache, sink, tail).unsqueeze(1)
     keys, values = (_only(mid, x) for x in (cache.keys, cache.values))
-    return cache._replace(moments=MomentState(*(x.contiguous() for x in prepare(keys, values, mid))))
+    moments = MomentState(*(x.contiguous() for x in prepare(keys, values, mid)))
+    return cache._replace(moments=moments, one_part=one_part(moments))
 
 
 def with_scan(

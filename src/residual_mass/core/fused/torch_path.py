@@ -18,8 +18,9 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused.cache import DecodeCache, mid_region
+from residual_mass.core.fused.one_part import OnePartTerms, one_part_terms
 from residual_mass.core.fused.packed import scanned_scores
-from residual_mass.core.moments import truncated_parts
+from residual_mass.core.moments import PartTerms, truncated_parts
 from residual_mass.core.selection import largest
 
 
@@ -92,9 +93,14 @@ def decode_attention(
         exact = _row_scores(grouped, cache.keys, support)
     exact = exact.masked_fill(~valid, -torch.inf)
     tokens = support.shape[-1]
-    parts = residual = None
+    residual: _Residual | None = None
+    parts: PartTerms | OnePartTerms | None = None
     if cache.moments is not None:
-        parts = truncated_parts(grouped, cache.moments, _threshold(candidates, top, fixed.others > k))
+        threshold = _threshold(candidates, top, fixed.others > k)
+        if cache.one_part is None:
+            parts = truncated_parts(grouped, cache.moments, threshold)
+        else:
+            parts = one_part_terms(grouped, cache.one_part, threshold)
     logits = exact if parts is None else torch.cat((exact, parts.log_mass), dim=-1)
     shift = logits.amax(-1, keepdim=True)
     if log_query is not None:
