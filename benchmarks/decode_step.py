@@ -1,7 +1,8 @@
 """One decode step of each method: our fused path against the paper's kind of prototype, and against the best Full.
 
 Both sides decode the same prompt to the same tokens. Full is measured in every way that we know; the fastest counts.
-Truncated moments, which the paper lacks, are measured on our side alone, beside TopK and TopK+phi at the same support.
+Truncated moments, and a scan of 4-bit keys, which the paper lacks, are measured on our side alone, beside TopK and
+TopK+phi at the same support.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import map_heads
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.fused import DecodeCache, with_moments, with_summary
+from residual_mass.core.fused import DecodeCache, with_moments, with_scan, with_summary
+from residual_mass.core.fused.packed import scanned_scores
 from residual_mass.core.fused.torch_path import decode_attention
 from residual_mass.core.selection import largest
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.core.support import retrieved_count
-from residual_mass.methods import Moments
+from residual_mass.methods import Moments, QuantisedScan
 from residual_mass.provenance import device_name
 from residual_mass.runtime.measure import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import copy_bandwidth, step_traffic
+from residual_mass.runtime.traffic import Traffic, copy_bandwidth, step_traffic
 from residual_mass.study.labels import METHODS
 
-ANCHORS = AnchorSpec()
-MOMENTS = "topk_moments"
+ANCHORS, SCANNED = AnchorSpec(), QuantisedScan(4)
+MOMENTS, SCAN = "topk_moments", "scan4_moments"
+OWN = {MOMENTS: ("topk", "topk_phi"), SCAN: (MOMENTS, "topk", "full")}
+"""Methods that the paper lacks, and those whose steps theirs are compared with."""
 
 
 def main() -> None:
@@ -79,19 +83,18 @@ def fresh(read: Prefill) -> Prefill:
 def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: float, count: int, rounds: int) -> None:
     """Whole steps, all sides in turn, and what they must move at this machine's speed of copying."""
     decoders: dict[str, PrototypeDecoder | StaticDecoder] = {}
-    floors: dict[str, float] = {}
+    traffic: dict[str, Traffic] = {}
     length = next(iter(read.layers.values()))[0].shape[2]
     caches = fill_buffers([fresh(read)], count)
-    for side, method in (*itertools.product(IMPLEMENTATIONS, METHODS), ("fused", MOMENTS)):
+    for side, method in (*itertools.product(IMPLEMENTATIONS, METHODS), *(("fused", one) for one in OWN)):
         if side == "prototype":
             decoder = PrototypeDecoder(backbone.model, fresh(read), method, k, ANCHORS, phi, count)
         else:
             decoder = StaticDecoder(backbone.model, caches, method, k, ANCHORS, phi, count)
         decoders[f"{side} {method}"] = decoder
-        traffic = step_traffic(
+        traffic[f"{side} {method}"] = step_traffic(
             backbone.model, phi, side, method, batch=1, length=length, k=k, anchors=ANCHORS, generated=count // 2
         )
-        floors[f"{side} {method}"] = traffic.total / bandwidth
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     tokens: dict[str, Tensor] = {}
     for round_ in range(rounds + 1):
@@ -108,16 +111,18 @@ def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: fl
     print(f"step, median of {rounds} rounds of {count} tokens (range), floor by bytes at {bandwidth / 1e9:.1f} GB/s")
     for name, values in seconds.items():
         spread = f"({1e3 * min(values):.1f} .. {1e3 * max(values):.1f})"
-        print(f"  {name:26s} {1e3 * medians[name]:7.1f} ms  {spread:18s} floor {1e3 * floors[name]:6.1f} ms")
+        floor, rest = traffic[name].total / bandwidth, traffic[name].total - traffic[name].weights
+        print(f"  {name:26s} {1e3 * medians[name]:7.1f} ms  {spread:18s} floor {1e3 * floor:6.1f} ms, ", end="")
+        print(f"{rest / 1e6:6.2f} MB besides weights")
     for method in METHODS:
         ours = medians[f"fused {method}"]
         best_full = min(medians["fused full"], medians["prototype full"])
         print(f"  {method}: {medians[f'prototype {method}'] / ours:.2f} x as fast as the prototype, ", end="")
         print(f"{ours / best_full:.2f} of the best Full's time")
-    for other in ("topk", "topk_phi"):
-        ratios = [a / b for a, b in zip(seconds[f"fused {MOMENTS}"], seconds[f"fused {other}"], strict=True)]
+    for own, other in ((own, other) for own, others in OWN.items() for other in others):
+        ratios = [a / b for a, b in zip(seconds[f"fused {own}"], seconds[f"fused {other}"], strict=True)]
         spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
-        print(f"  {MOMENTS}: {statistics.median(ratios):.2f} {spread} of {other}'s time, round by round")
+        print(f"  {own}: {statistics.median(ratios):.2f} {spread} of {other}'s time, round by round")
 
 
 @torch.no_grad()
@@ -132,6 +137,9 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
     query_map, key_map = phi.folded()[0]
     full = with_summary(cache, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
     moments = with_moments(cache, Moments().prepare, ANCHORS.sink, ANCHORS.tail)
+    scan = with_scan(moments, SCANNED.prepare, SCANNED.block, ANCHORS.sink, ANCHORS.tail)
+    assert scan.scan is not None
+    packed = scan.scan
     log_query = map_heads(query_map, query).squeeze(2)
     # One and the same scores again and again would teach the processor their order, which a step never knows.
     scores = itertools.cycle([torch.randn_like(grouped) @ keys.transpose(-1, -2) for _ in range(64)])
@@ -146,11 +154,13 @@ def stages(cache: DecodeCache, phi: PhiMaps, k: int, rounds: int) -> None:
         "Full: SDPA, bfloat16": lambda: F.scaled_dot_product_attention(*low, enable_gqa=True),
         "Full: grouped products, float32": eager,
         "scores": lambda: grouped @ keys.transpose(-1, -2),
+        "scores of packed keys": lambda: scanned_scores(grouped, packed),
         "selection": lambda: largest(next(scores), k),
         "phi_q as written": lambda: phi.query[0].unfolded(query[0]),
         "phi_q folded": lambda: map_heads(query_map, query),
         "TopK attention, all": lambda: decode_attention(one, cache, None, subtracts=False, **common),
         "TopK+moments attention, all": lambda: decode_attention(one, moments, None, subtracts=False, **common),
+        "Scan+moments attention, all": lambda: decode_attention(one, scan, None, subtracts=False, **common),
         "TopK+phi attention, all but phi_q": lambda: decode_attention(one, full, log_query, subtracts=True, **common),
     }
     print("one layer's attention, best of many, with warm caches")

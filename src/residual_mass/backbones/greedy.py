@@ -33,8 +33,8 @@ def partial_generate(
 
     Args:
         input_ids: [1, L], one prompt without padding.
-        method, budget, phi, num_sink, num_tail: as for `partial_kv`; the methods are those of the paper, and those with
-            truncated moments.
+        method, budget, phi, num_sink, num_tail: as for `partial_kv`; the methods are those of the paper, and those that
+            choose by all keys' scores, exact or of 4 bits, alone or with truncated moments.
 
     Returns:
         The prompt and up to `max_new_tokens` new tokens, [1, L + T].

@@ -26,10 +26,11 @@ from residual_mass.core.fused import (
     decode_attention_for,
     torch_path,
     with_moments,
+    with_scan,
     with_summary,
 )
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import Method, method_named
+from residual_mass.methods import Method, QuantisedScan, method_named
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
@@ -98,6 +99,10 @@ class StaticDecoder:
             ]
         elif self.rule.own is not None:
             self.caches = [with_moments(cache, self.rule.own.prepare, anchors.sink, anchors.tail) for cache in caches]
+        if isinstance(scan := self.rule.selector, QuantisedScan):
+            self.caches = [
+                with_scan(cache, scan.prepare, scan.block, anchors.sink, anchors.tail) for cache in self.caches
+            ]
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0

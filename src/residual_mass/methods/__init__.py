@@ -102,7 +102,8 @@ class Method:
     @property
     def fused(self) -> bool:
         """Whether `core.fused` has a fast decode step for it."""
-        return self.of_the_paper or (self.selector == TopK() and getattr(self.own, "fused", False))
+        selects = self.selector == TopK() or (isinstance(self.selector, QuantisedScan) and self.selector.bits == 4)
+        return self.of_the_paper or (selects and (self.residual is None or getattr(self.own, "fused", False)))
 
     @property
     def of_the_paper(self) -> bool:

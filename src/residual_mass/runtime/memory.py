@@ -11,7 +11,7 @@ from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.settings import MapSpec
 from residual_mass.methods import method_named
-from residual_mass.runtime.traffic import FLOAT32, Implementation
+from residual_mass.runtime.traffic import FLOAT32, Implementation, scan_bytes
 
 INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
 """Activations of a map's inner width in memory at once: layer by layer (prototype) and folded (fused)."""
@@ -36,15 +36,18 @@ def decoding_bytes(
 
     Excludes the model, its maps and the prefill, which are already in memory. Keys, values and, in the fused decoder,
     features stay in memory for all layers; copies, map activations (KEY_CHUNK columns at once) and float32 sums count
-    for one layer at a time. So do centred keys and values, the keys once more with weights, behind moments.
+    for one layer at a time. So do centred keys and values, the keys once more with weights, behind moments, and three
+    further copies of the keys while their codes are made, which stay for all layers.
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     tokens = batch * shape.kv_heads * (length + room)
     fused, rule = implementation == "fused", method_named(method)
     maps_keys, centred = rule.needs_maps, 0 if rule.own is None else 3 * shape.head_dim
     features = maps.d_phi if maps_keys else 0
-    kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item
-    in_work = tokens * (2 * shape.head_dim + 4 * features + centred) * FLOAT32
+    codes = scan_bytes(rule, shape, batch * (length + room))
+    coded = 3 * shape.head_dim if codes else 0
+    kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item + codes
+    in_work = tokens * (2 * shape.head_dim + 4 * features + centred + coded) * FLOAT32
     scores = 2 * batch * shape.query_heads * (length + room) * FLOAT32  # scores, and the columns selected by them
     at_once = min(batch * length, KEY_CHUNK) if fused else batch * min(length, KEY_CHUNK)
     inner = INNER[implementation] * shape.kv_heads * at_once * maps.d_emb * FLOAT32 if maps_keys else 0

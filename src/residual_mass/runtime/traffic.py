@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import Method, method_named, state_bytes
+from residual_mass.methods import Method, QuantisedScan, method_named, state_bytes
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4
@@ -28,7 +28,7 @@ class Traffic:
     weights: int
     """Weights of the backbone; its embedding table only if the output layer shares it."""
     keys: int
-    """All keys, which are scored exhaustively at any budget."""
+    """All keys, which are scored exhaustively at any budget, or their codes and the keys of the exact support."""
     values: int
     features: int
     """Cached key features of retrieved tokens; keys of retrieved tokens in the prototype, which recomputes features."""
@@ -73,7 +73,7 @@ def step_traffic(
         state += 2 * state * shape.query_heads // shape.kv_heads
     return Traffic(
         weights=_weight_bytes(model),
-        keys=whole,
+        keys=scan_bytes(rule, shape, batch * length) + values if isinstance(rule.selector, QuantisedScan) else whole,
         values=values,
         features=retrieved,
         maps=_map_bytes(phi, fused, subtracts) if adds_residual else 0,
@@ -90,6 +90,15 @@ def residual_bytes(rule: Method, shape: HeadShape, d_phi: int) -> int:
     token = torch.zeros(1, shape.head_dim)
     state = rule.own.prepare(token, token, torch.ones(1, dtype=torch.bool))
     return shape.layers * shape.kv_heads * state_bytes(state)
+
+
+def scan_bytes(rule: Method, shape: HeadShape, tokens: int) -> int:
+    """Returns the size of what a scan reads of so many tokens, over all layers and KV heads."""
+    scan = rule.selector
+    if not isinstance(scan, QuantisedScan):
+        return 0
+    bits_and_scales = scan.bits * scan.block + 2 * 16  # of one channel of a block
+    return shape.layers * shape.kv_heads * tokens * shape.head_dim * bits_and_scales // (8 * scan.block)
 
 
 def summary_bytes(shape: HeadShape, d_phi: int, item: int) -> int:

@@ -26,8 +26,10 @@ def phi(tiny_backbone: Backbone) -> PhiMaps:
     return maps.requires_grad_(False)
 
 
-def test_methods_with_truncated_moments_are_among_them() -> None:
+def test_methods_with_truncated_moments_and_scans_of_4_bits_are_among_them() -> None:
     assert {"topk_phi", "topk_moments", "topk_moments_4b", "topk_moments_8"} < set(METHODS)
+    assert {"scan4", "scan4_moments", "scan4_moments_shared"} < set(METHODS)
+    assert not {"scan2_moments", "pages", "topk_centroids"} & set(METHODS)
 
 
 def prompt_of(length: int) -> Tensor:

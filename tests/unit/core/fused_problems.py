@@ -6,9 +6,10 @@ import torch
 from reference import attention, split, top, topk_moments, topk_phi
 from torch import Tensor
 
-from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_summary
+from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_scan, with_summary
+from residual_mass.core.moments import MomentState, truncated_terms
 from residual_mass.core.parts import blocks, clusters
-from residual_mass.methods import Moments
+from residual_mass.methods import Moments, QuantisedScan
 
 MOMENTS = {
     "moments": Moments(),
@@ -17,6 +18,9 @@ MOMENTS = {
     "shared moments": Moments(3, shared=True),
 }
 """Residuals of truncated moments, by what tests call their methods."""
+SCAN = QuantisedScan(4, block=16)
+SCANS = {"scan": None, "scan, moments": Moments(), "scan, shared moments": Moments(3, shared=True)}
+"""Residuals beside SCAN, likewise. Its blocks are small, so that few columns make several and the last is not full."""
 
 
 class DecodeProblem:
@@ -62,7 +66,7 @@ class DecodeProblem:
             buffer[:, :, length : length + generated] = draw(batch, kv_heads, generated, d).to(dtype)
 
     def arguments(self, k: int, method: str) -> dict[str, object]:
-        """Of decode_attention, for topk, topk_phi, topk_phi_nosub or one of MOMENTS."""
+        """Of decode_attention, for topk, topk_phi, topk_phi_nosub or one of MOMENTS or SCANS."""
         maps = method.startswith("topk_phi")
         return {
             "query": self.query,
@@ -78,7 +82,10 @@ class DecodeProblem:
 
     def _without_maps(self, method: str) -> DecodeCache:
         bare = self.cache._replace(features=None, summary=None, log_shift=None)
-        return with_moments(bare, MOMENTS[method].prepare, self.sink, self.tail) if method in MOMENTS else bare
+        if method in SCANS:
+            bare = with_scan(bare, SCAN.prepare, SCAN.block, self.sink, self.tail)
+        residual = (MOMENTS | SCANS).get(method)
+        return bare if residual is None else with_moments(bare, residual.prepare, self.sink, self.tail)
 
     def expected(self, k: int, method: str) -> Tensor:
         """[B, Hq, D] float64, from the buffers as they are, so that their rounding is no difference."""
@@ -88,6 +95,8 @@ class DecodeProblem:
 
     def _row(self, b: int, h: int, k: int, method: str) -> list[float]:
         kv, (first, last), length = h // self.groups, self.spans[b], self.cache.length
+        if method in SCANS:
+            return self._scanned_row(b, h, k, SCANS[method])
         query = self.query[b, h].double().tolist()
         old_k, new_k = _split(self.cache.keys[b, kv], first, last, length, self.generated)
         old_v, new_v = _split(self.cache.values[b, kv], first, last, length, self.generated)
@@ -110,12 +119,46 @@ class DecodeProblem:
             (new_k, new_v),
         )  # fmt: skip
 
+    def chosen(self, b: int, h: int, k: int) -> tuple[list[int], float, Tensor]:
+        """Columns that the method's own selector chooses in float64, its threshold, and the scores it saw [L]."""
+        keys, mid = self._mid_region(b, h // self.groups)
+        state = SCAN.prepare(keys.float(), mid)
+        query = self.query[b, h].double().unsqueeze(0) * self.scale
+        read, threshold = SCAN.select(query, query @ keys.T, state, mid.unsqueeze(0), torch.tensor([k]))
+        return read.indices[read.valid].tolist(), float(threshold), (query @ SCAN.keys(state, query.dtype).T)[0]
+
+    def _mid_region(self, b: int, kv: int) -> tuple[Tensor, Tensor]:
+        """Keys [L, D] float64, zero outside the mid-region [L]."""
+        first, last = self.spans[b]
+        column = torch.arange(self.cache.length)
+        mid = (column >= first + self.sink) & (column < last - self.tail)
+        return torch.where(mid.unsqueeze(-1), self.cache.keys[b, kv, : self.cache.length].double(), 0), mid
+
+    def _scanned_row(self, b: int, h: int, k: int, residual: Moments | None) -> list[float]:
+        """Chosen by the scan, read exactly, the rest by `truncated_terms`."""
+        kv, (first, last), length = h // self.groups, self.spans[b], self.cache.length
+        mid_keys, mid = self._mid_region(b, kv)
+        columns, threshold, _ = self.chosen(b, h, k)
+        anchors = [i for i in range(first, last) if not mid[i]]
+        read = [*anchors, *columns, *range(length, length + self.generated)]
+        keys, values = (x[b, kv, read].double() for x in (self.cache.keys, self.cache.values))
+        query = self.query[b, h].double() * self.scale
+        scores = keys @ query
+        if residual is not None and len(columns) < mid.sum():
+            mid_values = torch.where(mid.unsqueeze(-1), self.cache.values[b, kv, :length].double(), 0)
+            state = residual.prepare(mid_keys.float(), mid_values.float(), mid)
+            moments = MomentState(*(part.double() for part in state))
+            terms = truncated_terms(query.unsqueeze(0), moments, torch.tensor([threshold], dtype=torch.float64))
+            scores = torch.cat((scores, terms.denominator.log() + terms.shift))
+            values = torch.cat((values, terms.numerator / terms.denominator.unsqueeze(-1)))
+        return (scores.softmax(0) @ values).tolist()
+
 
 def tolerance(method: str) -> float:
     """Of a step in float32. Where a cluster is a single token, its mass is cut within 1e-4 of its score, and a rounding
     of 1e-7 of the score is one of 1e-3 of the mass.
     """
-    return 1e-3 if method in ("moments of clusters", "shared moments") else 2e-5
+    return 1e-3 if method in ("moments of clusters", "shared moments", "scan, shared moments") else 2e-5
 
 
 def nearly_all_retrieved(k: int, share: float) -> DecodeProblem:

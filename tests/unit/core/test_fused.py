@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_problems import MOMENTS, DecodeProblem, nearly_all_retrieved, tolerance
+from fused_problems import MOMENTS, SCANS, DecodeProblem, nearly_all_retrieved, tolerance
 from torch import Tensor
 
 from residual_mass.core import rel_l1
+from residual_mass.core.fused.one_part import one_part, one_part_terms
+from residual_mass.core.fused.packed import packed, scanned_scores, unpacked
 from residual_mass.core.fused.torch_path import decode_attention
+from residual_mass.core.moments import truncated_parts
 from residual_mass.core.selection import BLOCK, LONG_ROW, largest
+from residual_mass.methods import Moments
 
-METHODS = ["topk", "topk_phi", "topk_phi_nosub", *MOMENTS]
+METHODS = ["topk", "topk_phi", "topk_phi_nosub", *MOMENTS, *SCANS]
 SPANS = {
     "whole rows": [(0, 24), (0, 24)],
     "left padding": [(7, 24), (0, 24)],
@@ -80,6 +84,90 @@ def test_moments_add_nothing_where_all_is_read(method: str) -> None:
     for k in (19, 40):
         ours, exact = (decode_attention(**p.arguments(k, name)) for name in (method, "topk"))
         torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0])
+def test_one_part_is_a_special_case_of_several(spread: float) -> None:
+    g = torch.Generator().manual_seed(3)
+    keys, values, queries = (torch.randn(2, 3, n, 16, generator=g) * spread for n in (40, 40, 4))
+    mid = torch.ones(2, 1, 40, dtype=torch.bool)
+    mid[1] = False  # a row without tokens
+    moments = Moments().prepare(keys, values, mid)
+    for threshold in (-torch.inf, -spread, 0.0, spread, torch.inf):
+        thresholds = torch.full((2, 3, 4), threshold)
+        expected = truncated_parts(queries, moments, thresholds)
+        ours = one_part_terms(queries, one_part(moments), thresholds)
+        weights = torch.rand(2, 3, 4, 1, generator=g)
+        torch.testing.assert_close(ours.log_mass, expected.log_mass, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.values(weights, moments), expected.values(weights, moments), rtol=1e-4, atol=1e-5 * spread**3
+        )
+    assert one_part(Moments(2).prepare(keys, values, mid)) is None
+
+
+@pytest.mark.parametrize(("groups", "d"), [(1, 64), (3, 128), (4, 64), (8, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", SCANS)
+def test_scans_of_heads_of_llama(method: str, dtype: torch.dtype, groups: int, d: int) -> None:
+    p = DecodeProblem(seed=d, spans=[(9, 100), (0, 83)], length=105, groups=groups, d=d, dtype=dtype)
+    for k in (0, 11, 300):
+        ours = decode_attention(**p.arguments(k, method))
+        assert rel_l1(ours.double(), p.expected(k, method)).max() < max(1e-4, tolerance(method))
+
+
+@pytest.mark.parametrize("method", SCANS)
+def test_scans_of_one_token_again_and_again(method: str) -> None:
+    """All scores tie, in the scan too."""
+    p = DecodeProblem(seed=14, spans=[(0, 40)], length=40)
+    for buffer in (p.cache.keys, p.cache.values):
+        buffer[:, :, p.sink : p.cache.length - p.tail] = buffer[:, :, p.sink, None]
+    for k in (0, 1, 20, 34):
+        ours = decode_attention(**p.arguments(k, method))
+        assert rel_l1(ours.double(), p.expected(k, method)).max() < 5e-3
+
+
+def test_codes_that_tie_in_the_scan_and_not_in_truth() -> None:
+    """Keys of two values and a little noise, which 4 bits do not see: whichever is chosen, the rest is cut at the
+    scanned score, above some exact scores.
+    """
+    p = DecodeProblem(seed=16, spans=[(0, 37)], length=37, groups=2, kv_heads=1, d=16, dtype=torch.float32)
+    mid = slice(p.sink, 34)
+    g = torch.Generator().manual_seed(1)
+    p.cache.keys[:, :, mid] = torch.where(torch.arange(32)[:, None] % 2 == 0, 1.0, -1.0)
+    p.cache.keys[:, :, mid] += 1e-2 * torch.rand(32, 16, generator=g)
+    p.cache.values[:, :, mid] = p.cache.values[:, :, p.sink, None]  # so that ties differ in weight alone
+    for k in (1, 5, 16):
+        ours = decode_attention(**p.arguments(k, "scan, moments"))
+        assert rel_l1(ours.double(), p.expected(k, "scan, moments")).max() < 2e-2
+
+
+@pytest.mark.parametrize(("length", "block", "d"), [(24, 8, 2), (130, 64, 64), (64, 64, 128), (1, 16, 8)])
+def test_packed_codes_are_those_that_were_packed(length: int, block: int, d: int) -> None:
+    codes = torch.randint(0, 16, (2, 3, length, d), dtype=torch.uint8)
+    scales = torch.zeros(2, 2, 3, -(-length // block), d, dtype=torch.bfloat16)
+    keys = packed(codes, *scales, block)
+    assert keys.codes.is_contiguous() and 2 * keys.codes.numel() == 2 * 3 * d * block * scales.shape[3]
+    restored = unpacked(keys.codes).transpose(-1, -2).flatten(2, 3)
+    assert torch.equal(restored[:, :, :length], codes) and not restored[:, :, length:].any()
+
+
+@pytest.mark.parametrize("k", [1, 7, 60])
+def test_the_scan_sees_the_scores_and_chooses_the_tokens_of_the_method(k: int) -> None:
+    p = DecodeProblem(seed=17, spans=[(6, 100), (0, 93)], length=103, groups=4, d=64, dtype=torch.float32)
+    arguments = p.arguments(k, "scan")
+    cache = arguments["cache"]
+    queries = p.query.unflatten(1, (2, -1)) * p.scale
+    scores = scanned_scores(queries, cache.scan).flatten(1, 2)[..., : p.cache.length]
+    for b, (first, last) in enumerate(p.spans):
+        for h in range(8):
+            columns, threshold, expected = p.chosen(b, h, k)
+            mid = slice(first + p.sink, last - p.tail)
+            torch.testing.assert_close(scores[b, h, mid].double(), expected[mid], rtol=1e-5, atol=1e-5)
+            ordered = expected[mid].sort(descending=True).values
+            assert ordered[k - 1] - ordered[k] > 1e-5, "scores that are apart"
+            ours = scores[b, h, mid].topk(k).indices + mid.start
+            assert set(ours.tolist()) == set(columns)
+            assert threshold == pytest.approx(float(ordered[k - 1]))
 
 
 @pytest.mark.parametrize("offset", [-200.0, 200.0])

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason=TRITON.reason)
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments")
+METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments", "scan", "scan, moments")
 CHECKS = Path(__file__).with_name("triton_checks.py")
 
 
@@ -101,7 +101,7 @@ def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype,
     for method in METHODS:
         step(dtype, method, 1, group, d, m, length=5000)
     names = {kernel.name for kernel in compiled.kernels.values()}
-    assert names == {f"{name}_kernel" for name in ("score", "refine", "select", "gather", "moments", "merge")}
+    assert names == {f"{name}_kernel" for name in ("score", "scan", "refine", "select", "gather", "moments", "merge")}
     before = len(compiled.kernels)
     for generated in (2, 15, 16):
         for method in METHODS:
@@ -113,7 +113,7 @@ def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype,
     for kernel in compiled.kernels.values():
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
-        if kernel.name == "score_kernel":  # scores rounded to TF32 would select other tokens
+        if kernel.name in ("score_kernel", "scan_kernel"):  # scores rounded to TF32 would select other tokens
             ptx = kernel.asm["ptx"]
             assert ("mma" in ptx) == (dtype == torch.bfloat16) and "tf32" not in ptx
 
@@ -132,6 +132,7 @@ def step(
     """One step of one of METHODS."""
     from residual_mass.core.fused import triton_path
     from residual_mass.core.fused.cache import DecodeCache
+    from residual_mass.core.fused.packed import PackedKeys
     from residual_mass.core.moments import MomentState
 
     kv_heads = 8
@@ -151,6 +152,10 @@ def step(
         each, covariance = (1, kv_heads, parts), (1, kv_heads, 1 if "shared" in method else parts, d, d)
         shapes = each, (*each, d), (*each, d), covariance, covariance, each
         cache = cache._replace(moments=MomentState(*(empty(*shape, dtype=torch.float32) for shape in shapes)))
+    if "scan" in method:
+        blocks = (1, kv_heads, triton.cdiv(length, 64))
+        scales = (empty(*blocks, d, dtype=torch.bfloat16) for _ in range(2))
+        cache = cache._replace(scan=PackedKeys(empty(*blocks, d // 2, 64, dtype=torch.uint8), *scales))
     triton_path.decode_attention(
         empty(1, kv_heads * group, d), cache, log_query,
         k=k, sink=4, tail=16, subtracts=method == "topk_phi", generated=generated, scale=d**-0.5,

@@ -10,19 +10,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fused_problems import MOMENTS, DecodeProblem, nearly_all_retrieved, tolerance
+from fused_problems import MOMENTS, SCANS, DecodeProblem, nearly_all_retrieved, tolerance
 from torch import Tensor
 
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import CLAMP_RELATIVE, Terms, merge
 from residual_mass.core.fused import torch_path, triton_path
-from residual_mass.core.fused.cache import DecodeCache, with_moments
-from residual_mass.core.fused.triton_path import Region, Selection, decode_attention, score, select
+from residual_mass.core.fused.cache import DecodeCache, with_moments, with_scan
+from residual_mass.core.fused.one_part import OnePart
+from residual_mass.core.fused.packed import PackedKeys, scanned_scores, unpacked
+from residual_mass.core.fused.triton_path import Region, Selection, decode_attention, scan, score, select
 from residual_mass.core.moments import MomentState, truncated_terms
+from residual_mass.methods import QuantisedScan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAPERS = ["topk", "topk_phi", "topk_phi_nosub"]
-METHODS = [*PAPERS, *MOMENTS]
+METHODS = [*PAPERS, *MOMENTS, *SCANS]
 SPANS = {
     "no padding": [(0, 50), (0, 50)],
     "padding on both sides": [(7, 50), (0, 41)],
@@ -31,6 +34,11 @@ SPANS = {
 }
 LLAMA = [(4, 64, 64), (3, 128, 64)]
 """Query heads of a KV head, head dimension and features of Llama-3.2 1B and 3B."""
+
+
+def width(method: str) -> int:
+    """The least head dimension that the kernels of a method take."""
+    return 32 if method in SCANS else 16
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +61,8 @@ def moved(arguments: dict[str, object]) -> dict[str, object]:
     """Arguments of decode_attention on the device at hand."""
 
     def move(x: object) -> object:
-        if isinstance(x, MomentState):
-            return MomentState(*map(move, x))
+        if isinstance(x, MomentState | OnePart | PackedKeys):
+            return type(x)(*map(move, x))
         return x.to(DEVICE) if isinstance(x, Tensor) else x
 
     cache = arguments["cache"]
@@ -75,12 +83,13 @@ def decode(arguments: dict[str, object]) -> Tensor:
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_the_token_by_token_reference(method: str, spans: str, k: int) -> None:
-    p = DecodeProblem(seed=k, spans=SPANS[spans], length=50, d=16, dtype=torch.float32)
+    p = DecodeProblem(seed=k, spans=SPANS[spans], length=50, d=width(method), dtype=torch.float32)
     assert rel_l1(decode(p.arguments(k, method)).double(), p.expected(k, method)).max() < tolerance(method)
 
 
 @pytest.mark.parametrize(
-    ("method", "k"), [("topk", 6), ("topk_phi", 0), ("topk_phi", 6), ("topk_phi_nosub", 6), *((m, 0) for m in MOMENTS)]
+    ("method", "k"),
+    [("topk", 6), ("topk_phi", 0), ("topk_phi", 6), ("topk_phi_nosub", 6), *((m, 0) for m in [*MOMENTS, *SCANS])],
 )
 def test_blocks_larger_than_the_problem_and_a_group_of_four(method: str, k: int) -> None:
     p = DecodeProblem(seed=1, spans=[(3, 40)], length=43, groups=4, d=32, features=16, dtype=torch.float32)
@@ -101,7 +110,7 @@ def test_head_shapes_of_llama(method: str, dtype: torch.dtype, groups: int, d: i
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_that_are_all_high_or_all_low(method: str, offset: float) -> None:
     """What all scores and the residual have in common cancels."""
-    p = DecodeProblem(seed=12, spans=[(3, 60)], length=64, d=16, dtype=torch.float32)
+    p = DecodeProblem(seed=12, spans=[(3, 60)], length=64, d=width(method), dtype=torch.float32)
     p.cache.keys[..., 0], p.query[..., 0] = 1, 0
     base = decode(p.arguments(6, method))
     p.query[..., 0] = offset / p.scale
@@ -127,25 +136,25 @@ def test_moments_of_scores_of_a_huge_spread(method: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 30])
-@pytest.mark.parametrize("method", MOMENTS)
+@pytest.mark.parametrize("method", [*MOMENTS, *SCANS])
 def test_moments_where_all_scores_tie(method: str, k: int) -> None:
     """Copies of one token, half of which are below the cut: which of them are read makes no difference."""
-    p = DecodeProblem(seed=14, spans=[(0, 50)], length=50, d=16, dtype=torch.float32)
+    p = DecodeProblem(seed=14, spans=[(0, 50)], length=50, d=width(method), dtype=torch.float32)
     for buffer in (p.cache.keys, p.cache.values):
         buffer[:, :, p.sink : p.cache.length - p.tail] = buffer[:, :, p.sink, None]
     assert rel_l1(decode(p.arguments(k, method)).double(), p.expected(k, method)).max() < 5e-3
 
 
-@pytest.mark.parametrize("method", MOMENTS)
+@pytest.mark.parametrize("method", [*MOMENTS, *SCANS])
 def test_moments_add_nothing_where_all_is_read(method: str) -> None:
-    p = DecodeProblem(seed=15, spans=[(0, 24), (4, 20)], length=24, d=16, dtype=torch.float32)
+    p = DecodeProblem(seed=15, spans=[(0, 24), (4, 20)], length=24, d=width(method), dtype=torch.float32)
     for k in (19, 40):
         torch.testing.assert_close(decode(p.arguments(k, method)), decode(p.arguments(k, "topk")), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bfloat16_cache_is_rounded_and_nothing_else(method: str) -> None:
-    p = DecodeProblem(seed=2, spans=[(0, 40), (5, 31)], length=40, d=16, dtype=torch.bfloat16)
+    p = DecodeProblem(seed=2, spans=[(0, 40), (5, 31)], length=40, d=width(method), dtype=torch.bfloat16)
     assert rel_l1(decode(p.arguments(7, method)).double(), p.expected(7, method)).max() < tolerance(method)
 
 
@@ -174,7 +183,7 @@ def test_long_rows_equal_those_of_the_torch_path() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_far_beyond_what_float32_can_exponentiate(method: str) -> None:
-    p = DecodeProblem(seed=5, spans=[(0, 24)], length=24, d=16, spread=6.0, dtype=torch.float32)
+    p = DecodeProblem(seed=5, spans=[(0, 24)], length=24, d=width(method), spread=6.0, dtype=torch.float32)
     assert rel_l1(decode(p.arguments(4, method)).double(), p.expected(4, method)).max() < max(1e-4, tolerance(method))
 
 
@@ -211,6 +220,23 @@ def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
     p = DecodeProblem(seed=8, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
     arguments = p.arguments(100, "topk_phi") | {"log_query": p.log_query.float() + 200}
     torch.testing.assert_close(decode(arguments), decode(p.arguments(100, "topk")), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scanned_scores_are_those_of_the_torch_path(dtype: torch.dtype, groups: int) -> None:
+    p = DecodeProblem(seed=9, spans=[(5, 90), (0, 71)], length=93, groups=groups, d=64, dtype=dtype)
+    arguments = p.arguments(7, "scan")
+    cache = arguments["cache"]
+    queries = (p.query.float() * p.scale).unflatten(1, (2, -1))
+    expected = scanned_scores(queries, cache.scan).flatten(0, 2)
+    there = moved(arguments)
+    on_device = there["cache"]._replace(first=there["cache"].first.contiguous(), last=there["cache"].last.contiguous())
+    ours, _ = scan(there["query"], on_device, on_device.scan, Region(7, p.sink, p.tail), p.scale)
+    for row, scores in enumerate(ours.cpu()):
+        first, last = p.spans[row // (2 * groups)]
+        mid = slice(first + p.sink, last - p.tail)
+        torch.testing.assert_close(scores[mid], expected[row, mid], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -305,7 +331,8 @@ def check_step(arguments: dict[str, object]) -> None:
     column = torch.arange(cache.length, device=query.device)
     mid = (column >= cache.first[:, None] + sink) & (column < cache.last[:, None] - tail)
     wanted = mid.sum(-1).clamp(max=k).repeat_interleave(query.shape[1])
-    selection = select(*score(query, cache, region, arguments["generated"], scale), cache, region)
+    scored = score(query, cache, region, arguments["generated"], scale) if cache.scan is None else None
+    selection = select(*(scored or scan(query, cache, cache.scan, region, scale)), cache, region)
     chosen = torch.zeros(len(wanted), cache.length, dtype=torch.bool)
     for row, columns in enumerate(retrieved_columns(selection, wanted.tolist())):
         assert len(set(columns)) == len(columns) == wanted[row]
@@ -320,7 +347,7 @@ def check_step(arguments: dict[str, object]) -> None:
 def check_selection(query: Tensor, cache: DecodeCache, scale: float, chosen: Tensor, mid: Tensor) -> None:
     """No token that was left out scores more than one that was taken, by more than their sums can be rounded."""
     group = query.shape[1] // cache.keys.shape[1]
-    keys = torch.where(mid[:, None, :, None], cache.keys[:, :, : cache.length].double(), 0)
+    keys = torch.where(mid[:, None, :, None], selecting_keys(cache), 0)
     keys = keys.repeat_interleave(group, dim=1)
     scores = (keys @ query.double().unsqueeze(-1)).squeeze(-1) * scale
     rounding = (keys.abs() @ query.double().abs().unsqueeze(-1)).squeeze(-1) * scale * query.shape[-1] * 2.0**-23
@@ -328,6 +355,15 @@ def check_selection(query: Tensor, cache: DecodeCache, scale: float, chosen: Ten
     lowest = (scores + rounding).masked_fill(~chosen, torch.inf).amin(-1)
     highest = (scores - rounding).masked_fill(~left, -torch.inf).amax(-1)
     assert (highest <= lowest).all()
+
+
+def selecting_keys(cache: DecodeCache) -> Tensor:
+    """The keys that tokens are chosen by, [B, Hkv, L, D] float64."""
+    if cache.scan is None:
+        return cache.keys[:, :, : cache.length].double()
+    codes, low, step = unpacked(cache.scan.codes), cache.scan.low.double(), cache.scan.step.double()
+    keys = low.unsqueeze(-1) + step.unsqueeze(-1) * codes
+    return keys.transpose(-1, -2).flatten(2, 3)[:, :, : cache.length]
 
 
 def step_in_float64(arguments: dict[str, object], chosen: Tensor, mid: Tensor) -> Tensor:
@@ -346,11 +382,13 @@ def step_in_float64(arguments: dict[str, object], chosen: Tensor, mid: Tensor) -
         for x in (cache.keys, cache.values)
     )
     scores = (keys @ query.double().unsqueeze(-1)).squeeze(-1) * arguments["scale"]
-    tokens, scores = scores[..., :length], scores.masked_fill(~read, -torch.inf)
+    scores = scores.masked_fill(~read, -torch.inf)
     shift = scores.amax(-1, keepdim=True)
     weights = (scores - shift).exp()
     numerator, mass = (weights.unsqueeze(-2) @ values).squeeze(-2), weights.sum(-1, keepdim=True)
     if cache.moments is not None:
+        seen = selecting_keys(cache).repeat_interleave(group, dim=1)
+        tokens = (seen @ query.double().unsqueeze(-1)).squeeze(-1) * arguments["scale"]
         threshold = tokens.masked_fill(~chosen, torch.inf).amin(-1)
         threshold = torch.minimum(threshold, tokens.masked_fill(~mid[:, None], -torch.inf).amax(-1)).clamp(min=-1e9)
         queries = query.double() * arguments["scale"]
@@ -461,7 +499,10 @@ def test_compiled_kernels_at_full_size(dtype: torch.dtype, group: int, d: int, m
     bare = arguments["cache"]._replace(features=None, summary=None, log_shift=None)
     topk = {"cache": bare, "log_query": None, "subtracts": False}
     moments = [topk | {"cache": with_moments(bare, each.prepare, 4, 16)} for each in MOMENTS.values()]
-    for change in ({}, {"subtracts": False}, topk, *moments, {"k": 0}, {"k": 30_000}, {"k": 2602}):
+    packed = with_scan(bare, QuantisedScan(4).prepare, 64, 4, 16)
+    scans = [{"cache": packed}, {"cache": with_moments(packed, MOMENTS["moments"].prepare, 4, 16)}]
+    scans = [topk | change for change in scans]
+    for change in ({}, {"subtracts": False}, topk, *moments, *scans, {"k": 0}, {"k": 30_000}, {"k": 2602}):
         check_step(arguments | change)
 
 
@@ -489,7 +530,10 @@ def test_offsets_beyond_32_bits() -> None:
     assert cache.keys.numel() > 2**31
     ours = decode_attention(**arguments)[1:, -4:]
     alone = DecodeCache(
-        *(x if isinstance(x, int) else x[1:].contiguous() if x.ndim == 1 else x[1:, -1:].contiguous() for x in cache)
+        *(
+            x if x is None or isinstance(x, int) else x[1:].contiguous() if x.ndim == 1 else x[1:, -1:].contiguous()
+            for x in cache
+        )
     )
     queries = {name: arguments[name][1:, -4:].contiguous() for name in ("query", "log_query")}
     small = arguments | queries | {"cache": alone}

@@ -80,12 +80,14 @@ def test_every_setting_has_a_row(rows: list[dict[str, str]]) -> None:
 
 
 def test_methods_that_the_paper_lacks_are_measured_in_our_implementation_alone(model: PreTrainedModel) -> None:
-    spec = replace(SPEC, contexts=("128",), batches=(1,), repeats=1, own_methods=("topk_moments",))
-    *papers, own = measure.measure(spec, model)
+    spec = replace(SPEC, contexts=("128",), batches=(1,), repeats=1, own_methods=("topk_moments", "scan4_moments"))
+    *papers, own, scan = measure.measure(spec, model)
     assert {row["method"] for row in papers} == set(METHODS)
     assert (own["implementation"], own["method"], own["tokens_as_prototype"]) == ("fused", "topk_moments", "")
     assert own["k"] == 6 and own["phi_weights"] == "" and float(str(own["per_step_ms"])) > 0
     assert own["state_bytes"] == 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4  # of one layer
+    assert (scan["implementation"], scan["method"], scan["k"]) == ("fused", "scan4_moments", 6)
+    assert float(str(scan["per_step_ms"])) > 0
 
 
 def test_a_method_without_a_fast_step_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
@@ -148,6 +150,10 @@ def test_bytes_of_the_tiny_backbone_counted_by_hand(tiny_backbone: Backbone) -> 
     assert moments["total"] - topk["total"] == moments["state"]
     blocks = traffic_of(tiny_backbone, "fused", "topk_moments_4b")
     assert blocks["state"] == 4 * moments["state"]
+    scan = traffic_of(tiny_backbone, "fused", "scan4_moments")
+    codes = 2 * 3 * 2 * 1000 * 16 * (64 // 2 + 2 * 2) // 64  # half a byte each, and two scales of two bytes a block
+    assert scan["keys"] == codes + topk["values"]
+    assert scan["total"] - moments["total"] == scan["keys"] - whole
     nosub = traffic_of(tiny_backbone, "fused", "topk_phi_nosub")
     assert phi["total"] - nosub["total"] == phi["features"]
     ours = traffic_of(tiny_backbone, "prototype", "topk_phi")
@@ -271,6 +277,8 @@ def test_needed_memory_counted_by_hand(tiny_backbone: Backbone) -> None:
         assert topk == 3 * tokens * 32 * 4 + tokens * 32 * 4 + scores
     needed = decoding_bytes(tiny_backbone.model, MAP, "fused", "topk_moments", **sizes)
     assert needed == 3 * tokens * 32 * 4 + tokens * 80 * 4 + scores
+    needed = decoding_bytes(tiny_backbone.model, MAP, "fused", "scan4", **sizes)
+    assert needed == 3 * tokens * (32 * 4 + 8 + 1) + tokens * 80 * 4 + scores
     needed = decoding_bytes(tiny_backbone.model, MAP, "fused", "topk_phi", **sizes)
     assert needed == 3 * tokens * 40 * 4 + tokens * 64 * 4 + scores + 2 * (2 * 2000 * 24 * 4)
     needed = decoding_bytes(tiny_backbone.model, MAP, "prototype", "topk_phi", **sizes)

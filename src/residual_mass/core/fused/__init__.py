@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from residual_mass.core.fused import torch_path
-from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_summary
+from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_scan, with_summary
 
-__all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_moments", "with_summary"]
+__all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_moments", "with_scan", "with_summary"]
 
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
@@ -21,6 +21,7 @@ def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., 
     if cache.keys.device.type != "cuda" or find_spec("triton") is None:
         return torch_path.decode_attention
     widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])
+    widths += [] if cache.scan is None else cache.scan.codes.shape[-2:]  # D / 2, and the columns of a block
     if not all(16 <= width <= 128 and width & (width - 1) == 0 for width in widths):
         return torch_path.decode_attention
     if query_heads // cache.keys.shape[1] > 16:

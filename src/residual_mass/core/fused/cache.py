@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import key_features, summarise
+from residual_mass.core.fused.one_part import OnePart, one_part
+from residual_mass.core.fused.packed import PackedKeys, packed
 from residual_mass.core.moments import MomentState
 
 
@@ -20,6 +22,7 @@ class DecodeCache(NamedTuple):
     """Keys and values of prefix and generated tokens, and what stands for the unread tokens of the mid-region.
 
     That is a summary with the features it sums (`features`, `summary` and `log_shift`), or moments, or neither (TopK).
+    With `scan` the tokens to read are chosen by its scores, and without it by those of the keys.
     """
 
     keys: Tensor
@@ -40,6 +43,10 @@ class DecodeCache(NamedTuple):
     """[B, Hkv, M] float32."""
     moments: MomentState | None = None
     """Of the mid-region in P parts, [B, Hkv, P or 1, ...] float32."""
+    one_part: OnePart | None = None
+    """The moments again, if they are of one part."""
+    scan: PackedKeys | None = None
+    """Of the prefix; only those of the mid-region are looked at."""
 
 
 def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room: int) -> DecodeCache:
@@ -75,11 +82,28 @@ def with_moments(
     and the mid-region [B, 1, L] bool.
     """
     mid = mid_region(cache, sink, tail).unsqueeze(1)
-    # Padding may hold NaN, and zero times NaN is NaN.
-    keys, values = (
-        torch.where(mid.unsqueeze(-1), x[:, :, : cache.length].float(), 0) for x in (cache.keys, cache.values)
-    )
-    return cache._replace(moments=MomentState(*(x.contiguous() for x in prepare(keys, values, mid))))
+    keys, values = (_only(mid, x) for x in (cache.keys, cache.values))
+    moments = MomentState(*(x.contiguous() for x in prepare(keys, values, mid)))
+    return cache._replace(moments=moments, one_part=one_part(moments))
+
+
+def with_scan(
+    cache: DecodeCache,
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    block: int,
+    sink: int,
+    tail: int,
+) -> DecodeCache:
+    """Adds packed keys, of codes below 16 [B, Hkv, L, D] with low and step by blocks of columns, as `prepare` makes
+    them of keys [B, Hkv, L, D] float32 and the mid-region [B, 1, L] bool.
+    """
+    mid = mid_region(cache, sink, tail).unsqueeze(1)
+    return cache._replace(scan=packed(*prepare(_only(mid, cache.keys), mid), block))
+
+
+def _only(mid: Tensor, x: Tensor) -> Tensor:
+    """Returns the prefix of a buffer as float32, zero outside the mid-region: padding may hold NaN."""
+    return torch.where(mid.unsqueeze(-1), x[:, :, : mid.shape[-1]].float(), 0)
 
 
 def mid_region(cache: DecodeCache, sink: int, tail: int) -> Tensor:

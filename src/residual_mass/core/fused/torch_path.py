@@ -2,7 +2,7 @@
 
 By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed, and the
 keys of retrieved tokens are not read again, because their scores are known. A part of the mid-region with moments is
-one more token, with score log Z and value nu / Z.
+one more token, with score log Z and value nu / Z. Where packed keys are scanned, only the support's keys are read.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, C = filled columns, X =
 |A| + K + generated tokens, P = parts of the mid-region, D = head dimension, M = features.
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused.cache import DecodeCache, mid_region
-from residual_mass.core.moments import truncated_parts
+from residual_mass.core.fused.one_part import OnePartTerms, one_part_terms
+from residual_mass.core.fused.packed import scanned_scores
+from residual_mass.core.moments import PartTerms, truncated_parts
 from residual_mass.core.selection import largest
 
 
@@ -59,7 +61,7 @@ def decode_attention(
 
     Args:
         query: [B, Hq, D]; its own key and value are among the generated ones.
-        cache: with moments, the residual is theirs (TopK+moments).
+        cache: with moments, the residual is theirs (TopK+moments); with a scan, it chooses the tokens to retrieve.
         log_query: [B, Hq, M] float32 log phi_q; None adds no residual of feature maps.
         k: mid-region tokens that every query head retrieves; more than |M| retrieves all of it.
         sink, tail: numbers of anchors that the cache was built with.
@@ -69,22 +71,37 @@ def decode_attention(
     """
     heads = (cache.keys.shape[1], -1)
     grouped = query.float().unflatten(1, heads) * scale  # [B, Hkv, G, D]
-    filled = cache.length + generated
-    scores = grouped @ cache.keys[:, :, :filled].float().transpose(-1, -2)  # [B, Hkv, G, C]
     if fixed is None:
         fixed = fixed_columns(cache, sink, tail, generated)
+    if cache.scan is None:
+        filled = cache.length + generated
+        scores = grouped @ cache.keys[:, :, :filled].float().transpose(-1, -2)  # [B, Hkv, G, C]
+    else:
+        scores = scanned_scores(grouped, cache.scan)
     candidates = scores[..., : cache.length].masked_fill(fixed.left_out, -torch.inf)
     chosen, top = largest(candidates, k)
     retrieved = top > -torch.inf
 
     always = fixed.always.expand(*scores.shape[:3], -1)
-    always_scores = scores.gather(-1, always).masked_fill(~fixed.valid, -torch.inf)
+    # Invalid columns have weight zero but may hold NaN: read a real one in their place.
+    valid = torch.cat((fixed.valid.expand_as(always), retrieved), dim=-1)
     support = torch.cat((always, chosen), dim=-1)  # [B, Hkv, G, X]
+    support = torch.where(valid, support, cache.last.long().view(-1, 1, 1, 1) - 1)
+    if cache.scan is None:
+        exact = torch.cat((scores.gather(-1, always), top), dim=-1)
+    else:
+        exact = _row_scores(grouped, cache.keys, support)
+    exact = exact.masked_fill(~valid, -torch.inf)
     tokens = support.shape[-1]
-    parts = residual = None
+    residual: _Residual | None = None
+    parts: PartTerms | OnePartTerms | None = None
     if cache.moments is not None:
-        parts = truncated_parts(grouped, cache.moments, _threshold(candidates, top, fixed.others > k))
-    logits = torch.cat((always_scores, top, *(() if parts is None else (parts.log_mass,))), dim=-1)
+        threshold = _threshold(candidates, top, fixed.others > k)
+        if cache.one_part is None:
+            parts = truncated_parts(grouped, cache.moments, threshold)
+        else:
+            parts = one_part_terms(grouped, cache.one_part, threshold)
+    logits = exact if parts is None else torch.cat((exact, parts.log_mass), dim=-1)
     shift = logits.amax(-1, keepdim=True)
     if log_query is not None:
         subtracted = (chosen, retrieved) if subtracts else None
@@ -96,9 +113,6 @@ def decode_attention(
         denominator = denominator + residual.mass
         if residual.z is not None:
             share[..., always.shape[-1] :] -= residual.z
-    # Invalid columns have weight zero but may hold NaN: read a real one in their place.
-    valid = torch.cat((fixed.valid.expand_as(always), retrieved), dim=-1)
-    support = torch.where(valid, support, cache.last.long().view(-1, 1, 1, 1) - 1)
     numerator = _weighted_rows(share[..., :tokens], cache.values, support)
     if parts is not None:
         numerator = numerator + parts.values(share[..., tokens:], cache.moments)
@@ -135,9 +149,7 @@ def _residual(
     mass, z = whole[..., -1:], None
     if subtracted is not None:
         columns, valid = subtracted
-        # On CPUs a row vector times a matrix is three times as fast as the matrix times a column.
-        z = (query.unsqueeze(-2) @ _rows(cache.features, columns).float().transpose(-1, -2)).squeeze(-2)
-        z = torch.where(valid, z, 0)
+        z = torch.where(valid, _row_scores(query, cache.features, columns), 0)
         mass = mass - z.sum(-1, keepdim=True)
     kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # negated, so that NaN is kept and not dropped silently
     shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
@@ -146,7 +158,7 @@ def _residual(
 
 
 def _threshold(candidates: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """Returns the least score read [B, Hkv, G], of none the highest of all; -inf where `left` is False."""
+    """Returns the least score chosen by [B, Hkv, G], of none the highest of all; -inf where `left` is False."""
     least = top.amin(-1) if top.shape[-1] else candidates.amax(-1)
     return torch.where(left, least, -torch.inf)
 
@@ -171,6 +183,12 @@ def _weighted_rows(weights: Tensor, x: Tensor, columns: Tensor) -> Tensor:
     bags, table = _flat_rows(x, columns).flatten(0, 2), x.reshape(-1, x.shape[-1])
     sums = F.embedding_bag(bags, table, per_sample_weights=weights.flatten(0, 2), mode="sum")
     return sums.view(*columns.shape[:3], -1)
+
+
+def _row_scores(queries: Tensor, x: Tensor, columns: Tensor) -> Tensor:
+    """Multiplies queries [B, Hkv, G, D] with rows of x [B, Hkv, L, D] at columns [B, Hkv, G, X]: [B, Hkv, G, X]."""
+    # On CPUs a row vector times a matrix is three times as fast as the matrix times a column.
+    return (queries.unsqueeze(-2) @ _rows(x, columns).float().transpose(-1, -2)).squeeze(-2)
 
 
 def _rows(x: Tensor, columns: Tensor) -> Tensor:

@@ -57,9 +57,15 @@ def score_kernel(
     ours = (member < GROUP)[:, None]
     tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours & real[None, :])
     mid = (column >= begin + sink) & (column < end - tail)
+    count_digits(counts, head, product, ours & mid[None, :])
+
+
+@triton.jit
+def count_digits(counts, head, product, counted):
+    """Adds the first digits of scores [heads, columns] to their heads' histograms."""
     digit = (_falling(product) >> (32 - FIRST_BITS)).to(tl.int32)
     bins = counts + head[:, None] * (FIRST_BINS + 2 * NEXT_BINS)
-    tl.atomic_add(bins + digit, 1, mask=ours & mid[None, :], sem="relaxed")
+    tl.atomic_add(bins + digit, 1, mask=counted, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -132,7 +138,9 @@ def select_kernel(
 
 @triton.jit(do_not_specialize=["k", "generated", "rounds"])
 def gather_kernel(
-    scores,  # [B * Hq, stride]
+    scores,  # [B * Hq, stride], of the keys, unless SCANNED
+    query,  # [B, Hq, D], if SCANNED
+    keys,  # [B, Hkv, L + T, D], the same
     values,  # [B, Hkv, L + T, D]
     features,  # [B, Hkv, L, M], unless SUBTRACTS is false
     log_query,  # [B, Hq, M], the same
@@ -144,6 +152,7 @@ def gather_kernel(
     sums,  # out: [2, B * Hq, S, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
     shifts,  # out: [B * Hq, S], -inf where there are no tokens
     shares,  # S
+    scale,
     length,
     columns,  # L + T
     stride,
@@ -157,6 +166,7 @@ def gather_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
+    SCANNED: tl.constexpr,
     SUBTRACTS: tl.constexpr,
     SELECT_BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,  # blocks, rounded up to a power of two
@@ -179,6 +189,9 @@ def gather_kernel(
     scores += head * stride
     values += row * columns * D
     width = tl.arange(0, D)
+    if SCANNED:
+        keys += row * columns * D
+        q = tl.load(query + head * D + width).to(tl.float32)
     if SUBTRACTS:
         features += row * length * M
         phi_query, _ = _query_features(log_query, log_shift, head, row, M)
@@ -191,8 +204,8 @@ def gather_kernel(
         retrieved = slot < wanted
         before = stop[None, :] <= slot[:, None]
         home = tl.sum(before.to(tl.int32), 1)
-        place = slot - tl.sum(tl.where(before, taken[None, :], 0), 1)
-        column = tl.load(chosen + home.to(tl.int64) * SELECT_BLOCK + place, mask=retrieved, other=0)
+        rank = slot - tl.sum(tl.where(before, taken[None, :], 0), 1)
+        column = tl.load(chosen + home.to(tl.int64) * SELECT_BLOCK + rank, mask=retrieved, other=0)
         # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
         sinks = slot - k
         tails = slot - k - sink
@@ -205,8 +218,13 @@ def gather_kernel(
         column = tl.where(is_new, length + new, column)
         valid = retrieved | is_sink | is_tail | is_new
 
-        score = tl.load(scores + column, mask=valid, other=-float("inf"))
-        value = tl.load(values + column[:, None] * D + width[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        place = column[:, None] * D + width[None, :]
+        if SCANNED:
+            key = tl.load(keys + place, mask=valid[:, None], other=0.0).to(tl.float32)
+            score = tl.where(valid, tl.sum(key * q[None, :], 1) * scale, -float("inf"))
+        else:
+            score = tl.load(scores + column, mask=valid, other=-float("inf"))
+        value = tl.load(values + place, mask=valid[:, None], other=0.0).to(tl.float32)
         highest = tl.maximum(shift, tl.max(score, 0))
         unit = tl.where(highest > -float("inf"), highest, 0.0)
         weight = tl.exp(score - unit)

@@ -1,11 +1,13 @@
 """One decode step's attention in Triton kernels: same result as `torch_path`, without leaving the GPU.
 
 1. `score` reads every key once, for all query heads that share it, and counts the scores' leading bits in a histogram.
+   `scan` does the same with packed keys.
 2. `refine` (twice) and `select` are a radix selection over all 32 bits of the scores. Each digit is one launch, because
    a histogram must be complete before it is read, and no program may wait for another. The passes do not depend on the
    scores, so no distribution of scores is slow or inexact.
-3. `gather` sums values and key features of the exact support in shares, and `moments` computes more shares from the
-   moments of the rest. `merge` adds them up with the residual of feature maps and divides once.
+3. `gather` sums values and key features of the exact support in shares, after a scan with its exact scores. `moments`
+   computes more shares from the moments of the rest. `merge` adds them up with the residual of feature maps and divides
+   once.
 
 Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so CUDA graphs can capture
 a step.
@@ -22,7 +24,9 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused import triton_kernels as kernels
+from residual_mass.core.fused import triton_scan
 from residual_mass.core.fused.cache import DecodeCache
+from residual_mass.core.fused.packed import PackedKeys
 from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
 
 SCORE_BLOCK = 128
@@ -49,13 +53,18 @@ def decode_attention(
     generated: int,
     scale: float,
 ) -> Tensor:
-    """Same as `torch_path.decode_attention`; D at least 16, D and M powers of two, the cache bfloat16 or float32."""
+    """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; the cache
+    bfloat16 or float32.
+    """
     cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
-    large = (x for x in (*cache, *(cache.moments or ())) if isinstance(x, Tensor))
+    large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
     assert all(x.is_contiguous() for x in large), "no copies of large buffers"
     query, log_query = query.contiguous(), None if log_query is None else log_query.contiguous()
     region = Region(min(k, cache.length), sink, tail)
-    scores, counts = score(query, cache, region, generated, scale)
+    if cache.scan is None:
+        scores, counts = score(query, cache, region, generated, scale)
+    else:
+        scores, counts = scan(query, cache, cache.scan, region, scale)
     selection = select(scores, counts, cache, region)
     return _merge(query, cache, log_query, region, scores, selection, generated, subtracts, scale)
 
@@ -88,8 +97,7 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
     blocks = triton.cdiv(columns, SCORE_BLOCK)
     # Rows start at multiples of the block, which aligns the scores for wide stores.
     scores = query.new_empty(batch * heads, blocks * SCORE_BLOCK, dtype=torch.float32)
-    bins = kernels.FIRST_BINS.value + 2 * kernels.NEXT_BINS.value
-    counts = torch.zeros(batch * heads, bins, dtype=torch.int32, device=query.device)
+    counts = _histograms(query)
     kernels.score_kernel[blocks, batch * kv_heads](
         query,
         cache.keys,
@@ -111,6 +119,38 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
         BLOCK=SCORE_BLOCK,
     )
     return scores, counts
+
+
+def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns scores [B * Hq, N S] float32 of the mid-region's packed keys, and histograms as `score` does."""
+    (batch, heads, d), (kv_heads, blocks, _, block) = query.shape, keys.codes.shape[1:]
+    scores = query.new_empty(batch * heads, blocks * block, dtype=torch.float32)
+    counts = _histograms(query)
+    dot_type = _dot_type(query, query)
+    triton_scan.scan_kernel[blocks, batch * kv_heads](
+        query,
+        *keys,
+        cache.first,
+        cache.last,
+        scores,
+        counts,
+        scale,
+        scores.stride(0),
+        region.sink,
+        region.tail,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        D=d,
+        DOT_TYPE=dot_type,
+        IN_TWO=dot_type == tl.bfloat16,
+        BLOCK=block,
+    )
+    return scores, counts
+
+
+def _histograms(query: Tensor) -> Tensor:
+    bins = kernels.FIRST_BINS.value + 2 * kernels.NEXT_BINS.value
+    return torch.zeros(query.shape[0] * query.shape[1], bins, dtype=torch.int32, device=query.device)
 
 
 def select(scores: Tensor, counts: Tensor, cache: DecodeCache, region: Region) -> Selection:
@@ -152,6 +192,8 @@ def _merge(
     out = torch.empty(batch, heads, d, dtype=torch.float32, device=query.device)
     kernels.gather_kernel[splits, rows](
         scores,
+        query,
+        cache.keys,
         cache.values,
         cache.features,
         log_query,
@@ -163,6 +205,7 @@ def _merge(
         sums,
         shifts,
         shares,
+        scale,
         cache.length,
         columns,
         scores.stride(0),
@@ -176,6 +219,7 @@ def _merge(
         GROUP=group,
         D=d,
         M=m,
+        SCANNED=cache.scan is not None,
         SUBTRACTS=subtracts,
         SELECT_BLOCK=SELECT_BLOCK,
         MAX_BLOCKS=triton.next_power_of_2(blocks),
