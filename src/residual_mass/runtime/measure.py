@@ -37,7 +37,7 @@ from residual_mass.provenance import MANIFEST, Record, device_name
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import Implementation, copy_bandwidth, residual_bytes, step_traffic, wait_for
+from residual_mass.runtime.traffic import Implementation, copy_bandwidth, prompt_bytes, step_traffic, wait_for
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
@@ -159,7 +159,7 @@ def _row(
         "step_bytes": traffic.total,
         "floor_ms": f"{1e3 * traffic.total / bandwidth:.3f}",
         "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
-        "state_bytes": residual_bytes(rule, HeadShape.of(model.config), spec.map.d_phi),
+        "state_bytes": prompt_bytes(rule, HeadShape.of(model.config), setting.length, spec.map.d_phi).summary,
         "repeats": spec.repeats,
         "phi_weights": "random" if rule.needs_maps else "",
         "device": device_name(device),

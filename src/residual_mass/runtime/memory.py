@@ -11,7 +11,7 @@ from residual_mass.backbones.phi_maps import HeadShape
 from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.settings import MapSpec
 from residual_mass.methods import method_named
-from residual_mass.runtime.traffic import FLOAT32, Implementation, scan_bytes
+from residual_mass.runtime.traffic import FLOAT32, Implementation, prompt_bytes
 
 INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
 """Activations of a map's inner width in memory at once: layer by layer (prototype) and folded (fused)."""
@@ -44,7 +44,9 @@ def decoding_bytes(
     fused, rule = implementation == "fused", method_named(method)
     maps_keys, centred = rule.needs_maps, 0 if rule.own is None else 3 * shape.head_dim
     features = maps.d_phi if maps_keys else 0
-    codes = scan_bytes(rule, shape, batch * (length + room))
+    codes = 0
+    if rule.selector is not None and not rule.selector.reads_keys:
+        codes = prompt_bytes(rule, shape, batch * (length + room), maps.d_phi).scan
     coded = 3 * shape.head_dim if codes else 0
     kept = shape.layers * tokens * (2 * shape.head_dim + (features if fused else 0)) * item + codes
     in_work = tokens * (2 * shape.head_dim + 4 * features + centred + coded) * FLOAT32

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import Method, QuantisedScan, method_named, state_bytes
+from residual_mass.methods import Method, Step, method_named
+from residual_mass.methods.step_bytes import StepBytes, step_bytes
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4
@@ -68,12 +69,13 @@ def step_traffic(
     support = k + anchors.sink + anchors.tail + generated
     values = whole if rule.whole_prefix else min(whole, per_token * support * shape.head_dim)
     retrieved = per_token * k * (phi.map.d_phi if fused else shape.head_dim) if subtracts else 0
-    state = residual_bytes(rule, shape, phi.map.d_phi) * batch
+    read = prompt_bytes(rule, shape, batch * length, phi.map.d_phi)
+    state = read.summary * batch
     if subtracts and not fused:
         state += 2 * state * shape.query_heads // shape.kv_heads
     return Traffic(
         weights=_weight_bytes(model),
-        keys=scan_bytes(rule, shape, batch * length) + values if isinstance(rule.selector, QuantisedScan) else whole,
+        keys=whole if rule.selector is None or rule.selector.reads_keys else read.scan + values,
         values=values,
         features=retrieved,
         maps=_map_bytes(phi, fused, subtracts) if adds_residual else 0,
@@ -83,22 +85,10 @@ def step_traffic(
     )
 
 
-def residual_bytes(rule: Method, shape: HeadShape, d_phi: int) -> int:
-    """Returns the size of what a method keeps of one prompt for its residual, over all layers and KV heads."""
-    if rule.own is None:
-        return summary_bytes(shape, d_phi, FLOAT32) if rule.needs_maps else 0
-    token = torch.zeros(1, shape.head_dim)
-    state = rule.own.prepare(token, token, torch.ones(1, dtype=torch.bool))
-    return shape.layers * shape.kv_heads * state_bytes(state)
-
-
-def scan_bytes(rule: Method, shape: HeadShape, tokens: int) -> int:
-    """Returns the size of what a scan reads of so many tokens, over all layers and KV heads."""
-    scan = rule.selector
-    if not isinstance(scan, QuantisedScan):
-        return 0
-    bits_and_scales = scan.bits * scan.block + 2 * 16  # of one channel of a block
-    return shape.layers * shape.kv_heads * tokens * shape.head_dim * bits_and_scales // (8 * scan.block)
+def prompt_bytes(rule: Method, shape: HeadShape, tokens: int, d_phi: int) -> StepBytes:
+    """Returns what a step reads of a prompt of so many tokens before it retrieves any, over all layers and KV heads."""
+    step = Step(tokens, shape.head_dim, shape.query_heads // shape.kv_heads, anchors=0, retrieved=0, features=d_phi)
+    return StepBytes(*(shape.layers * shape.kv_heads * round(part) for part in step_bytes(rule, step)))
 
 
 def summary_bytes(shape: HeadShape, d_phi: int, item: int) -> int:
