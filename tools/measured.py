@@ -16,15 +16,33 @@ from pathlib import Path
 
 import pandas as pd
 
+from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.core.support import retrieved_count
+from residual_mass.methods import Step, method_named
+from residual_mass.methods.step_bytes import full_bytes, most_retrieved, step_bytes
+from residual_mass.paper.front import on_front
+from residual_mass.paper.titles import METHOD_TITLES
+
 ROOT = Path(__file__).parents[1]
 BACKBONE = "smol"
 LENGTHS = ("1k", "2k")
 TITLES = {
-    "full": "Full", "topk": "TopK", "topk_phi": "TopK+phi", "topk_phi_nosub": "TopK+phi (NoSub)",
-    "topk_phi_moments": "TopK+phi, mass of moments", "topk_moments": "TopK+moments",
-    "topk_moments_8": "TopK+moments, 8 clusters", "topk_moments_shared": "TopK+moments, 64 clusters",
-    "topk_centroids": "TopK+centroids", "scan4_moments": "4-bit scan+moments", "pages_centroids": "Pages+centroids",
-}  # fmt: skip
+    name: title.replace(r"Top-$K{+}\phi$", "TopK+phi").replace("Top-$K$", "TopK")
+    for name, title in METHOD_TITLES.items()
+}
+OF_TOPK = (
+    "topk", "topk_phi", "topk_phi_nosub", "topk_phi_moments", "topk_moments", "topk_moments_8", "topk_moments_shared",
+    "topk_centroids",
+)  # fmt: skip
+"""Methods that read the same tokens."""
+COMPARED_WITH = ("topk", "topk_phi", "topk_moments", "topk_moments_shared", "scan4_regression_64")
+"""Of two methods that are told apart one is of these, or the table has hundreds of rows."""
+BYTES_OF = (
+    "full", "topk", "topk_moments", "scan4", "scan4_moments", "scan4_regression_64", "scan3_regression_32",
+    "group4_regression_64", "pages_centroids", "clusters_sums", "clusters_moments",
+)  # fmt: skip
+MODELS = {"Llama-3.2-1B": (16, 8, 64, 4), "Llama-3.2-3B": (28, 8, 128, 3), "Llama-3.1-8B": (32, 8, 128, 4)}
+"""Layers, KV heads, width of a head, and query heads of a KV head."""
 TABLES: dict[str, Callable[[Path], str]] = {}
 
 
@@ -83,19 +101,14 @@ def over_lengths(folder: Path, texts: Sequence[str], digits: str = ".3g", **chos
 
 @table
 def kl(folder: Path) -> str:
-    return over_lengths(folder, ("wiki", "books"), metric="kl", state="own")
-
-
-@table
-def kl_wiki(folder: Path) -> str:
-    return over_lengths(folder, ("wiki",), metric="kl", state="own")
+    return over_lengths(folder, ("wiki", "books", "code"), metric="kl", state="own")
 
 
 @table
 def kl_over_topk(folder: Path) -> str:
     """KL of each method without short maps, as a share of TopK's."""
     lines = []
-    for text in ("wiki", "books"):
+    for text in ("wiki", "books", "code"):
         for length in LENGTHS:
             rows = fidelity_rows(folder, length, text=text, task="all", metric="kl", state="own")
             topk = rows[rows.method == "topk"].set_index("budget_percent").value.astype(float)
@@ -129,7 +142,7 @@ def kept(folder: Path) -> str:
 
 @table
 def told_apart(folder: Path) -> str:
-    """Pairs of arms whose KL differs after Holm's correction, of all pairs."""
+    """Pairs of arms with one of some methods, and whether their KL differs after Holm's correction over all pairs."""
     lines = []
     for length in LENGTHS:
         rows = read(folder, f"fidelity_pairs_{BACKBONE}_{length}.csv")
@@ -137,6 +150,8 @@ def told_apart(folder: Path) -> str:
         for (method, maps, other, other_maps), pair in rows.groupby(
             ["method", "maps", "other", "other_maps"], sort=False
         ):
+            if not {method, other} & set(COMPARED_WITH):
+                continue
             first, second = (
                 arm_title(pd.Series({"method": m, "maps": label}), "2k")
                 for m, label in ((method, maps), (other, other_maps))
@@ -238,7 +253,7 @@ def attention_errors(folder: Path) -> str:
     for length in LENGTHS:
         rows = read(folder, f"residual_errors_{BACKBONE}_{length}.csv")
         for (corpus, method), of_method in rows.groupby(["corpus", "method"], sort=False):
-            if method in TITLES:
+            if method in OF_TOPK:
                 lines.append([corpus, length, TITLES[method], *(_over_topk(row) for _, row in of_method.iterrows())])
     return markdown(["text", "length", "method", "0.5 %", "1 %", "2 %", "4 %", "8 %", "16 %"], lines)
 
@@ -296,6 +311,97 @@ def by_head(folder: Path, length: str) -> pd.DataFrame:
     log_z = (sums["log_z"] / sums["log_z_rows"].where(sums["log_z_rows"] > 0)).add_prefix("log_z ")
     shape = rows.groupby(place)[["h_mid", "skewness", "kurtosis"]].mean()
     return pd.concat([errors, log_z, shape], axis=1).reset_index()
+
+
+def distances(folder: Path, length: str) -> pd.DataFrame:
+    """A row per text, method and budget with both a distance and an error: bytes, KL, and KL over TopK's."""
+    rows = fidelity_rows(folder, length, task="all", metric="kl", state="own", continuation="following")
+    rows = rows[rows.maps.isin(["", "2k"])].astype({"value": float})
+    topk = rows[rows.method == "topk"].set_index(["text", "budget_percent"]).value
+    over = [row.value / topk[row.text, row.budget_percent] for row in rows.itertuples()]
+    read_ = read(folder, f"residual_errors_{BACKBONE}_{length}.csv").rename(columns={"corpus": "text"})
+    place = ["text", "method", "budget_percent"]
+    found = rows.assign(over=over).merge(read_[[*place, "step_share", "over_topk", "recall"]], on=place)
+    return found.astype({"step_share": float})
+
+
+@table
+def by_bytes(folder: Path) -> str:
+    """KL over TopK's at the same budget, and the bytes read; the front of each text and length in bold type."""
+    lines = []
+    for length in LENGTHS:
+        rows = distances(folder, length)
+        for _, of_text in rows.groupby("text"):
+            rows.loc[of_text.index, "front"] = on_front(list(zip(of_text.step_share, of_text.value, strict=True)))
+        for method, arm in rows.groupby("method", sort=False):
+            cells = []
+            for budget in ("2", "4", "8"):
+                at = arm[arm.budget_percent == budget].set_index("text")
+                cells.append(f"{100 * at.step_share.mean():.1f} %")
+                cells += [
+                    f"**{at.over[text]:.3f}**" if at.front[text] else f"{at.over[text]:.3f}"
+                    for text in ("wiki", "books", "code")
+                ]
+            lines.append([length, TITLES[method], *cells])
+    of_budget = [f"{budget} %: {name}" for budget in (2, 4, 8) for name in ("read", "wiki", "books", "code")]
+    return markdown(["length", "method", *of_budget], lines)
+
+
+@table
+def front_kl(folder: Path) -> str:
+    """KL at 2k, and the bytes read."""
+    shown = ("topk", "topk_phi", "topk_moments", "topk_moments_shared", "scan4_regression_64", "scan3_regression_32",
+             "clusters_sums")  # fmt: skip
+    rows = distances(folder, "2k")
+    lines = []
+    for method in shown:
+        cells = []
+        for text, budget in itertools.product(("wiki", "code"), ("2", "4")):
+            ((_, row),) = rows[
+                (rows.method == method) & (rows.text == text) & (rows.budget_percent == budget)
+            ].iterrows()
+            cells.append(with_interval(row, ".2g"))
+        read_ = [rows[(rows.method == method) & (rows.budget_percent == b)].step_share.mean() for b in ("2", "4")]
+        lines.append([TITLES[method], *(f"{100 * share:.0f} %" for share in read_), *cells])
+    header = ["method", "read at 2 %", "at 4 %", "wiki, 2 %", "wiki, 4 %", "code, 2 %", "code, 4 %"]
+    return markdown(header, lines)
+
+
+@table
+def selectors(folder: Path) -> str:
+    """Attention errors over TopK's at 2k, by what is read, on the mean of all texts."""
+    rows = read(folder, f"residual_errors_{BACKBONE}_2k.csv")
+    rows = rows[~rows.method.isin(["topk_phi", "topk_phi_nosub", "topk_phi_moments"])]
+    numbers = rows.assign(**{name: pd.to_numeric(rows[name]) for name in ("step_share", "error", "recall")})
+    means = numbers.groupby(["method", "budget_percent"], sort=False)[["step_share", "error", "recall"]].mean()
+    lines = []
+    for method in dict.fromkeys(rows.method):
+        if method.startswith("topk") and method not in OF_TOPK:
+            continue
+        cells = []
+        for budget in ("1", "2", "4", "8"):
+            at, topk = means.loc[method, budget], means.loc["topk", budget]
+            cells.append(f"{100 * at.step_share:.1f} %, {at.error / topk.error:.2f}, {at.recall:.2f}")
+        lines.append([TITLES[method], *cells])
+    return markdown(["method", "1 %", "2 %", "4 %", "8 %"], lines)
+
+
+@table
+def bytes_at_scale(_: Path) -> str:
+    """What a step reads of a prompt, as a share of its cache and in GiB: at most, where no two heads take one token."""
+    places = list(itertools.product(MODELS, ("64k", "1024k")))
+    lines = [[TITLES[name], *(_at_scale(name, *place) for place in places)] for name in BYTES_OF]
+    return markdown(["method", *(f"{model}, {length}" for model, length in places)], lines)
+
+
+def _at_scale(name: str, model: str, length: str) -> str:
+    layers, kv_heads, width, heads = MODELS[model]
+    tokens, anchors, method = tokens_of(length), AnchorSpec(), method_named(name)
+    step = Step(tokens, width, heads, anchors.sink + anchors.tail, retrieved=0)
+    k = retrieved_count(1.0, tokens, step.anchors)
+    step = step._replace(retrieved=most_retrieved(method, k, step))
+    total = step_bytes(method, step).total
+    return f"{100 * total / full_bytes(step):.1f} % ({layers * kv_heads * total / 2**30:.3g} GiB)"
 
 
 @table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from residual_mass.methods.combined import PerGroup
 from residual_mass.methods.interface import BFLOAT16, FLOAT32, Step
 from residual_mass.methods.phi import PhiDirection
 
@@ -44,9 +45,9 @@ def step_bytes(method: Method, step: Step) -> StepBytes:
     )
 
 
-def most_retrieved(k: int, step: Step) -> int:
-    """Returns the most distinct tokens that the heads of a KV head can retrieve, K each."""
-    return min(step.tokens - step.anchors, k * step.heads)
+def most_retrieved(method: Method, k: int, step: Step) -> int:
+    """Returns the most distinct tokens that the query heads of a KV head can retrieve with K each."""
+    return min(step.tokens - step.anchors, k if isinstance(method.selector, PerGroup) else k * step.heads)
 
 
 def _summary_bytes(method: Method, step: Step) -> float:
