@@ -220,7 +220,10 @@ def test_pages_are_read_whole_in_the_order_of_their_bounds() -> None:
         assert float(threshold[row]) == min(float(scores[row, i]) for i in tokens[:19])
 
 
-SELECTORS = list(dict.fromkeys(one.selector for one in METHODS if one.selector is not None))
+SELECTORS = [
+    *dict.fromkeys(one.selector for one in METHODS if one.selector is not None),
+    Pages(200), PagesByMean(200), WholeClusters(200), QuantisedScan(4, block=200),  # one page for all
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=str)

@@ -102,6 +102,15 @@ def test_all_of_a_study(study: str, jobs: dict[str, int], studies: dict[str, Run
     assert len(studies[study].commands) == sum(jobs.values())
 
 
+def test_a_study_of_selectors_needs_no_maps_prompts_or_latencies(tmp_path: Path) -> None:
+    run = dry_run(tmp_path, "all", "--config", "study=small8k")
+    jobs = {"assets": 1, "force": 2, "fidelity": 2, "residual_errors": 2, "table": 3, "numbers": 1, "figure": 4}
+    jobs |= {"document": 1, "report": 1}
+    assert run.jobs == {**jobs, "all": 1, "total": sum(jobs.values()) + 1}, run.output
+    for spec in specs(run, "force", ForceSpec):
+        assert not spec.maps and not spec.asked and len(spec.corpora) == 3
+
+
 def test_every_job_is_told_what_its_stage_understands(studies: dict[str, Run]) -> None:
     parser = _parser()
     for command in (command for run in studies.values() for command in run.commands):
@@ -195,7 +204,7 @@ def test_continuations_are_decoded_with_the_main_arms(studies: dict[str, Run]) -
             frozen = [Path(path).parent.name for path in given.get("prompts", [])]
             assert frozen == [f"{a.benchmark}_{s.backbone.tokenizer}_{s.length}" for a in s.asked]
             assert [a.benchmark for a in s.asked] == [
-                b for b in ("ruler", "babilong", "longbench")
+                b for b in kept["fidelity"]["benchmarks"]
                 if s.length in (kept["benchmarks"][b]["lengths"] or kept["lengths"])
                 and s.length in kept["fidelity"]["prompts_at"]
             ]  # fmt: skip
