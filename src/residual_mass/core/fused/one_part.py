@@ -26,7 +26,7 @@ class OnePart(NamedTuple):
     mean_value: Tensor
     """[B, Hkv, 1, D]."""
     log_half_count: Tensor
-    """[B, Hkv, 1, 1], log n / 2; -inf without tokens."""
+    """[B, Hkv, 1, 1], log (n / 2); -inf without tokens."""
 
 
 class OnePartTerms(NamedTuple):
