@@ -35,7 +35,8 @@ def write_small_study(folder: Path) -> None:
     config["variants"] = {"dphi_4": {"map": {"d_phi": 4}}, "kl_only": {"objective": {"name": "kl"}}}
     config["ablations"] = {"dphi": ["dphi_4", "ours"], "loss": ["ours", "kl_only"]}
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "config" / "studies" / "paper.yaml").unlink()  # its backbones are gone
+    for name in ("paper", "small8k"):  # their backbones are gone
+        (folder / "config" / "studies" / f"{name}.yaml").unlink()
     study = folder / "config" / "studies" / "mini.yaml"
     protocol = yaml.safe_load(study.read_text())
     benchmarks, tables = protocol["benchmarks"], protocol["tables"]

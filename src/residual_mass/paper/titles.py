@@ -63,6 +63,34 @@ METHOD_TITLES = {
     "clusters_sums": Marked("Whole clusters+sums"),
     "clusters_moments": Marked("Whole clusters+moments of clusters"),
 }
+SELECTOR_TITLES = {
+    "TopK": Marked(rf"{TOPK} by exact scores"),
+    "QuantisedScan": Marked("scan of few bits"),
+    "Pages": Marked("pages by bounds"),
+    "Reranked": Marked("scan, re-ranked"),
+    "PerGroup": Marked("scan per KV group"),
+    "Channels": Marked("principal channels"),
+    "PagesByMean": Marked("pages by means"),
+    "WholeClusters": Marked("whole clusters"),
+}
+"""Kinds of selectors, by their class."""
+RESIDUAL_TITLES = {
+    "NoneType": Marked("nothing added"),
+    "Phi": Marked(r"$\phi$"),
+    "PhiDirection": Marked(r"$\phi$, mass of moments"),
+    "Moments": Marked("moments"),
+    "Centroids": Marked("centroids"),
+    "FirstOrder": Marked("first order"),
+    "Gaussian": Marked("Gaussian, no cut"),
+    "Mean": Marked("mean"),
+    "UniformSample": Marked("uniform sample"),
+    "ImportanceSample": Marked("importance sample"),
+    "ExactMass": Marked("exact mass"),
+    "ScanRegression": Marked("regression on the scan"),
+    "GroupSums": Marked("sums of pages or clusters"),
+    "GroupMoments": Marked("moments of pages or clusters"),
+}
+"""Kinds of residuals, by their class."""
 OURS = Marked("Ours")
 """The feature maps of a study's own recipe."""
 OWN_ROW = Marked(r"$^{*}$")

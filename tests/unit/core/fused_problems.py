@@ -10,6 +10,7 @@ from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moment
 from residual_mass.core.moments import MomentState, truncated_terms
 from residual_mass.core.parts import blocks, clusters
 from residual_mass.methods import Moments, QuantisedScan
+from residual_mass.methods.interface import Layout
 
 MOMENTS = {
     "moments": Moments(),
@@ -124,7 +125,8 @@ class DecodeProblem:
         keys, mid = self._mid_region(b, h // self.groups)
         state = SCAN.prepare(keys.float(), mid)
         query = self.query[b, h].double().unsqueeze(0) * self.scale
-        read, threshold = SCAN.select(query, query @ keys.T, state, mid.unsqueeze(0), torch.tensor([k]))
+        scores, layout = query @ keys.T, Layout(1)
+        read, threshold, _ = SCAN.select(query, scores, state, mid.unsqueeze(0), torch.tensor([k]), layout)
         return read.indices[read.valid].tolist(), float(threshold), (query @ SCAN.keys(state, query.dtype).T)[0]
 
     def _mid_region(self, b: int, kv: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.colors import to_hex
 from sample_residuals import distance_row, error_row, write_rows
 
-from residual_mass.methods import names
+from residual_mass.methods import METHODS as KNOWN
+from residual_mass.methods import method_named, names
 from residual_mass.paper.figures.render import run
 from residual_mass.paper.figures.selectors import (
     draw_fidelity_by_bytes,
@@ -20,17 +21,20 @@ from residual_mass.paper.figures.selectors import (
     selection_recall_points,
 )
 from residual_mass.paper.figures.style import paper_style
+from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES
 from residual_mass.study.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 RECALL = FigureSpec(label="selection_recall", title="Costs $5 & more_", texts=("wiki", "books"))
 BYTES = FigureSpec(label="fidelity_by_bytes", title="Costs $5 & more_", texts=("wiki", "books"))
-METHODS, BUDGETS, LENGTHS = names()[1:], (16, 0.5, 2), ("512", "2k")
+METHODS = names()[1 : names().index("scan8")]
+BUDGETS, LENGTHS = (16, 0.5, 2), ("512", "2k")
 MEASURED = ("topk", "topk_phi", "scan4_moments", "pages_centroids")
 """Methods whose next tokens are measured as well."""
 SELECTORS = {"scan4": "4-bit scan", "scan2_moments": "2-bit scan", "pages": "Pages"}
 """The first method of each selector but the exact one, and its title."""
+DECODED = [one for one in KNOWN if not one.whole_prefix]
 
 
 def error(length: str, corpus: str, method: str, budget: float) -> float:
@@ -150,7 +154,12 @@ def test_a_single_method_is_the_front(tmp_path: Path) -> None:
 
 def test_marks_tell_methods_apart_by_selector_and_residual(files: list[Path]) -> None:
     marks = marks_of(METHODS)
-    assert len(set(marks.values())) == len(METHODS)
+    kinds = {name: (type(method_named(name).selector), type(method_named(name).residual)) for name in METHODS}
+    assert all((marks[a] == marks[b]) == (kinds[a] == kinds[b]) for a, b in product(METHODS, METHODS))
+    every = marks_of(names())
+    assert {type(one.selector).__name__ for one in DECODED} == set(SELECTOR_TITLES)
+    assert {type(one.residual).__name__ for one in DECODED} == set(RESIDUAL_TITLES)
+    assert len({mark.colour for mark in every.values()}) == len(SELECTOR_TITLES)
     assert marks["scan4_moments"][1:] == marks["topk_moments"][1:] and marks["scan4"].colour != marks["topk"].colour
     with paper_style():
         figure = draw_fidelity_by_bytes(BYTES, fidelity_by_bytes_points(BYTES, files))
@@ -164,8 +173,12 @@ def test_marks_tell_methods_apart_by_selector_and_residual(files: list[Path]) ->
         np.testing.assert_allclose(line.get_xydata(), expected)
     assert distance.get_title() == "Wikipedia, 512: 12 documents" and errors.get_title() == "Wikipedia, 512: 4 packs"
     shown = [text.get_text() for text in figure.legends[0].texts]
-    assert shown[:6] == ["Top-$K$", *SELECTORS.values(), "front", "nothing added"]
-    assert len(shown) == len(set(shown)) and {"Pages", "front", r"$\phi$", "moments, 64 clusters"} <= set(shown)
+    selectors, residuals = (
+        ["TopK", "QuantisedScan", "Pages"],
+        dict.fromkeys(type(method_named(n).residual) for n in METHODS),
+    )
+    expected = [RESIDUAL_TITLES[kind.__name__] for kind in residuals]
+    assert shown == [*(SELECTOR_TITLES[kind] for kind in selectors), "front", *expected]
 
 
 def test_what_is_missing_is_refused(files: list[Path], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
 from residual_mass.files import read_csv
+from residual_mass.methods import TopK, method_named
 from residual_mass.metrics import RELATIVE_ERROR
 from residual_mass.paper.figures.style import (
     GREY,
@@ -36,7 +37,8 @@ NAMES_AT = 1.12
 
 
 def error_by_k_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns one row per (length, corpus, method, budget) in the order of the files and of `spec.texts`: `error`.
+    """Returns one row per (length, corpus, method, budget) in the order of the files and of `spec.texts`: `error`. Only
+    methods that read what exact top-K reads are shown.
 
     Raises:
         ValueError: a file has no row of a corpus.
@@ -44,6 +46,7 @@ def error_by_k_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     parts = []
     for path in data:
         frame = pd.DataFrame(read_csv(path, RESIDUAL_ERRORS, "residual-errors"))
+        frame = frame[[method_named(name).selector == TopK() for name in frame["method"]]]
         for corpus in spec.texts:
             parts.append(rows := frame[frame["corpus"] == corpus])
             if rows.empty:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.artist import Artist
@@ -24,8 +24,10 @@ from residual_mass.paper.figures.style import (
     GREY,
     LOOKS,
     TEXT_WIDTH,
+    Look,
     finish,
     label_outer,
+    looks_of,
     make_x_logarithmic,
     panel_axes,
     plain,
@@ -34,7 +36,7 @@ from residual_mass.paper.figures.style import (
 from residual_mass.paper.front import on_front
 from residual_mass.paper.readers.compared_files import Compared, read_compared
 from residual_mass.paper.table import Place
-from residual_mass.paper.titles import corpus_title, title_parts
+from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, corpus_title, title_parts
 from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
 
@@ -45,7 +47,8 @@ MARKERS = [(shape, filled) for filled in (True, False) for shape in "os^vDPX*<>"
 """Shapes of marks, of which the second half is open."""
 PALE = 0.5
 """Opacity of lines between marks, of which there are many."""
-NOTHING_ADDED = "nothing added"
+COLOURS = (*(look.colour for look in LOOKS), "#8C564B", "#7F7F00")
+"""Of kinds of selectors."""
 FRONT: dict[str, Any] = {"color": "black", "linewidth": 1.4}
 """Look of the front, which lies below the marks."""
 COLUMNS = 4
@@ -53,7 +56,7 @@ COLUMNS = 4
 
 
 class Mark(NamedTuple):
-    """Colour of a method's selector, shape of its residual."""
+    """Colour of a method's kind of selector, shape of its kind of residual."""
 
     colour: str
     shape: str
@@ -74,17 +77,28 @@ class Mark(NamedTuple):
 
 def marks_of(names: Collection[str]) -> dict[str, Mark]:
     """The mark of each method, the same in all figures, in the order of the list of all methods."""
-    colours = dict(zip(_first_with("selector", METHODS), cycle(look.colour for look in LOOKS), strict=False))
-    shapes = dict(zip(_first_with("residual", METHODS), cycle(MARKERS), strict=False))
-    return {rule.name: Mark(colours[rule.selector], *shapes[rule.residual]) for rule in METHODS if rule.name in names}
+    rules = [rule for rule in METHODS if not rule.whole_prefix]
+    colours = dict(zip(_first(rules, _selector_kind), cycle(COLOURS), strict=False))
+    shapes = dict(zip(_first(rules, _residual_kind), cycle(MARKERS), strict=False))
+    return {
+        rule.name: Mark(colours[_selector_kind(rule)], *shapes[_residual_kind(rule)])
+        for rule in rules if rule.name in names
+    }  # fmt: skip
 
 
-def _first_with(part: Literal["selector", "residual"], rules: Iterable[Method]) -> dict[Any, Method]:
-    """The first method with each selector, or with each residual."""
+def _selector_kind(rule: Method) -> str:
+    return type(rule.selector).__name__
+
+
+def _residual_kind(rule: Method) -> str:
+    return type(rule.residual).__name__
+
+
+def _first(rules: Iterable[Method], key: Callable[[Method], Any]) -> dict[Any, Method]:
+    """The first method of each key."""
     found: dict[Any, Method] = {}
     for rule in rules:
-        if not rule.whole_prefix:
-            found.setdefault(getattr(rule, part), rule)
+        found.setdefault(key(rule), rule)
     return found
 
 
@@ -117,14 +131,14 @@ def selection_recall_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFr
 
 def _first_names(methods: Iterable[str]) -> list[str]:
     """The first method of each selector but the exact one."""
-    found = _first_with("selector", map(method_named, dict.fromkeys(methods)))
+    found = _first(map(method_named, dict.fromkeys(methods)), lambda rule: rule.selector)
     return [rule.name for selector, rule in found.items() if selector != TopK()]
 
 
 def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws a panel per length and corpus with a line per selector."""
     panels = [panel for _, panel in points.groupby(["length", "corpus"], sort=False)]
-    marks = marks_of(set(points["method"]))
+    looks = looks_of(points["method"])
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(TEXT_WIDTH, 0.9 + 1.7 * rows), layout="constrained")
     axes = panel_axes(figure, rows, 2, len(panels))
@@ -132,7 +146,7 @@ def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     for axis, panel in zip(axes, panels, strict=True):
         for method, line in panel[panel["missed"] > 0].groupby("method", sort=False):
             line = line.sort_values("budget_percent")
-            axis.plot(line["budget_percent"], line["missed"], **_selector_style(marks[method]))
+            axis.plot(line["budget_percent"], line["missed"], **_style(looks[method]))
         first = panel.iloc[0]
         axis.set_title(f"{plain(corpus_title(first['corpus']))}, {first['length']}: {first['packs']} packs", fontsize=8)
         axis.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.5)
@@ -143,13 +157,16 @@ def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
         axis.set_xticks(budgets)
         axis.tick_params(labelsize=7)
     label_outer(axes, "budget, % of the prefix", "1 \N{MINUS SIGN} recall of the top K's mass", size=8)
-    handles = [Line2D([], [], label=title_parts(method)[0], **_selector_style(mark)) for method, mark in marks.items()]
+    handles = [
+        Line2D([], [], label=title_parts(method)[0], **_style(looks[method]))
+        for method in dict.fromkeys(points["method"])
+    ]
     finish(figure, handles, f"{plain(spec.title)}: attention mass of the top K that selectors miss")
     return figure
 
 
-def _selector_style(mark: Mark) -> dict[str, Any]:
-    return {"color": mark.colour, "marker": "o", "markersize": 3, "linewidth": 1.2}
+def _style(look: Look) -> dict[str, Any]:
+    return {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 3, "linewidth": 1.2}
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -238,19 +255,14 @@ def _draw_points(axis: Axes, panel: pd.DataFrame, marks: dict[str, Mark]) -> Non
     axis.tick_params(labelsize=7)
 
 
-def _residual_title(rule: Method) -> str:
-    """What is added; the name of a method that has no title."""
-    return NOTHING_ADDED if rule.residual is None else title_parts(rule.name)[1] or plain(rule.name)
-
-
 def _handles(marks: dict[str, Mark]) -> list[Artist]:
-    """Selectors by their colours, residuals by their shapes, and the front."""
+    """Kinds of selectors by their colours, kinds of residuals by their shapes, and the front."""
     rules = [method_named(name) for name in marks]
     return [
-        *(Line2D([], [], color=marks[rule.name].colour, linewidth=2, label=title_parts(rule.name)[0])
-          for rule in _first_with("selector", rules).values()),
+        *(Line2D([], [], color=marks[rule.name].colour, linewidth=2, label=SELECTOR_TITLES.get(kind, kind))
+          for kind, rule in _first(rules, _selector_kind).items()),
         Line2D([], [], **FRONT, label="front"),
-        *(Line2D([], [], linestyle="", label=_residual_title(rule),
-                 **marks[rule.name].style(GREY), markersize=4)
-          for rule in _first_with("residual", rules).values()),
+        *(Line2D([], [], linestyle="", label=RESIDUAL_TITLES.get(kind, kind), **marks[rule.name].style(GREY),
+                 markersize=4)
+          for kind, rule in _first(rules, _residual_kind).items()),
     ]  # fmt: skip
