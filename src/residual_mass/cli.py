@@ -154,7 +154,7 @@ STAGES = {
         specs.GenerateSpec, True,
     ),
     "force": Stage(
-        "benchmarks.force", "decode given continuations under every arm", "assets prompts* phi+", "store out",
+        "benchmarks.force", "decode given continuations under every arm", "assets prompts* phi*", "store out",
         specs.ForceSpec, True,
     ),
     "fidelity": Stage(

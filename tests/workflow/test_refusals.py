@@ -19,7 +19,7 @@ from residual_mass.paper.figures.calibration import MOST_PANELS
 from residual_mass.study.plan import Plan, load
 
 TARGETS = [
-    ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, 1b, 3b"),
+    ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol8k, 1b, 3b"),
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has fidelity, fidelity_answers, "
@@ -41,7 +41,7 @@ TARGETS = [
         "entropy_heatmap, mass_curves, quartile_error, "
         "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
     ),
-    ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has mini, paper"),
+    ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has mini, paper, small8k"),
 ]
 
 
@@ -57,7 +57,7 @@ def test_an_unknown_setting_ends_the_run(tmp_path: Path) -> None:
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"study": "small"}, "study 'small' is not known; known are mini, paper (config/studies)"),
+    ({"study": "small"}, "study 'small' is not known; known are mini, paper, small8k (config/studies)"),
     (
         {"examples": 0},
         "configuration: examples: Input should be greater than or equal to 1, not 0; config/README.md ",
@@ -197,7 +197,7 @@ def show_fidelity_on_no_text(study: dict[str, Any]) -> None:
 
 
 def show_answers_at_unanswered_lengths(study: dict[str, Any]) -> None:
-    study["fidelity"] |= {"lengths": ["1k"], "benchmarks": ["longbench"]}
+    study["fidelity"] |= {"lengths": ["1k"], "prompts_at": ["1k"], "benchmarks": ["longbench"]}
 
 
 def share_out_unevenly(study: dict[str, Any]) -> None:
@@ -346,7 +346,7 @@ def draw_more_pairs_than_fit(study: dict[str, Any]) -> None:
 
 
 def tabulate_nothing_that_both_have(study: dict[str, Any]) -> None:
-    study["residuals"]["corpora"] = ["code"]
+    study["residuals"]["corpora"] = ["tables"]
 
 
 def show_an_unmeasured_text(study: dict[str, Any]) -> None:
@@ -354,11 +354,12 @@ def show_an_unmeasured_text(study: dict[str, Any]) -> None:
 
 
 def show_an_unmeasured_length(study: dict[str, Any]) -> None:
-    study["fidelity"]["lengths"] = ["1k"]
+    study["fidelity"] |= {"lengths": ["1k"], "prompts_at": ["1k"]}
     study["figures"]["fidelity"]["lengths"] = ["1k"]
 
 
 def show_prompts_where_there_are_none(study: dict[str, Any]) -> None:
+    study["fidelity"]["benchmarks"] = ["longbench"]
     study["figures"]["fidelity"]["texts"] = ["wiki", "longbench"]
 
 
@@ -403,7 +404,7 @@ STUDY_SLIPS = [
     (compare_an_unknown_method, "residuals.methods: topk_best is not one of topk, topk_phi, "),
     (compare_full_attention, "residuals.methods: full is not one of topk, topk_phi, "),
     (compare_methods_without_topk, "residuals.methods: topk is missing, with which the others are compared; add it"),
-    (compare_methods_on_prompts, "residuals.corpora.2: cwe is not one of "),
+    (compare_methods_on_prompts, "residuals.corpora.3: cwe is not one of "),
     (compare_methods_of_a_foreign_backbone, "residuals.backbones: 1b is not one of smol"),
     (tabulate_no_residuals, "tables: residual_estimators needs a backbone in residuals.backbones"),
     (
@@ -413,7 +414,7 @@ STUDY_SLIPS = [
     (draw_an_uncompared_text, "figures.error_by_k.texts: pydoc is not one of wiki, books"),
     (draw_an_uncompared_length, "figures.error_by_k.lengths: 2k is not one of 1k"),
     (draw_recall_of_an_uncompared_text, "figures.selection_recall.texts: pydoc is not one of wiki, books"),
-    (draw_bytes_of_an_unmeasured_text, "figures.fidelity_by_bytes.texts: books is not one of wiki"),
+    (draw_bytes_of_an_unmeasured_text, "figures.fidelity_by_bytes.texts: code is not one of wiki"),
     (
         draw_more_pairs_than_fit,
         "figures.fidelity_by_bytes: texts and lengths make 6 pairs of panels, but the figure has room for 4",
@@ -422,7 +423,7 @@ STUDY_SLIPS = [
         tabulate_nothing_that_both_have,
         "tables: deployable needs a length and a text of residuals that fidelity has, too",
     ),
-    (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, books, ruler, babilong, longbench"),
+    (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, code, ruler, babilong"),
     (show_an_unmeasured_length, "figures.fidelity_tokens.length: 2k is not one of 1k"),
     (show_prompts_where_there_are_none, "figures.fidelity.lengths: prompts of longbench are not continued at 1k; take"),
     (
