@@ -1,6 +1,6 @@
 """Fills the tables of README.md and docs/ with the numbers of a finished mini study.
 
-    python tools/measured.py FOLDER    # the checkout that has its results/ and logs/
+    python tools/measured.py FOLDER [TABLE ...]    # the checkout that has its results/ and logs/; all tables, or some
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file. What is said about
 the numbers is written by hand, so read it again afterwards.
@@ -26,6 +26,8 @@ from residual_mass.paper.titles import METHOD_TITLES
 ROOT = Path(__file__).parents[1]
 BACKBONE = "smol"
 LENGTHS = ("1k", "2k")
+TEXTS = ("wiki", "code")
+"""Whose continuations are forced."""
 TITLES = {
     name: title.replace(r"Top-$K{+}\phi$", "TopK+phi").replace("Top-$K$", "TopK")
     for name, title in METHOD_TITLES.items()
@@ -101,14 +103,14 @@ def over_lengths(folder: Path, texts: Sequence[str], digits: str = ".3g", **chos
 
 @table
 def kl(folder: Path) -> str:
-    return over_lengths(folder, ("wiki", "books", "code"), metric="kl", state="own")
+    return over_lengths(folder, TEXTS, metric="kl", state="own")
 
 
 @table
 def kl_over_topk(folder: Path) -> str:
     """KL of each method without short maps, as a share of TopK's."""
     lines = []
-    for text in ("wiki", "books", "code"):
+    for text in TEXTS:
         for length in LENGTHS:
             rows = fidelity_rows(folder, length, text=text, task="all", metric="kl", state="own")
             topk = rows[rows.method == "topk"].set_index("budget_percent").value.astype(float)
@@ -122,12 +124,12 @@ def kl_over_topk(folder: Path) -> str:
 
 @table
 def kl_dense(folder: Path) -> str:
-    return over_lengths(folder, ("wiki", "books"), metric="kl", state="dense")
+    return over_lengths(folder, TEXTS, metric="kl", state="dense")
 
 
 @table
 def same_top(folder: Path) -> str:
-    return over_lengths(folder, ("wiki", "books"), metric="same_top", state="own")
+    return over_lengths(folder, TEXTS, metric="same_top", state="own")
 
 
 @table
@@ -337,13 +339,13 @@ def by_bytes(folder: Path) -> str:
             cells = []
             for budget in ("2", "4", "8"):
                 at = arm[arm.budget_percent == budget].set_index("text")
+                if at.empty:
+                    cells += [""] * (1 + len(TEXTS))
+                    continue
                 cells.append(f"{100 * at.step_share.mean():.1f} %")
-                cells += [
-                    f"**{at.over[text]:.3f}**" if at.front[text] else f"{at.over[text]:.3f}"
-                    for text in ("wiki", "books", "code")
-                ]
+                cells += [f"**{at.over[text]:.3f}**" if at.front[text] else f"{at.over[text]:.3f}" for text in TEXTS]
             lines.append([length, TITLES[method], *cells])
-    of_budget = [f"{budget} %: {name}" for budget in (2, 4, 8) for name in ("read", "wiki", "books", "code")]
+    of_budget = [f"{budget} %: {name}" for budget in (2, 4, 8) for name in ("read", *TEXTS)]
     return markdown(["length", "method", *of_budget], lines)
 
 
@@ -435,17 +437,17 @@ def seconds(folder: Path) -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(TABLES)
+
+    def filled(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- table: {name} -->\n{TABLES[name](folder)}\n<!-- end -->" if name in wanted else found[0]
+
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text()
-        filled = re.sub(
-            r"<!-- table: (\w+) -->\n.*?<!-- end -->",
-            lambda found: f"<!-- table: {found[1]} -->\n{TABLES[found[1]](folder)}\n<!-- end -->",
-            text,
-            flags=re.DOTALL,
-        )
-        if filled != text:
-            path.write_text(filled)
+        new = re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", filled, text, flags=re.DOTALL)
+        if new != text:
+            path.write_text(new)
             print(path.relative_to(ROOT))
 
 
