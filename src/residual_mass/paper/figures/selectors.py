@@ -140,7 +140,7 @@ def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     panels = [panel for _, panel in points.groupby(["length", "corpus"], sort=False)]
     looks = looks_of(points["method"])
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(TEXT_WIDTH, 0.9 + 1.7 * rows), layout="constrained")
+    figure = Figure(figsize=(TEXT_WIDTH, 1.1 + 1.7 * rows), layout="constrained")
     axes = panel_axes(figure, rows, 2, len(panels))
     axes[0].set_yscale("log")
     for axis, panel in zip(axes, panels, strict=True):
@@ -161,7 +161,8 @@ def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
         Line2D([], [], label=title_parts(method)[0], **_style(looks[method]))
         for method in dict.fromkeys(points["method"])
     ]
-    finish(figure, handles, f"{plain(spec.title)}: attention mass of the top K that selectors miss")
+    title = f"{plain(spec.title)}: attention mass of the top K that selectors miss"
+    finish(figure, handles, title, columns=COLUMNS)
     return figure
 
 
