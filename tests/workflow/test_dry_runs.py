@@ -667,7 +667,7 @@ def test_prompts_that_are_continued_are_frozen_where_fewer_are_decoded(checkout:
         (forced,) = {a.examples for s in specs(run, "force", ForceSpec) for a in s.asked}
         return [frozen["ruler"], frozen["babilong"], forced, generated, scored.examples]
 
-    assert told_of(1) == [3, 3, 3, 1, 1] and told_of(9) == [9, 9, 3, 9, 9]
+    assert told_of(1) == [2, 2, 2, 1, 1] and told_of(9) == [9, 9, 2, 9, 9]
 
 
 def test_the_estimate_counts_every_job_that_trains_or_decodes(tmp_path: Path, studies: dict[str, Run]) -> None:

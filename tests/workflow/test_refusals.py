@@ -342,7 +342,7 @@ def draw_bytes_of_an_unmeasured_text(study: dict[str, Any]) -> None:
 
 
 def draw_more_pairs_than_fit(study: dict[str, Any]) -> None:
-    study["figures"]["fidelity_by_bytes"]["texts"] += ["code"]
+    study["figures"]["fidelity_by_bytes"]["texts"] += ["books"]
 
 
 def tabulate_nothing_that_both_have(study: dict[str, Any]) -> None:
