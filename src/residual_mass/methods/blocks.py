@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def check_size(size: int) -> None:
+    """Raises ValueError for groups of less than a token."""
+    if size < 1:
+        raise ValueError(f"size is {size}, not 1 or more tokens")
+
+
 def blocks_of(x: Tensor, size: int) -> Tensor:
     """[..., L, C] -> [..., N, S, C], the last block filled up with zeros."""
     from torch.nn.functional import pad

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from residual_mass.methods.blocks import check_size
 from residual_mass.methods.interface import BFLOAT16, Step
 from residual_mass.methods.pages import page_members
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
     from residual_mass.core.accounting import Terms
     from residual_mass.core.moments import MomentState
-    from residual_mass.methods.interface import Seen
+    from residual_mass.methods.blocks import check_size
+from residual_mass.methods.interface import Seen
 
 
 class GroupedMoments(NamedTuple):
@@ -56,8 +58,7 @@ class GroupMoments:
     needs_maps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size is {self.size}, not 1 or more tokens")
+        check_size(self.size)
         if self.split not in ("pages", "clusters"):
             raise ValueError(f"split {self.split!r} is unknown; known are pages, clusters")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from residual_mass.methods.blocks import blocks_of, bounds_of, in_order, inside, joined, scores_of_tokens
+from residual_mass.methods.blocks import blocks_of, bounds_of, check_size, in_order, inside, joined, scores_of_tokens
 from residual_mass.methods.interface import BFLOAT16, Choice, Layout, Step
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Pages:
     reads_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check(self.size)
+        check_size(self.size)
 
     def prepare(self, keys: Tensor, mid: Tensor) -> PageBounds:
         return PageBounds(*bounds_of(keys, mid, self.size))
@@ -80,7 +80,7 @@ class PagesByMean:
     reads_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check(self.size)
+        check_size(self.size)
 
     def prepare(self, keys: Tensor, mid: Tensor) -> PageMeans:
         members = inside(keys, mid, self.size).to(keys.dtype)
@@ -123,8 +123,3 @@ def page_members(mid: Tensor, size: int) -> Tensor:
 def _first(start: int, size: int) -> tuple[int, int]:
     """The page that holds column `start`, and its first column."""
     return start // size, start // size * size
-
-
-def _check(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"size is {size}, not 1 or more tokens")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from residual_mass.methods.blocks import in_order
+from residual_mass.methods.blocks import check_size, in_order
 from residual_mass.methods.interface import BFLOAT16, Choice, Layout, Step
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class WholeClusters:
     reads_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size is {self.size}, not 1 or more tokens")
+        check_size(self.size)
 
     def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
         import torch
