@@ -141,6 +141,26 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     return Backbone(spec, model, tokenizer, identity)
 
 
+def adopted(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, model_id: str = "", revision: str = ""
+) -> Backbone:
+    """Makes a backbone of a model that is loaded already, in evaluation mode and without gradients.
+
+    Args:
+        model_id, revision: name of the weights in files and messages; by default what the configuration says.
+    """
+    model_id = model_id or model.config.name_or_path or type(model).__name__
+    revision = revision or getattr(model.config, "_commit_hash", None) or "local"
+    dtype = str(model.dtype).removeprefix("torch.")
+    spec = BackboneSpec(
+        name=model_id, study="own", model_id=model_id, revision=revision, source="hub", dtype=dtype, tokenizer=model_id,
+        context=getattr(model.config.get_text_config(), "max_position_embeddings", 0),
+        requires_gpu=model.device.type == "cuda",
+    )  # fmt: skip
+    identity = sha256_text("\n".join((model_id, revision, dtype)))
+    return Backbone(spec, model.eval().requires_grad_(False), tokenizer, identity)
+
+
 @contextmanager
 def _one_line_errors(where: str) -> Iterator[None]:
     """Turns any error of transformers about a model's files into one line with the model and the remedy."""
