@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from residual_mass.files import write_text
-from residual_mass.inputs.assets import SOURCES, read_pins
+from residual_mass.inputs.assets import PINS, SOURCES, read_pins
 from residual_mass.inputs.hub_data import BABILONG, ESSAYS, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[st
 
 
 def wheel_rows() -> Iterator[tuple[str, str, str]]:
-    pins = read_pins(ROOT / "config" / "assets.txt")
+    pins = read_pins(PINS)
     for source in SOURCES:
         yield source.note, f"{source.package} {pins[source.package]}", source.licence
 

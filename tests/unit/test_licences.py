@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tests.needs import LOCKED
 
-from residual_mass.inputs.assets import SOURCES, read_pins
+from residual_mass.inputs.assets import PINS, SOURCES, read_pins
 from residual_mass.inputs.hub_data import BABILONG, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_no_licence_is_left_open() -> None:
 
 
 def test_every_source_of_the_assets_is_listed() -> None:
-    pins = read_pins(ROOT / "config" / "assets.txt")
+    pins = read_pins(PINS)
     listed = [tuple(cells) for cells in rows("Models and data from pinned wheels")]
     assert listed == [(s.note, f"{s.package} {pins[s.package]}", s.licence) for s in SOURCES]
 
@@ -88,7 +88,7 @@ def test_a_licence_is_read_where_a_package_states_it(script: ModuleType, tmp_pat
 
 def test_another_version_than_the_locked_one_is_refused(tmp_path: Path) -> None:
     """The script on a lock that names a version which is not installed."""
-    for name in ("config/assets.txt", "config/config.yaml", "tools/licences.py"):
+    for name in ("config/config.yaml", "tools/licences.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "requirements.lock").write_text("# remark\nnumpy==0.0.1\n")

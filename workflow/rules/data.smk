@@ -8,7 +8,7 @@ Makes: results/assets/manifest.json, results/prompts/{benchmark}_{tokenizer}_{le
 rule assets:
     # ancient: a checkout is younger than a folder brought along, which must not be downloaded again for that.
     input:
-        requirements=ancient(plan.here("config/assets.txt")),
+        requirements=ancient(str(PINS)),
     output:
         plan.assets_manifest,
     log:
@@ -23,7 +23,7 @@ rule assets:
         mem_mb=4000,
         runtime=60,
     params:
-        pins=json.dumps(read_pins(ROOT / "config/assets.txt"), sort_keys=True),
+        pins=json.dumps(read_pins(PINS), sort_keys=True),
     message:
         "Downloading model and data (about 130 MB) and converting the model"
     shell:

