@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.backbones.corpora import check_corpora, held_out_corpus, independent_sequences
-from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
+from residual_mass.backbones.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY
 from residual_mass.benchmarks.encoded import encoded
@@ -125,12 +125,35 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     require_one_file_each(phi, spec.maps)
     maps = {each.label: path for each, path in zip(spec.maps, phi, strict=True)}
     require_maps_of((*spec.arms, *spec.arms_of_documents), maps)
-    shas = {label: sha256_of(path) for label, path in maps.items()}
     check_corpora([], assets, spec.corpora)
-    identity = backbone_identity(spec.backbone, assets)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    continuations = [*_documents(spec, tokenizer, assets), *_answers(spec, tokenizer, prompts)]
+    texts = documents(spec, spec.rows_of_document, tokenizer, assets)
+    identity = backbone_identity(source, assets)
+    continuations = [*texts, *_answers(spec, tokenizer, prompts)]
+    facts = write_forced(spec, continuations, identity, lambda: load_backbone(source, assets), maps, store, out)
+    record.write(out, identity=identity, **facts)
+
+
+def write_forced(
+    spec: ForceSpec,
+    continuations: Sequence[Continuation],
+    identity: str,
+    load: Callable[[], Backbone],
+    maps: Mapping[str, Path],
+    store: Path,
+    out: Path,
+) -> dict[str, Any]:
+    """Adds the missing rows to `store`, then writes a row per token to `out`.
+
+    Args:
+        identity: of the backbone that `load` loads where rows are missing.
+        maps: files of the feature maps by label.
+
+    Returns:
+        Numbers of rows and the device, for the record.
+    """
+    shas = {label: sha256_of(path) for label, path in maps.items()}
     wanted = [
         Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
         for each in continuations
@@ -141,9 +164,9 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
             _require_sound(rows, each)
         missing = [each for each in wanted if each.key not in rows.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
-        device = _compute(spec, assets, maps, missing, rows) if missing else None
+        device = _compute(spec, load(), maps, missing, rows) if missing else None
         write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
-    record.write(out, identity=identity, rows=len(wanted), rows_computed=len(missing), device=device)
+    return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
 
 
 def _require_sound(store: RowStore, wanted: Wanted) -> None:
@@ -160,18 +183,27 @@ def _require_sound(store: RowStore, wanted: Wanted) -> None:
             store.require(wanted.key, {name: kind})
 
 
-def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
-    """Held-out documents: a prefix of the length, one token, and what follows it."""
+def documents(
+    spec: ForceSpec, rows: tuple[tuple[str, ArmSpec], ...], tokenizer: Any, assets: Path
+) -> Iterator[Continuation]:
+    """Yields documents of the spec's held-out corpora, to be decoded as these rows."""
     length = tokens_of(spec.length)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
         found = independent_sequences(texts, spec.documents)
         if len(found) < spec.documents:
             log.warning("%d documents instead of %d: corpus %s holds no more", len(found), spec.documents, corpus)
-        for index, ids in enumerate(found):
-            prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
-            place = corpus, "", index, FOLLOWING
-            yield Continuation(*place, prompt, answer, spec.tokens, length, spec.rows_of_document)
+        yield from following(spec, corpus, found, rows)
+
+
+def following(
+    spec: ForceSpec, text: str, sequences: Iterable[Sequence[int]], rows: tuple[tuple[str, ArmSpec], ...]
+) -> Iterator[Continuation]:
+    """Yields sequences of token ids as documents: a prefix of the length, one token, and what follows it."""
+    length = tokens_of(spec.length)
+    for index, ids in enumerate(sequences):
+        prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
+        yield Continuation(text, "", index, FOLLOWING, prompt, answer, spec.tokens, length, rows)
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
@@ -202,7 +234,7 @@ def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) 
 
 
 def _compute(
-    spec: ForceSpec, assets: Path, maps: dict[str, Path], missing: Sequence[Wanted], store: RowStore
+    spec: ForceSpec, backbone: Backbone, maps: Mapping[str, Path], missing: Sequence[Wanted], store: RowStore
 ) -> torch.device:
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
@@ -210,7 +242,6 @@ def _compute(
     from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
     from residual_mass.backbones.forced import ForcedDecoder
 
-    backbone = load_backbone(spec.backbone, assets)
     _check_vocabulary(spec, backbone.model, missing)
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
