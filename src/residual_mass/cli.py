@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from residual_mass.core.settings import Settings
 from residual_mass.files import require_writable
+from residual_mass.measure import command
 from residual_mass.study import specs
 from residual_mass.study.specs import parse_spec
 
@@ -33,6 +34,7 @@ LESS_MEMORY = {
     "kernels": "lower diagnostics.queries",
     "map-errors": "lower diagnostics.queries",
     "residual-errors": "lower residuals.queries",
+    "measure": "lower --tokens, or leave out methods",
     "runtime": "leave the longest contexts out of runtime.contexts",
 }
 LONGEST = 2000
@@ -51,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
         _start_log()
-        if _run(options.stage, vars(options)) is False:
+        if options.name == "measure":
+            command.run(options)
+        elif _run(options.stage, vars(options)) is False:
             sys.exit(1)
     except (ValueError, OSError) as error:
         _refuse(options.name, str(error))
@@ -101,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
         for flag in (*stage.reads.split(), *stage.writes.split()):
             _add_flag(sub, flag)
+    command.add_arguments(parsers.add_parser("measure", help="say how much of the cache a model may leave unread"))
     parsers.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
     parsers.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
     return parser

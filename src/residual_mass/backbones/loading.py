@@ -109,7 +109,7 @@ def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
     """Loads the backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
-    with _one_line_errors(where):
+    with one_line_errors(where):
         return AutoTokenizer.from_pretrained(where, **options)
 
 
@@ -130,7 +130,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
     identity = backbone_identity(spec, assets)
     dtype = getattr(torch, spec.dtype)
-    with _one_line_errors(where):
+    with one_line_errors(where):
         if spec.source == "random":
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
@@ -162,7 +162,7 @@ def adopted(
 
 
 @contextmanager
-def _one_line_errors(where: str) -> Iterator[None]:
+def one_line_errors(where: str) -> Iterator[None]:
     """Turns any error of transformers about a model's files into one line with the model and the remedy."""
     try:
         yield

@@ -1,16 +1,13 @@
-"""Downloads single files from the hub and checks them; turns errors of its libraries into one line."""
+"""Downloads single files from the hub and checks them."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residual_mass.files import sha256_of
-from residual_mass.inputs.hub_folder import in_one_line
+from residual_mass.inputs.hub_errors import asking
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
@@ -67,37 +64,3 @@ def matches_hub(path: Path, info: RepoFile) -> bool:
         return sha256_of(path) == info.lfs.sha256
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == info.blob_id
-
-
-@contextmanager
-def asking(repository: str) -> Iterator[None]:
-    """Turns errors of the hub's libraries into a ValueError of one line without the token.
-
-    Wrap only their calls in it, because it catches all exceptions: the libraries raise a dozen unrelated classes.
-    """
-    from huggingface_hub import get_token
-
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
-        message = _message(repository, error)
-        raise ValueError(message.replace(token, "(the token)") if (token := get_token()) else message) from None
-
-
-def _message(repository: str, error: Exception) -> str:
-    from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        access = "accept its licence on its page on the hub, then set HF_TOKEN or run `hf auth login`"
-        return f"{repository}: access is restricted: {access}"
-    if isinstance(error, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
-        return f"{repository}: the hub no longer has the commit, or a file of it ({in_one_line(error)}); choose another"
-    if isinstance(error, (errors.RepositoryNotFoundError, DatasetNotFoundError)):
-        return f"{repository}: not on the hub, or private: check the name, or log in with `hf auth login`"
-    return (
-        f"{repository}: cannot be fetched ({in_one_line(error)}); check the network and run prefetch again, which "
-        "resumes"
-    )

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from residual_mass.files import claimed, sha256_of, write_json
 from residual_mass.inputs.assets import changed_files
 from residual_mass.inputs.hub_data import HUB, REVISIONS, HubPart
+from residual_mass.inputs.hub_errors import asking
 from residual_mass.inputs.hub_folder import REMEDY, HubFolder, RepoKind, key_of
-from residual_mass.prefetch.download import asking, bytes_begun, download, has_size, matches_hub, part_of, part_suffix
+from residual_mass.prefetch.download import bytes_begun, download, has_size, matches_hub, part_of, part_suffix
 from residual_mass.prefetch.missing import covers, problems
 from residual_mass.prefetch.needs import same_order
 from residual_mass.prefetch.shards import shards_read, tokens_in
