@@ -1,3 +1,17 @@
-from residual_mass.cli import main
+"""The command `residual-mass`, and `python -m residual_mass`."""
 
-main()
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        from residual_mass.cli import main as run
+    except ModuleNotFoundError as missing:
+        sys.exit(f"residual-mass: error: the package {missing.name} is missing; pip install 'residual-mass[measure]'")
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,8 @@ def locked_versions(root: Path) -> dict[str, str]:
 def direct_requirements(root: Path) -> dict[str, Requirement]:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
+    own = project["name"]  # an extra may take in another one
+    return {canonicalize_name(r.name): r for r in map(Requirement, lines) if r.name != own}
 
 
 def disagreements(root: Path) -> list[str]:

@@ -97,12 +97,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measures, prints the answer and writes it to the folder `--out`; interrupted, it resumes."""
+def asked_of(options: argparse.Namespace) -> Asked:
     given = {name: getattr(options, name) for name in Asked.__dataclass_fields__}
     listed = {name: tuple(dict.fromkeys(given[name])) for name in ("texts", "methods", "budgets")}
-    asked = Asked(**given | listed)
-    from residual_mass.measure import answer, page
+    return Asked(**given | listed)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures, prints the answer and writes it to the folder `--out`; interrupted, it resumes."""
+    asked = asked_of(options)
+    from residual_mass.measure import answer, page  # torch and matplotlib, which the workflow does without
     from residual_mass.measure.distances import measure
 
     found = measure(asked)

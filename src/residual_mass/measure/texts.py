@@ -14,6 +14,7 @@ from residual_mass.backbones.corpora import held_out_corpus, independent_sequenc
 from residual_mass.backbones.loading import special_prefix
 from residual_mass.inputs.texts import ASSETS
 from residual_mass.measure.command import Asked
+from residual_mass.measure.models import require_assets
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def read(asked: Asked, tokenizer: PreTrainedTokenizerBase, size: int) -> list[Te
 
 def _of_corpus(name: str, asked: Asked, tokenizer: PreTrainedTokenizerBase, size: int) -> Text:
     """The study's documents."""
+    require_assets(asked.assets_folder)
     corpus = held_out_corpus(name, tokenizer, size, asked.seed, asked.assets_folder)
     sequences = independent_sequences(corpus, asked.documents)
     return Text(name, sequences, len(sequences))

