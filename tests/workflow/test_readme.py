@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT, dry_run
 
+from residual_mass.cli import _parser
+
 README = (ROOT / "README.md").read_text()
 COMMANDS = sorted(set(re.findall(r"^snakemake .*?(?=\s+#|$)", README, re.MULTILINE)))
 
@@ -31,3 +33,16 @@ def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     shown = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE))
     assert {"mini", "test"} <= shown <= targets
+
+
+MEASUREMENTS = sorted(set(re.findall(r"^residual-mass (measure .*?|measure)(?=\s+#|$)", README, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("command", MEASUREMENTS)
+def test_a_measurement_is_understood(command: str) -> None:
+    """`tests/unit/measure` runs such commands on a tiny model."""
+    assert _parser().parse_args(shlex.split(command)).name == "measure"
+
+
+def test_the_readme_shows_measurements() -> None:
+    assert len(MEASUREMENTS) >= 2
