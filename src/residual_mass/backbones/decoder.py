@@ -20,10 +20,12 @@ from residual_mass.backbones.prefix import (
     Summary,
     arm_rows,
     generated_terms,
+    head_sinks,
     map_queries,
     prefix_terms,
 )
-from residual_mass.core.accounting import Terms, merge
+from residual_mass.backbones.windows import Window, window_of
+from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 
@@ -48,7 +50,7 @@ class ArmDecoder:
         step = self.calls[module.layer_idx]
         self.calls[module.layer_idx] += 1
         by_arm = [x.unflatten(0, (-1, len(self.arms))) for x in (query, key, value)]
-        output = query.new_empty(*by_arm[0].shape[:2], 1, query.shape[1], query.shape[3])
+        output = query.new_empty(*by_arm[0].shape[:2], 1, query.shape[1], value.shape[3])
         if self.full is not None:
             whole = _places(self.arms, full=True)
             rows = (x[:, whole[0]] for x in by_arm)  # several full arms would have equal rows
@@ -56,7 +58,7 @@ class ArmDecoder:
         if self.partial is not None:
             places = _places(self.arms, full=False)
             rows = (x[:, places].flatten(0, 1) for x in by_arm)
-            terms = self.partial.attend(module.layer_idx, *rows, step, scale)
+            terms = self.partial.attend(module, *rows, step, scale)
             output[:, places] = terms.unflatten(0, (-1, len(places))).to(query.dtype)
         return output.flatten(0, 1)
 
@@ -106,11 +108,12 @@ class FullRows:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
         """Attends with query [E, Hq, 1, D], key and value [E, Hkv, 1, D] of the new tokens: [E, 1, Hq, D]."""
-        outputs = []
+        window, outputs = window_of(module), []
         for e, (keys, values) in enumerate(self.caches[module.layer_idx]):
             new = self.lengths[e] + step
             keys[:, :, new], values[:, :, new] = key[e, :, 0], value[e, :, 0]
-            filled = keys[:, :, : new + 1], values[:, :, : new + 1]
+            first = 0 if window is None else max(0, window.first(new))
+            filled = keys[:, :, first : new + 1], values[:, :, first : new + 1]
             outputs.append(exact_attention(module, query[e : e + 1], *filled, None, scale))
         return torch.cat(outputs)
 
@@ -159,18 +162,41 @@ class PartialRows:
         order = [a for group in groups for a in group.arms]
         self.order = torch.tensor(order).argsort().to(layers[0].keys.device)
 
-    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, step: int, scale: float) -> Tensor:
         """Attends with query [E * P, Hq, 1, D], key and value [E * P, Hkv, 1, D] of the new tokens.
 
         Returns:
             [E * P, 1, Hq, D] float32.
         """
+        index, window = module.layer_idx, window_of(module)
         keys, values = self.generated[index]
         keys[:, :, step], values[:, :, step] = key[:, :, 0], value[:, :, 0]
         grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [E * P, Hkv, G, D]
-        prefix = self._prefix_terms(index, query, grouped, scale)
-        new = generated_terms(grouped, keys[:, :, : step + 1], values[:, :, : step + 1], scale)
-        return merge(prefix, new).flatten(1, 2).unsqueeze(1)
+        generated = keys[:, :, : step + 1], values[:, :, : step + 1]
+        if window is None:
+            prefix, seen = self._prefix_terms(index, query, grouped, scale), None
+        else:
+            prefix, seen = self._window_terms(self.layers[index], grouped, window, step, scale)
+        new = generated_terms(grouped, *generated, scale, seen)
+        return merge(prefix, new, *head_sinks(module, key.shape[1])).flatten(1, 2).unsqueeze(1)
+
+    def _window_terms(
+        self, layer: PrefixLayer, grouped: Tensor, window: Window, step: int, scale: float
+    ) -> tuple[Terms, Tensor]:
+        """Computes the exact terms [E * P, Hkv, G, ...] of the prefix within a window, and which of the generated
+        tokens it holds [E * P, 1, 1, step + 1].
+        """
+        start = max(0, min(window.first(length + step) for length in self.lengths))
+        lengths = torch.tensor(self.lengths, device=grouped.device).unsqueeze(1)
+        first = window.first(lengths + step)
+        columns = torch.arange(start, layer.keys.shape[2], device=grouped.device)
+        support = ((columns >= first) & (columns < lengths))[:, None, None]
+        rows = _by_example(promoted(grouped), len(self.arms))
+        scores = attention_scores(rows, promoted(layer.keys[:, :, start:]), scale)
+        terms = exact_terms(scores, promoted(layer.values[:, :, start:]), support)
+        seen = lengths + torch.arange(step + 1, device=grouped.device) >= first
+        by_row = (_by_arm(part, len(self.arms)).flatten(0, 1) for part in terms)
+        return Terms(*by_row), seen.repeat_interleave(len(self.arms), 0)[:, None, None]
 
     def _prefix_terms(self, index: int, query: Tensor, grouped: Tensor, scale: float) -> Terms:
         """Collects the groups' terms for all rows, [E * P, Hkv, G, ...]."""
@@ -220,12 +246,12 @@ class PartialRows:
 
 def generated_buffers(layers: Sequence[PrefixLayer], num_arms: int, steps: int) -> list[tuple[Tensor, Tensor]]:
     """Allocates the generated keys and values [E * P, Hkv, steps, D] of every layer."""
-    buffers = []
-    for layer in layers:
-        examples, kv_heads, _, d = layer.keys.shape
-        size = (examples * num_arms, kv_heads, steps, d)
-        buffers.append((layer.keys.new_empty(size), layer.values.new_empty(size)))
-    return buffers
+
+    def room(x: Tensor) -> Tensor:
+        examples, kv_heads, _, d = x.shape
+        return x.new_empty(examples * num_arms, kv_heads, steps, d)
+
+    return [(room(layer.keys), room(layer.values)) for layer in layers]
 
 
 def _by_example(x: Tensor, num_arms: int) -> Tensor:

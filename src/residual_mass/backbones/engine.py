@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.backbones.decoder import ArmDecoder, ArmGroup, FullRows, PartialRows, generated_buffers
-from residual_mass.backbones.hook import attention_hook
+from residual_mass.backbones.hook import attention_hook, require_attention_alone
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.backbones.prefill import Prefill, end_tokens, greedy, model_at_fault, prefill
@@ -76,7 +76,7 @@ class SharedPrefillEngine:
         work: tokens and seconds of all calls.
 
     Raises:
-        ValueError: an arm's maps are missing, or belong to another backbone.
+        ValueError: an arm's maps are missing, or belong to another backbone; a layer of it is not attention alone.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class SharedPrefillEngine:
     ) -> None:
         self.backbone, self.arms, self.anchors, self.nominal_length = backbone, list(arms), anchors, nominal_length
         self.work = Work()
+        require_attention_alone(backbone.model)
         given: Mapping[str | None, PhiMaps] = phi if isinstance(phi, Mapping) else {} if phi is None else {None: phi}
         self.maps = {
             label: self._checked(given, label, arm).folded()
@@ -206,7 +207,7 @@ class SharedPrefillEngine:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
         device, model = self.backbone.device, self.backbone.model
         steps = 0
-        with attention_hook(model, decoder):
+        with attention_hook(model, decoder, hybrid=True):
             while batch.shrink(decoder):
                 rows = [(e, a) for e in batch.examples for a in batch.arms]
                 current = torch.tensor([[batch.newest(e, a)] for e, a in rows], device=device)

@@ -20,7 +20,8 @@ from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine, 
 from residual_mass.backbones.hook import Handler, attention_hook, exact_attention
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT
 from residual_mass.backbones.prefill import end_tokens, greedy, model_at_fault
-from residual_mass.backbones.prefix import PrefixLayer, arm_rows, map_heads, prefix_terms, retrieved_by
+from residual_mass.backbones.prefix import PrefixLayer, arm_rows, head_sinks, map_heads, prefix_terms, retrieved_by
+from residual_mass.backbones.windows import Window, window_of
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
 from residual_mass.methods.arms import ArmSpec
 
@@ -90,7 +91,7 @@ class ForcedDecoder:
         rows = FullRows.copy(self.prefix, [self.length], limit)
         decoder = ArmDecoder([ArmSpec("full")], rows, None, len(self.prefix))
         newest, tokens = first, []
-        with attention_hook(model, decoder):
+        with attention_hook(model, decoder, hybrid=True):
             while len(tokens) < limit and (not tokens or newest not in ends):
                 ids = torch.tensor([[newest]], device=self.engine.backbone.device)
                 position = torch.tensor([[self.length + len(tokens)]], device=ids.device)
@@ -118,7 +119,7 @@ class ForcedDecoder:
     def _forward(self, handler: Handler, num_arms: int, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(tokens)] * num_arms, device=self.engine.backbone.device)
         positions = torch.arange(self.length, self.length + len(tokens), device=ids.device).expand(num_arms, -1)
-        with attention_hook(self.engine.backbone.model, handler):
+        with attention_hook(self.engine.backbone.model, handler, hybrid=True):
             return self.engine.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
 
@@ -161,8 +162,7 @@ class _FullChunk:
         self.layers[module.layer_idx] = (key, value)
         layer = self.prefix[module.layer_idx]
         keys, values = torch.cat((layer.keys, key), dim=2), torch.cat((layer.values, value), dim=2)
-        visible = _causal(query.shape[2], query.device)
-        visible = nn.functional.pad(visible, (layer.keys.shape[2], 0), value=True)
+        visible = _visible(layer.keys.shape[2], query, window_of(module))
         return exact_attention(module, query, keys, values, visible[None, None], scale)
 
 
@@ -176,7 +176,7 @@ class _ArmsChunk:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         rows = zip(self.arms, query.split(1), key.split(1), value.split(1), strict=True)
-        return torch.cat([arm(module.layer_idx, *tensors, scale) for arm, *tensors in rows])
+        return torch.cat([arm(module, *tensors, scale) for arm, *tensors in rows])
 
 
 class _ArmChunk:
@@ -185,12 +185,21 @@ class _ArmChunk:
     def __init__(self, decoder: ForcedDecoder, arm: ArmSpec, group: ArmGroup, dense: Layers | None) -> None:
         self.decoder, self.arm, self.group, self.dense = decoder, arm, group, dense
 
-    def __call__(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attends with query [1, Hq, T, D], key and value [1, Hkv, T, D] in a layer: [1, T, Hq, D]."""
-        prefix = self._prefix_terms(index, query, key.shape[1], scale)
+        index, window = module.layer_idx, window_of(module)
+        visible = _visible(self.decoder.length, query, window)
         rows = promoted(query).unflatten(1, (key.shape[1], -1))  # [1, Hkv, G, T, D]
-        new = self._chunk_terms(index, rows, promoted(key).unsqueeze(2), promoted(value).unsqueeze(2), scale)
-        output = merge(_by_token(prefix, rows.shape[3]), *new)  # [1, Hkv, G, T, D]
+        if window is None:
+            prefix = _by_token(self._prefix_terms(index, query, key.shape[1], scale), rows.shape[3])
+        else:
+            layer = self.decoder.prefix[index]
+            keys, values = (promoted(x).unsqueeze(2) for x in (layer.keys, layer.values))
+            prefix = exact_terms(attention_scores(rows, keys, scale), values, visible[:, : self.decoder.length])
+        near = visible[:, self.decoder.length :]
+        new = self._chunk_terms(index, rows, promoted(key).unsqueeze(2), promoted(value).unsqueeze(2), scale, near)
+        sinks = [Terms(*(part.unsqueeze(2) for part in terms)) for terms in head_sinks(module, key.shape[1])]
+        output = merge(prefix, *new, *sinks)  # [1, Hkv, G, T, D]
         return output.flatten(1, 2).transpose(1, 2).to(query.dtype)
 
     def _prefix_terms(self, index: int, query: Tensor, kv_heads: int, scale: float) -> Terms:
@@ -207,21 +216,27 @@ class _ArmChunk:
         )  # fmt: skip
         return prefix_terms(rows, log_query, self.decoder.prefix[index], summary, settings, scale)
 
-    def _chunk_terms(self, index: int, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> list[Terms]:
-        """The exact terms of the chunk's tokens for rows [1, Hkv, G, T, D]; key and value [1, Hkv, 1, T, D]."""
-        causal = _causal(rows.shape[3], rows.device)
+    def _chunk_terms(
+        self, index: int, rows: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor
+    ) -> list[Terms]:
+        """The exact terms of the chunk's tokens for rows [1, Hkv, G, T, D]; key and value [1, Hkv, 1, T, D], visible
+        [T, T] bool.
+        """
         own = attention_scores(rows, key, scale)
         if self.dense is None:
-            return [exact_terms(own, value, causal)]
+            return [exact_terms(own, value, visible)]
         itself = torch.eye(rows.shape[3], dtype=torch.bool, device=rows.device)
         keys, values = (promoted(x).unsqueeze(2) for x in self.dense[index])
-        earlier = exact_terms(attention_scores(rows, keys, scale), values, causal & ~itself)
+        earlier = exact_terms(attention_scores(rows, keys, scale), values, visible & ~itself)
         return [earlier, exact_terms(own, value, itself)]
 
 
-def _causal(tokens: int, device: torch.device) -> Tensor:
-    """[T, T] bool, True where a token may look."""
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+def _visible(length: int, query: Tensor, window: Window | None) -> Tensor:
+    """[T, L + T] bool, True where a token of the chunk may look: at itself and before, within the layer's window."""
+    columns = torch.arange(length + query.shape[2], device=query.device)
+    positions = columns[length:].unsqueeze(1)
+    visible = columns <= positions
+    return visible if window is None else visible & (columns >= window.first(positions))
 
 
 def _by_token(terms: Terms, tokens: int) -> Terms:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import device_of
+from residual_mass.backbones.hook import device_of, require_plain
 from residual_mass.backbones.partial import make_arm, require_maps
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import end_tokens, prefill
@@ -48,6 +48,7 @@ def partial_generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
     arm, anchors = make_arm(method, budget), AnchorSpec(num_sink, num_tail)
     rule = fused_method(arm.rule)
+    require_plain(model)
     require_maps(arm, phi)
     prompt = input_ids.to(device_of(model))
     length, steps, ends = prompt.shape[1], max_new_tokens - 1, end_tokens(model)

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import attention_hook, attention_layers, device_of, exact_attention
+from residual_mass.backbones.hook import attention_hook, attention_layers, device_of, exact_attention, text_config
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefix import (
     ArmRows,
@@ -25,10 +26,12 @@ from residual_mass.backbones.prefix import (
     arm_rows,
     build_prefix,
     generated_terms,
+    head_sinks,
     map_queries,
     prefix_terms,
     summarise_prefix,
 )
+from residual_mass.backbones.windows import window_of
 from residual_mass.core.accounting import merge
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, method_named
@@ -47,9 +50,10 @@ def partial_kv(
 ) -> Iterator[PartialKV]:
     """Context in which prompts are read exactly and generated tokens attend to the prompt through `method`.
 
-    Works with `model.generate` (greedy, sampling or beams, left-padded batches, the default dynamic cache) on
-    decoder-only models with rotary positions that use transformers' attention interface. Prompts must be read in one
-    piece (no `prefill_chunk_size`), because a call with a single token counts as a generated one.
+    Works with `model.generate` (greedy, sampling or beams, left-padded batches, growing or static caches) on
+    decoder-only models that use transformers' attention interface; docs/models.md lists families. Layers with a sliding
+    window or chunks attend exactly. Several tokens in one call are read exactly and join the prefix, as a further turn
+    on the same cache does; a single token is a generated one, unless `generate` reads it as the last chunk of a prompt.
 
     Args:
         method: full, topk, topk_phi, topk_moments or another name in `residual_mass.methods`, or your own `Method`.
@@ -69,17 +73,37 @@ def partial_kv(
     arm = make_arm(method, budget)
     if fold is not None and fold < 1:
         raise ValueError(f"fold is {fold}, not 1 or more tokens")
-    if getattr(model.generation_config, "prefill_chunk_size", None):
-        raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
     attention_layers(model)
-    session = PartialKV(arm, AnchorSpec(num_sink, num_tail), HeadShape.of(model.config), fold)
+    session = PartialKV(arm, AnchorSpec(num_sink, num_tail), fold)
     require_maps(arm, phi)
     if arm.needs_maps:
         assert phi is not None
-        phi.require(session.shape)
-        session.maps = phi.on(device_of(model)).folded()
-    with attention_hook(model, session):
+        phi.require(HeadShape.of(text_config(model)))
+        session.maps, session.shape = phi.on(device_of(model)).folded(), phi.shape
+    with attention_hook(model, session, hybrid=True), _prompts_marked(model, session):
         yield session
+
+
+@contextmanager
+def _prompts_marked(model: PreTrainedModel, session: PartialKV) -> Iterator[None]:
+    """Tells the session while `generate` reads a prompt, the last chunk of which may be a single token."""
+    read = getattr(model, "_prefill", None)  # older versions of transformers have none, and refuse such chunks
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        session.reading = True
+        try:
+            return read(*args, **kwargs)
+        finally:
+            session.reading = False
+
+    if read is None:
+        yield
+        return
+    model._prefill = marked
+    try:
+        yield
+    finally:
+        del model._prefill
 
 
 def make_arm(method: str | Method, budget: float | None) -> Arm:
@@ -102,63 +126,93 @@ class PartialKV:
     """State of one `partial_kv` context, by layer.
 
     Attributes:
-        partial_calls: number of decode-step attention calls per layer; 0 if the model bypasses the hook.
+        partial_calls: number of decode-step attention calls per layer that reads the whole text; 0 if the model
+            bypasses the hook.
+        reading: whether single tokens are part of a prompt too.
     """
 
     arm: Arm
     anchors: AnchorSpec
-    shape: HeadShape
     fold: int | None = None
     maps: list[tuple[Map, Map]] | None = None
+    shape: HeadShape | None = None
     partial_calls: dict[int, int] = field(default_factory=dict)
+    reading: bool = False
+    _columns: dict[int, int] = field(default_factory=dict)
+    _filled: dict[int, int] = field(default_factory=dict)
     _real: dict[int, Tensor] = field(default_factory=dict)
     _prefix: dict[int, tuple[PrefixLayer, Summary | None, ArmRows]] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
+        if window_of(module) is not None:
+            return exact_attention(module, query, key, value, mask, scale)
         index = module.layer_idx
-        if query.shape[2] > 1 or key.shape[2] == 1:  # a prompt, or more of it
-            self._real[index] = _real_columns(key, mask)
+        several = self.reading or query.shape[2] > 1
+        # A growing cache is full; of a static one, whose keys keep their number, the mask tells what is filled.
+        grown = not several and key.shape[2] > self._columns.get(index, key.shape[2])
+        filled = key.shape[2] if grown else _filled_columns(query, key, mask)
+        before, self._filled[index], self._columns[index] = self._filled.get(index), filled, key.shape[2]
+        if several or filled == 1:  # a prompt, or more of it
+            self._real[index] = _real_columns(filled, key, mask)
             self._prefix.pop(index, None)
             return exact_attention(module, query, key, value, mask, scale)
-        if index not in self._real:
+        if before is None:
             raise ValueError("partial_kv: the prompt has to be read within the context, not before it")
-        length = self._real[index].shape[1]
-        if key.shape[2] <= length:
+        if filled <= before:
             raise ValueError(
-                "partial_kv needs a growing cache: static caches (cache_implementation=...) are not supported"
+                f"partial_kv: {type(module).__name__} reads {filled} tokens after {before}; either a prompt was read "
+                "outside the context, or the layer attends several times to one token, which is not supported"
             )
         self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         if self.arm.is_full:
             return exact_attention(module, query, key, value, mask, scale)
+        return self._attend(module, query, key[:, :, :filled], value[:, :, :filled], scale)
+
+    def _attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attends with one new token per row, query [N, Hq, 1, D], to all columns: [N, 1, Hq, D]."""
+        index, length = module.layer_idx, self._real[module.layer_idx].shape[1]
         folded = self.fold is not None and key.shape[2] - length > 2 * self.fold
         if folded:
             length += self.fold
             self._real[index] = nn.functional.pad(self._real[index], (0, self.fold), value=True)
-        if folded or index not in self._prefix:
-            self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length])
-        layer, summary, rows = self._prefix[index]
         grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
+        if folded or index not in self._prefix:
+            self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length], grouped.shape[2])
+        layer, summary, rows = self._prefix[index]
         log_query = None if self.maps is None else map_queries(self.maps[index][0], query, key.shape[1])
         prefix = prefix_terms(grouped, log_query, layer, summary, rows, scale)
         new = generated_terms(grouped, key[:, :, length:], value[:, :, length:], scale)
-        return merge(prefix, new).flatten(1, 2).unsqueeze(1).to(query.dtype)
+        return merge(prefix, new, *head_sinks(module, key.shape[1])).flatten(1, 2).unsqueeze(1).to(query.dtype)
 
-    def _build(self, index: int, keys: Tensor, values: Tensor) -> tuple[PrefixLayer, Summary | None, ArmRows]:
+    def _build(
+        self, index: int, keys: Tensor, values: Tensor, group: int
+    ) -> tuple[PrefixLayer, Summary | None, ArmRows]:
         real = self._real[index]
         if index in self._prefix:
             layer = self._prefix[index][0].grown(keys, values, real, self.anchors)
         else:
             layer = build_prefix(keys, values, real, self.anchors)
+        if self.shape is not None and (self.shape.kv_heads, self.shape.head_dim) != (keys.shape[1], keys.shape[3]):
+            raise ValueError(
+                f"layer {index} has {keys.shape[1]} key heads of width {keys.shape[3]}, and the phi maps are for "
+                f"{self.shape.kv_heads} of width {self.shape.head_dim}; take a method without maps: topk_moments"
+            )
         summary = None if self.maps is None else summarise_prefix(layer, self.maps[index][1])
-        group = self.shape.query_heads // self.shape.kv_heads
         rows = arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
         return layer, summary, rows
 
 
-def _real_columns(key: Tensor, mask: Tensor | None) -> Tensor:
+def _filled_columns(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
+    """Returns the number of columns that hold a token or padding: up to the last that the last query sees, itself."""
+    if mask is None:
+        return key.shape[2] if query.shape[2] == 1 else query.shape[2]
+    return int(mask[:, 0, -1].any(0).nonzero()[-1]) + 1
+
+
+def _real_columns(filled: int, key: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the mask [N, L] of real prompt tokens: exactly those that a left-padded prompt's last query sees."""
     if mask is None:
-        return torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-    return mask[:, 0, -1].expand(key.shape[0], -1)
+        return torch.ones(key.shape[0], filled, dtype=torch.bool, device=key.device)
+    return mask[:, 0, -1, :filled].expand(key.shape[0], -1)

@@ -40,6 +40,8 @@ class HeadShape:
     def of(cls, config: Any) -> HeadShape:
         """Reads the shape from a transformers model configuration."""
         query_heads = config.num_attention_heads
+        if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # latent attention: a key for every head
+            return cls(config.num_hidden_layers, query_heads, query_heads, plain + config.qk_rope_head_dim)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
         return cls(config.num_hidden_layers, query_heads, kv_heads, head_dim)

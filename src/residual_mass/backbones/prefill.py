@@ -43,7 +43,7 @@ class Prefill:
 def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
     """Reads prompts of equal length in one pass; computes logits only at the last position."""
     read = Prefill()
-    with attention_hook(model, read):
+    with attention_hook(model, read, hybrid=True):
         inputs = torch.tensor(prompts, device=device_of(model))
         logits = model(inputs, use_cache=False, logits_to_keep=1).logits
     read.next_token, read.finite = greedy(logits)

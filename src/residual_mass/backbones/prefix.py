@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from residual_mass.backbones.hook import sinks_of
 from residual_mass.core.accounting import (
     Estimate,
     SummaryState,
@@ -26,6 +27,7 @@ from residual_mass.core.accounting import (
     one_gather_terms,
     promoted,
     residual_terms,
+    sink_terms,
     summarise,
 )
 from residual_mass.core.feature_maps import FoldedMap
@@ -311,10 +313,22 @@ def map_heads(feature_map: Map, x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).view(heads, examples, n, -1).transpose(0, 1)
 
 
-def generated_terms(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Terms:
-    """Computes exact terms of the generated tokens: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D]."""
+def generated_terms(queries: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None = None) -> Terms:
+    """Computes exact terms of the generated tokens: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D].
+
+    Args:
+        seen: [N, 1, 1, T] bool, which of them count; None for all.
+    """
     scores = attention_scores(promoted(queries), promoted(keys), scale)
-    return exact_terms(scores, promoted(values), torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device))
+    if seen is None:
+        seen = torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device)
+    return exact_terms(scores, promoted(values), seen)
+
+
+def head_sinks(layer: nn.Module, kv_heads: int) -> list[Terms]:
+    """Returns the terms [Hkv, G] of a layer's sinks, if it has any, as a list to merge with others."""
+    sinks = sinks_of(layer)
+    return [] if sinks is None else [sink_terms(promoted(sinks).unflatten(0, (kv_heads, -1)))]
 
 
 def map_queries(query_map: Map, query: Tensor, kv_heads: int) -> Tensor:

@@ -98,6 +98,13 @@ def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
     return Terms(weights @ values, weights.sum(-1), shift)
 
 
+def sink_terms(sinks: Tensor) -> Terms:
+    """Returns the terms of attention sinks, logits [..., R]: each adds exp(sink) to Z and nothing to nu, which is left
+    [..., R, 1] to broadcast.
+    """
+    return Terms(torch.zeros_like(sinks).unsqueeze(-1), torch.ones_like(sinks), sinks)
+
+
 def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
     """Scales the key features of the mid-region so that they cannot overflow.
 

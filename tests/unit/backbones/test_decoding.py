@@ -416,24 +416,11 @@ def test_contexts_on_one_model_do_not_nest(tiny_backbone: Backbone) -> None:
     assert not hooked(tiny_backbone)
 
 
-def test_a_prompt_read_in_chunks_or_before_the_context_is_refused(
-    tiny_backbone: Backbone, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_read_before_the_context_is_refused(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
     model, ids = tiny_backbone.model, torch.tensor([prompts[0]])
     cache = model(ids[:, :-1], use_cache=True).past_key_values
     with partial_kv(model, "topk", 0.2), pytest.raises(ValueError, match="read within the context"):
         model(ids[:, -1:], past_key_values=cache)
-    monkeypatch.setattr(model.generation_config, "prefill_chunk_size", 32, raising=False)
-    with pytest.raises(ValueError, match="prefill_chunk_size"), partial_kv(model, "topk", 0.2):
-        pass
-
-
-def test_static_caches_are_refused_in_words(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
-    ids = torch.tensor([prompts[0]])
-    with partial_kv(tiny_backbone.model, "topk", 0.2), pytest.raises(ValueError, match="static caches"):
-        tiny_backbone.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, cache_implementation="static"
-        )
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_greedy_is_plain_generation(tiny_backbone: Backbone) -> None:
 def test_a_bypassed_hook_is_refused(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it every arm would be read as full attention over the continuation alone."""
     decoder = ForcedDecoder(engine_of(tiny_backbone), random_ids(150)[0])
-    monkeypatch.setattr(forced, "attention_hook", lambda *_: nullcontext())
+    monkeypatch.setattr(forced, "attention_hook", lambda *_, **__: nullcontext())
     with pytest.raises(RuntimeError, match="attention hook calls"):
         list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
 

@@ -1,0 +1,151 @@
+"""Every family of docs/models.md: plain generation against `partial_kv` and decoding under several arms."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.conftest import TINY, byte_tokenizer
+from tests.unit.backbones.families import FAMILIES, Family
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.forced import ForcedDecoder
+from residual_mass.backbones.greedy import partial_generate
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.partial import partial_kv
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods.arms import ArmSpec
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+STEPS = 9
+FEW = {"num_sink": 2, "num_tail": 3}
+WORKING = [family for family in FAMILIES if family.refusal is None]
+REFUSED = [family for family in FAMILIES if family.refusal is not None]
+ARMED = [family for family in WORKING if family.arms is None]
+each = pytest.mark.parametrize("family", WORKING, ids=lambda family: family.name)
+
+
+def ids_of(length: int) -> Tensor:
+    return torch.randint(2, 99, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+LONG, SHORT = ids_of(40), ids_of(23)
+PADDING = LONG.shape[1] - SHORT.shape[1]
+
+
+def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, steps: int = STEPS) -> tuple:
+    """The new tokens [B, T] and their logits [B, T, V]."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    out = model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
+
+
+def assert_same(ours: tuple, theirs: tuple, tolerance: float = 1e-3) -> None:
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].log_softmax(-1), theirs[1].log_softmax(-1), rtol=0, atol=tolerance)
+
+
+@each
+def test_full_and_everything_retrieved_are_plain_generation(family: Family) -> None:
+    model = family.build()
+    plain = generated(model, LONG)
+    with partial_kv(model, "full") as session:
+        assert_same(generated(model, LONG), plain, 1e-4)
+    assert session.partial_calls == dict.fromkeys(family.layers, STEPS - 1)
+    with partial_kv(model, "topk", 1.0) as session:
+        assert_same(generated(model, LONG), plain)
+    assert session.partial_calls == dict.fromkeys(family.layers, STEPS - 1)
+    with partial_kv(model, "topk", 0.2, **FEW):
+        few = generated(model, LONG)[1]
+    assert (few[:, 0] - plain[1][:, 0]).abs().max() < 1e-4, "the prompt is exact"
+    assert (few[:, 1] - plain[1][:, 1]).abs().max() > 1e-5, "reading less must show, or equality shows nothing"
+    assert_same(generated(model, LONG), plain, 0)
+
+
+@each
+def test_a_left_padded_batch_is_its_rows(family: Family) -> None:
+    model = family.build()
+    batch = torch.cat((LONG, F.pad(SHORT, (PADDING, 0), value=1)))
+    mask = torch.cat((torch.ones_like(LONG), F.pad(torch.ones_like(SHORT), (PADDING, 0))))
+    with partial_kv(model, "topk_moments", 0.4, **FEW) as session:
+        rows = [generated(model, ids) for ids in (LONG, SHORT)]
+        tokens, logits = generated(model, batch, mask)
+    assert session.partial_calls == dict.fromkeys(family.layers, 3 * (STEPS - 1))
+    for row, alone in enumerate(rows):
+        assert_same((tokens[row : row + 1], logits[row : row + 1]), alone)
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
+def test_the_others_are_refused_in_one_line(family: Family) -> None:
+    model = family.build()
+    with pytest.raises(ValueError, match=f"^{family.model} {family.refusal}[^\n]*$"), partial_kv(model, "topk", 0.2):
+        pass
+
+
+def engine_of(model: PreTrainedModel, *arms: ArmSpec) -> SharedPrefillEngine:
+    backbone = Backbone(replace(TINY, name="family"), model, byte_tokenizer(), "tiny")
+    return SharedPrefillEngine(backbone, arms, AnchorSpec(2, 3), None, None)
+
+
+ARMS = (ArmSpec("full"), ArmSpec("topk", 100.0), ArmSpec("topk_moments", 100.0), ArmSpec("topk", 40.0))
+
+
+@pytest.mark.parametrize("family", ARMED, ids=lambda family: family.name)
+def test_arms_decode_together_as_they_do_alone(family: Family) -> None:
+    """Prompts of two lengths, one of them below the windows, and enough tokens to leave the windows."""
+    model = family.build()
+    prompts = [LONG, SHORT, ids_of(5)]
+    engine = engine_of(model, *ARMS)
+    results = engine.generate([ids[0].tolist() for ids in prompts], 12)
+    for ids, row in zip(prompts, results, strict=True):
+        plain = generated(model, ids, steps=12)[0][0].tolist()
+        assert [generation.tokens for generation in row[:3]] == [plain] * 3
+        with partial_kv(model, "topk", 0.4, **FEW):
+            assert row[3].tokens == generated(model, ids, steps=12)[0][0].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ARMED, ids=lambda family: family.name)
+def test_forced_tokens_are_read_as_the_plain_model_reads_them(family: Family) -> None:
+    model = family.build()
+    tokens = ids_of(12)
+    plain = model(torch.cat((LONG, tokens), 1)).logits[0, -12:].log_softmax(-1)
+    decoder = ForcedDecoder(engine_of(model, *ARMS), LONG[0].tolist())
+    full, dense = decoder.full(tokens[0].tolist())
+    torch.testing.assert_close(full.log_softmax(-1), plain, rtol=0, atol=1e-4)
+    for state in (None, dense):
+        topk, moments, few = decoder.logits(ARMS[1:], tokens[0].tolist(), state)
+        torch.testing.assert_close(topk.log_softmax(-1), plain, rtol=0, atol=1e-3)
+        torch.testing.assert_close(moments.log_softmax(-1), plain, rtol=0, atol=1e-3)
+        assert (few.log_softmax(-1) - plain).abs().max() > 1e-5
+    continued = decoder.greedy(int(tokens[0, 0]), 12)
+    assert continued == generated(model, torch.cat((LONG, tokens[:, :1]), 1), steps=12)[0][0].tolist()
+
+
+@pytest.mark.parametrize("family", [f for f in WORKING if f.arms is not None], ids=lambda family: family.name)
+def test_what_arms_cannot_share_is_refused_in_one_line(family: Family) -> None:
+    model = family.build()
+    with pytest.raises(ValueError, match=f"^{family.model} {family.arms}[^\n]*$"):
+        engine_of(model, *ARMS)
+    with pytest.raises(ValueError, match=f"^{family.model} {family.arms}"):
+        partial_generate(model, LONG, max_new_tokens=3, method="topk", budget=0.2)
+
+
+@pytest.mark.parametrize("family", [f for f in ARMED if "sliding" in f.works], ids=lambda family: family.name)
+def test_one_prompt_from_static_buffers_knows_no_windows(family: Family) -> None:
+    with pytest.raises(ValueError, match=f"^{family.model} has layers with a sliding window or sinks"):
+        partial_generate(family.build(), LONG, max_new_tokens=3, method="topk", budget=0.2)
+
+
+def test_the_page_lists_these_families() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `(\w+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text("utf-8"), re.M)
+    assert rows == [(f.name, f.model, f.works, "yes" if f.arms is None else "no") for f in FAMILIES]

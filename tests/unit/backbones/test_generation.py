@@ -1,0 +1,170 @@
+"""Generation as people use it under `partial_kv`: turns, chunks, caches, sampling, beams, compiled models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.unit.backbones.families import FAMILIES
+from tests.unit.backbones.test_families import FEW, ids_of
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from residual_mass.backbones.partial import PartialKV, partial_kv
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.settings import MapSpec
+
+BUDGET = 0.3
+models = pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss", "Llama 4"])
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return next(family for family in FAMILIES if family.name == name).build()
+
+
+def generated(model: PreTrainedModel, ids: Tensor, **options: object) -> Tensor:
+    """The sequences [B, L + 9]."""
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 9}
+    return model.generate(ids, **settings | options)
+
+
+def under(model: PreTrainedModel, method: str = "topk_moments", **options: object) -> tuple[PartialKV, Tensor]:
+    with partial_kv(model, method, BUDGET, **FEW) as session:
+        return session, generated(model, ids_of(40), **options)
+
+
+@models
+@pytest.mark.parametrize("size", [3, 13, 39, 100])
+def test_a_prompt_in_chunks_is_the_prompt(name: str, size: int) -> None:
+    """The last chunk is a single token with 3, 13 and 39."""
+    model = model_of(name)
+    whole, expected = under(model)
+    chunked, ours = under(model, prefill_chunk_size=size)
+    assert torch.equal(ours, expected)
+    assert chunked.partial_calls == whole.partial_calls
+
+
+@models
+@pytest.mark.parametrize("method", ["full", "topk_moments"])
+def test_a_static_cache_is_the_default_one(name: str, method: str) -> None:
+    model = model_of(name)
+    expected = under(model, method)[1]
+    assert torch.equal(under(model, method, cache_implementation="static")[1], expected)
+    padded = F.pad(ids_of(40), (5, 0), value=1)
+    mask = F.pad(torch.ones_like(ids_of(40)), (5, 0))
+    with partial_kv(model, method, BUDGET, **FEW):
+        ours = generated(model, padded, attention_mask=mask, cache_implementation="static")
+    assert torch.equal(ours[:, 5:], expected)
+
+
+@models
+def test_a_second_turn_reads_everything_before_it_exactly(name: str) -> None:
+    """Its prefix is all text so far, with the keys that generated tokens had."""
+    model, (first, second) = model_of(name), (ids_of(40), ids_of(11))
+    cache = DynamicCache(config=model.config)
+    with partial_kv(model, "topk", BUDGET, **FEW) as session:
+        answer = generated(model, first, past_key_values=cache)
+        text = torch.cat((answer, second), dim=1)
+        kept = copy.deepcopy(cache)
+        steps = dict(session.partial_calls)
+        ours = generated(model, text, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
+        layer = session._prefix[1][0]
+    assert layer.keys.shape[2] == text.shape[1] and layer.partition.mid.sum() == text.shape[1] - 5
+    assert session.partial_calls == {index: 2 * calls for index, calls in steps.items()}
+    exact = generated(
+        model, text, past_key_values=kept, output_logits=True, return_dict_in_generate=True, max_new_tokens=1
+    )
+    torch.testing.assert_close(ours.logits[0], exact.logits[0], rtol=0, atol=1e-4)
+
+
+@models
+def test_turns_of_full_attention_are_plain_turns(name: str) -> None:
+    model, results = model_of(name), []
+    for method in ("full", None):
+        cache, text = DynamicCache(config=model.config), ids_of(40)
+        for turn in range(3):
+            if method is None:
+                text = generated(model, text, past_key_values=cache)
+            else:
+                with partial_kv(model, method):  # a context of its own for every turn
+                    text = generated(model, text, past_key_values=cache)
+            text = torch.cat((text, ids_of(1 + turn)), dim=1)
+        results.append(text)
+    assert torch.equal(*results)
+
+
+@models
+def test_beams_and_samples_of_everything_retrieved_are_plain_ones(name: str) -> None:
+    model = model_of(name)
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_p": 0.9}, {"num_beams": 2, "do_sample": True}):
+        torch.manual_seed(5)
+        plain = generated(model, ids_of(40), **options)
+        torch.manual_seed(5)
+        with partial_kv(model, "topk", 1.0, **FEW):
+            assert torch.equal(generated(model, ids_of(40), **options), plain), options
+
+
+class Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def test_a_streamer_gets_every_token() -> None:
+    streamer = Streamed()
+    _, out = under(model_of("Gemma 3"), streamer=streamer)
+    assert streamer.tokens == [*out[0].tolist(), -1]
+
+
+@models
+def test_a_compiled_model_gives_the_same(name: str) -> None:
+    model = model_of(name)
+    whole, expected = under(model)
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    session, ours = under(model)
+    assert torch.equal(ours, expected) and session.partial_calls == whole.partial_calls
+
+
+def test_prompts_are_no_longer_marked_after_the_context() -> None:
+    model = model_of("Llama")
+    with partial_kv(model, "topk", BUDGET):
+        assert "_prefill" in vars(model)
+    assert "_prefill" not in vars(model)
+
+
+def test_a_layer_that_attends_twice_to_a_token_is_refused() -> None:
+    import transformers
+    from tests.unit.backbones.families import COMMON
+
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**COMMON)).eval()
+    model.generation_config.pad_token_id = 1
+    with pytest.raises(ValueError, match="DiffLlamaAttention reads 41 tokens after 41"):
+        under(model)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3", "gpt-oss", "MiMo V2", "Gemma 3n"])
+def test_feature_maps_work_where_they_fit(name: str) -> None:
+    model = model_of(name)
+    shape = HeadShape.of(model.config)
+    torch.manual_seed(0)
+    maps = PhiMaps(shape, MapSpec(d_emb=12, d_phi=4)).requires_grad_(False)
+    with partial_kv(model, "topk_phi", 1.0, maps, **FEW):
+        assert torch.equal(generated(model, ids_of(40)), generated(model_of(name), ids_of(40)))
+
+
+def test_maps_of_another_width_than_a_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("DeepSeek V3")
+    narrow = HeadShape(2, 4, 4, 4)
+    monkeypatch.setattr(HeadShape, "of", lambda _: narrow)
+    maps = PhiMaps(narrow, MapSpec(d_emb=12, d_phi=4)).requires_grad_(False)
+    line = "layer 0 has 4 key heads of width 12, and the phi maps are for 4 of width 4; take a method without maps"
+    with pytest.raises(ValueError, match=line), partial_kv(model, "topk_phi", BUDGET, maps, **FEW):
+        generated(model, ids_of(40))
