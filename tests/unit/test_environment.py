@@ -32,9 +32,15 @@ def locked_versions(root: Path) -> dict[str, str]:
 
 
 def direct_requirements(root: Path) -> dict[str, Requirement]:
+    """What the extras ask for together: a package may be in several."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
+    found: dict[str, Requirement] = {}
+    for asked in map(Requirement, lines):
+        one = found.setdefault(canonicalize_name(asked.name), asked)
+        one.extras |= asked.extras
+        one.specifier &= asked.specifier
+    return found
 
 
 def disagreements(root: Path) -> list[str]:
