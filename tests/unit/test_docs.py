@@ -23,16 +23,17 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_the_examples_of_moments(tiny_backbone: Backbone, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "number"), [("moments.md", 2), ("library.md", 1)])
+def test_the_examples_of_a_page(page: str, number: int, tiny_backbone: Backbone, tmp_path: Path) -> None:
     tiny_backbone.model.save_pretrained(tmp_path)
     tiny_backbone.tokenizer.save_pretrained(tmp_path)
     names: dict[str, object] = {}
-    examples = blocks("moments.md", "python")
+    examples = blocks(page, "python")
     for block in examples:
         exec(re.sub(r'^folder = ".*"$', f"folder = {str(tmp_path)!r}", block, flags=re.MULTILINE), names)
         prompt = names["inputs"]["input_ids"].shape[1]
         assert 0 < names["output"].shape[1] - prompt <= 8
-    assert len(examples) == 2
+    assert len(examples) == number
 
 
 @pytest.fixture
