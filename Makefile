@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+SITE := .venv-docs
 CORES ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 # Without an NVIDIA GPU torch comes from its CPU index, which spares gigabytes of CUDA; `TORCH_INDEX=` turns that off.
@@ -19,7 +20,7 @@ export PATH := $(BIN):$(PATH)
 PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Modules and no scripts, whose first line is misread where the folder's name has quotes or blanks.
-.PHONY: install mini test test-all test-numeric lint gpu-check clean
+.PHONY: install mini test test-all test-numeric lint gpu-check docs clean
 
 install: $(STAMP)
 
@@ -45,6 +46,15 @@ lint: $(STAMP)
 
 gpu-check: $(STAMP)
 	python -m pytest -m gpu; tests=$$?; python benchmarks/gpu_check.py && exit $$tests
+
+# The pages of docs/ as a site, in site/. Its search needs a server, such as `python -m http.server -d site`.
+docs: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet
+
+$(SITE)/.installed: tools/site/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip --disable-pip-version-check install -r $<
+	@touch $@
 
 # The kernels' interpreter: torch for CUDA brings Triton along, torch for CPUs does not.
 $(TRITON): $(STAMP)
