@@ -63,7 +63,7 @@ $(TRITON): $(STAMP)
 
 # What is computed stays: results/ may hold weeks of work.
 clean:
-	rm -rf logs .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
+	rm -rf logs site .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
 
 # torch first and alone: when its index cannot be reached, pip says so, and the next line takes torch from wherever pip is configured to look.
 $(STAMP): requirements.lock pyproject.toml
