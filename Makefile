@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+SITE := .venv-docs
 CORES ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 # Without an NVIDIA GPU torch comes from its CPU index, which spares gigabytes of CUDA; `TORCH_INDEX=` turns that off.
@@ -19,7 +20,7 @@ export PATH := $(BIN):$(PATH)
 PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Modules and no scripts, whose first line is misread where the folder's name has quotes or blanks.
-.PHONY: install mini test test-all test-numeric lint gpu-check clean
+.PHONY: install mini test test-all test-numeric lint gpu-check docs clean
 
 install: $(STAMP)
 
@@ -46,6 +47,15 @@ lint: $(STAMP)
 gpu-check: $(STAMP)
 	python -m pytest -m gpu; tests=$$?; python benchmarks/gpu_check.py && exit $$tests
 
+# The pages of docs/ as a site, in site/. Its search needs a server, such as `python -m http.server -d site`.
+docs: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet
+
+$(SITE)/.installed: tools/site/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip --disable-pip-version-check install -r $<
+	@touch $@
+
 # The kernels' interpreter: torch for CUDA brings Triton along, torch for CPUs does not.
 $(TRITON): $(STAMP)
 	$(PIP) install --no-deps "triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'"
@@ -53,7 +63,7 @@ $(TRITON): $(STAMP)
 
 # What is computed stays: results/ may hold weeks of work.
 clean:
-	rm -rf logs .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
+	rm -rf logs site .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
 
 # torch first and alone: when its index cannot be reached, pip says so, and the next line takes torch from wherever pip is configured to look.
 $(STAMP): requirements.lock pyproject.toml

@@ -1,22 +1,75 @@
-"""The Python of docs/moments.md runs as it stands, on a tiny model in place of the mini study's."""
+"""The examples of the pages run as they stand, on a tiny model in place of the mini study's."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+
+import datasets
+import pytest
 
 from residual_mass.backbones.loading import Backbone
 
-PAGE = Path(__file__).parents[2] / "docs" / "moments.md"
+ROOT = Path(__file__).parents[2]
+MODEL = "results/assets/models/smollm2-135m-instruct"
 
 
-def test_the_examples_of_moments(tiny_backbone: Backbone, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("page", "number"), [("moments.md", 2), ("library.md", 1)])
+def test_the_examples_of_a_page(page: str, number: int, tiny_backbone: Backbone, tmp_path: Path) -> None:
     tiny_backbone.model.save_pretrained(tmp_path)
     tiny_backbone.tokenizer.save_pretrained(tmp_path)
     names: dict[str, object] = {}
-    for block in blocks:
+    examples = blocks(page, "python")
+    for block in examples:
         exec(re.sub(r'^folder = ".*"$', f"folder = {str(tmp_path)!r}", block, flags=re.MULTILINE), names)
         prompt = names["inputs"]["input_ids"].shape[1]
         assert 0 < names["output"].shape[1] - prompt <= 8
-    assert len(blocks) == 2
+    assert len(examples) == number
+
+
+@pytest.fixture
+def capitals(tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the model and the task of lm_eval.md."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))  # of another process; read at import here
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    tiny_backbone.model.save_pretrained(tmp_path / MODEL)
+    tiny_backbone.tokenizer.save_pretrained(tmp_path / MODEL)
+    (task,), (line,) = blocks("lm_eval.md", "yaml"), blocks("lm_eval.md", "json")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/capitals.yaml").write_text(task)
+    (tmp_path / "tasks/capitals.jsonl").write_text(line)
+    return tmp_path
+
+
+def test_the_python_of_lm_eval(capitals: Path) -> None:
+    names: dict[str, object] = {}
+    examples = blocks("lm_eval.md", "python")
+    for block in examples:
+        exec(block, names)
+        assert names["results"]["results"]["capitals"]["acc,none"] in (0, 1)
+    assert names["results"]["config"]["partial_kv"]["method"] == "topk"
+    assert len(examples) == 2
+
+
+@pytest.mark.slow
+def test_the_command_of_lm_eval(capitals: Path) -> None:
+    (command,) = blocks("lm_eval.md", "sh")
+    words = shlex.split(command.replace("\\\n", ""))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(
+        [sys.executable, *words[1:]], env=environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "|capitals|" in run.stdout
+    assert list((capitals / "results/lm_eval").rglob("results_*.json"))

@@ -32,10 +32,17 @@ def locked_versions(root: Path) -> dict[str, str]:
 
 
 def direct_requirements(root: Path) -> dict[str, Requirement]:
+    """What the extras ask for together: a package may be in several."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    own = project["name"]  # an extra may take in another one
-    return {canonicalize_name(r.name): r for r in map(Requirement, lines) if r.name != own}
+    own = canonicalize_name(project["name"])  # an extra may take in another one
+    found: dict[str, Requirement] = {}
+    for asked in map(Requirement, lines):
+        one = found.setdefault(canonicalize_name(asked.name), asked)
+        one.extras |= asked.extras
+        one.specifier &= asked.specifier
+    found.pop(own, None)
+    return found
 
 
 def disagreements(root: Path) -> list[str]:

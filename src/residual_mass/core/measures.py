@@ -103,8 +103,10 @@ def row_measures(
     Entries that depend on the summaries are repeated as *_bf16 with summaries rounded to bfloat16.
 
     Args:
-        scores: [..., R, L]; values: [..., L, D]; masks: [..., 1, L]; state, features [..., L, M], log_query [..., R,
-        M]: of phi.
+        scores: [..., R, L].
+        values: [..., L, D].
+        masks: [..., 1, L].
+        state, features, log_query: of phi, the latter two [..., L, M] and [..., R, M].
     """
     everything = (masks.anchors | masks.mid).expand(scores.shape)
     full = merge(exact_terms(scores, values, everything))

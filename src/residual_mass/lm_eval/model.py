@@ -1,0 +1,225 @@
+"""The model `partial_kv` of lm-evaluation-harness.
+
+Shape letters: T = scored tokens, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from residual_mass.backbones.hook import attention_layers
+from residual_mass.backbones.partial import make_arm, partial_kv, require_maps
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.lm_eval.scoring import Scorer
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import ArmSpec
+
+UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
+"""Options of HFLM with which attention is spread, wrapped or computed in other ways than were tested."""
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""What HFLM scores: the texts (None for a window of a rolling likelihood), tokens of the context, tokens to score."""
+
+
+class BadArgument(ValueError):
+    """An argument of the model is wrong."""
+
+
+@register_model("partial_kv")
+class PartialKV(HFLM):
+    """HFLM with a method of residual_mass in place of full attention.
+
+    * `generate_until` reads prompts exactly and generates with `model.generate` inside `partial_kv`: batches, stop
+      sequences, truncation and chat templates are HFLM's.
+    * `loglikelihood` reads the context exactly but for its last token. From that one on every token attends through
+      the method, with the continuation given, so that all its tokens are predicted under the method. (In generation
+      the first new token is still that of full attention.) Requests with the same context share one reading of it.
+    * `loglikelihood_rolling` scores HFLM's windows in chunks of `stride` tokens: a chunk attends through the method to
+      all the tokens of the window before it, which are read exactly, and exactly to itself. Under `full` this is HFLM's
+      value. Under another method it is the likelihood of a text of which every `stride`-th token is generated into a
+      new prompt. The first chunk of a window has nothing before it and is exact: a text shorter than `stride` has the
+      value of full attention.
+
+    Likelihoods are computed context by context; `batch_size` is for generation.
+
+    Args:
+        pretrained: as in HFLM, a name, a folder or a loaded model.
+        method: a name in `residual_mass.methods`.
+        budget: exact-support budget as a share of the prompt, anchors included, in (0, 1]; ignored for full.
+        phi: feature maps or their file, for the methods that need them.
+        num_sink, num_tail: first and last positions of the prompt that are always exact.
+        stride: tokens of a chunk in rolling likelihoods.
+        options: HFLM's, except for those in UNSUPPORTED and encoder-decoder models.
+
+    Raises:
+        BadArgument: an unknown method, a number out of range, maps missing or of another shape, a model or an option
+            that is not supported.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        *,
+        method: str = "topk_moments",
+        budget: float | str | None = 0.02,
+        phi: str | Path | PhiMaps | None = None,
+        num_sink: int | str = 4,
+        num_tail: int | str = 16,
+        stride: int | str = 256,
+        **options: Any,
+    ) -> None:
+        _require_supported(options)
+        try:
+            self.budget = None if method_named(method).whole_prefix else _share(budget)
+            arm = make_arm(method, self.budget)
+            self.arm = ArmSpec(method, arm.budget_percent)
+            self.anchors = AnchorSpec(_whole("num_sink", num_sink, 0), _whole("num_tail", num_tail, 0))
+            self.stride = _whole("stride", stride, 1)
+            self.phi = PhiMaps.load(phi) if isinstance(phi, str | Path) else phi
+            require_maps(arm, self.phi)
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
+        super().__init__(pretrained, **options)
+        try:
+            self.scorer = self._scorer()
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
+
+    def _scorer(self) -> Scorer:
+        if self.backend != "causal":
+            raise ValueError(f"{type(self.model).__name__} is no decoder-only model, and no other is supported")
+        attention_layers(self.model)
+        if self.phi is not None:
+            self.phi.require(HeadShape.of(self.model.config))
+        return Scorer(self.model, self.tokenizer, self.arm, self.anchors, self.phi)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """As HFLM's, with what tells this method from another in the results."""
+        method = {
+            "method": self.arm.method,
+            "budget": self.budget,
+            "phi_sha256": None if self.phi is None else self.phi.sha256,
+            "num_sink": self.anchors.sink,
+            "num_tail": self.anchors.tail,
+            "stride": self.stride,
+        }
+        return {**super().get_model_info(), "partial_kv": method}
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        sink, tail = self.anchors.sink, self.anchors.tail
+        with partial_kv(self.model, self.arm.method, self.budget, self.phi, sink, tail):
+            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Scores requests as HFLM does, in their order; `override_bs` is ignored."""
+        scored = [_Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
+        scored.sort(key=lambda one: (-len(one.prefix), one.prefix, one.forced))
+        answers: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for one, answer in self._answers(scored):
+                answers[one.place] = answer
+                texts = requests[one.place][0]
+                if texts is not None:  # of a rolling likelihood HFLM keeps the sum of all windows
+                    self.cache_hook.add_partial("loglikelihood", texts, answer)
+                bar.update(1)
+        return [answers[place] for place in range(len(requests))]
+
+    def _answers(self, scored: Sequence[_Scored]) -> Iterator[tuple[_Scored, tuple[float, bool]]]:
+        for one in (one for one in scored if one.rolling):
+            chunks = self.scorer.chunks([*one.prefix, *one.forced], len(one.prefix), self.stride)
+            yield one, self._answer(chunks, one.targets)
+        choices = (one for one in scored if not one.rolling)
+        for prefix, group in itertools.groupby(choices, key=lambda one: one.prefix):
+            # Continuations that differ in their last token alone need the same logits.
+            by_tokens = {tokens: list(same) for tokens, same in itertools.groupby(group, key=lambda one: one.forced)}
+            for same, logits in zip(by_tokens.values(), self.scorer.after(prefix, list(by_tokens)), strict=True):
+                yield from ((one, self._answer([logits], one.targets)) for one in same)
+
+    def _answer(self, logits: Iterator[Tensor] | Sequence[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
+        """The sum of the targets' log-probabilities, and whether each of them is the likeliest token.
+
+        Args:
+            logits: [T, V] of the chunks that the targets, in their order, are predicted in.
+        """
+        total, greedy, done = 0.0, True, 0
+        for chunk in logits:
+            log_probs = F.log_softmax(chunk, dim=-1, dtype=self.softmax_dtype)
+            tokens = torch.tensor(targets[done : done + len(chunk)], device=chunk.device)
+            total += float(log_probs.gather(-1, tokens.unsqueeze(-1)).sum())
+            greedy = greedy and bool((log_probs.argmax(-1) == tokens).all())
+            done += len(chunk)
+        return total, greedy
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A request, cut as HFLM cuts it: `prefix` is read exactly, `forced` are the tokens whose successors, `targets`,
+    are scored.
+    """
+
+    place: int
+    rolling: bool
+    prefix: tuple[int, ...]
+    forced: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, request: Request, place: int, max_length: int) -> _Scored:
+        """Drops tokens from the left where there are more than the model can take.
+
+        Raises:
+            ValueError: nothing is left of the context.
+        """
+        texts, context, continuation = request
+        if not context or not 0 < len(continuation) <= max_length:
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens after {len(context)} cannot be scored: the model takes "
+                f"{max_length}"
+            )
+        tokens = tuple(context + continuation)[-(max_length + 1) :]
+        start = len(tokens) - len(continuation) - 1
+        return cls(place, texts is None, tokens[:start], tokens[start:-1], tuple(continuation))
+
+
+def _require_supported(options: Mapping[str, Any]) -> None:
+    given = [name for name in UNSUPPORTED if options.get(name)]
+    if given:
+        raise BadArgument(f"partial_kv does not support {', '.join(given)}: leave {given[0]} out")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
+
+
+def _share(budget: Any) -> float:
+    try:
+        share = float(budget)
+    except (TypeError, ValueError):
+        raise ValueError(f"budget is {budget!r}, not a number") from None
+    if not 0 < share <= 1:
+        raise ValueError(f"budget {share:g} is outside (0, 1]: it is a share, 0.02 for 2 %")
+    return share
+
+
+def _whole(name: str, value: int | str, least: int) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
+    return number

@@ -1,0 +1,335 @@
+"""The model `partial_kv` of lm-eval beside lm-eval's own model, on tiny tasks with data of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from tests.unit.backbones.test_decoding import random_maps
+from tests.unit.backbones.test_forced import MaskedTopK
+
+from residual_mass.backbones.hook import attention_hook
+from residual_mass.backbones.loading import Backbone
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.core.support import retrieved_count
+from residual_mass.lm_eval import BadArgument, PartialKV
+from residual_mass.lm_eval import __main__ as command_line
+from residual_mass.lm_eval.__main__ import main
+from residual_mass.methods.arms import ArmSpec
+
+GENERATION = {
+    "lines": {"until": ["\n"], "max_gen_toks": 12},
+    "words": {"until": [" ", "."], "max_gen_toks": 20},
+    "beams": {"until": [], "max_gen_toks": 8, "num_beams": 2, "do_sample": False},
+    "shots": {"until": ["\n\n"], "max_gen_toks": 10},
+}
+LIKELIHOOD = ("choice", "rolling")
+TASKS = (*GENERATION, *LIKELIHOOD)
+DOCUMENTS = [
+    {"text": sentence * repeats, "choices": ["yes", "no", "nobody", "A", "B"], "answer": index % 5}
+    for index, (sentence, repeats) in enumerate(
+        [
+            ("The quick brown fox jumps over it. ", 9),
+            ("Short", 1),
+            ("xyz, ", 40),
+            ("Rain in May? ", 11),
+            ("One\nTwo ", 6),
+        ]
+    )
+]
+CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No request leaves the machine, and what `datasets` keeps goes with the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a YAML file for each of TASKS."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    common = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test",
+        "doc_to_text": "{{text}}", "doc_to_target": "{{choices[answer]}}",
+    }  # fmt: skip
+    kinds: dict[str, dict[str, Any]] = {
+        name: {
+            "output_type": "generate_until",
+            "generation_kwargs": arguments,
+            "metric_list": [{"metric": "exact_match"}],
+        }
+        for name, arguments in GENERATION.items()
+    }
+    kinds["shots"] |= {"num_fewshot": 2, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
+    kinds["choice"] = {"output_type": "multiple_choice", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
+    metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
+    kinds["rolling"] = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "metric_list": metrics}
+    kinds["rolling"]["doc_to_target"] = "{{text}}"
+    for name, kind in kinds.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **kind}))
+    return folder
+
+
+Evaluate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def evaluate(tasks: Path) -> Evaluate:
+    """simple_evaluate of all tasks without what needs no second look: bootstraps and the hub's tasks."""
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+
+    def run(model: Any, **options: Any) -> dict[str, Any]:
+        return simple_evaluate(
+            model, **{"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0, **options}
+        )  # fmt: skip
+
+    return run
+
+
+def options_of(backbone: Backbone, **others: Any) -> dict[str, Any]:
+    """A length that cuts the longest document, and windows in it."""
+    return {"pretrained": backbone.model, "tokenizer": backbone.tokenizer, "max_length": 200, **others}
+
+
+def responses(results: dict[str, Any], task: str) -> list[Any]:
+    """Of every document, in order; generated texts, or log-likelihoods with what goes with them."""
+    return [sample["resps"] for sample in sorted(results["samples"][task], key=lambda sample: sample["doc_id"])]
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], task: str) -> None:
+    for one, other in zip(responses(ours, task), responses(theirs, task), strict=True):
+        if task in GENERATION:
+            assert one == other
+        elif task == "rolling":
+            assert one[0][0] == pytest.approx(other[0][0], abs=1e-2)  # of 200 and more tokens
+        else:
+            assert [greedy for ((_, greedy),) in one] == [greedy for ((_, greedy),) in other]
+            assert [value for ((value, _),) in one] == pytest.approx([value for ((value, _),) in other], abs=1e-3)
+    for name, score in theirs["results"][task].items():
+        if isinstance(score, float):
+            assert ours["results"][task][name] == pytest.approx(score, rel=1e-3, nan_ok=True), name
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["batch 1", "batch 3"])
+def batch_size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def hflm(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
+    return evaluate(HFLM(**options_of(tiny_backbone, batch_size=batch_size)))
+
+
+@pytest.fixture(scope="module")
+def full(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
+    return evaluate(PartialKV(**options_of(tiny_backbone, method="full", stride=16, batch_size=batch_size)))
+
+
+@pytest.fixture(scope="module")
+def whole(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
+    return evaluate(PartialKV(**options_of(tiny_backbone, method="topk", budget=1, stride=16, batch_size=batch_size)))
+
+
+@pytest.fixture(scope="module")
+def partial(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
+    return evaluate(PartialKV(**options_of(tiny_backbone, budget=0.2, stride=16, batch_size=batch_size)))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_full_is_lm_evals_own_model(task: str, full: dict[str, Any], hflm: dict[str, Any]) -> None:
+    assert_same(full, hflm, task)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_topk_of_everything_is_full(task: str, whole: dict[str, Any], full: dict[str, Any]) -> None:
+    assert_same(whole, full, task)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_small_budget_shows_on_long_documents_alone(task: str, partial: dict[str, Any], full: dict[str, Any]) -> None:
+    ours, theirs = responses(partial, task), responses(full, task)
+    assert ours != theirs
+    if task == "choice":
+        assert [pair[0] for (pair,) in ours[1]] == pytest.approx([pair[0] for (pair,) in theirs[1]], abs=1e-3)
+    elif task == "rolling":
+        assert ours[1] == [pytest.approx(theirs[1][0], abs=1e-3)]
+    elif task != "shots":  # which come before the short document, too
+        assert ours[1] == theirs[1]
+
+
+def test_the_results_name_the_method(partial: dict[str, Any], hflm: dict[str, Any]) -> None:
+    assert partial["config"]["partial_kv"] == {
+        "method": "topk_moments", "budget": 0.2, "phi_sha256": None, "num_sink": 4, "num_tail": 16, "stride": 16,
+    }  # fmt: skip
+    assert "partial_kv" not in hflm["config"]
+
+
+def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def masked_log_probs(
+    backbone: Backbone, tokens: list[int], prefix: int, budget: float, anchors: AnchorSpec
+) -> torch.Tensor:
+    """[T] of the tokens after the first one behind the prefix: top-K by a mask over one pass of the plain model."""
+    k = retrieved_count(budget * 100, prefix, anchors.sink + anchors.tail)
+    with torch.no_grad(), attention_hook(backbone.model, MaskedTopK(prefix, k, anchors)):
+        logits = backbone.model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, prefix:]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[prefix + 1 :]).unsqueeze(-1)).squeeze(-1)
+
+
+def test_a_likelihood_under_topk_is_that_of_a_mask(tiny_backbone: Backbone) -> None:
+    model = PartialKV(**options_of(tiny_backbone, method="topk", budget=0.25, num_sink=2, num_tail=9))
+    context, answers = DOCUMENTS[3]["text"], (" yes", " it never does")
+    found = model.loglikelihood(instances("loglikelihood", *((context, answer) for answer in answers)))
+    for answer, (value, _) in zip(answers, found, strict=True):
+        tokens = tiny_backbone.tokenizer(context + answer, add_special_tokens=False).input_ids
+        start = len(tiny_backbone.tokenizer(context.rstrip(), add_special_tokens=False).input_ids) - 1
+        slow = masked_log_probs(tiny_backbone, tokens, start, 0.25, AnchorSpec(2, 9))
+        assert value == pytest.approx(float(slow.sum()), abs=1e-3)
+
+
+def test_a_rolling_likelihood_under_topk_is_that_of_a_mask_chunk_by_chunk(tiny_backbone: Backbone) -> None:
+    model = PartialKV(**options_of(tiny_backbone, method="topk", budget=0.25, num_sink=2, num_tail=9, stride=40))
+    text = DOCUMENTS[3]["text"]
+    (found,) = model.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
+    tokens = [model.prefix_token_id, *tiny_backbone.tokenizer(text, add_special_tokens=False).input_ids]
+    with torch.no_grad():
+        first = tiny_backbone.model(torch.tensor([tokens[:40]])).logits[0].log_softmax(-1)
+    slow = float(first.gather(-1, torch.tensor(tokens[1:41]).unsqueeze(-1)).sum())
+    for start in range(40, len(tokens) - 1, 40):
+        slow += float(masked_log_probs(tiny_backbone, tokens[: start + 41], start, 0.25, AnchorSpec(2, 9)).sum())
+    assert found == pytest.approx(slow, abs=1e-2)
+
+
+def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    from residual_mass.backbones import engine
+
+    model, read, forward = PartialKV(**options_of(tiny_backbone)), [], engine.prefill
+    monkeypatch.setattr(
+        engine, "prefill", lambda model, prompts: read.append(len(prompts[0])) or forward(model, prompts)
+    )
+    pairs = [(text, choice) for text in ("a" * 50, "b" * 60) for choice in ("A", "B", "yes", "yet")]
+    answers = model.loglikelihood(instances("loglikelihood", *pairs))
+    assert read == [59, 49]
+    assert len({value for value, _ in answers}) == len(pairs)
+    del read[:]
+    model.loglikelihood_rolling(instances("loglikelihood_rolling", ("c" * 150,)))
+    assert read == []  # shorter than a chunk
+    model.stride = 40
+    model.loglikelihood_rolling(instances("loglikelihood_rolling", ("c" * 150,)))
+    assert read == [120]
+
+
+@pytest.mark.parametrize("as_turns", [False, True])
+def test_chat_templates_are_lm_evals_own(
+    as_turns: bool, evaluate: Evaluate, tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_backbone.tokenizer, "chat_template", CHAT)
+    options = {"tasks": ["shots", "choice"], "apply_chat_template": True, "fewshot_as_multiturn": as_turns}
+    ours = evaluate(PartialKV(**options_of(tiny_backbone, method="full", max_length=1000)), **options)
+    theirs = evaluate(HFLM(**options_of(tiny_backbone, max_length=1000)), **options)
+    assert "[user] " in ours["samples"]["shots"][0]["arguments"][0][0]
+    for task in options["tasks"]:
+        assert_same(ours, theirs, task)
+
+
+def test_maps_from_a_file(tiny_backbone: Backbone, tmp_path: Path) -> None:
+    random_maps(tiny_backbone).save(tmp_path / "phi.safetensors")
+    options = {"method": "topk_phi", "budget": "0.2", "phi": str(tmp_path / "phi.safetensors")}
+    model = PartialKV(**options_of(tiny_backbone, **options))
+    plain = PartialKV(**options_of(tiny_backbone, method="topk", budget=0.2))
+    asked = instances("loglikelihood", (DOCUMENTS[0]["text"], " yes"))
+    assert model.loglikelihood(asked) != plain.loglikelihood(asked)
+    asked = instances("generate_until", (DOCUMENTS[0]["text"], {"until": [], "max_gen_toks": 20}))
+    assert model.generate_until(asked) != plain.generate_until(asked)
+    assert model.get_model_info()["partial_kv"]["phi_sha256"] == model.phi.sha256
+
+
+WRONG = [
+    ({"method": "topq"}, "method 'topq' is unknown; known are full, topk"),
+    ({"budget": 2}, r"budget 2 is outside \(0, 1\]: it is a share, 0.02 for 2 %"),
+    ({"budget": "nan"}, "budget nan is outside"),
+    ({"budget": "two"}, "budget is 'two', not a number"),
+    ({"method": "topk_phi"}, "method topk_phi needs phi maps"),
+    ({"method": "topk_phi", "phi": "missing.safetensors"}, "missing.safetensors: no such file"),
+    ({"num_sink": -1}, "num_sink is -1, not a whole number of at least 0"),
+    ({"num_tail": "1.5"}, "num_tail is '1.5', not a whole number"),
+    ({"stride": 0}, "stride is 0, not a whole number of at least 1"),
+    ({"parallelize": True}, "does not support parallelize: leave parallelize out"),
+    ({"peft": "adapter", "autogptq": True}, "does not support peft, autogptq: leave peft out"),
+    ({"backend": "seq2seq"}, "LlamaForCausalLM is no decoder-only model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_wrong_arguments_are_one_line(arguments: dict[str, Any], said: str, tiny_backbone: Backbone) -> None:
+    with pytest.raises(BadArgument, match=said) as error:
+        PartialKV(**options_of(tiny_backbone, **arguments))
+    assert "\n" not in str(error.value)
+
+
+def test_several_processes_are_refused(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadArgument, match="runs in one process"):
+        PartialKV(**options_of(tiny_backbone))
+
+
+@pytest.fixture
+def folder(tiny_assets: Path) -> Path:
+    return tiny_assets / "models" / "tiny-llama"
+
+
+def test_by_name(folder: Path, evaluate: Evaluate, tiny_backbone: Backbone) -> None:
+    arguments = f"pretrained={folder},method=topk,budget=0.2,max_length=200"
+    by_name = evaluate("partial_kv", model_args=arguments, device="cpu", tasks=["lines", "choice"])
+    loaded = evaluate(PartialKV(**options_of(tiny_backbone, method="topk", budget=0.2)), tasks=["lines", "choice"])
+    for task in ("lines", "choice"):
+        assert_same(by_name, loaded, task)
+
+
+@pytest.mark.slow
+def test_the_command_line(
+    folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"pretrained={folder},method=topk,budget=0.2,max_length=200"
+    command = ["lm-eval", "--model", "partial_kv", "--model_args", arguments, "--tasks", "choice"]
+    command += ["--include_path", str(tasks), "--device", "cpu", "--output_path", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    (written,) = tmp_path.rglob("results_*.json")
+    assert json.loads(written.read_text())["config"]["partial_kv"]["method"] == "topk"
+    assert "|choice|" in capsys.readouterr().out
+
+
+def test_a_wrong_argument_on_the_command_line_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "cli_evaluate", lambda: PartialKV(str(folder), budget=20))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "partial_kv: error: budget 20 is outside (0, 1]: it is a share, 0.02 for 2 %\n"
+
+
+def test_an_arm_without_a_budget_takes_any(tiny_backbone: Backbone) -> None:
+    assert PartialKV(**options_of(tiny_backbone, method="full", budget=None)).arm == ArmSpec("full")

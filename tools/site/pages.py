@@ -1,0 +1,43 @@
+"""A hook of mkdocs: pages that live outside docs/, and links that fit the site and the repository alike."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = {
+    "README.md": "index.md",
+    "config/README.md": "configuration.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "LICENSE.txt",
+    "CITATION.cff": "CITATION.cff",
+}
+"""Files of the repository by their place on the site; all of docs/ is there too."""
+LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the files outside docs/."""
+    for source, place in OUTSIDE.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns links between files of the repository into links between their places on the site."""
+    place = page.file.src_uri
+    source = next((key for key, value in OUTSIDE.items() if value == place), f"docs/{place}")
+
+    def moved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        if target not in OUTSIDE and not (target.startswith("docs/") and (ROOT / target).is_file()):
+            return link[1]  # `mkdocs build --strict` refuses what is no page
+        return os.path.relpath(OUTSIDE.get(target, target.removeprefix("docs/")), posixpath.dirname(place) or ".")
+
+    return LINK.sub(moved, markdown)
