@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from residual_mass.backbones.hook import text_config
 from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
 from residual_mass.inputs.assets import model_folder, require_listed, require_whole
@@ -44,7 +45,7 @@ class Backbone:
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape.of(self.model.config)
+        return HeadShape.of(text_config(self.model))
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +136,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
         else:
-            options |= {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}  # never a pickle
+            options |= {"dtype": dtype, "use_safetensors": True}  # never a pickle
             model = AutoModelForCausalLM.from_pretrained(where, **options)
     model = model.to(device).eval().requires_grad_(False)
     return Backbone(spec, model, tokenizer, identity)

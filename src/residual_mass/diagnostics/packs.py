@@ -19,6 +19,7 @@ from residual_mass.backbones.corpora import held_out_corpus, independent_sequenc
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone, special_prefix
 from residual_mass.backbones.prefill import model_at_fault
+from residual_mass.backbones.windows import window_of
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
@@ -110,8 +111,11 @@ def _frozen_prompts(manifest: Path, task: str, length: str) -> list[tuple[str, s
 
 
 @torch.no_grad()
-def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Visit) -> None:
-    """Runs the model over a pack and calls `visit` with the attention inputs of each layer.
+def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Visit, hybrid: bool = False) -> None:
+    """Runs the model over a pack and calls `visit` with the attention inputs of each layer that reads the whole text.
+
+    Args:
+        hybrid: whether other layers are allowed.
 
     Raises:
         ValueError: they are not finite; names the layer.
@@ -121,10 +125,11 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
         if not all(x.isfinite().all() for x in (q, k, v)):
             what = f"the queries, keys or values of layer {module.layer_idx} are not finite"
             raise ValueError(f"{backbone.spec.name}: {what}; {model_at_fault(backbone.spec)}")
-        visit(module.layer_idx, q[0, :, length:], k[0, :, :length], v[0, :, :length], scale)
+        if window_of(module) is None:
+            visit(module.layer_idx, q[0, :, length:], k[0, :, :length], v[0, :, :length], scale)
         return exact_attention(module, q, k, v, mask, scale)
 
-    with attention_hook(backbone.model, handler):
+    with attention_hook(backbone.model, handler, hybrid=hybrid):
         inputs = torch.tensor([list(pack)], device=backbone.device)
         backbone.model.get_decoder()(inputs, use_cache=False)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from residual_mass.backbones.hook import attention_layers
+from residual_mass.backbones.hook import require_attention_alone
 from residual_mass.backbones.loading import Backbone, load_backbone, one_line_errors
 from residual_mass.files import sha256_text
 from residual_mass.inputs import assets
@@ -50,7 +50,7 @@ def device_of(asked: Asked) -> torch.device:
 def load(spec: BackboneSpec, asked: Asked) -> Backbone:
     """Loads the model; raises ValueError if it cannot be loaded or has attention of another kind."""
     backbone = load_backbone(spec, asked.assets_folder, device_of(asked))
-    attention_layers(backbone.model)
+    require_attention_alone(backbone.model)
     return backbone
 
 

@@ -56,7 +56,7 @@ def readings(
             counts[method].append(torch.stack((found["tokens_read"], found["recall"])).mean((1, 2)))  # [2, B]
 
     for sequence in sequences[:DOCUMENTS]:
-        visit_layers(backbone, sequence[: length + QUERIES], length, visit)
+        visit_layers(backbone, sequence[: length + QUERIES], length, visit, hybrid=True)
     shape, fixed = backbone.shape, anchors.sink + anchors.tail
     step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, fixed, 0)
     step = step if maps is None else step._replace(features=maps.map.d_phi)

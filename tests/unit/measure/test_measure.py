@@ -18,7 +18,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import save_tiny, tiny_llama
+from tests.conftest import byte_tokenizer, save_tiny, tiny_llama
+from tests.unit.backbones.families import FAMILIES
 
 from residual_mass import cli
 from residual_mass.backbones.loading import Backbone, load_backbone
@@ -300,6 +301,24 @@ def test_a_model_of_another_shape_from_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "found" / "measured.html").stat().st_size > 20_000
     settings = re.search(r"<pre>(\{.*?\})</pre>", (tmp_path / "found" / "measured.html").read_text(), re.DOTALL)
     assert settings and json.loads(settings[1].replace("&#34;", '"'))["documents"] == 3
+
+
+@pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])
+def test_layers_with_a_window_stay_exact(family: str, tmp_path: Path) -> None:
+    """Bytes are those of the other layers; with all of the prompt read exactly nothing changes."""
+    folder = tmp_path / "model"
+    next(each for each in FAMILIES if each.name == family).build(vocab_size=258).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (tmp_path / "a.txt").write_text(words(2, 2000))
+    asked = parsed(
+        str(folder), str(tmp_path / "a.txt"), "--length", "128", "--tokens", "6", "--documents", "3",
+        "--budgets", "25", "100", "--methods", "topk", "topk_moments", "--device", "cpu",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    found = {(each.method, each.budget_percent): each for each in measure(asked).lines}
+    assert found["topk", 25].kl > 1e-6 and found["topk", 25].reading.share < 1
+    for method in ("topk", "topk_moments"):
+        assert found[method, 100].kl == pytest.approx(0, abs=1e-6) and found[method, 100].same_top == 1
 
 
 def test_feature_maps_take_part(
