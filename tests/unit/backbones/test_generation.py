@@ -124,7 +124,7 @@ def test_a_streamer_gets_every_token() -> None:
     assert streamer.tokens == [*out[0].tolist(), -1]
 
 
-@models
+@pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
 def test_a_compiled_model_gives_the_same(name: str) -> None:
     model = model_of(name)
     plain, (whole, expected) = generated(model, ids_of(40)), under(model)
