@@ -87,7 +87,7 @@ def partial_kv(
 @contextmanager
 def _prompts_marked(model: PreTrainedModel, session: PartialKV) -> Iterator[None]:
     """Tells the session while `generate` reads a prompt, the last chunk of which may be a single token."""
-    read = getattr(model, "_prefill", None)  # older versions of transformers have none, and refuse such chunks
+    read = getattr(model, "_prefill", None)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         session.reading = True
@@ -96,7 +96,9 @@ def _prompts_marked(model: PreTrainedModel, session: PartialKV) -> Iterator[None
         finally:
             session.reading = False
 
-    if read is None:
+    if read is None:  # an older version of transformers, in which a last chunk cannot be told from a generated token
+        if getattr(model.generation_config, "prefill_chunk_size", None):
+            raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
         yield
         return
     model._prefill = marked

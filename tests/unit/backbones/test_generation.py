@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.backbones.families import FAMILIES
+from tests.unit.backbones.families import COMMON, FAMILIES
 from tests.unit.backbones.test_families import FEW, ids_of
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from residual_mass.backbones.partial import PartialKV, partial_kv
@@ -124,13 +124,24 @@ def test_a_streamer_gets_every_token() -> None:
     assert streamer.tokens == [*out[0].tolist(), -1]
 
 
-@models
+@pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
 def test_a_compiled_model_gives_the_same(name: str) -> None:
     model = model_of(name)
-    whole, expected = under(model)
+    plain, (whole, expected) = generated(model, ids_of(40)), under(model)
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    assert torch.equal(generated(model, ids_of(40)), plain)
     session, ours = under(model)
     assert torch.equal(ours, expected) and session.partial_calls == whole.partial_calls
+    assert torch.equal(generated(model, ids_of(40)), plain)
+
+
+def test_chunks_are_refused_where_prompts_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 4."""
+    model = model_of("Llama")
+    monkeypatch.setattr(type(model), "_prefill", None)
+    model.generation_config.prefill_chunk_size = 8
+    with pytest.raises(ValueError, match="unset generation_config.prefill_chunk_size"), partial_kv(model, "topk"):
+        pass
 
 
 def test_prompts_are_no_longer_marked_after_the_context() -> None:
@@ -141,10 +152,7 @@ def test_prompts_are_no_longer_marked_after_the_context() -> None:
 
 
 def test_a_layer_that_attends_twice_to_a_token_is_refused() -> None:
-    import transformers
-    from tests.unit.backbones.families import COMMON
-
-    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**COMMON)).eval()
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).eval()
     model.generation_config.pad_token_id = 1
     with pytest.raises(ValueError, match="DiffLlamaAttention reads 41 tokens after 41"):
         under(model)
