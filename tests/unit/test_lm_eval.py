@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tests.unit.backbones.test_decoding import random_maps
 from tests.unit.backbones.test_forced import MaskedTopK
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3NextConfig
 
 from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone
@@ -237,6 +238,52 @@ def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, mon
     model.stride = 40
     model.loglikelihood_rolling(instances("loglikelihood_rolling", ("c" * 150,)))
     assert read == [120]
+
+
+def hybrid(config: type, layers: list[str], **others: Any) -> Any:
+    """A tiny random model, one layer of which reads the whole text."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "num_hidden_layers": len(layers), "layer_types": layers, "initializer_range": 0.25}
+    made = config(vocab_size=258, bos_token_id=0, eos_token_id=1, pad_token_id=1, **sizes, **others)
+    return AutoModelForCausalLM.from_config(made).eval()
+
+
+ASKED = {
+    "generate_until": [(DOCUMENTS[0]["text"], {"until": [], "max_gen_toks": 8}), ("Short", {"max_gen_toks": 8})],
+    "loglikelihood": [(DOCUMENTS[0]["text"], answer) for answer in (" yes", " no")],
+    "loglikelihood_rolling": [(DOCUMENTS[0]["text"],)],
+}
+
+
+def values(model: HFLM, kind: str) -> list[Any]:
+    """Of ASKED; generated texts, or log-likelihoods alone."""
+    answers = getattr(model, kind)(instances(kind, *ASKED[kind]))
+    return [answer[0] for answer in answers] if kind == "loglikelihood" else answers
+
+
+def test_layers_with_a_window(tiny_backbone: Backbone) -> None:
+    windows = ["sliding_attention", "full_attention", "sliding_attention"]
+    options = options_of(tiny_backbone, pretrained=hybrid(Gemma3TextConfig, windows, sliding_window=8), batch_size=2)
+    for kind in ASKED:
+        theirs = values(HFLM(**options), kind)
+        close = theirs if kind == "generate_until" else pytest.approx(theirs, rel=1e-5)
+        assert values(PartialKV(**options, method="full", stride=16), kind) == close
+        assert values(PartialKV(**options, method="topk", budget=1, stride=16), kind) == close
+        if kind != "generate_until":
+            assert values(PartialKV(**options, budget=0.2, stride=16), kind) != pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_model_with_states_generates_and_has_no_likelihoods(tiny_backbone: Backbone) -> None:
+    linear = {f"linear_{name}": n for name, n in (("num_value_heads", 4), ("num_key_heads", 2))}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    model = hybrid(Qwen3NextConfig, ["linear_attention", "full_attention"], mlp_only_layers=[0, 1], **linear)
+    options = options_of(tiny_backbone, pretrained=model, batch_size=2)
+    full = PartialKV(**options, method="full")
+    assert values(full, "generate_until") == values(HFLM(**options), "generate_until")
+    assert values(PartialKV(**options, budget=0.2), "generate_until") != values(full, "generate_until")
+    with pytest.raises(BadArgument, match="layers with states beside attention"):
+        values(full, "loglikelihood")
 
 
 @pytest.mark.parametrize("as_turns", [False, True])

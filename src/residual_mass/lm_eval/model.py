@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import attention_layers
 from residual_mass.backbones.partial import make_arm, partial_kv, require_maps
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.lm_eval.scoring import Scorer
 from residual_mass.methods import method_named
@@ -95,17 +96,30 @@ class PartialKV(HFLM):
             raise BadArgument(str(error)) from None
         super().__init__(pretrained, **options)
         try:
-            self.scorer = self._scorer()
+            self._require_causal()
+            with self._partial():
+                pass
         except ValueError as error:
             raise BadArgument(str(error)) from None
 
-    def _scorer(self) -> Scorer:
+    def _require_causal(self) -> None:
         if self.backend != "causal":
             raise ValueError(f"{type(self.model).__name__} is no decoder-only model, and no other is supported")
-        attention_layers(self.model)
-        if self.phi is not None:
-            self.phi.require(HeadShape.of(self.model.config))
-        return Scorer(self.model, self.tokenizer, self.arm, self.anchors, self.phi)
+
+    def _partial(self) -> AbstractContextManager[Any]:
+        return partial_kv(self.model, self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """For likelihoods, which fewer models support than generation.
+
+        Raises:
+            BadArgument: this model is not among them.
+        """
+        try:
+            return Scorer(self.model, self.tokenizer, self.arm, self.anchors, self.phi)
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
 
     def get_model_info(self) -> dict[str, Any]:
         """As HFLM's, with what tells this method from another in the results."""
@@ -120,8 +134,7 @@ class PartialKV(HFLM):
         return {**super().get_model_info(), "partial_kv": method}
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        sink, tail = self.anchors.sink, self.anchors.tail
-        with partial_kv(self.model, self.arm.method, self.budget, self.phi, sink, tail):
+        with self._partial():
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
     def _loglikelihood_tokens(
