@@ -303,12 +303,13 @@ def format_score(value: float) -> str:
 
 def format_value(value: float, metric: Metric, sign: str = "") -> str:
     """A value of `metric`, or a difference of two, with three decimals. What is positive without an upper bound, as a
-    divergence is, may be large or tiny: it has three significant digits, and at most four decimals.
+    divergence is, may be large or tiny: it has three significant digits within four decimals, or two within six.
 
     Args:
         sign: `+` also shows the sign of a positive value.
     """
     decimals = 3
     if metric.low == 0 and metric.high is None:
-        decimals = min(max(-Decimal(f"{value:.2e}").as_tuple().exponent, 0), 4)
+        three, two = (max(-Decimal(f"{value:.{digits}e}").as_tuple().exponent, 0) for digits in (2, 1))
+        decimals = max(min(three, 4), min(two, 6))
     return f"{value:{sign}z.{decimals}f}"

@@ -55,6 +55,8 @@ PANELS = {
 """Title and label of the panels with means of groups."""
 COLUMNS = 3
 """Most columns of the legend that fit the width."""
+LONG = 40
+"""Characters of an entry beyond which one fewer fits."""
 DODGE = 0.09
 """Distance between the marks of two methods, where that between groups is 1."""
 LEFT_OUT = 0.05
@@ -181,7 +183,8 @@ def draw_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     handles = [_handle(arm, look) for arm, look in looks.items()]
     band = Patch(facecolor=GREY, alpha=0.25, linewidth=0, label="95% interval")
     title = f"{plain(spec.title)}: distance of the next token from full attention"
-    finish(figure, [*handles, band], title, size=7.5, columns=min(COLUMNS, math.ceil((len(handles) + 1) / 2)))
+    fitting = COLUMNS if max(len(handle.get_label()) for handle in handles) <= LONG else COLUMNS - 1
+    finish(figure, [*handles, band], title, size=7.5, columns=min(fitting, math.ceil((len(handles) + 1) / 2)))
     return figure
 
 
