@@ -106,7 +106,7 @@ def draw(measured: Measured) -> Figure:
     rows = math.ceil(len(texts) / columns)
     figure = Figure(figsize=(WIDTH, 1.1 + 2.4 * rows), layout="constrained")
     axes = panel_axes(figure, rows, columns, len(texts))
-    looks = looks_of(measured.asked.methods)
+    looks = looks_of(measured.asked.methods, first=())
     for axis, text in zip(axes, texts, strict=True):
         lines = [line for line in measured.lines if line.text == text]
         for method in measured.asked.methods:

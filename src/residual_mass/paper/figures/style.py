@@ -68,10 +68,14 @@ FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
 """Methods in the order of LOOKS: all figures give them the same colours."""
 
 
-def looks_of(methods: Iterable[str]) -> dict[str, Look]:
-    """A look for each method; beyond the palette, the same colours with dashed, dotted and mixed lines."""
+def looks_of(methods: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict[str, Look]:
+    """A look for each method; beyond the palette, the same colours with dashed, dotted and mixed lines.
+
+    Args:
+        first: methods that have the first looks, whether they are drawn or not.
+    """
     series = [look._replace(line=line) for line in ("-", "--", ":", "-.") for look in LOOKS]
-    return dict(zip(dict.fromkeys([*FIRST_METHODS, *methods]), cycle(series), strict=False))
+    return dict(zip(dict.fromkeys([*first, *methods]), cycle(series), strict=False))
 
 
 @contextmanager
