@@ -65,8 +65,8 @@ def verdict(measured: Measured) -> str:
         texts = "this text" if len(measured.texts) == 1 else "every text"
         return (
             f"{choice.method} with {choice.budget_percent:g} % of the prompt read exactly is the cheapest that stays "
-            f"below {target:g} nats on {texts}: a step reads {choice.share:.0%} of the bytes that full attention "
-            f"reads, and the interval of its KL ends at {choice.high:.2g}."
+            f"below {target:g} nats on {texts}: a step reads {100 * choice.share:.0f} % of the bytes that full "
+            f"attention reads, and the interval of its KL ends at {choice.high:.2g}."
         )
     nearest = min(choices(measured), key=lambda each: each.high)
     if nearest.high == float("inf"):
@@ -101,9 +101,9 @@ def limits(measured: Measured) -> Iterator[str]:
     for name, share in measured.copied.items():
         if share < COPIES:
             yield (
-                f"{name}: {share:.0%} of the tokens end a pair of tokens that stands in their prompt, and "
-                f"{measured.new[name]:.0%} do not occur in it. Such a text hardly tests whether a fact is found again; "
-                "measure on prompts with answers for that."
+                f"{name}: {100 * share:.0f} % of the tokens end a pair of tokens that stands in their prompt, and "
+                f"{100 * measured.new[name]:.0f} % do not occur in it. Such a text hardly tests whether a fact is "
+                "found again; measure on prompts with answers for that."
             )
     yield (f"Measured are the first {asked.tokens} tokens after a prompt. Over longer outputs errors may add up.")
     if (choice := recommended(measured)) and not method_named(choice.method).fused:
@@ -133,7 +133,7 @@ def printed(measured: Measured) -> str:
                 chosen = choice and (choice.method, choice.budget_percent) == (line.method, line.budget_percent)
                 parts.append(
                     f"{'>' if chosen else ' '} {line.method:{width}}  {line.budget_percent:>10g} %  "
-                    f"{line.reading.share:>10.1%}  {distance(line):27}  {line.same_top:>14.1%}"
+                    f"{100 * line.reading.share:>8.1f} %  {distance(line):27}  {100 * line.same_top:>12.1f} %"
                 )
     parts.append(f"\n{verdict(measured)}")
     if choice is not None:

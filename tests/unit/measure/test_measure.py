@@ -210,7 +210,7 @@ def test_the_cheapest_that_meets_the_target_on_every_text_is_recommended() -> No
     ]  # fmt: skip
     best = answer.recommended(measured(lines))
     assert best is not None and (best.method, best.share, best.high) == ("topk_moments", pytest.approx(0.4), 0.01)
-    assert "40%" in answer.verdict(measured(lines)) and "every text" in answer.verdict(measured(lines))
+    assert "40 %" in answer.verdict(measured(lines)) and "every text" in answer.verdict(measured(lines))
 
 
 def test_where_none_meets_the_target_the_nearest_is_named() -> None:
