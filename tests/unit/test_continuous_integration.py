@@ -71,7 +71,11 @@ def test_every_command_is_there() -> None:
 
 def test_every_version_is_one_that_the_package_supports() -> None:
     assert all(version in SpecifierSet(PROJECT["requires-python"]) for version in matrix()["python"])
-    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["pipeline"]]
+    lines = [
+        *PROJECT["dependencies"],
+        *PROJECT["optional-dependencies"]["pipeline"],
+        *PROJECT["optional-dependencies"]["measure"],
+    ]
     supported = {r.name: r.specifier for r in map(Requirement, lines)}
     locked, other = matrix()["transformers"]
     assert locked == ""

@@ -8,7 +8,7 @@ Makes: results/assets/manifest.json, results/prompts/{benchmark}_{tokenizer}_{le
 rule assets:
     # ancient: a checkout is younger than a folder brought along, which must not be downloaded again for that.
     input:
-        requirements=ancient(str(PINS)),
+        requirements=ancient(plan.here(paths.PINS)),
     output:
         plan.assets_manifest,
     log:

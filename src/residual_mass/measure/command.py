@@ -9,10 +9,7 @@ from pathlib import Path
 
 from residual_mass.core.settings import tokens_of
 
-METHODS = (
-    "topk", "topk_moments", "topk_moments_shared", "scan4_moments", "scan4_regression_64", "scan3_regression_32",
-    "clusters_sums",
-)  # fmt: skip
+METHODS = ("topk", "topk_moments", "scan4_regression_64", "scan3_regression_32", "clusters_sums")
 """What is compared unless the user says otherwise: no training needed, from many bytes a step to few."""
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""

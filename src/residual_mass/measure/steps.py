@@ -16,7 +16,7 @@ from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import full_bytes, step_bytes
 
-DOCUMENTS = 2
+DOCUMENTS = 1
 """Of each text that tokens are counted on: their number hardly varies between documents."""
 QUERIES = 8
 """Tokens after each of these prompts whose queries are counted."""
