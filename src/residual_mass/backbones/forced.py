@@ -31,6 +31,8 @@ attention, which leaves the error of each step alone.
 """
 ROWS = 512
 """Most tokens, over all arms, of one pass through the model, which bounds the memory of their logits."""
+SCORES = 2**24
+"""Most scores of a layer that are computed at once, unless one arm has more."""
 Layers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [1, Hkv, T, D] of the forced tokens by layer."""
 
@@ -76,11 +78,21 @@ class ForcedDecoder:
         """
         size = max(1, ROWS // len(tokens))
         for some in (arms[start : start + size] for start in range(0, len(arms), size)):
-            yield from self._logits(some, _ArmsChunk([self._chunk(arm, dense) for arm in some]), tokens)
+            yield from self._logits(some, _ArmsChunk(list(self._chunks(some, len(tokens), dense)), len(some)), tokens)
 
-    def _chunk(self, arm: ArmSpec, dense: Layers | None) -> _ArmChunk:
-        number = self.partial.index(arm)
-        return _ArmChunk(self, arm, next(group for group in self.groups if number in group.arms), dense)
+    def _chunks(self, arms: Sequence[ArmSpec], tokens: int, dense: Layers | None) -> Iterator[_MethodChunk]:
+        """Yields the attention of arms that are computed together: those of one method and maps, while their scores
+        are not too many.
+        """
+        shape = self.engine.backbone.shape
+        most = max(1, SCORES // (shape.query_heads * tokens * self.length))
+        together: dict[tuple[str, str | None], list[int]] = {}
+        for place, arm in enumerate(arms):
+            together.setdefault((arm.method, arm.maps), []).append(place)
+        for places in together.values():
+            group = next(group for group in self.groups if self.partial.index(arms[places[0]]) in group.arms)
+            for some in (places[start : start + most] for start in range(0, len(places), most)):
+                yield _MethodChunk(self, some, [arms[place] for place in some], group, dense)
 
     @torch.no_grad()
     def greedy(self, first: int, limit: int) -> list[int]:
@@ -106,7 +118,8 @@ class ForcedDecoder:
         logits = self._forward(counted, len(arms), tokens)
         if counted.calls != dict.fromkeys(range(len(self.prefix)), 1):
             raise RuntimeError(f"attention hook calls by layer {counted.calls}, expected one in each")
-        finite = logits.isfinite().flatten(1).all(1).tolist()
+        extremes = torch.stack(logits.flatten(1).aminmax(dim=1))  # a NaN is both; less memory than a mask of all
+        finite = extremes.isfinite().all(0).tolist()
         if not all(finite):
             self._forward(watched := _Watched(chunk, finite.index(False)), len(arms), tokens)
             arm = arms[finite.index(False)]
@@ -169,29 +182,42 @@ class _FullChunk:
 class _ArmsChunk:
     """Attention handler of the same forced tokens under several partial arms, a row each."""
 
-    def __init__(self, arms: Sequence[_ArmChunk]) -> None:
-        self.arms = arms
+    def __init__(self, chunks: Sequence[_MethodChunk], num_arms: int) -> None:
+        self.chunks, self.num_arms = chunks, num_arms
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        rows = zip(self.arms, query.split(1), key.split(1), value.split(1), strict=True)
-        return torch.cat([arm(module, *tensors, scale) for arm, *tensors in rows])
+        output = query.new_empty(self.num_arms, query.shape[2], query.shape[1], value.shape[3])
+        for chunk in self.chunks:
+            output[chunk.places] = chunk(module, *(x[chunk.places] for x in (query, key, value)), scale)
+        return output
 
 
-class _ArmChunk:
-    """Attention of forced tokens under one partial arm."""
+class _MethodChunk:
+    """Attention of forced tokens under partial arms of one method.
 
-    def __init__(self, decoder: ForcedDecoder, arm: ArmSpec, group: ArmGroup, dense: Layers | None) -> None:
-        self.decoder, self.arm, self.group, self.dense = decoder, arm, group, dense
+    Attributes:
+        places: of the arms in a batch.
+    """
+
+    def __init__(
+        self,
+        decoder: ForcedDecoder,
+        places: list[int],
+        arms: Sequence[ArmSpec],
+        group: ArmGroup,
+        dense: Layers | None,
+    ) -> None:
+        self.decoder, self.places, self.arms, self.group, self.dense = decoder, places, arms, group, dense
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attends with query [1, Hq, T, D], key and value [1, Hkv, T, D] in a layer: [1, T, Hq, D]."""
+        """Attends with query [A, Hq, T, D], key and value [A, Hkv, T, D] in a layer: [A, T, Hq, D]."""
         index, window = module.layer_idx, window_of(module)
         visible = _visible(self.decoder.length, query, window)
-        rows = promoted(query).unflatten(1, (key.shape[1], -1))  # [1, Hkv, G, T, D]
+        rows = promoted(query).unflatten(1, (key.shape[1], -1))  # [A, Hkv, G, T, D]
         if window is None:
-            prefix = _by_token(self._prefix_terms(index, query, key.shape[1], scale), rows.shape[3])
+            prefix = _by_arm(self._prefix_terms(index, query, key.shape[1], scale), rows.shape)
         else:
             layer = self.decoder.prefix[index]
             keys, values = (promoted(x).unsqueeze(2) for x in (layer.keys, layer.values))
@@ -199,27 +225,26 @@ class _ArmChunk:
         near = visible[:, self.decoder.length :]
         new = self._chunk_terms(index, rows, promoted(key).unsqueeze(2), promoted(value).unsqueeze(2), scale, near)
         sinks = [Terms(*(part.unsqueeze(2) for part in terms)) for terms in head_sinks(module, key.shape[1])]
-        output = merge(prefix, *new, *sinks)  # [1, Hkv, G, T, D]
+        output = merge(prefix, *new, *sinks)  # [A, Hkv, G, T, D]
         return output.flatten(1, 2).transpose(1, 2).to(query.dtype)
 
     def _prefix_terms(self, index: int, query: Tensor, kv_heads: int, scale: float) -> Terms:
-        """The terms of all rows over the prefix, [1, Hkv, G * T, ...]."""
-        rows = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        """The terms of all rows over the prefix, [1, Hkv, A * G * T, ...]."""
         log_query, summary = None, None
-        if self.arm.needs_maps and self.group.summaries is not None and self.group.query_maps is not None:
+        if self.arms[0].needs_maps and self.group.summaries is not None and self.group.query_maps is not None:
             summary = self.group.summaries[index]
-            log_query = map_heads(self.group.query_maps[index], query).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        engine = self.decoder.engine
+            log_query = _rows_of_heads(map_heads(self.group.query_maps[index], query), kv_heads)
+        engine, rows = self.decoder.engine, _rows_of_heads(query, kv_heads)
         settings = arm_rows(
-            [self.arm], rows.shape[2], [self.decoder.length], engine.anchors, engine.nominal_length, query.device,
-            tokens=query.shape[2],
+            self.arms, rows.shape[2] // len(self.arms), [self.decoder.length], engine.anchors, engine.nominal_length,
+            query.device, tokens=query.shape[2],
         )  # fmt: skip
         return prefix_terms(rows, log_query, self.decoder.prefix[index], summary, settings, scale)
 
     def _chunk_terms(
         self, index: int, rows: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor
     ) -> list[Terms]:
-        """The exact terms of the chunk's tokens for rows [1, Hkv, G, T, D]; key and value [1, Hkv, 1, T, D], visible
+        """The exact terms of the chunk's tokens for rows [A, Hkv, G, T, D]; key and value [A, Hkv, 1, T, D], visible
         [T, T] bool.
         """
         own = attention_scores(rows, key, scale)
@@ -239,6 +264,12 @@ def _visible(length: int, query: Tensor, window: Window | None) -> Tensor:
     return visible if window is None else visible & (columns >= window.first(positions))
 
 
-def _by_token(terms: Terms, tokens: int) -> Terms:
-    """[1, Hkv, G * T, ...] -> [1, Hkv, G, T, ...]."""
-    return Terms(*(part.unflatten(2, (-1, tokens)) for part in terms))
+def _rows_of_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """[A, Hq, T, C] -> [1, Hkv, A * G * T, C]."""
+    return x.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)[None]
+
+
+def _by_arm(terms: Terms, shape: torch.Size) -> Terms:
+    """[1, Hkv, A * G * T, ...] -> [A, Hkv, G, T, ...], the first of `shape`."""
+    arms, _, heads, tokens = shape[:4]
+    return Terms(*(part[0].unflatten(1, (arms, heads, tokens)).transpose(0, 1) for part in terms))

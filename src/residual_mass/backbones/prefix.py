@@ -227,7 +227,7 @@ def prefix_terms(
 def read_prefix(queries: Tensor, layer: PrefixLayer, arms: ArmRows, scale: float) -> Reading:
     """Selects tokens for queries [E, Hkv, R, D]."""
     scaled = promoted(queries) * scale
-    scores = attention_scores(scaled, promoted(layer.keys), 1.0)
+    scores = scaled @ promoted(layer.keys).transpose(-1, -2)
     mid, choices = layer.partition.mid, []
     for selector, rows in arms.selectors:
         of_rows = (scaled, scores) if len(arms.selectors) == 1 else (scaled[:, :, rows], scores[:, :, rows])
@@ -250,6 +250,8 @@ def terms_of(
     estimate = _estimate(log_query, summary, arms) if arms.any_residual else None
     terms = one_gather_terms(reading.scores, promoted(layer.values), layer.anchors, reading.retrieved, estimate)
     for rows, own in own_residuals(reading, log_query, layer, summary, arms):
+        if len(rows) == terms.shift.shape[2]:
+            return added(terms, own)
         both = added(Terms(*(part[:, :, rows] for part in terms)), own)
         terms = Terms(*(part.index_copy(2, rows, more) for part, more in zip(terms, both, strict=True)))
     return terms
@@ -286,7 +288,8 @@ def own_residuals(
 
 def own_terms(residual: Residual, seen: Seen, layer: PrefixLayer) -> Terms:
     """Computes a residual's own terms [E, Hkv, R, ...]; rows that read the whole mid-region have none."""
-    estimate, left = Terms(*residual.terms(seen, layer.state(residual))), seen.unread.any(-1)
+    estimate = Terms(*residual.terms(seen, layer.state(residual)))
+    left = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
     numerator = torch.where(left.unsqueeze(-1), estimate.numerator, 0)
     return Terms(numerator, torch.where(left, estimate.denominator, 0), estimate.shift)
 
@@ -297,7 +300,9 @@ def _phi_terms(summary: Summary, log_query: Tensor, seen: Seen) -> Terms:
 
 
 def _of_rows(seen: Seen, rows: Tensor) -> Seen:
-    """Selects query rows, given as indices."""
+    """Selects query rows, given as indices in ascending order."""
+    if len(rows) == seen.threshold.shape[2]:
+        return seen
     queries, threshold, unread, scores, *read = (
         part[:, :, rows] for part in (seen.queries, seen.threshold, seen.unread, seen.scores, *seen.read)
     )

@@ -5,14 +5,16 @@ Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens (the 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LONG_ROW = 16384
-"""Number of columns above which two-level selection is faster."""
-BLOCK = 8
+LONG_ROW = 1024
+"""Number of columns from which two-level selection is faster."""
+LEAST_BLOCK = 3
+"""Fewest columns of a block that pay."""
 
 
 class Selected(NamedTuple):
@@ -48,6 +50,34 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
     return Selected(indices, valid)
 
 
+def unordered_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Selected, Tensor]:
+    """Selects as `exhaustive_topk` does, faster and in any order of slots; returns `least_read` of that besides."""
+    candidates = torch.where(mid, scores, -torch.inf)
+    k = k.expand(scores.shape[:-1]).clamp_max(scores.shape[-1])
+    most = k.reshape(-1, k.shape[-1]).amax(0).tolist()  # by row, over examples of different lengths
+    if len(set(most)) == 1:
+        return _unordered(candidates, k, most[0])
+    indices = torch.zeros(*k.shape, max(most), dtype=torch.int64, device=k.device)
+    valid, least = torch.zeros_like(indices, dtype=torch.bool), torch.empty_like(scores[..., 0])
+    for count in set(most):
+        rows = torch.tensor([row for row, wanted in enumerate(most) if wanted == count], device=k.device)
+        chosen, of_rows = _unordered(candidates.index_select(-2, rows), k[..., rows], count)
+        indices[..., rows, :count], valid[..., rows, :count], least[..., rows] = *chosen, of_rows
+    return Selected(indices, valid), least
+
+
+def _unordered(candidates: Tensor, k: Tensor, most: int) -> tuple[Selected, Tensor]:
+    """The same for rows of which each example has at most `most` slots; candidates are -inf outside the mid-region."""
+    columns, top = largest(candidates, max(most, 1))
+    if bool((k < most).any()):
+        top, order = top.sort(dim=-1, descending=True)
+        columns = columns.gather(-1, order)
+    taken = torch.arange(top.shape[-1], device=k.device) < k.clamp_min(1).unsqueeze(-1)  # without K, the highest score
+    least = torch.where(taken & (top > -torch.inf), top, torch.inf).amin(-1)
+    valid = (taken & (top > -torch.inf) & (k > 0).unsqueeze(-1))[..., :most]
+    return Selected(columns[..., :most], valid), torch.where(least < torch.inf, least, 0)
+
+
 def least_read(scores: Tensor, mid: Tensor, read: Selected) -> Tensor:
     """The least score among the tokens read [..., R], or the largest of the mid-region where there are none; 0 for an
     empty mid-region.
@@ -62,18 +92,20 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns columns [..., K] and values [..., K] of the k highest scores [..., L], unordered; K = min(k, L).
 
     Long rows compare the maxima of blocks first. This is exact: each of the k highest tokens lies in one of the k
-    blocks with the highest maxima, because k higher maxima would be k higher tokens.
+    blocks with the highest maxima, because k higher maxima would be k higher tokens. Blocks of sqrt(L / k) columns
+    leave the fewest numbers to sort, 2 sqrt(k L).
     """
     length = scores.shape[-1]
     k = min(k, length)
-    if length < LONG_ROW or k * BLOCK > length // 2:
+    size = math.isqrt(length // max(k, 1))
+    if length < LONG_ROW or size < LEAST_BLOCK:
         top, columns = scores.topk(k, dim=-1, sorted=False)
         return columns, top
-    whole = length // BLOCK * BLOCK
-    blocks = scores[..., :whole].unflatten(-1, (-1, BLOCK))
-    best = blocks.amax(-1).topk(k, dim=-1, sorted=False).indices
-    inside = torch.arange(BLOCK, device=scores.device)
-    columns = (best.unsqueeze(-1) * BLOCK + inside).flatten(-2)
+    whole = length // size * size
+    blocks = scores[..., :whole].unflatten(-1, (size, -1))  # of columns far apart: maxima of whole vectors are fast
+    best = blocks.amax(-2).topk(k, dim=-1, sorted=False).indices
+    inside = torch.arange(0, whole, whole // size, device=scores.device)
+    columns = (best.unsqueeze(-1) + inside).flatten(-2)
     rest = torch.arange(whole, length, device=scores.device).expand(*scores.shape[:-1], -1)
     columns = torch.cat((columns, rest), dim=-1)
     top, place = scores.gather(-1, columns).topk(k, dim=-1, sorted=False)

@@ -53,10 +53,11 @@ def in_order(scores: Tensor, group: Tensor) -> Tensor:
     """
     import torch
 
-    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    tokens = group.shape[-1]
-    order = rank.gather(-1, group.expand(*scores.shape[:-1], tokens)) * tokens
-    return -(order + torch.arange(tokens, device=scores.device)).double()
+    tokens, groups = group.shape[-1], scores.shape[-1]
+    exact = torch.float32 if groups * tokens <= 2**24 else torch.float64  # holds the ranks as whole numbers
+    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).to(exact)
+    first = (-tokens * rank).gather(-1, group.expand(*scores.shape[:-1], tokens))
+    return first - torch.arange(tokens, device=scores.device, dtype=exact)
 
 
 def joined(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> list[Tensor]:

@@ -75,12 +75,12 @@ class PerGroup:
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         import torch
 
-        from residual_mass.core.selection import exhaustive_topk, least_read
+        from residual_mass.core.selection import least_read, unordered_topk
 
         scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned
         share = scanned.masked_fill(~mid, torch.finfo(scanned.dtype).min).softmax(-1)
         by_head = share.unflatten(-2, (-1, layout.heads, layout.tokens))
-        read = exhaustive_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
+        read, _ = unordered_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
         return Choice(read, least_read(scanned, mid, read), scanned)
 
     def scan_bytes(self, step: Step) -> float:

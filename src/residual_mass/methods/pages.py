@@ -103,11 +103,11 @@ def whole_pages(page_scores: Tensor, size: int, scores: Tensor, mid: Tensor, k: 
     """Reads pages whole in the order of their scores [..., R, N]; `scores`, `mid` and `k` as in `Selector.select`."""
     import torch
 
-    from residual_mass.core.selection import exhaustive_topk, least_read
+    from residual_mass.core.selection import least_read, unordered_topk
 
     tokens = scores.shape[-1]
     page = torch.arange(tokens, device=scores.device) // size
-    read = exhaustive_topk(in_order(page_scores, page.expand(*scores.shape[:-1], tokens)), mid, k)
+    read, _ = unordered_topk(in_order(page_scores, page.expand(*scores.shape[:-1], tokens)), mid, k)
     return Choice(read, least_read(scores, mid, read), scores_of_tokens(page_scores, size, tokens))
 
 

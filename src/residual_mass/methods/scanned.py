@@ -96,15 +96,16 @@ class ScanRegression:
         dtype = seen.queries.dtype
         count = state.count.to(dtype)
         members = (state.cluster.unsqueeze(-1) == torch.arange(count.shape[-1], device=count.device)).to(dtype)
-        inside = members.any(-1).unsqueeze(-2)  # [..., 1, L]
-        scores = torch.where(inside, seen.scanned, 0)
-        mean = scores @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
-        offset = torch.where(inside, scores - mean @ members.transpose(-1, -2), 0)
-        variance = offset.square().sum(-1) / count.sum(-1, keepdim=True).clamp_min(1)
+        inside = (state.cluster >= 0).unsqueeze(-2)  # [..., 1, L]
+        offset = torch.where(inside, seen.scanned, 0)
+        mean = offset @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
+        offset -= mean @ members.transpose(-1, -2)  # stays 0 outside the mid-region
+        variance = torch.linalg.vector_norm(offset, dim=-1).square() / count.sum(-1, keepdim=True).clamp_min(1)
 
-        shift = seen.scanned.masked_fill(~seen.unread, -torch.inf).amax(-1)
+        weights = torch.where(seen.unread, seen.scanned, -torch.inf)
+        shift = weights.amax(-1)
         shift = torch.where(shift > -torch.inf, shift, 0)
-        weights = torch.where(seen.unread, (seen.scanned - shift.unsqueeze(-1)).exp(), 0)
+        weights = weights.sub_(shift.unsqueeze(-1)).exp_()
         along = (weights * offset).sum(-1) / variance.clamp_min(LEAST_VARIANCE)
         slope = seen.queries @ state.value_key_covariance.to(dtype).transpose(-1, -2)
         numerator = (weights @ members) @ state.mean_value.to(dtype) + along.unsqueeze(-1) * slope

@@ -38,7 +38,6 @@ class TopK:
 
 def best_of(scanned: Tensor, mid: Tensor, k: Tensor) -> Choice:
     """Chooses the K mid-region tokens of the highest scores [..., R, L]; `k` as in `Selector.select`."""
-    from residual_mass.core.selection import exhaustive_topk, least_read
+    from residual_mass.core.selection import unordered_topk
 
-    read = exhaustive_topk(scanned, mid, k)
-    return Choice(read, least_read(scanned, mid, read), scanned)
+    return Choice(*unordered_topk(scanned, mid, k), scanned)

@@ -62,11 +62,11 @@ class WholeClusters:
     def select(
         self, queries: Tensor, scores: Tensor, state: KeyClusters, mid: Tensor, k: Tensor, layout: Layout
     ) -> Choice:
-        from residual_mass.core.selection import exhaustive_topk, least_read
+        from residual_mass.core.selection import least_read, unordered_topk
 
         by_cluster = queries @ state.centroids.transpose(-1, -2)
         cluster = state.cluster.long().transpose(-1, -2)
-        read = exhaustive_topk(in_order(by_cluster, cluster), mid, k)
+        read, _ = unordered_topk(in_order(by_cluster, cluster), mid, k)
         scanned = by_cluster.gather(-1, cluster.expand(scores.shape))
         return Choice(read, least_read(scores, mid, read), scanned)
 

@@ -12,7 +12,7 @@ from residual_mass.core.fused.one_part import one_part, one_part_terms
 from residual_mass.core.fused.packed import packed, scanned_scores, unpacked
 from residual_mass.core.fused.torch_path import decode_attention
 from residual_mass.core.moments import truncated_parts
-from residual_mass.core.selection import BLOCK, LONG_ROW, largest
+from residual_mass.core.selection import LONG_ROW, Selected, exhaustive_topk, largest, least_read, unordered_topk
 from residual_mass.methods import Moments
 
 METHODS = ["topk", "topk_phi", "topk_phi_nosub", *MOMENTS, *SCANS]
@@ -230,7 +230,7 @@ def _adversarial(length: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("length", [50, LONG_ROW, LONG_ROW + 3 * BLOCK + 5])
+@pytest.mark.parametrize("length", [50, LONG_ROW, LONG_ROW + 29])
 @pytest.mark.parametrize("name", _adversarial(50))
 def test_the_largest_are_those_of_topk(name: str, length: int) -> None:
     scores = _adversarial(length)[name]
@@ -240,3 +240,23 @@ def test_the_largest_are_those_of_topk(name: str, length: int) -> None:
         assert torch.equal(values.sort(dim=-1, descending=True).values, expected)
         assert torch.equal(scores.gather(-1, columns), values)
         assert all(len(set(row)) == len(row) for row in columns.tolist())
+
+
+@pytest.mark.parametrize("wanted", [[[3, 3, 3]], [[0, 3, 99]], [[0, 0, 0]], [[1, 4, 9], [2, 4, 0]]])
+def test_the_order_of_slots_changes_nothing_else(wanted: list[list[int]]) -> None:
+    g = torch.Generator().manual_seed(8)
+    scores = torch.randn(len(wanted), 1, 3, LONG_ROW + 10, generator=g).round(decimals=1)  # with ties
+    mid = torch.zeros(len(wanted), 1, 1, scores.shape[-1], dtype=torch.bool)
+    mid[..., 5:70] = True
+    mid[-1, ..., 40:] = False
+    k = torch.tensor(wanted)[:, None]
+    read, least = unordered_topk(scores, mid, k)
+    ordered = exhaustive_topk(scores, mid, k)
+    assert torch.equal(least, least_read(scores, mid, ordered))
+    assert torch.equal(read.mask(scores.shape[-1]).sum(-1), k.minimum(mid.sum(-1)))
+    assert not (read.mask(scores.shape[-1]) & ~mid).any()
+    assert torch.equal(_in_order(scores, read), _in_order(scores, ordered))
+
+
+def _in_order(scores: Tensor, read: Selected) -> Tensor:
+    return torch.where(read.valid, scores.gather(-1, read.indices), -torch.inf).sort(dim=-1).values
