@@ -36,6 +36,21 @@ def test_the_examples_of_a_page(page: str, number: int, tiny_backbone: Backbone,
     assert len(examples) == number
 
 
+def test_the_page_of_examples(tiny_backbone: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one go, as a reader would; each leaves an output longer than its prompt, or prints its distances."""
+    tiny_backbone.model.save_pretrained(tmp_path)
+    tiny_backbone.tokenizer.save_pretrained(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks("examples.md", "python"):
+        names.pop("output", None)
+        exec(re.sub(r'^folder = ".*"$', f"folder = {str(tmp_path)!r}", block, flags=re.MULTILINE), names)
+        if "output =" in block:
+            assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    printed = capsys.readouterr().out
+    distances = {line.split()[0]: float(line.split()[1]) for line in printed.splitlines() if line.startswith("topk")}
+    assert set(distances) == {"topk", "topk_moments"} and all(value > 0 for value in distances.values())
+
+
 @pytest.fixture
 def capitals(tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the model and the task of lm_eval.md."""

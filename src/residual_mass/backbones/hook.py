@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -113,6 +114,11 @@ def require_attention_alone(model: PreTrainedModel) -> None:
             f"{name} scales queries by the length of its cache (attn_temperature_tuning), which partial_kv alone "
             "supports"
         )
+    if getattr(config, "num_kv_shared_layers", 0) and transformers.__version__.startswith("4."):
+        raise ValueError(
+            f"{name} shares keys between layers through its cache in transformers {transformers.__version__}, which "
+            "partial_kv alone supports; install transformers 5"
+        )
 
 
 def require_plain(model: PreTrainedModel) -> None:
@@ -195,4 +201,18 @@ def _dispatch(
         if options.get(option) is not None:
             raise ValueError(f"{type(module).__name__} uses {option}, which changes attention and is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return module.residual_mass_handler(module, query, key, value, attention_mask, scale), None
+    return module.residual_mass_handler(module, query, key, value, visible_columns(module, attention_mask), scale), None
+
+
+def visible_columns(module: nn.Module, mask: Tensor | None) -> Tensor | None:
+    """The mask as bool, True where a query may look; older models of transformers add 0 or a very low number instead.
+
+    Raises:
+        ValueError: the mask adds other numbers, which change attention.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    visible = mask == 0
+    if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise ValueError(f"{type(module).__name__} adds a bias to scores by its mask, which is not supported")
+    return visible

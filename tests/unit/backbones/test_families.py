@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tests.conftest import TINY, byte_tokenizer
 from tests.unit.backbones.families import FAMILIES, Family
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.forced import ForcedDecoder
 from residual_mass.backbones.greedy import partial_generate
+from residual_mass.backbones.hook import require_attention_alone, visible_columns
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.core.settings import AnchorSpec
@@ -89,6 +91,25 @@ def test_the_others_are_refused_in_one_line(family: Family) -> None:
     model = family.build()
     with pytest.raises(ValueError, match=f"^{family.model} {family.refusal}[^\n]*$"), partial_kv(model, "topk", 0.2):
         pass
+
+
+def test_keys_that_older_transformers_shares_through_its_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = next(family for family in FAMILIES if family.name == "Gemma 3n").build()
+    require_attention_alone(model)
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    with pytest.raises(ValueError, match="^Gemma3nForCausalLM shares keys .* install transformers 5$"):
+        require_attention_alone(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_that_add_to_scores_are_read_as_bool(dtype: torch.dtype) -> None:
+    """As older models of transformers make them."""
+    visible = torch.tensor([[True, False, True]])
+    added = torch.zeros(1, 3, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    module = torch.nn.Identity()
+    assert torch.equal(visible_columns(module, added), visible) and visible_columns(module, visible) is visible
+    with pytest.raises(ValueError, match="^Identity adds a bias to scores by its mask"):
+        visible_columns(module, added - 2)
 
 
 def engine_of(model: PreTrainedModel, *arms: ArmSpec) -> SharedPrefillEngine:
