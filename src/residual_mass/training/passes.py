@@ -55,13 +55,17 @@ class Passes:
         chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
         chosen = chosen.to(self.backbone.device)
         started = time.perf_counter()
-        side_by_side(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), self.backbone.device)
+
+        def one(layer: int) -> None:
+            consume(layer, traces[layer].at(chosen).cast(torch.float32))
+
+        side_by_side(len(traces), one, self.backbone.device)
         return time.perf_counter() - started
 
     def first(self) -> Traces:
         """Returns the first pass, for initial values, without consuming its text."""
         if self._replays():
-            return self._replayed(0)
+            return [trace.cast(torch.float32) for trace in self._replayed(0)]
         start = self.corpus.position()
         traces = self._recorded(0, 0)
         self.corpus.seek(start)
@@ -119,7 +123,8 @@ class Passes:
     def _recorded(self, index: int, step: int) -> Traces:
         count = self.spec.queries_per_step * self.spec.replay.reuse
         sequence, positions = self._sequence(index, step), self._positions(index, step, count)
-        return record_traces(self.backbone, sequence, positions, self._prepared)
+        dtype = self.backbone.model.dtype  # half the memory of float32 where the model is bfloat16
+        return record_traces(self.backbone, sequence, positions, lambda trace: self._prepared(trace).cast(dtype))
 
     def _sequence(self, index: int, step: int) -> list[int]:
         ids = self.corpus.sequence(index)[: self.length(step)]

@@ -19,7 +19,7 @@ from residual_mass.core.output_matching import Targets
 @dataclass(frozen=True)
 class LayerTrace:
     """Rotary-applied queries [Hq, Q, D] that see the keys up to `positions` [Q], and all keys and values [Hkv, L, D] of
-    one layer, float32. Objectives on attention outputs also need targets.
+    one layer, float32 but while they are kept. Objectives on attention outputs also need targets.
     """
 
     queries: Tensor
@@ -33,6 +33,11 @@ class LayerTrace:
         """Selects query positions, given as indices [q]."""
         targets = None if self.targets is None else self.targets.at(chosen)
         return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
+
+    def cast(self, dtype: torch.dtype) -> LayerTrace:
+        """Converts queries, keys and values; to the backbone's dtype and back is exact."""
+        queries, keys, values = (x.to(dtype) for x in (self.queries, self.keys, self.values))
+        return replace(self, queries=queries, keys=keys, values=values)
 
     def to(self, device: torch.device) -> LayerTrace:
         """Moves the trace to a device; returns itself if it is already there."""

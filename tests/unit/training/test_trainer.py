@@ -82,6 +82,25 @@ def test_passes_keep_values_only_where_an_objective_reads_them(make: Make) -> No
         assert (trace.values.untyped_storage().nbytes() > 0) == kept == (trace.targets is not None)
 
 
+def test_replayed_passes_are_kept_in_the_dtype_of_the_model(make: Make, tiny_backbone: Backbone) -> None:
+    """Which is exact: what a step consumes is what the teacher computed, as float32."""
+    t = make(replay=ReplaySpec(2, 3))
+    passes = t.passes[0]
+    passes.backbone = replace(tiny_backbone, model=copy.deepcopy(tiny_backbone.model).bfloat16())
+    ids, positions = passes._sequence(0, 0), passes._positions(0, 0, 3 * SPEC.queries_per_step)
+    passes.corpus.seek(corpus(tiny_backbone, LENGTH, 0, 1).position())
+    expected = record_traces(passes.backbone, ids, positions, lambda trace: trace)
+    consumed: dict[int, LayerTrace] = {}
+    passes.run(0, consumed.__setitem__)
+    (kept,) = passes.pool.values()
+    for layer, trace in enumerate(expected):
+        assert kept[layer].keys.dtype == torch.bfloat16 and trace.keys.dtype == torch.float32
+        assert consumed[layer].keys.dtype == consumed[layer].queries.dtype == torch.float32
+        assert torch.equal(consumed[layer].keys, trace.keys)
+        rows = [positions.tolist().index(p) for p in consumed[layer].positions.tolist()]
+        assert torch.equal(consumed[layer].queries, trace.queries[:, rows])
+
+
 class Killed(BaseException):
     pass
 
