@@ -56,6 +56,8 @@ class Latency:
     @property
     def repeats(self) -> Interval:
         """Steps of the fastest and of the slowest repeat."""
+        from residual_mass.paper.table import Interval  # needs pydantic, which the GPU check does without
+
         return Interval(float(self.row["per_step_low_ms"]), float(self.row["per_step_high_ms"]))
 
     @property
