@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+LAST = "math"
+"""Separate operations: takes every shape and dtype, and much more time and memory than the others."""
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
+    LAST: SDPBackend.MATH,
 }
-"""`math` are separate operations, and takes every shape and dtype."""
 
 
 def kernels_on(device: torch.device) -> tuple[str, ...]:
@@ -26,7 +27,7 @@ def kernels_on(device: torch.device) -> tuple[str, ...]:
     return tuple(KERNELS) if device.type == "cuda" else ()
 
 
-def with_each(names: tuple[str, ...], work: Callable[[], Result]) -> dict[str, Result | None]:
+def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Result | None]:
     """Returns what some work with attention gives under each of these kernels alone; None where one refuses."""
     results: dict[str, Result | None] = {}
     for name in names:

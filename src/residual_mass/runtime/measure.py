@@ -36,7 +36,7 @@ from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.provenance import MANIFEST, Record, device_name
-from residual_mass.runtime.attention_kernels import kernels_on, with_each
+from residual_mass.runtime.attention_kernels import LAST, kernels_on, with_each
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
@@ -223,7 +223,7 @@ def _best(
     setting: RuntimeSetting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec
 ) -> tuple[Timing | str, str]:
     """Returns a setting's timing or why there is none, of our Full that of the fastest attention kernel, and the
-    milliseconds of a step with each kernel, the fastest first; empty where there is no choice.
+    milliseconds of a step with each kernel, the fastest first, or what it lacks; empty where there is no choice.
     """
 
     def attempt() -> Timing | str:
@@ -232,7 +232,11 @@ def _best(
     full = setting.implementation == "fused" and method_named(setting.method).whole_prefix
     if not full or not (names := kernels_on(device_of(model))):
         return attempt(), ""
-    found = with_each(names, attempt)
+    found = with_each((name for name in names if name != LAST), attempt)
+    if all(timing is None for timing in found.values()):
+        found |= with_each((LAST,), attempt)
+        if found[LAST] is None:  # takes everything: the fault is elsewhere, and is met again
+            return attempt(), ""
     timings = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
     lacking = {name: why or "not available" for name, why in found.items() if not isinstance(why, Timing)}
     if not timings:
