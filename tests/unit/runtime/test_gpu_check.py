@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 import yaml
 from benchmarks import gpu_check
 from benchmarks.gpu_check import (
@@ -248,6 +250,15 @@ def test_the_evaluation_is_that_of_the_papers_study() -> None:
     assert gpu_parts.ruler_seconds(2.0, 0.5) == sum(500 * (2 + 0.5 * (count - 1)) for count in tokens)
 
 
+def test_full_is_timed_with_every_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of which a CPU has."""
+    monkeypatch.setattr(gpu_parts, "kernels_on", lambda device: ("flash", "cudnn", "math"))
+    x = torch.randn(1, 2, 8, 16)
+    times = gpu_parts._full_times(lambda: F.scaled_dot_product_attention(x, x, x), torch.device("cpu"))
+    assert list(times) == ["full: flash", "full: cudnn", "full: math"]
+    assert times["full: cudnn"] == "not available" and " to " in times["full: flash"] and " to " in times["full: math"]
+
+
 def test_every_file_with_tests_that_need_a_gpu_is_run() -> None:
     marked = {
         str(path.relative_to(ROOT))
@@ -317,3 +328,9 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert done.stderr == "gpu-check needs an NVIDIA GPU that torch can use, and there is none here\n"
+
+
+def test_make_installs_nothing_for_the_check(tmp_path: Path) -> None:
+    command = ["make", "--no-print-directory", "-n", "gpu-check", "PYTHON=python3", f"VENV={tmp_path / 'absent'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "PYTHONPATH=src python3 benchmarks/gpu_check.py\n"
