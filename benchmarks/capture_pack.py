@@ -76,7 +76,7 @@ def prepared(setting: Setting) -> tuple[Backbone, Pack]:
     if setting.shape == "smollm2":
         backbone = load_backbone(SMOL, setting.assets, torch.device("cpu"))
         return backbone, held_out_corpus("wiki", backbone.tokenizer, tokens, 0, setting.assets).sequence(0)
-    backbone = random_llama(setting.shape, torch.device("cuda"))
+    backbone = random_llama(setting.shape, LLAMA[setting.shape], "bfloat16", torch.device("cuda"))
     return backbone, torch.randint(backbone.model.config.vocab_size, (tokens,)).tolist()
 
 

@@ -8,35 +8,61 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from training_pass import LLAMA
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from training_pass import LLAMA, random_llama, whole_passes
+from transformers import LlamaConfig, PreTrainedModel
 
+from residual_mass.backbones.engine import SharedPrefillEngine, Work
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import map_heads
-from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
-from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path, with_summary
+from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers, prepared
+from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path
 from residual_mass.core.selection import largest
 from residual_mass.core.settings import AnchorSpec, MapSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.provenance import code_version, device_name
+from residual_mass.runtime.attention_kernels import kernels_on, with_each
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.measure import measure
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, seconds_of
 from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import BackboneSpec, RuntimeSpec
+from residual_mass.study.specs import RuntimeSpec
 
+ROOT = Path(__file__).parents[1]
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
+OWN = ("topk_moments", "scan4_moments")
+"""Methods that the paper lacks: the least that a step can add without training, and the fewest bytes of keys."""
+ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS[1:] for budget in (0.5, 1.0, 2.0, 4.0))]
+FAST_SIDES = ("kernels", "graphs", "torch")
+KERNEL_METHODS = ("topk", "topk_phi", *OWN)
+EXAMPLES = 500
+"""A task of RULER in the paper's study, like the arms."""
+FEW_TOKENS, MANY_TOKENS, ROUNDS = 2, 34, 3
+"""Generated tokens of an evaluation's two runs, whose difference is decoding alone, and how often it is measured."""
+EVALUATION = "backbone context arms prefill_s prepare_s token_ms peak_gib ruler_hours".split()
+TRAINING = "backbone context teacher_s sequence_s peak_gib".split()
+"""Columns of the rows of these parts."""
+GPU_TESTS = (
+    "tests/unit/core/test_fused_triton.py", "tests/unit/backbones/test_gpu.py", "tests/unit/runtime/test_decoders.py",
+    "tests/unit/runtime/test_measure.py", "tests/unit/training/test_training_on_gpu.py",
+)  # fmt: skip
+"""Those that need no package but the few that this check needs, and pytest."""
+GPU_TESTS_WITH_PANDAS = ("tests/unit/diagnostics/test_capture_on_gpu.py",)
 SHAPES = {
     "1b": LLAMA["llama-3.2-1b"],
     "3b": LLAMA["llama-3.2-3b"],
@@ -60,21 +86,21 @@ rounding alone, while a wrong mask, position or column moves logits by their own
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["about", "ceilings", "kernels", "agreement", "steps", "training"])
+    parts: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
+        one.__name__: one for one in (about, ceilings, kernels, agreement, steps, tests, evaluation, training)
+    }
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--contexts", nargs="+", default=["64k"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--prototype", action="store_true", help="steps of the prototype beside ours")
+    parser.add_argument("--compare", action="store_true", help="training beside a straightforward implementation")
     parser.add_argument("--rows", type=Path, required=True)
     options = parser.parse_args()
     if options.device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("gpu-check needs an NVIDIA GPU that torch can use, and there is none here")
-    parts: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
-        "about": about, "ceilings": ceilings, "kernels": kernels, "agreement": agreement, "steps": steps,
-        "training": training,
-    }  # fmt: skip
     for line in parts[options.part](options):
         print(line, flush=True)  # what came before a failure stays
 
@@ -90,7 +116,8 @@ def about(options: argparse.Namespace) -> Iterator[str]:
             f"* {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} multiprocessors, "
             f"{facts.L2_cache_size / 2**20:.0f} MiB of L2"
         )
-    versions = [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"Python {platform.python_version()}"]
+    versions = [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"transformers {transformers.__version__}"]
+    versions.append(f"Python {platform.python_version()}")
     if find_spec("triton") is not None:
         import triton
 
@@ -145,37 +172,51 @@ def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.dev
     phi = PhiMaps(shape, MAP).to(device).requires_grad_(False)
     query_map, key_map = phi.folded()[0]
     bare = build_cache(keys, values, first, first + length, 32)
-    cache = with_summary(bare, map_heads(key_map, keys), ANCHORS.sink, ANCHORS.tail)
-    log_query = map_heads(query_map, query).squeeze(2)
     k = retrieved_count(BUDGET, length, ANCHORS.sink + ANCHORS.tail)
     scores, one = torch.randn(batch * heads, length, device=device), query.squeeze(2)
-    fast = decode_attention_for(cache, heads)
     common = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "generated": 16, "scale": d**-0.5}
-    completed, alone = common | {"subtracts": True}, common | {"subtracts": False}
-    expected = torch_path.decode_attention(one.float(), cache, log_query, **completed)
-    gap = _gap(fast(one, cache, log_query, **completed), expected)
-    if not gap <= KERNEL_GAP:  # a NaN is not
-        raise ValueError(f"the kernels' output is not that of the torch path: {gap:.1e} at {length} tokens")
-    works: dict[str, Callable[[], object]] = {
-        "Full: SDPA with grouped heads": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
-        "TopK+phi: the kernels, all but phi_q": lambda: fast(one, cache, log_query, **completed),
-        "TopK: the kernels": lambda: fast(one, bare, None, **alone),
-        **_kernel_parts(fast, one, cache, common),
-        "TopK+phi: the torch path": lambda: torch_path.decode_attention(one, cache, log_query, **completed),
+
+    def full() -> Tensor:
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    times = {"K": str(k)} | _full_times(full, device)
+    for method in KERNEL_METHODS:
+        rule = method_named(method)
+        cache = prepared(bare, rule, key_map if rule.needs_maps else None, ANCHORS)
+        log_query = map_heads(query_map, query).squeeze(2) if rule.needs_maps else None
+        fast, settings = decode_attention_for(cache, heads), common | {"subtracts": rule.subtracts}
+        in_torch = partial(torch_path.decode_attention, one, cache, log_query, **settings)
+        step = partial(fast, one, cache, log_query, **settings)
+        gap = _gap(step(), torch_path.decode_attention(one.float(), cache, log_query, **settings))
+        if not gap <= KERNEL_GAP:  # a NaN is not
+            raise ValueError(f"{method}: the kernels' output is not the torch path's, {gap:.1e} at {length} tokens")
+        parts = {"the kernels, all but phi_q" if rule.needs_maps else "the kernels": step}
+        parts |= _kernel_parts(fast, one, cache, common) | {"the torch path": in_torch}
+        times[f"{method}: difference from the torch path, relative l1"] = f"{gap:.1e}"
+        times |= {f"{method}: {name}": _spread(cold_ms(work, device), 4) for name, work in parts.items()}
+    works = {
         "torch.topk of all scores, float32": lambda: scores.topk(k, dim=-1, sorted=False),
         "selection in two levels": lambda: largest(scores, k),
         "phi_q, folded": lambda: map_heads(query_map, query),
         "phi_q, as written": lambda: phi.query[0].unfolded(query[:, :, 0].transpose(0, 1).float()),
     }
-    times = {name: _spread(cold_ms(work, device), 4) for name, work in works.items()}
-    return {"K": str(k), "difference from the torch path, relative l1": f"{gap:.1e}"} | times
+    return times | {name: _spread(cold_ms(work, device), 4) for name, work in works.items()}
+
+
+def _full_times(full: Callable[[], Tensor], device: torch.device) -> dict[str, str]:
+    """Of every attention kernel of torch, and on a CPU of the one that it takes."""
+    names = kernels_on(device)
+    if not names:
+        return {"full: torch's attention": _spread(cold_ms(full, device), 4)}
+    times = with_each(names, lambda: cold_ms(full, device))
+    return {f"full: {name}": "not available" if ms is None else _spread(ms, 4) for name, ms in times.items()}
 
 
 def _kernel_parts(
     fast: Callable[..., Tensor], query: Tensor, cache: DecodeCache, common: dict[str, float]
 ) -> dict[str, Callable[[], object]]:
-    """The first kernels by themselves, where there are any."""
-    if fast is torch_path.decode_attention:
+    """The first kernels by themselves, where there are any that read all keys."""
+    if fast is torch_path.decode_attention or cache.scan is not None:
         return {}
     from residual_mass.core.fused import triton_path
 
@@ -198,7 +239,7 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
         ValueError: they are further apart than rounding explains.
     """
     length, device, low = tokens_of(options.contexts[0]), options.device, options.dtype == "bfloat16"
-    model = random_model(SHAPES[options.shape], torch.bfloat16, device)
+    model = random_llama(options.shape, SHAPES[options.shape], "bfloat16", device).model
     exact = copy.deepcopy(model).float()  # the same weights
     torch.manual_seed(1)
     phi = PhiMaps(HeadShape.of(model.config), MAP).to(device).requires_grad_(False)
@@ -208,19 +249,21 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
     yield f"One prompt of {length} tokens, K = {k}; distances are relative l1 of the logits of step {step}, to those of"
     if low:
         yield "the prototype in float32 with the same weights; allowed is twice the bfloat16 prototype's distance."
+        yield "Methods that the paper lacks have no prototype: the torch path is in its place."
     else:
-        yield "the prototype."
+        yield "the prototype, or of the torch path for methods that the paper lacks."
     yield ""
     yield "| method | kernels | kernels in graphs | torch path | allowed |"
     yield "|---|---|---|---|---|"
     wrong = []
-    for method in METHODS:
-        sides = _logits(model if low else exact, prompt, method, k, phi, step)
-        reference, allowed = sides.pop("prototype"), FLOAT32_GAP
+    for method in (*METHODS, *OWN):
+        slow = "prototype" if method in METHODS else "torch"
+        sides = _logits(model if low else exact, prompt, method, k, phi, step, dict.fromkeys((*FAST_SIDES, slow)))
+        reference, allowed = sides[slow], FLOAT32_GAP
         if low:
-            theirs, reference = reference, _logits(exact, prompt, method, k, phi, step)["prototype"]
+            theirs, reference = reference, _logits(exact, prompt, method, k, phi, step, [slow])[slow]
             allowed = BFLOAT16_NOISE * _gap(theirs, reference)
-        gaps = [_gap(logits, reference) for logits in sides.values()]
+        gaps = [_gap(sides[name], reference) for name in FAST_SIDES]
         yield f"| {method} | " + " | ".join(f"{gap:.1e}" for gap in (*gaps, allowed)) + " |"
         if not max(gaps) <= allowed:
             wrong.append(method)
@@ -229,72 +272,127 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _logits(
-    model: PreTrainedModel, prompt: list[int], method: str, k: int, phi: PhiMaps, count: int
+    model: PreTrainedModel, prompt: list[int], method: str, k: int, phi: PhiMaps, count: int, sides: Iterable[str]
 ) -> dict[str, Tensor]:
     """Logits after so many greedy steps, by what computed them; all begin with the prompt's first token."""
     read = prefill(model, [prompt])
-
-    def fused() -> StaticDecoder:
-        copies = [Prefill(dict(read.layers), read.next_token)]
-        return StaticDecoder(model, fill_buffers(copies, count), method, k, ANCHORS, phi, count)
-
-    plain, graphs, in_torch = fused(), fused(), fused()
-    graphs.prepare()
-    in_torch.attention = torch_path.decode_attention
-    theirs = PrototypeDecoder(model, Prefill(dict(read.layers), read.next_token), method, k, ANCHORS, phi, count)
-    sides = {"kernels": plain, "graphs": graphs, "torch": in_torch, "prototype": theirs}
     first = torch.tensor(prompt[:1], device=read.next_token.device)
-    for decoder in sides.values():
+    logits = {}
+    for side in sides:
+        one = Prefill(dict(read.layers), read.next_token)
+        if side == "prototype":
+            decoder = PrototypeDecoder(model, one, method, k, ANCHORS, phi, count)
+        else:
+            decoder = StaticDecoder(model, fill_buffers([one], count), method, k, ANCHORS, phi, count)
+        if side == "graphs":
+            decoder.prepare()
+        elif side == "torch":
+            decoder.attention = torch_path.decode_attention
         decoder.run(first)
-    return {name: decoder.logits.float().clone() for name, decoder in sides.items()}
+        logits[side] = decoder.logits.float().clone()
+    return logits
 
 
 def steps(options: argparse.Namespace) -> Iterator[str]:
     """Latencies; rows as of the runtime stage go to the CSV as they come."""
     name = options.shape
     dtype = "bfloat16" if options.device.type == "cuda" else "float32"
-    backbone = BackboneSpec(
-        "gpu-check", name, "random", "random", dtype, "none", 131072, dtype == "bfloat16", name=name
-    )
+    backbone = random_llama(name, SHAPES[name], dtype, options.device)
     spec = RuntimeSpec(
-        "gpu-check", backbone, tuple(options.contexts), tuple(options.batches), BUDGET, ANCHORS, MAP,
-        repeats=1 if options.prototype else 3, seed=0, recipe=1,
+        study="gpu-check", backbone=backbone.spec, contexts=tuple(options.contexts), batches=tuple(options.batches),
+        budget=BUDGET, anchors=ANCHORS, map=MAP, repeats=1 if options.prototype else 3, seed=0, recipe=1,
+        own_methods=() if options.prototype else OWN,
     )  # fmt: skip
-    model = random_model(SHAPES[name], getattr(torch, dtype), options.device)
     facts = {
         "study": "gpu-check", "backbone": name, "weights": "random", "dtype": dtype, "model_id": name,
         "revision": "random",
     }  # fmt: skip
     rows: list[dict[str, object]] = []
-    yield "| context | batch | method | step ms | end to end ms | recording ms | peak GiB |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in measure(spec, model, ("prototype",) if options.prototype else ("fused",)):
+    yield "| context | batch | method | step ms | end to end ms | recording ms | peak GiB | attention kernels, ms |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in measure(spec, backbone.model, ("prototype",) if options.prototype else ("fused",)):
         rows.append(facts | row)
         write_text(options.rows, csv_text(RUNTIME, rows))
         peak = f"{float(str(row['peak_memory_mib'])) / 1024:.1f}" if row.get("peak_memory_mib") else ""
         shown = [row["context"], row["batch"], row["method"], row.get("per_step_ms", row.get("not_measured"))]
-        shown += [row.get("end_to_end_ms", ""), row.get("recording_ms", ""), peak]
+        shown += [row.get("end_to_end_ms", ""), row.get("recording_ms", ""), peak, row["attention_kernels"]]
         yield "| " + " | ".join(map(str, shown)) + " |"
 
 
+def tests(options: argparse.Namespace) -> Iterator[str]:
+    """The tests that need a GPU, where pytest is installed.
+
+    Raises:
+        ValueError: one failed.
+    """
+    if find_spec("pytest") is None:
+        yield "* pytest is not installed, so no test was run"
+        return
+    files = [*GPU_TESTS, *(GPU_TESTS_WITH_PANDAS if find_spec("pandas") else ())]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    yield "```"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            yield line.rstrip()
+    yield "```"
+    if run.returncode:
+        raise ValueError(f"pytest ended with status {run.returncode}")
+
+
+def evaluation(options: argparse.Namespace) -> Iterator[str]:
+    """The paper's arms from one shared prefix, and what RULER takes at these rates."""
+    context, device = options.contexts[-1], options.device
+    length, on_gpu = tokens_of(context), device.type == "cuda"
+    backbone = random_llama(options.shape, SHAPES[options.shape], "bfloat16" if on_gpu else "float32", device)
+    phi = PhiMaps(backbone.shape, MAP, {"model_id": options.shape, "revision": "random"}).requires_grad_(False)
+    engine = SharedPrefillEngine(backbone, ARMS, ANCHORS, phi, length)
+    prompt = torch.randint(backbone.model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
+
+    def run(tokens: int) -> tuple[float, float]:
+        """Seconds of the prefill and of what follows it."""
+        engine.work = Work()
+        engine.generate([prompt.tolist()], tokens)
+        return engine.work.prefill_seconds, engine.work.decode_seconds
+
+    run(FEW_TOKENS)  # is slower and not counted
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    short, long = ([run(tokens) for _ in range(ROUNDS)] for tokens in (FEW_TOKENS, MANY_TOKENS))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    prefill_seconds = statistics.median(seconds for seconds, _ in (*short, *long))
+    few, many = (statistics.median(seconds for _, seconds in runs) for runs in (short, long))
+    per_token = (many - few) / (MANY_TOKENS - FEW_TOKENS)
+    before = few - (FEW_TOKENS - 1) * per_token  # summaries and buffers
+    hours = ruler_seconds(prefill_seconds + before, per_token) / 3600
+    yield f"* {len(ARMS)} arms, one prompt of {length} tokens, {ROUNDS} rounds: prefill {prefill_seconds:.3f} s, then"
+    yield f"  {before:.3f} s until the first step and {1e3 * per_token:.2f} ms a token of all arms"
+    if on_gpu:
+        yield f"* peak memory {peak:.1f} GiB, the model included"
+    limits = [task.max_new_tokens for task in BENCHMARKS["ruler"]]
+    yield f"* RULER: {len(limits)} tasks of {EXAMPLES} examples of {context}, as in the paper's study:"
+    yield f"  {hours:.2f} GPU-hours if every answer runs to its task's limit of {min(limits)} to {max(limits)} tokens"
+    values = [options.shape, context, len(ARMS), prefill_seconds, before, 1e3 * per_token, peak, hours]
+    write_text(options.rows, csv_text(EVALUATION, [dict(zip(EVALUATION, values, strict=True))]))
+
+
+def ruler_seconds(before: float, per_token: float) -> float:
+    """Seconds for all tasks with answers of full length, of an example's seconds before and for each decoded token."""
+    return sum(EXAMPLES * (before + (task.max_new_tokens - 1) * per_token) for task in BENCHMARKS["ruler"])
+
+
 def training(options: argparse.Namespace) -> Iterator[str]:
-    command = [
-        sys.executable, str(Path(__file__).with_name("training_pass.py")), "--shape", "llama-3.2-1b",
-        "--length", "8192", "--rounds", "1", "--layers", "2",
-    ]  # fmt: skip
+    context, device = options.contexts[-1], options.device
+    backbone = random_llama(
+        options.shape, SHAPES[options.shape], "bfloat16" if device.type == "cuda" else "float32", device
+    )
     yield "```"
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its errors are this part's
-    yield done.stdout.rstrip()
+    length, compared = tokens_of(context), 2 if options.compare else 0
+    passes = whole_passes(backbone, length, queries=100, d_emb=MAP.d_emb, compared=compared, rounds=2)
     yield "```"
-    if done.returncode:
-        raise ValueError(f"training_pass.py ended with status {done.returncode}")
-
-
-def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
+    peak = passes.trainer_peak / 2**30
+    values = [options.shape, context, passes.teacher_seconds, passes.trainer_seconds, peak]
+    write_text(options.rows, csv_text(TRAINING, [dict(zip(TRAINING, values, strict=True))]))
 
 
 def cold_ms(work: Callable[[], object], device: torch.device, rounds: int = 15) -> list[float]:

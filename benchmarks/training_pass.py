@@ -3,7 +3,7 @@
 On the CPU (shape smollm2, the backbone of the assets) both sides train on recorded traces of a few layers, scaled to
 all of them; the teacher pass is timed once, and the optimiser, the same on both sides, is left out. On a GPU (shapes
 llama-3.2-*, random weights, bfloat16) whole passes are timed: the teacher alone, and with each side's training of every
-layer, the optimiser's update included.
+layer, the optimiser's update included; --alone leaves out the straightforward side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,30 +66,34 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=100, help="query positions; the paper's are 100")
     parser.add_argument("--layers", type=int, default=3, help="layers that are compared, and on the CPU timed")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="on a GPU: the trainer's side, compared with nothing")
     options = parser.parse_args()
     if options.shape != "smollm2" and not torch.cuda.is_available():
         raise SystemExit(f"--shape {options.shape} needs a GPU that torch can use, and there is none here; use smollm2")
 
-    torch.manual_seed(0)
-    if options.shape == "smollm2":
-        backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
-        ids = training_corpus(("wiki",), backbone.tokenizer, options.length, 0, options.assets).sequence(0)
-    else:
-        backbone = random_llama(options.shape, torch.device("cuda"))
-        ids = torch.randint(backbone.model.config.vocab_size, (options.length,)).tolist()
-    shape = backbone.shape
-    positions = query_positions(options.length, options.queries).to(backbone.device)
-    chosen = spread(options.layers, shape.layers)
-    traces, teacher = record(backbone, ids, positions, chosen)
-    print(
-        f"{options.shape}, {options.length} tokens, {len(positions)} queries, d_emb {options.d_emb}, d_phi {D_PHI}, "
-        f"{backbone.device}, {torch.get_num_threads()} threads; layers {', '.join(map(str, chosen))} of {shape.layers}"
-    )
-    if options.shape == "smollm2":
-        on_traces(replace(shape, layers=len(chosen)), options.d_emb, traces, options.rounds, teacher, shape.layers)
-    else:
-        whole_passes(backbone, ids, positions, options.d_emb, dict(zip(chosen, traces, strict=True)), options.rounds)
+    if options.shape != "smollm2":
+        backbone = random_llama(options.shape, LLAMA[options.shape], "bfloat16", torch.device("cuda"))
+        compared = 0 if options.alone else options.layers
+        whole_passes(backbone, options.length, options.queries, options.d_emb, compared, options.rounds)
         print(f"the paper: {PAPER[options.shape]} GPU-seconds per sequence of 64k tokens")
+        return
+    torch.manual_seed(0)
+    backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
+    ids = training_corpus(("wiki",), backbone.tokenizer, options.length, 0, options.assets).sequence(0)
+    shape, chosen = backbone.shape, spread(options.layers, backbone.shape.layers)
+    positions = query_positions(options.length, options.queries)
+    traces, teacher = record(backbone, ids, positions, chosen)
+    tell(backbone, options.length, positions, options.d_emb, chosen)
+    on_traces(replace(shape, layers=len(chosen)), options.d_emb, traces, options.rounds, teacher, shape.layers)
+
+
+def tell(backbone: Backbone, length: int, positions: Tensor, d_emb: int, layers: list[int]) -> None:
+    """Prints what is measured, and the layers on which both sides are compared."""
+    compared = f"; layers {', '.join(map(str, layers))} of {backbone.shape.layers}" if layers else ""
+    print(
+        f"{backbone.spec.name}, {length} tokens, {len(positions)} queries, d_emb {d_emb}, d_phi {D_PHI}, "
+        f"{backbone.device}, {torch.get_num_threads()} threads{compared}"
+    )
 
 
 class Ours:
@@ -155,22 +159,47 @@ def on_traces(shape: HeadShape, d_emb: int, traces: list[LayerTrace], rounds: in
     print(f"  {Straightforward.title} {slow / MIB:.0f} MiB, {Ours.title} {fast / MIB:.0f} MiB, ratio {slow / fast:.2f}")
 
 
-def whole_passes(
-    backbone: Backbone, ids: list[int], positions: Tensor, d_emb: int, traces: dict[int, LayerTrace], rounds: int
-) -> None:
-    """Seconds and peak memory of whole passes on a GPU: the teacher alone, and with each side's training."""
-    maps = fresh_maps(backbone.shape, d_emb).to(backbone.device)
-    ours, theirs = Ours(maps), Straightforward(maps)
-    compare(ours, theirs, traces)
+@dataclass(frozen=True)
+class Passes:
+    """Medians of whole passes over a sequence."""
+
+    teacher_seconds: float
+    trainer_seconds: float
+    """Teacher included."""
+    trainer_peak: int
+    """Bytes on a GPU, beside weights, maps, gradients and moments; 0 on a CPU."""
+
+
+def whole_passes(backbone: Backbone, length: int, queries: int, d_emb: int, compared: int, rounds: int) -> Passes:
+    """Seconds and peak GPU memory of whole passes over random tokens: the teacher alone, and with each side's training.
+
+    Args:
+        compared: layers on whose traces both sides must agree; with 0 the straightforward side is left out.
+    """
+    torch.manual_seed(0)
+    device, on_gpu = backbone.device, backbone.device.type == "cuda"
+    ids = torch.randint(backbone.model.config.vocab_size, (length,)).tolist()
+    positions = query_positions(length, queries).to(device)
+    chosen = spread(compared, backbone.shape.layers) if compared else []
+    tell(backbone, length, positions, d_emb, chosen)
+    maps = fresh_maps(backbone.shape, d_emb).to(device)
+    ours = Ours(maps)
+    sides: list[Side] = [ours]
+    if compared:
+        theirs = Straightforward(maps)
+        compare(ours, theirs, dict(zip(chosen, record(backbone, ids, positions, chosen)[0], strict=True)))
+        sides.insert(0, theirs)
     peaks: dict[str, int] = {}
 
     def measured(title: str, work: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if on_gpu else 0
             work()
-            torch.cuda.synchronize()
-            peaks[title] = torch.cuda.max_memory_allocated() - before
+            if on_gpu:
+                torch.cuda.synchronize()
+            peaks[title] = torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
         return run
 
@@ -187,17 +216,20 @@ def whole_passes(
 
         return run
 
-    works = {
-        "teacher alone": lambda: stream_traces(backbone, ids, positions, lambda layer, trace: None),
-        theirs.title: train(theirs),
-        ours.title: train(ours),
-    }
+    works = {"teacher alone": lambda: stream_traces(backbone, ids, positions, lambda layer, trace: None)}
+    works |= {side.title: train(side) for side in sides}
     seconds = alternate({title: measured(title, work) for title, work in works.items()}, rounds)
     alone = seconds.pop("teacher alone")
-    print(f"teacher alone: {statistics.median(alone):.2f} s per sequence ({min(alone):.2f} .. {max(alone):.2f})")
-    report("teacher and training, per sequence", seconds)
+    teacher, trainer = (statistics.median(values) for values in (alone, seconds[ours.title]))
+    print(f"teacher alone: {teacher:.2f} s per sequence ({min(alone):.2f} .. {max(alone):.2f})")
+    if compared:
+        report("teacher and training, per sequence", seconds)
+    else:
+        low, high = min(seconds[ours.title]), max(seconds[ours.title])
+        print(f"teacher and training: {trainer:.2f} s per sequence ({low:.2f} .. {high:.2f})")
     print("peak memory of a pass, beside weights, maps, gradients and moments")
     print("  " + ", ".join(f"{title} {peak / MIB:.0f} MiB" for title, peak in peaks.items()))
+    return Passes(teacher, trainer, peaks[ours.title])
 
 
 def compare(ours: Ours, theirs: Straightforward, traces: dict[int, LayerTrace]) -> None:
@@ -276,17 +308,18 @@ def fresh_maps(shape: HeadShape, d_emb: int) -> PhiMaps:
     return maps
 
 
-def random_llama(shape: str, device: torch.device) -> Backbone:
-    """A model of the true shape with random weights; time and memory do not depend on their values."""
-    config = LLAMA[shape]
+def random_llama(name: str, config: LlamaConfig, dtype: str, device: torch.device) -> Backbone:
+    """A model with random weights and no end token; time and memory do not depend on the values."""
     spec = BackboneSpec(
-        name=shape, study="benchmark", model_id=shape, revision="random", source="random", dtype="bfloat16",
-        tokenizer="none", context=config.max_position_embeddings, requires_gpu=True,
+        name=name, study="benchmark", model_id=name, revision="random", source="random", dtype=dtype,
+        tokenizer="none", context=config.max_position_embeddings, requires_gpu=device.type == "cuda",
     )  # fmt: skip
+    torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = None
     nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # token ids are drawn
-    return Backbone(spec, model.eval().requires_grad_(False), nothing, identity=shape)
+    return Backbone(spec, model.eval().requires_grad_(False), nothing, identity=name)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from tests.needs import pytest_terminal_summary  # noqa: F401  # a hook
 from tests.records import give_manifest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -15,8 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.study.specs import BackboneSpec
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")  # a busy machine fails no test
+if find_spec("hypothesis") is not None:  # the tests of the GPU check do without
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")  # a busy machine fails no test
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings, much more on a busy machine
 
 TINY = BackboneSpec(

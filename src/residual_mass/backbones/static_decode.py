@@ -58,6 +58,17 @@ def fused_method(method: str | Method) -> Method:
     return rule
 
 
+def prepared(cache: DecodeCache, rule: Method, key_map: Map | None, anchors: AnchorSpec) -> DecodeCache:
+    """Adds to a layer's cache what a method keeps of its prompt."""
+    if key_map is not None:
+        cache = with_summary(cache, map_heads(key_map, cache.keys[:, :, : cache.length]), anchors.sink, anchors.tail)
+    elif rule.own is not None:
+        cache = with_moments(cache, rule.own.prepare, anchors.sink, anchors.tail)
+    if isinstance(scan := rule.selector, QuantisedScan):
+        cache = with_scan(cache, scan.prepare, scan.block, anchors.sink, anchors.tail)
+    return cache
+
+
 class StaticDecoder:
     """Decodes a batch of prompts under one method.
 
@@ -86,23 +97,19 @@ class StaticDecoder:
         self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
         self.query_maps: list[Map] | None = None
-        self.caches = caches
+        key_maps: list[Map | None]
         if self.rule.needs_maps:
             if phi is None:
                 raise ValueError(f"method {self.rule.name} needs phi maps")
             phi.require(HeadShape.of(model.config))
             maps = phi.on(self.device).folded()
             self.query_maps = [query_map for query_map, _ in maps]
-            self.caches = [
-                with_summary(cache, map_heads(key_map, cache.keys[:, :, : cache.length]), anchors.sink, anchors.tail)
-                for cache, (_, key_map) in zip(caches, maps, strict=True)
-            ]
-        elif self.rule.own is not None:
-            self.caches = [with_moments(cache, self.rule.own.prepare, anchors.sink, anchors.tail) for cache in caches]
-        if isinstance(scan := self.rule.selector, QuantisedScan):
-            self.caches = [
-                with_scan(cache, scan.prepare, scan.block, anchors.sink, anchors.tail) for cache in self.caches
-            ]
+            key_maps = [key_map for _, key_map in maps]
+        else:
+            key_maps = [None] * len(caches)
+        self.caches = [
+            prepared(cache, self.rule, key_map, anchors) for cache, key_map in zip(caches, key_maps, strict=True)
+        ]
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0

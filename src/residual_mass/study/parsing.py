@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import reprlib
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
 
 Parsed = TypeVar("Parsed")
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
@@ -24,6 +25,8 @@ class Slip(ValueError):
 
 @cache
 def adapter(settings: type[Parsed]) -> TypeAdapter[Parsed]:
+    from pydantic import TypeAdapter  # not before: the GPU check makes its specs without it
+
     return TypeAdapter(settings)
 
 
@@ -33,6 +36,8 @@ def parsed(settings: type[Parsed], data: Any) -> Parsed:
     Raises:
         Slip: a key is unknown, missing or wrong; names it.
     """
+    from pydantic import ValidationError
+
     try:
         return adapter(settings).validate_json(json.dumps(data))
     except ValidationError as error:

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import csv
+import importlib
+import itertools
+import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+import yaml
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Outcome, Part, aims, floors, plan, run_parts, snapshot, write_snapshot
+from benchmarks.gpu_check import (
+    Outcome,
+    Part,
+    aims,
+    chosen,
+    floors,
+    plan,
+    read_outcomes,
+    run_parts,
+    snapshot,
+    step_aims,
+    write_snapshot,
+)
 from tests.needs import NO_GPU, needs
 
 SCRIPT = Path(gpu_check.__file__)
+ROOT = SCRIPT.parents[1]
+sys.path.append(str(SCRIPT.parent))  # the scripts there find each other like this
+
+gpu_parts = importlib.import_module("gpu_parts")
 
 CRASH = "import os, sys; print('found this', flush=True); print('a fault', file=sys.stderr); os.abort()"
 HANG = """
@@ -26,7 +51,7 @@ ROWS = "import sys; open(sys.argv[-1], 'w').write('backbone,context\\n1b,4k\\n')
 
 
 def script(title: str, code: str, seconds: float = 60) -> Part:
-    return Part(title, (sys.executable, "-c", code), seconds)
+    return Part(title.lower(), title, (sys.executable, "-c", code), seconds)
 
 
 def step(
@@ -37,7 +62,7 @@ def step(
         "backbone": backbone, "implementation": side, "method": method, "context": context, "batch": batch,
         "per_step_ms": f"{ms:.3f}", "per_step_low_ms": f"{ms - 0.1:.3f}", "per_step_high_ms": f"{ms + 0.1:.3f}",
         "step_bytes": str(round(floor * 1e9)), "bandwidth_gb_s": "1000.000", "floor_ms": f"{floor:.3f}",
-        "not_measured": "",
+        "not_measured": "", "attention_kernels": f"flash {ms:.3f}; math 99.000" if method == "full" else "",
     }  # fmt: skip
 
 
@@ -94,11 +119,16 @@ def test_what_has_no_time_left_is_not_started() -> None:
     assert outcome.failure.startswith("left out") and outcome.text == "" and outcome.seconds == 0
 
 
+def outcome(name: str, text: str = "", failure: str = "", log: str = "", seconds: float = 1, **more: object) -> Outcome:
+    facts = {"rows": [], "facts": "* 141 GiB"} | more
+    return Outcome(name, name.title(), text, failure=failure, log=log, seconds=seconds, **facts)
+
+
 def test_the_snapshot_names_what_failed_and_keeps_the_rest(tmp_path: Path) -> None:
     outcomes = [
-        Outcome("Ceilings", "* copies: 4.2 TB/s", [], "", "", 9.6),
-        Outcome("Kernels", "| part | 4k |", [], "ended by SIGSEGV", "an illegal access", 4.0),
-        Outcome("Steps", "", [step("64k", "1", "topk_phi", 2.0)], "", "", 30.0),
+        outcome("ceilings", "* copies: 4.2 TB/s", seconds=9.6),
+        outcome("kernels", "| part | 4k |", "ended by SIGSEGV", "an illegal access", 4),
+        outcome("steps", seconds=30, rows=[step("64k", "1", "topk_phi", 2.0)]),
     ]
     write_snapshot(tmp_path, "NVIDIA H200 (SXM)", "* 141 GiB\n", outcomes)
     text = (tmp_path / "gpu_nvidia_h200_sxm.md").read_text()
@@ -113,73 +143,183 @@ def test_the_snapshot_names_what_failed_and_keeps_the_rest(tmp_path: Path) -> No
 
 
 def test_no_steps_no_aims(tmp_path: Path) -> None:
-    outcomes = [Outcome("Steps", "", [], "ended with status 1", "", 1.0)]
-    write_snapshot(tmp_path, "Some GPU", "", outcomes)
+    write_snapshot(tmp_path, "Some GPU", "", [outcome("steps", failure="ended with status 1")])
     assert "## Aims" not in (tmp_path / "gpu_some_gpu.md").read_text()
     assert not list(tmp_path.glob("*.csv"))
+
+
+def test_a_snapshot_is_read_again_and_says_what_is_of_an_earlier_run(tmp_path: Path) -> None:
+    earlier = [outcome("steps", "| a table |", rows=[step("4k", "1", "topk", 3.0)]), outcome("tests", failure="killed")]
+    write_snapshot(tmp_path, "Some GPU", "* 141 GiB", earlier)
+    found = read_outcomes(tmp_path, "Some GPU")
+    assert list(found.values()) == earlier and list(found) == ["steps", "tests"]
+    assert read_outcomes(tmp_path, "Another GPU") == {}
+    later = [found["steps"], outcome("tests", "3 passed", facts="* 141 GiB, torch 3")]
+    text = "\n".join(snapshot("Some GPU", "* 141 GiB, torch 3", later))
+    assert "| Steps | done, earlier | 1 |\n| Tests | done | 1 |" in text
+    assert "## Steps\n\nOf an earlier run:\n\n* 141 GiB\n\n| a table |" in text and "## Tests\n\n3 passed" in text
+
+
+def test_parts_are_chosen_by_name_or_by_its_first_word() -> None:
+    parts = plan("cuda")
+    assert chosen(parts, []) == parts
+    assert [part.name for part in chosen(parts, ["steps", "tests"])] == ["steps-1b", "tests", "steps-3b"]
+    assert [part.name for part in chosen(parts, ["steps-3b", "steps-3b"])] == ["steps-3b"]
+    assert len({part.name for part in parts}) == len(parts)
+    with pytest.raises(SystemExit) as refused:
+        chosen(parts, ["steps", "step"])
+    line = str(refused.value)
+    assert line.startswith("--only step: no such part; there are ceilings, kernels, agreement, steps, tests, ")
+    assert "\n" not in line and "kernels-3b" in line
 
 
 def test_aims_beside_what_was_measured() -> None:
     rows = [
         step("64k", "1", "topk_phi", 2.51, floor=1.7), step("64k", "1", "topk_phi", 85.0, side="prototype"),
         step("64k", "8", "full", 5.0), step("64k", "8", "topk_phi", 4.0, floor=2.0),
+        step("64k", "1", "topk_moments", 1.6), step("64k", "8", "topk_moments", 3.76),
         step("64k", "1", "topk_phi", 5.0, floor=3.0, backbone="3b"),
         lacking(step("64k", "8", "topk_phi", 9.0, backbone="3b")),
     ]  # fmt: skip
-    assert list(aims(rows)) == [
+    assert list(step_aims(rows)) == [
+        "* 1b, TopK+moments at 64k, batch 1: at most 1.6 ms: 1.600 (1.500 to 1.700) ms, met",
         "* 1b, TopK+phi at 64k, batch 1: at most 2.5 ms: 2.510 (2.410 to 2.610) ms, missed",
         "* 3b, TopK+phi at 64k, batch 1: at most 5.0 ms: 5.000 (4.900 to 5.100) ms, met",
         "* 1b, TopK+phi at 64k, batch 1: at most 1.5 times the floor: 1.48 times, met",
         "* 1b, TopK+phi at 64k, batch 8: at most 1.5 times the floor: 2.00 times, missed",
         "* 3b, TopK+phi at 64k, batch 1: at most 1.5 times the floor: 1.67 times, missed",
         "* 3b, TopK+phi at 64k, batch 8: at most 1.5 times the floor: not measured (does not fit)",
-        "* 1b, TopK+phi at 64k, batch 8: faster than our own Full: 4.00 ms, Full 5.00 ms, ratio 0.80, met",
+        "* 1b, TopK+moments at 64k, batch 8: at most 0.75 times our own Full: "
+        "3.76 ms, Full (flash) 5.00 ms, ratio 0.75, missed",
+        "* 1b, TopK+phi at 64k, batch 8: faster than our own Full: 4.00 ms, Full (flash) 5.00 ms, ratio 0.80, met",
         "* 3b, TopK+phi at 64k, batch 8: faster than our own Full: not measured (does not fit)",
     ]
     slower = [step("64k", "8", "full", 4.0), step("64k", "8", "topk_phi", 4.0)]
-    assert list(aims(slower))[-2].endswith("ratio 1.00, missed")
-    assert list(aims([lacking(slower[0]), slower[1]]))[-2].endswith("Full not measured, met")
-    assert list(aims(slower[1:]))[-2].endswith("Full not measured, missed")
+    assert list(step_aims(slower))[-2].endswith("ratio 1.00, missed")
+    assert list(step_aims([lacking(slower[0]), slower[1]]))[-2].endswith("Full not measured, met")
+    assert list(step_aims(slower[1:]))[-2].endswith("Full not measured, missed")
+
+
+def test_aims_of_evaluation_and_training() -> None:
+    hours = [{"backbone": "1b", "context": "64k", "ruler_hours": "4.004"}]
+    short, whole = ({"backbone": "1b", "context": n, "sequence_s": s} for n, s in (("8k", "0.1"), ("64k", "0.95")))
+    outcomes = [
+        outcome("evaluation-1b", rows=hours),
+        outcome("training-1b", rows=[whole]),
+        outcome("training-8k", rows=[short]),
+    ]
+    assert list(aims(outcomes))[-3:] == [
+        "* 1b, all arms of RULER at 64k: at most 4 GPU-hours: 4.00 h, by measured rates, missed",
+        "* 1b, training on a sequence of 64k: at most 0.9 GPU-s: 0.95 s, missed",
+        "* 3b, training on a sequence of 64k: at most 2 GPU-s: not measured",
+    ]
+    hours[0]["ruler_hours"] = "3.900"
+    assert list(aims(outcomes))[-3].endswith("3.90 h, by measured rates, met")
 
 
 def test_floors_of_everything_that_was_measured() -> None:
     rows = [step("4k", "1", "full", 3.0, floor=2.0), lacking(step("64k", "8", "topk_phi_nosub", 1.0))]
     assert list(floors(rows))[2:] == [
-        "| 1b | 4k | 1 | fused | Full | 3.000 (2.900 to 3.100) | 2.000 | 1.50 |",
+        "| 1b | 4k | 1 | fused | Full (flash) | 3.000 (2.900 to 3.100) | 2.000 | 1.50 |",
         "| 1b | 64k | 8 | fused | TopK+phi (NoSub) | does not fit | 1.000 | -- |",
     ]
 
 
 def test_the_plan_measures_what_the_aims_ask_for() -> None:
     parts = plan("cuda")
-    steps = [part.command for part in parts if "steps" in part.command and "--prototype" not in part.command]
-    for shape, command in zip(gpu_check.STEP_AIMS, steps, strict=True):
+    steps = {part.name.removeprefix("steps-"): part.command for part in parts if part.name.startswith("steps-")}
+    assert set(steps) == {shape for shape, _ in gpu_check.STEP_AIMS}
+    for shape, command in steps.items():
         for words in (["--shape", shape], ["--contexts", "4k", "16k", "64k"], ["--batches", "1", "8"]):
             place = command.index(words[0])
             assert list(command[place : place + len(words)]) == words
-    assert all(part.seconds < 60 * gpu_check.MINUTES < 8 * 60 for part in parts)
-    assert {part.command[2] for part in plan("cpu")} == {part.command[2] for part in parts} - {"training"}
+    for kind, shapes in (("evaluation", gpu_check.RULER_AIM), ("training", gpu_check.TRAINING_AIMS)):
+        for shape in shapes:
+            (command,) = (part.command for part in parts if part.name == f"{kind}-{shape}")
+            assert command[command.index("--shape") + 1] == shape and command[command.index("--contexts") + 1] == "64k"
+    assert sum(part.expected for part in parts) < 60 * gpu_check.MINUTES
+    assert {part.command[2] for part in plan("cpu")} == {part.command[2] for part in parts}
+
+
+def test_the_evaluation_is_that_of_the_papers_study() -> None:
+    study = yaml.safe_load((ROOT / "config" / "studies" / "paper.yaml").read_text())
+    assert study["benchmarks"]["ruler"]["examples"] == gpu_parts.EXAMPLES
+    arms = [("full", None), *itertools.product(study["methods"][1:], study["budgets"])]
+    assert [(arm.method, arm.budget_percent) for arm in gpu_parts.ARMS] == arms
+    tokens = [128] * 8 + [30, 120, 50, 32, 32]
+    assert gpu_parts.ruler_seconds(2.0, 0.5) == sum(500 * (2 + 0.5 * (count - 1)) for count in tokens)
+
+
+def test_full_is_timed_with_every_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of which a CPU has."""
+    monkeypatch.setattr(gpu_parts, "kernels_on", lambda device: ("flash", "cudnn", "math"))
+    x = torch.randn(1, 2, 8, 16)
+    times = gpu_parts._full_times(lambda: F.scaled_dot_product_attention(x, x, x), torch.device("cpu"))
+    assert list(times) == ["full: flash", "full: cudnn", "full: math"]
+    assert times["full: cudnn"] == "not available" and " to " in times["full: flash"] and " to " in times["full: math"]
+
+
+def test_every_file_with_tests_that_need_a_gpu_is_run() -> None:
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^@?.*pytest\.mark\.gpu\b", path.read_text(), re.MULTILINE)
+    }
+    assert marked - {str(Path(__file__).relative_to(ROOT))} == {*gpu_parts.GPU_TESTS, *gpu_parts.GPU_TESTS_WITH_PANDAS}
+
+
+def on_a_bare_machine(has: str = "") -> dict[str, str]:
+    """The environment of a Python without this project's other dependencies."""
+    paths = os.pathsep.join([str(ROOT / "tests" / "bare"), str(ROOT / "src")])
+    return os.environ | {"PYTHONPATH": paths, "BARE_MACHINE_HAS": has, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def test_the_bare_machine_is_bare() -> None:
+    for absent in ("pydantic", "pandas", "pytest", "snakemake"):
+        assert find_spec(absent) is not None
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {absent}"], env=on_a_bare_machine(), capture_output=True, text=True
+        )
+        assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
 
 
 @pytest.mark.slow
-def test_the_whole_check_on_a_tiny_model(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path, "--minutes", "60"],
-        capture_output=True,
-        text=True,
-    )
+@pytest.mark.parametrize("has", ["pytest", "pytest pandas"])
+def test_the_gpu_tests_are_found_on_a_bare_machine(tmp_path: Path, has: str) -> None:
+    command = [sys.executable, gpu_parts.__file__, "tests", "--device", "cpu", "--rows", tmp_path / "rows.csv"]
+    environment = on_a_bare_machine(has) | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = re.search(r"skipped: (\d+) without an NVIDIA GPU", done.stdout)
+    assert count is not None and int(count[1]) > 20, done.stdout
+
+
+@pytest.mark.slow
+def test_the_whole_check_on_a_tiny_model_of_a_bare_machine(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--out", tmp_path, "--minutes", "60"]
+    done = subprocess.run(command, env=on_a_bare_machine(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (snapshot_file,) = tmp_path.glob("gpu_*.md")
     text = snapshot_file.read_text()
     assert "failed" not in text and text.count("| done |") == len(plan("cpu"))
-    for words in ("TB/s, read and write", "TFLOP/s", "| Full: SDPA with grouped heads |", "| topk_phi_nosub |"):
-        assert words in text, words
+    words = [
+        "TB/s, read and write", "TFLOP/s", "| full: torch's attention |", "| topk_phi_nosub |", "| scan4_moments |",
+        "* pytest is not installed, so no test was run", "13 arms, one prompt of 4096 tokens", "deviation: losses",
+    ]  # fmt: skip
+    for word in words:
+        assert word in text, word
     (table,) = tmp_path.glob("gpu_*_runtime.csv")
     with open(table, newline="") as stream:
         rows = list(csv.DictReader(stream))
     places = {(row["implementation"], row["context"], row["batch"], row["method"]) for row in rows}
-    assert len(places) == len(rows) == 2 * 2 * 4 + 4
+    assert len(places) == len(rows) == 2 * 2 * (4 + len(gpu_parts.OWN)) + 4
     assert "| tiny | 4k | 2 | fused | TopK+phi |" in text
+
+    parts = {one["name"]: one for one in json.loads(snapshot_file.with_suffix(".json").read_text())}
+    done = subprocess.run([*command, "--only", "ceilings"], env=on_a_bare_machine(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = {one["name"]: one for one in json.loads(snapshot_file.with_suffix(".json").read_text())}
+    assert list(again) == list(parts) and {name for name in parts if again[name] != parts[name]} == {"ceilings"}
 
 
 @pytest.mark.slow
@@ -188,3 +328,9 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert done.stderr == "gpu-check needs an NVIDIA GPU that torch can use, and there is none here\n"
+
+
+def test_make_installs_nothing_for_the_check(tmp_path: Path) -> None:
+    command = ["make", "--no-print-directory", "-n", "gpu-check", "PYTHON=python3", f"VENV={tmp_path / 'absent'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "PYTHONPATH=src python3 benchmarks/gpu_check.py\n"

@@ -24,6 +24,7 @@ from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.runtime import measure
+from residual_mass.runtime.attention_kernels import with_each
 from residual_mass.runtime.memory import decoding_bytes, free_bytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, step_traffic, summary_bytes
@@ -88,6 +89,37 @@ def test_methods_that_the_paper_lacks_are_measured_in_our_implementation_alone(m
     assert own["state_bytes"] == 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4  # of one layer
     assert (scan["implementation"], scan["method"], scan["k"]) == ("fused", "scan4_moments", 6)
     assert float(str(scan["per_step_ms"])) > 0
+
+
+def test_full_is_that_of_the_fastest_attention_kernel(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has two of them, which it takes for the last resort and one of several here."""
+    monkeypatch.setattr(measure, "kernels_on", lambda device: ("cudnn", "flash", "math"))
+    monkeypatch.setattr(measure, "LAST", "efficient")
+    spec = replace(SPEC, contexts=("128",), batches=(1,), repeats=1)
+    full, *others = measure.measure(spec, model, ("fused",))
+    told = [one.partition(" ")[::2] for one in str(full["attention_kernels"]).split("; ")]
+    assert sorted(name for name, _ in told[:2]) == ["flash", "math"] and told[2] == ("cudnn", "not available")
+    assert float(told[0][1]) <= float(told[1][1]) and full["per_step_ms"] == told[0][1]
+    assert {row["attention_kernels"] for row in others} == {""}
+
+
+@pytest.mark.parametrize(
+    ("names", "tried"), [(("cudnn", "math"), ["math", "cudnn"]), (("flash", "cudnn", "math"), ["flash", "cudnn"])]
+)
+def test_the_slowest_attention_kernel_is_the_last_resort(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], tried: list[str]
+) -> None:
+    monkeypatch.setattr(measure, "kernels_on", lambda device: names)
+    full, *_ = measure.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), model, ("fused",))
+    assert [one.partition(" ")[0] for one in str(full["attention_kernels"]).split("; ")] == tried
+
+
+def test_a_fault_of_the_device_is_not_taken_for_a_kernel_that_refuses() -> None:
+    def faulty() -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    with pytest.raises(torch.AcceleratorError):
+        with_each(("math",), faulty)
 
 
 def test_a_method_without_a_fast_step_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
@@ -363,3 +395,15 @@ def test_peak_memory_is_that_of_one_decoder(tiny_assets: Path) -> None:
         whole = 2 * 8 * 3 * 2 * 1024 * 16 * 4 / 2**20
         assert whole < float(str(row["peak_memory_mib"])) < needed + 64
         assert (row["recording_ms"] != "") == (row["implementation"] == "fused")
+
+
+def test_an_error_is_not_taken_for_attention_kernels_that_refuse(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(measure, "kernels_on", lambda device: ("flash", "math"))
+    monkeypatch.setattr(measure, "_attempt", broken)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        list(measure.measure(replace(SPEC, contexts=("128",), batches=(1,)), model, ("fused",)))

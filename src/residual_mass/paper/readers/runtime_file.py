@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_csv
 from residual_mass.methods import names
 from residual_mass.paper.readers import optional
-from residual_mass.paper.table import Interval
 from residual_mass.runtime.columns import RUNTIME
+
+if TYPE_CHECKING:
+    from residual_mass.paper.table import Interval
 
 PROTOTYPE, FUSED = "prototype", "fused"
 IMPLEMENTATIONS = (PROTOTYPE, FUSED)
@@ -53,6 +56,8 @@ class Latency:
     @property
     def repeats(self) -> Interval:
         """Steps of the fastest and of the slowest repeat."""
+        from residual_mass.paper.table import Interval  # needs pydantic, which the GPU check does without
+
         return Interval(float(self.row["per_step_low_ms"]), float(self.row["per_step_high_ms"]))
 
     @property

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from residual_mass.core.settings import Settings
 from residual_mass.study.parsing import Slip
+from residual_mass.study.sections.fields import Field
 from residual_mass.study.sections.values import Count, Line, Name, ShortName
 
 

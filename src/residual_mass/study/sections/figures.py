@@ -7,11 +7,10 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from residual_mass.core.settings import Settings
 from residual_mass.study.labels import COSTS, ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
 from residual_mass.study.parsing import Slip, parsed
+from residual_mass.study.sections.fields import Field
 from residual_mass.study.sections.values import Length, Name, OneOrMore
 
 MOST_PANELS = 6

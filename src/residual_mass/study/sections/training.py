@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from residual_mass.core.settings import MapSpec, Settings
 from residual_mass.study.parsing import Slip, parsed
+from residual_mass.study.sections.fields import Field
 from residual_mass.study.sections.values import (
     Count,
     Distinct,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field
-
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.inputs.texts import MEASURED, TRAINED
+from residual_mass.study.sections.fields import AfterValidator, Field
 
 
 def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
