@@ -39,7 +39,7 @@ from residual_mass.runtime.attention_kernels import kernels_on, with_each
 from residual_mass.runtime.columns import RUNTIME
 from residual_mass.runtime.measure import measure
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import copy_rates, seconds_of
+from residual_mass.runtime.traffic import Implementation, copy_rates, seconds_of
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
@@ -95,7 +95,8 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", default=["64k"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--prototype", action="store_true", help="steps of the prototype beside ours")
+    parser.add_argument("--prototype", action="store_true", help="steps of the prototype in place of ours")
+    parser.add_argument("--compiled", action="store_true", help="steps of ours with a compiled model")
     parser.add_argument("--compare", action="store_true", help="training beside a straightforward implementation")
     parser.add_argument("--rows", type=Path, required=True)
     options = parser.parse_args()
@@ -310,7 +311,8 @@ def steps(options: argparse.Namespace) -> Iterator[str]:
     rows: list[dict[str, object]] = []
     yield "| context | batch | method | step ms | end to end ms | recording ms | peak GiB | attention kernels, ms |"
     yield "|---|---|---|---|---|---|---|---|"
-    for row in measure(spec, backbone.model, ("prototype",) if options.prototype else ("fused",)):
+    side: Implementation = "prototype" if options.prototype else "compiled" if options.compiled else "fused"
+    for row in measure(spec, backbone.model, (side,)):
         rows.append(facts | row)
         write_text(options.rows, csv_text(RUNTIME, rows))
         peak = f"{float(str(row['peak_memory_mib'])) / 1024:.1f}" if row.get("peak_memory_mib") else ""

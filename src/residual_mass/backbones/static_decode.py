@@ -8,8 +8,8 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +78,8 @@ class StaticDecoder:
         k: retrieved tokens per query head; unused by `full`.
         phi: required by methods with feature maps.
         steps: tokens after the first, at most the room of the buffers.
+        compiled: whether torch compiles what the model computes between attentions, at the first run; logits then
+            round otherwise. Needs a C++ compiler, on a GPU for Triton.
 
     Raises:
         ValueError: the method is not known or has no fast step; maps are missing or of another shape.
@@ -93,7 +95,9 @@ class StaticDecoder:
         anchors: AnchorSpec,
         phi: PhiMaps | None,
         steps: int,
+        compiled: bool = False,
     ) -> None:
+        self.compiled = compiled
         self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
         self.query_maps: list[Map] | None = None
@@ -160,7 +164,7 @@ class StaticDecoder:
         torch.cuda.current_stream().wait_stream(stream)
         pool = torch.cuda.graph_pool_handle()
         graphs = []
-        with attention_hook(self.model, self):
+        with self._hooked():
             for step in range(self.steps):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
@@ -177,7 +181,7 @@ class StaticDecoder:
         """
         self.token.copy_(first.unsqueeze(1))
         ended = torch.zeros_like(first, dtype=torch.bool)
-        with nullcontext() if self.graphs else attention_hook(self.model, self):
+        with nullcontext() if self.graphs else self._hooked():
             for step in range(self.steps):
                 if self.graphs:
                     self.graphs[step].replay()
@@ -188,6 +192,19 @@ class StaticDecoder:
                     if ended.all():
                         return self.tokens[:, : step + 1]
         return self.tokens
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Routes the model's attention here, and compiles the rest of its layers if asked to."""
+        layers = self.model.get_decoder().layers if self.compiled else []
+        with attention_hook(self.model, self):
+            for layer in layers:
+                layer.compile(dynamic=False)  # all share the compiled code of the first
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer._compiled_call_impl = None
 
     def _advance(self, step: int) -> None:
         self.step, self.shared = step, {}

@@ -123,7 +123,7 @@ def measure(
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
     bandwidth = copy_bandwidth(device)
     log.info("%s, copies at %.1f GB/s", device_name(device), bandwidth / 1e9)
-    ours = [side for side in implementations if side == "fused"]
+    ours = [side for side in implementations if side != "prototype"]
     sides: dict[str, Sequence[Implementation]] = dict.fromkeys(METHODS, implementations)
     sides |= dict.fromkeys(spec.own_methods, ours)
     settings = len(spec.contexts) * len(spec.batches) * sum(map(len, sides.values()))
@@ -229,7 +229,7 @@ def _best(
     def attempt() -> Timing | str:
         return _attempt(setting, model, read, phi, spec)
 
-    full = setting.implementation == "fused" and method_named(setting.method).whole_prefix
+    full = setting.implementation != "prototype" and method_named(setting.method).whole_prefix
     if not full or not (names := kernels_on(device_of(model))):
         return attempt(), ""
     found = with_each((name for name in names if name != LAST), attempt)
@@ -280,9 +280,9 @@ def _timed_decoding(
         if setting.implementation == "prototype":
             decoder = PrototypeDecoder(model, _together(copies), setting.method, setting.k, spec.anchors, phi, STEPS)
         else:
-            decoder = StaticDecoder(
-                model, fill_buffers(copies, STEPS), setting.method, setting.k, spec.anchors, phi, STEPS
-            )
+            compiled = setting.implementation == "compiled"
+            caches = fill_buffers(copies, STEPS)
+            decoder = StaticDecoder(model, caches, setting.method, setting.k, spec.anchors, phi, STEPS, compiled)
         build = _now(device) - started
     assert decoder is not None
     if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run

@@ -13,7 +13,7 @@ from residual_mass.core.settings import MapSpec
 from residual_mass.methods import method_named
 from residual_mass.runtime.traffic import FLOAT32, Implementation, prompt_bytes
 
-INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
+INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2, "compiled": 2}
 """Activations of a map's inner width in memory at once: layer by layer (prototype) and folded (fused)."""
 
 
@@ -41,7 +41,7 @@ def decoding_bytes(
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     tokens = batch * shape.kv_heads * (length + room)
-    fused, rule = implementation == "fused", method_named(method)
+    fused, rule = implementation != "prototype", method_named(method)
     maps_keys, centred = rule.needs_maps, 0 if rule.own is None else 3 * shape.head_dim
     features = maps.d_phi if maps_keys else 0
     codes = 0

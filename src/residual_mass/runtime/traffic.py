@@ -17,7 +17,8 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, Step, method_named
 from residual_mass.methods.step_bytes import StepBytes, step_bytes
 
-Implementation = Literal["prototype", "fused"]
+Implementation = Literal["prototype", "fused", "compiled"]
+"""`compiled` is `fused` with the model's own operations compiled by torch."""
 FLOAT32 = 4
 COPIES = 4
 
@@ -61,7 +62,7 @@ def step_traffic(
 ) -> Traffic:
     """Computes what one step of a batch must read and write, without small vectors."""
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
-    fused, rule = implementation == "fused", method_named(method)
+    fused, rule = implementation != "prototype", method_named(method)
     adds_residual, subtracts = rule.needs_maps, rule.subtracts
     columns = length + generated
     whole = batch * shape.layers * shape.kv_heads * columns * shape.head_dim * item

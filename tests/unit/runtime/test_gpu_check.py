@@ -169,7 +169,7 @@ def test_parts_are_chosen_by_name_or_by_its_first_word() -> None:
     with pytest.raises(SystemExit) as refused:
         chosen(parts, ["steps", "step"])
     line = str(refused.value)
-    assert line.startswith("--only step: no such part; there are ceilings, kernels, agreement, steps, tests, ")
+    assert line.startswith("--only step: no such part; there are ceilings, kernels, agreement, steps, compiled, ")
     assert "\n" not in line and "kernels-3b" in line
 
 
@@ -177,7 +177,8 @@ def test_aims_beside_what_was_measured() -> None:
     rows = [
         step("64k", "1", "topk_phi", 2.51, floor=1.7), step("64k", "1", "topk_phi", 85.0, side="prototype"),
         step("64k", "8", "full", 5.0), step("64k", "8", "topk_phi", 4.0, floor=2.0),
-        step("64k", "1", "topk_moments", 1.6), step("64k", "8", "topk_moments", 3.76),
+        step("64k", "1", "topk_moments", 1.7), step("64k", "1", "topk_moments", 1.6, side="compiled"),
+        step("64k", "8", "topk_moments", 3.76),
         step("64k", "1", "topk_phi", 5.0, floor=3.0, backbone="3b"),
         lacking(step("64k", "8", "topk_phi", 9.0, backbone="3b")),
     ]  # fmt: skip
