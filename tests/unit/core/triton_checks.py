@@ -53,7 +53,7 @@ def poisoned_scratch() -> Iterator[None]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few columns make many blocks, several rounds, and an unfilled last one of each."""
-    for name, size in {"SCORE_BLOCK": 16, "SELECT_BLOCK": 32, "SLOTS": 16, "MOST_SPLITS": 2}.items():
+    for name, size in {"SCORE_BLOCK": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}.items():
         monkeypatch.setattr(triton_path, name, size)
 
 
@@ -304,14 +304,8 @@ def selected(rows: Tensor, k: int) -> list[list[int]]:
 
 
 def retrieved_columns(selection: Selection, wanted: list[int]) -> list[list[int]]:
-    """Columns by query head, of ties as many as are missing to the number wanted."""
-    found = []
-    for blocks, (above, tied), most in zip(selection.chosen.tolist(), selection.tally.tolist(), wanted, strict=True):
-        columns = [column for block, n in zip(blocks, above, strict=True) for column in block[:n]]
-        for block, start, n in zip(blocks, above, tied, strict=True):
-            columns += block[start : start + min(n, most - len(columns))]
-        found.append(columns)
-    return found
+    """Columns by query head."""
+    return [columns[:n] for columns, n in zip(selection.chosen.tolist(), wanted, strict=True)]
 
 
 # ---- against float64, given what was selected ------------------------------------------------------------------------
