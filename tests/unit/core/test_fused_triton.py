@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -94,7 +95,9 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 @needs(NO_GPU)  # a GPU compiles for itself
 @pytest.mark.parametrize(("group", "d", "m"), [(3, 64, 32), (4, 64, 64), (3, 128, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype, group: int, d: int, m: int) -> None:
+def test_kernels_compile_to_machine_code(
+    compiled: Compiled, tmp_path: Path, dtype: torch.dtype, group: int, d: int, m: int
+) -> None:
     """Of a small odd shape, and of the heads of Llama-3.2 1B and 3B; every method, in long and in short contexts, the
     shortest of which are one block and one share.
     """
@@ -113,9 +116,19 @@ def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype,
     for kernel in compiled.kernels.values():
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
+        assert stack_of(kernel, tmp_path) == 0, f"{kernel.name} spills registers"
         if kernel.name in ("score_kernel", "scan_kernel"):  # scores rounded to TF32 would select other tokens
             ptx = kernel.asm["ptx"]
             assert ("mma" in ptx) == (dtype == torch.bfloat16) and "tf32" not in ptx
+
+
+def stack_of(kernel: CompiledKernel, folder: Path) -> int:
+    """Bytes of memory that a thread keeps what has no place in its registers in."""
+    binary = folder / f"{kernel.hash}.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 def step(

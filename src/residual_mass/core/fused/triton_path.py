@@ -138,6 +138,7 @@ def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, sc
         DOT_TYPE=dot_type,
         IN_TWO=dot_type == tl.bfloat16,
         BLOCK=block,
+        num_warps=4 if dot_type == tl.bfloat16 else 8,  # products of float32 take registers of more threads
     )
     return scores, maxima
 
@@ -168,7 +169,7 @@ def select(scores: Tensor, maxima: Tensor, cache: DecodeCache, region: Region) -
         *region,
         HEADS=rows // len(cache.first),
         CHUNK=SELECT_CHUNK,
-        num_warps=16,
+        num_warps=32,
     )
     return Selection(chosen, least)
 
