@@ -15,10 +15,12 @@ from torch import Tensor
 
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import CLAMP_RELATIVE, Terms, merge
+from residual_mass.core.feature_maps import FoldedMap, ReZeroMap
 from residual_mass.core.fused import torch_path, triton_path
 from residual_mass.core.fused.cache import DecodeCache, with_moments, with_scan
 from residual_mass.core.fused.one_part import OnePart
 from residual_mass.core.fused.packed import PackedKeys, scanned_scores, unpacked
+from residual_mass.core.fused.triton_maps import QueryMap
 from residual_mass.core.fused.triton_path import Region, Selection, decode_attention, scan, score, select
 from residual_mass.core.fused.triton_selection import SUB
 from residual_mass.core.moments import MomentState, truncated_terms
@@ -252,6 +254,41 @@ def test_tokens_that_tie_with_the_kth_highest_fill_up_in_order(k: int) -> None:
     mean = (weights * p.cache.values[:, :, columns]).sum(2) / weights.sum(2)
     expected = mean.repeat_interleave(p.groups, 1)
     torch.testing.assert_close(decode(p.arguments(k, "topk")), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "d", "inner", "features"), [(1, 64, 512, 64), (3, 128, 100, 64), (17, 16, 24, 32), (40, 32, 64, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_terms_of_maps_add_up_to_the_folded_maps(
+    dtype: torch.dtype, batch: int, d: int, inner: int, features: int
+) -> None:
+    """Of weights that have been rounded; rows beyond 16, and inner channels that fill no block."""
+    torch.manual_seed(batch)
+    rezero = ReZeroMap(5, d, inner, features).requires_grad_(False)
+    rezero.alpha.normal_()
+    folded = rezero.fold()
+    query = torch.randn(batch, 5, d).to(dtype)
+    terms = QueryMap(moved_map(folded), dtype)(query.to(DEVICE)).cpu()
+    assert terms.shape[1:] == (batch, 5, features) and terms.dtype == torch.float32
+    rounded = FoldedMap(*(x.to(dtype).double() for x in (folded.a, folded.b, folded.c)), folded.c_bias, folded.e_bias)
+    rounded.c_bias, rounded.e_bias = rounded.c_bias.double(), rounded.e_bias.double()
+    expected = rounded(query.double().transpose(0, 1)).transpose(0, 1)
+    exact = 1e-5 if DEVICE == "cpu" or dtype == torch.float32 else 1e-2  # tensor cores take rounded inner channels
+    torch.testing.assert_close(terms.sum(0).double(), expected, rtol=exact, atol=exact)
+
+
+def moved_map(folded: FoldedMap) -> FoldedMap:
+    return FoldedMap(*(x.to(DEVICE) for x in (folded.a, folded.b, folded.c, folded.c_bias, folded.e_bias)))
+
+
+@pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub"])
+def test_a_step_adds_up_terms_of_log_features(method: str) -> None:
+    p = DecodeProblem(seed=2, spans=[(0, 40), (5, 31)], length=40, d=16, dtype=torch.float32)
+    arguments = p.arguments(7, method)
+    terms = torch.randn(3, *arguments["log_query"].shape)
+    terms[2] = arguments["log_query"] - terms[:2].sum(0)
+    torch.testing.assert_close(decode(arguments | {"log_query": terms}), decode(arguments), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("groups", "d"), [(3, 64), (4, 64), (8, 128)])

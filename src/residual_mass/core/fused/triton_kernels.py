@@ -64,7 +64,7 @@ def gather_kernel(
     keys,  # [B, Hkv, L + T, D], the same
     values,  # [B, Hkv, L + T, D]
     features,  # [B, Hkv, L, M], unless SUBTRACTS is false
-    log_query,  # [B, Hq, M], the same
+    log_query,  # [TERMS, B, Hq, M], the same
     log_shift,  # [B, Hkv, M], the same
     first,
     last,
@@ -85,6 +85,8 @@ def gather_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
+    TERMS: tl.constexpr,
+    MAX_TERMS: tl.constexpr,  # TERMS, rounded up to a power of two
     SCANNED: tl.constexpr,
     SUBTRACTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -102,7 +104,7 @@ def gather_kernel(
         q = tl.load(query + head * D + width).to(tl.float32)
     if SUBTRACTS:
         features += row * length * M
-        phi_query, _ = _query_features(log_query, log_shift, head, row, M)
+        phi_query, _ = _query_features(log_query, log_shift, head, row, tl.num_programs(1), M, TERMS, MAX_TERMS)
 
     shift = -float("inf")
     mass, share_mass = 0.0, 0.0
@@ -226,7 +228,7 @@ def merge_kernel(
     sums,  # [2, B * Hq, S, D + 1]
     shifts,  # [B * Hq, S]
     summary,  # [B, Hkv, M, D + 1], unless RESIDUAL is false
-    log_query,  # [B, Hq, M], the same
+    log_query,  # [TERMS, B, Hq, M], the same
     log_shift,  # [B, Hkv, M], the same
     out,  # [B, Hq, D]
     shares,  # S
@@ -234,6 +236,8 @@ def merge_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
+    TERMS: tl.constexpr,
+    MAX_TERMS: tl.constexpr,  # TERMS, rounded up to a power of two
     RESIDUAL: tl.constexpr,
     SUBTRACTS: tl.constexpr,
     MAX_SHARES: tl.constexpr,  # S, rounded up to a power of two
@@ -252,7 +256,7 @@ def merge_kernel(
     numerator = tl.load(terms[:, None] + width[None, :], mask=used[:, None], other=0.0)
     numerator = tl.sum(numerator * scale[:, None], 0)
     if RESIDUAL:
-        phi_query, phi_shift = _query_features(log_query, log_shift, head, row, M)
+        phi_query, phi_shift = _query_features(log_query, log_shift, head, row, tl.num_programs(0), M, TERMS, MAX_TERMS)
         state = summary + (row * M + tl.arange(0, M)) * (D + 1)
         whole = tl.sum(phi_query * tl.load(state + D), 0)
         left = whole
@@ -303,9 +307,13 @@ def _erfcx(x):
 
 
 @triton.jit
-def _query_features(log_query, log_shift, head, row, M: tl.constexpr):
-    """Returns phi_q [M] in units of e^shift, and that shift."""
-    feature = tl.arange(0, M)
-    log_weights = tl.load(log_query + head * M + feature) + tl.load(log_shift + row * M + feature)
+def _query_features(
+    log_query, log_shift, head, row, heads, M: tl.constexpr, TERMS: tl.constexpr, MAX_TERMS: tl.constexpr
+):
+    """Returns phi_q [M] in units of e^shift, and that shift; `heads` are those of all batch rows."""
+    feature, term = tl.arange(0, M), tl.arange(0, MAX_TERMS)
+    terms = log_query + (term[None, :] * heads + head) * M + feature[:, None]
+    log_weights = tl.sum(tl.load(terms, mask=term[None, :] < TERMS, other=0.0), 1)
+    log_weights += tl.load(log_shift + row * M + feature)
     shift = tl.max(log_weights, 0)
     return tl.exp(log_weights - shift), shift

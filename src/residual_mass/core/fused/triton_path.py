@@ -7,6 +7,8 @@
    computes more shares from the moments of the rest. `merge` adds them up with the residual of feature maps and divides
    once.
 
+`triton_maps` computes log phi_q beforehand, in one launch.
+
 Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so CUDA graphs can capture
 a step.
 """
@@ -52,12 +54,14 @@ def decode_attention(
     scale: float,
 ) -> Tensor:
     """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; the cache
-    bfloat16 or float32.
+    bfloat16 or float32. `log_query` may also be terms [C, B, Hq, M] of a sum, as `triton_maps` computes them.
     """
     cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
     large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
     assert all(x.is_contiguous() for x in large), "no copies of large buffers"
-    query, log_query = query.contiguous(), None if log_query is None else log_query.contiguous()
+    query = query.contiguous()
+    if log_query is not None:
+        log_query = log_query.contiguous().view(-1, *query.shape[:2], log_query.shape[-1])
     region = Region(min(k, cache.length), sink, tail)
     if cache.scan is None:
         scores, maxima = score(query, cache, region, generated, scale)
@@ -109,7 +113,7 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         D=d,
-        DOT_TYPE=_dot_type(query, cache.keys),
+        DOT_TYPE=product_type(query, cache.keys),
         BLOCK=SCORE_BLOCK,
     )
     return scores, maxima
@@ -120,7 +124,7 @@ def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, sc
     (batch, heads, d), (kv_heads, blocks, _, block) = query.shape, keys.codes.shape[1:]
     scores = query.new_empty(batch * heads, blocks * block, dtype=torch.float32)
     maxima = _maxima(scores)
-    dot_type = _dot_type(query, query)
+    kind = product_type(query, query)
     triton_scan.scan_kernel[blocks, batch * kv_heads](
         query,
         *keys,
@@ -135,10 +139,10 @@ def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, sc
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         D=d,
-        DOT_TYPE=dot_type,
-        IN_TWO=dot_type == tl.bfloat16,
+        DOT_TYPE=kind,
+        IN_TWO=kind == tl.bfloat16,
         BLOCK=block,
-        num_warps=4 if dot_type == tl.bfloat16 else 8,  # products of float32 take registers of more threads
+        num_warps=4 if kind == tl.bfloat16 else 8,  # products of float32 take registers of more threads
     )
     return scores, maxima
 
@@ -188,7 +192,7 @@ def _merge(
     (batch, heads, d), columns = query.shape, cache.keys.shape[2]
     rows, group = batch * heads, heads // cache.keys.shape[1]
     subtracts = subtracts and log_query is not None
-    m = 1 if log_query is None else log_query.shape[-1]
+    terms, m = (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
     pieces = triton.cdiv(sum(region) + columns - cache.length, SLOTS)
     rounds = triton.cdiv(pieces, MOST_SPLITS)
     splits = triton.cdiv(pieces, rounds)
@@ -223,6 +227,8 @@ def _merge(
         GROUP=group,
         D=d,
         M=m,
+        TERMS=terms,
+        MAX_TERMS=triton.next_power_of_2(terms),
         SCANNED=cache.scan is not None,
         SUBTRACTS=subtracts,
         SLOTS=SLOTS,
@@ -241,6 +247,8 @@ def _merge(
         GROUP=group,
         D=d,
         M=m,
+        TERMS=terms,
+        MAX_TERMS=triton.next_power_of_2(terms),
         RESIDUAL=log_query is not None,
         SUBTRACTS=subtracts,
         MAX_SHARES=triton.next_power_of_2(shares),
@@ -296,9 +304,9 @@ def _at_once(moments: MomentState) -> int:
     return SHARED_PARTS if moments.shared else 1
 
 
-def _dot_type(query: Tensor, keys: Tensor) -> tl.dtype:
+def product_type(query: Tensor, others: Tensor) -> tl.dtype:
     """Returns bfloat16, whose products are exact in float32, except in Triton's interpreter: it silently multiplies
     bfloat16 bits as integers.
     """
     compiled = isinstance(kernels.score_kernel, triton.JITFunction)
-    return tl.bfloat16 if compiled and query.dtype == keys.dtype == torch.bfloat16 else tl.float32
+    return tl.bfloat16 if compiled and query.dtype == others.dtype == torch.bfloat16 else tl.float32
