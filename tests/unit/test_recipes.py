@@ -87,7 +87,7 @@ def test_numeric_code_changes_only_with_its_recipe() -> None:
         ("train", "core.score_matching", "score_matching_losses"),
         ("train", "training.learner", "learning_rate"),
         ("capture", "core.measures", "row_measures"),
-        ("runtime", "core.fused.triton_kernels", "select_kernel"),
+        ("runtime", "core.fused.triton_selection", "select_kernel"),
         ("findings", "diagnostics.claims", "CLAIMS"),
     ],
 )

@@ -24,6 +24,7 @@ from residual_mass.core.fused import (
     DecodeCache,
     build_cache,
     decode_attention_for,
+    query_map_for,
     torch_path,
     with_moments,
     with_scan,
@@ -115,6 +116,8 @@ class StaticDecoder:
             prepared(cache, self.rule, key_map, anchors) for cache, key_map in zip(caches, key_maps, strict=True)
         ]
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
+        dtype = caches[0].keys.dtype
+        self.query_kernels = [query_map_for(self.attention, each, dtype) for each in self.query_maps or ()]
         batch, length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
         self.shared: dict[str, torch_path.FixedColumns] = {}
@@ -135,13 +138,10 @@ class StaticDecoder:
             keys, values = cache.keys[:, :, :filled], cache.values[:, :, :filled]
             output = F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
             return output.transpose(1, 2)
-        log_query = None
-        if self.query_maps is not None:
-            log_query = map_heads(self.query_maps[module.layer_idx], query).squeeze(2)
         output = self.attention(
             query.squeeze(2),
             cache,
-            log_query,
+            self._log_query(module.layer_idx, query),
             k=self.k,
             sink=self.anchors.sink,
             tail=self.anchors.tail,
@@ -151,6 +151,13 @@ class StaticDecoder:
             **self.shared,
         )
         return output.unsqueeze(1).to(query.dtype)
+
+    def _log_query(self, layer: int, query: Tensor) -> Tensor | None:
+        """Computes log phi_q of queries [B, Hq, 1, D] as `self.attention` takes it; None without maps."""
+        if self.query_maps is None:
+            return None
+        kernel = None if self.attention is torch_path.decode_attention else self.query_kernels[layer]
+        return map_heads(self.query_maps[layer], query).squeeze(2) if kernel is None else kernel(query.squeeze(2))
 
     @torch.no_grad()
     def prepare(self) -> None:

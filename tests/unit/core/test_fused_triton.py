@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ import torch
 from tests.needs import GPU, NO_GPU, TRITON, needs
 from torch import Tensor
 
+from residual_mass.core.feature_maps import FoldedMap
+
 triton = pytest.importorskip("triton", reason=TRITON.reason)
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
 METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments", "scan", "scan, moments")
+KERNELS = ("score", "scan", "select", "gather", "moments", "merge", "map")
 CHECKS = Path(__file__).with_name("triton_checks.py")
 
 
@@ -94,14 +98,16 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 @needs(NO_GPU)  # a GPU compiles for itself
 @pytest.mark.parametrize(("group", "d", "m"), [(3, 64, 32), (4, 64, 64), (3, 128, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype, group: int, d: int, m: int) -> None:
+def test_kernels_compile_to_machine_code(
+    compiled: Compiled, tmp_path: Path, dtype: torch.dtype, group: int, d: int, m: int
+) -> None:
     """Of a small odd shape, and of the heads of Llama-3.2 1B and 3B; every method, in long and in short contexts, the
     shortest of which are one block and one share.
     """
     for method in METHODS:
         step(dtype, method, 1, group, d, m, length=5000)
     names = {kernel.name for kernel in compiled.kernels.values()}
-    assert names == {f"{name}_kernel" for name in ("score", "scan", "refine", "select", "gather", "moments", "merge")}
+    assert names == {f"{name}_kernel" for name in KERNELS}
     before = len(compiled.kernels)
     for generated in (2, 15, 16):
         for method in METHODS:
@@ -113,9 +119,19 @@ def test_kernels_compile_to_machine_code(compiled: Compiled, dtype: torch.dtype,
     for kernel in compiled.kernels.values():
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
-        if kernel.name in ("score_kernel", "scan_kernel"):  # scores rounded to TF32 would select other tokens
+        assert stack_of(kernel, tmp_path) == 0, f"{kernel.name} spills registers"
+        if kernel.name in ("score_kernel", "scan_kernel", "map_kernel"):  # scores in TF32 would select other tokens
             ptx = kernel.asm["ptx"]
             assert ("mma" in ptx) == (dtype == torch.bfloat16) and "tf32" not in ptx
+
+
+def stack_of(kernel: CompiledKernel, folder: Path) -> int:
+    """Bytes of memory that a thread keeps what has no place in its registers in."""
+    binary = folder / f"{kernel.hash}.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 def step(
@@ -133,6 +149,7 @@ def step(
     from residual_mass.core.fused import triton_path
     from residual_mass.core.fused.cache import DecodeCache
     from residual_mass.core.fused.packed import PackedKeys
+    from residual_mass.core.fused.triton_maps import QueryMap
     from residual_mass.core.moments import MomentState
 
     kv_heads = 8
@@ -144,7 +161,8 @@ def step(
     first, last = torch.tensor([[0], [length]], dtype=torch.int32)
     cache, log_query = DecodeCache(*buffers, first, last, length), None
     if "phi" in method:
-        log_query = empty(1, kv_heads * group, m, dtype=torch.float32)
+        folded = FoldedMap(*(empty(kv_heads * group, *shape) for shape in ((d, m), (512, m), (d, 512), (512,), (m,))))
+        log_query = QueryMap(folded, dtype)(empty(1, kv_heads * group, d))
         summary, log_shift = (empty(1, kv_heads, m, *tail, dtype=torch.float32) for tail in ((d + 1,), ()))
         cache = cache._replace(features=empty(1, kv_heads, length, m), summary=summary, log_shift=log_shift)
     if "moments" in method:

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import CLAMP_RELATIVE, Terms, merge
+from residual_mass.core.feature_maps import FoldedMap, ReZeroMap
 from residual_mass.core.fused import torch_path, triton_path
 from residual_mass.core.fused.cache import DecodeCache, with_moments, with_scan
 from residual_mass.core.fused.one_part import OnePart
 from residual_mass.core.fused.packed import PackedKeys, scanned_scores, unpacked
+from residual_mass.core.fused.triton_maps import QueryMap
 from residual_mass.core.fused.triton_path import Region, Selection, decode_attention, scan, score, select
+from residual_mass.core.fused.triton_selection import SUB
 from residual_mass.core.moments import MomentState, truncated_terms
 from residual_mass.methods import QuantisedScan
 
@@ -53,7 +56,7 @@ def poisoned_scratch() -> Iterator[None]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few columns make many blocks, several rounds, and an unfilled last one of each."""
-    for name, size in {"SCORE_BLOCK": 16, "SELECT_BLOCK": 32, "SLOTS": 16, "MOST_SPLITS": 2}.items():
+    for name, size in {"SCORE_BLOCK": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}.items():
         monkeypatch.setattr(triton_path, name, size)
 
 
@@ -253,65 +256,162 @@ def test_tokens_that_tie_with_the_kth_highest_fill_up_in_order(k: int) -> None:
     torch.testing.assert_close(decode(p.arguments(k, "topk")), expected, rtol=1e-5, atol=1e-6)
 
 
-SINK, TAIL, LENGTH = 2, 3, 100
+@pytest.mark.parametrize(
+    ("batch", "d", "inner", "features"), [(1, 64, 512, 64), (3, 128, 100, 64), (17, 16, 24, 32), (40, 32, 64, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_terms_of_maps_add_up_to_the_folded_maps(
+    dtype: torch.dtype, batch: int, d: int, inner: int, features: int
+) -> None:
+    """Of weights that have been rounded; rows beyond 16, and inner channels that fill no block."""
+    torch.manual_seed(batch)
+    rezero = ReZeroMap(5, d, inner, features).requires_grad_(False)
+    rezero.alpha.normal_()
+    folded = rezero.fold()
+    query = torch.randn(batch, 5, d).to(dtype)
+    terms = QueryMap(moved_map(folded), dtype)(query.to(DEVICE)).cpu()
+    assert terms.shape[1:] == (batch, 5, features) and terms.dtype == torch.float32
+    rounded = FoldedMap(*(x.to(dtype).double() for x in (folded.a, folded.b, folded.c)), folded.c_bias, folded.e_bias)
+    rounded.c_bias, rounded.e_bias = rounded.c_bias.double(), rounded.e_bias.double()
+    expected = rounded(query.double().transpose(0, 1)).transpose(0, 1)
+    exact = 1e-5 if DEVICE == "cpu" or dtype == torch.float32 else 1e-2  # tensor cores take rounded inner channels
+    torch.testing.assert_close(terms.sum(0).double(), expected, rtol=exact, atol=exact)
 
 
-def hostile_scores() -> dict[str, Tensor]:
-    """Rows of scores [LENGTH] float32."""
-    random = torch.randn(LENGTH, generator=torch.Generator().manual_seed(10))
-    one = torch.ones(LENGTH)
+def moved_map(folded: FoldedMap) -> FoldedMap:
+    return FoldedMap(*(x.to(DEVICE) for x in (folded.a, folded.b, folded.c, folded.c_bias, folded.e_bias)))
+
+
+@pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub"])
+def test_a_step_adds_up_terms_of_log_features(method: str) -> None:
+    p = DecodeProblem(seed=2, spans=[(0, 40), (5, 31)], length=40, d=16, dtype=torch.float32)
+    arguments = p.arguments(7, method)
+    terms = torch.randn(3, *arguments["log_query"].shape)
+    terms[2] = arguments["log_query"] - terms[:2].sum(0)
+    torch.testing.assert_close(decode(arguments | {"log_query": terms}), decode(arguments), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("groups", "d"), [(3, 64), (4, 64), (8, 128)])
+@pytest.mark.parametrize("method", ["topk", "scan"])
+def test_maxima_are_those_of_the_mid_regions_scores(method: str, groups: int, d: int) -> None:
+    p = DecodeProblem(
+        seed=9, spans=[(5, 290), (0, 271), (150, 155)], length=293, groups=groups, d=d, dtype=torch.float32
+    )
+    arguments = moved(p.arguments(7, method))
+    query, cache, region = arguments["query"], arguments["cache"], Region(7, p.sink, p.tail)
+    cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
+    if method == "scan":
+        scores, maxima = scan(query, cache, cache.scan, region, p.scale)
+    else:
+        scores, maxima = score(query, cache, region, p.generated, p.scale)
+    spans = [(first + p.sink, last - p.tail) for first, last in p.spans for _ in range(query.shape[1])]
+    assert torch.equal(maxima.cpu(), maxima_of(scores.cpu(), spans))
+
+
+def rising(scores: Tensor) -> Tensor:
+    """Integers of the same order; NaN lies beyond the infinities, on the side of its sign."""
+    bits = scores.contiguous().view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def maxima_of(scores: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """The highest key of every group of columns within a row's span: [rows, groups]."""
+    column = torch.arange(scores.shape[1])
+    inside = torch.stack([(column >= first) & (column < last) for first, last in spans])
+    lowest = torch.iinfo(torch.int32).min
+    return torch.where(inside, rising(scores), lowest).unflatten(-1, (-1, SUB.value)).amax(-1)
+
+
+def hostile_scores(length: int) -> dict[str, Tensor]:
+    """Rows of scores [length] float32."""
+    random = torch.randn(length, generator=torch.Generator().manual_seed(10))
+    one, rising = torch.ones(length), torch.arange(length).float()
     return {
         "random": random,
         "all equal": one,
         "all equal and negative": -one,
         "one rounding apart": torch.nextafter(one, 2 * one).where(random > 0, one),
-        "one bin of the first digit": 1 + random.abs().clamp(max=3) / 32,
-        "one bin of two digits": 1 + torch.arange(LENGTH).flip(0) * 2.0**-23,
+        "a narrow range": 1 + random.abs().clamp(max=3) / 32,
+        "neighbouring floats": 1 + rising.flip(0) * 2.0**-23,
+        "few values": (random * 2).round(),
         "mostly -inf": random.masked_fill(random < 1, -torch.inf),
         "all -inf": torch.full_like(random, -torch.inf),
+        "both infinities": random.masked_fill(random < 1, -torch.inf).masked_fill(random > 1.5, torch.inf),
         "zeros of both signs": torch.where(random > 0, 0.0, -0.0),
         "near the largest floats": random * 1e38,
-        "the smallest floats": (torch.arange(LENGTH) - 50) * 2.0**-149,
-        "rising": torch.arange(LENGTH).float(),
-        "anchors are the highest": torch.arange(LENGTH).float().sub(LENGTH / 2).abs(),
+        "the smallest floats": (rising - 50) * 2.0**-149,
+        "rising": rising,
+        "falling": -rising,
+        "the highest are neighbours": random.where((rising < 40) | (rising > 61), random + 9),
+        "the highest are spread": random.where(rising % SUB.value != 3, random + 9),
+        "the highest of each group tie": torch.where(rising % SUB.value == 3, 9.0, random),
+        "anchors are the highest": rising.sub(length / 2).abs(),
     }
+
+
+SINK, TAIL, LENGTH = 2, 3, 100
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of query rows that only fill a tile
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("k", [0, 1, 60, 95, 1000])
 def test_selects_the_highest_whatever_the_scores_are(k: int) -> None:
-    scores = torch.stack(list(hostile_scores().values()))
-    chosen = selected(scores, k)
-    for row, columns, name in zip(scores, chosen, hostile_scores(), strict=True):
-        mid = row[SINK : LENGTH - TAIL]
-        expected = mid.topk(min(k, len(mid))).values
-        assert len(set(columns)) == len(columns) == len(expected), name
-        assert all(SINK <= column < LENGTH - TAIL for column in columns), name
-        assert torch.equal(row[columns].sort(descending=True).values, expected), name
-
-
-def selected(rows: Tensor, k: int) -> list[list[int]]:
-    """Columns retrieved from scores [H, LENGTH]: each KV head's keys are a row's scores along the first axis."""
+    """Scored by keys: each KV head's keys are a row's scores along the first axis."""
+    rows = torch.stack(list(hostile_scores(LENGTH).values()))
     keys = torch.zeros(1, len(rows), LENGTH, 16, device=DEVICE)
     keys[0, :, :, 0] = rows
     query = torch.zeros(1, len(rows), 16, device=DEVICE)
     query[..., 0] = 1
     first, last = torch.tensor([[0], [LENGTH]], dtype=torch.int32, device=DEVICE)
-    cache, region = DecodeCache(keys, keys, first, last, LENGTH), Region(k, SINK, TAIL)
+    cache, region = DecodeCache(keys, keys, first, last, LENGTH), Region(min(k, LENGTH), SINK, TAIL)
     selection = select(*score(query, cache, region, 0, 1.0), cache, region)
-    return retrieved_columns(selection, [min(k, LENGTH - SINK - TAIL)] * len(rows))
+    wanted = min(k, LENGTH - SINK - TAIL)
+    for row, columns, name in zip(
+        rows, retrieved_columns(selection, [wanted] * len(rows)), hostile_scores(LENGTH), strict=True
+    ):
+        mid = row[SINK : LENGTH - TAIL]
+        assert len(set(columns)) == len(columns) == wanted, name
+        assert all(SINK <= column < LENGTH - TAIL for column in columns), name
+        assert torch.equal(row[columns].sort(descending=True).values, mid.topk(wanted).values), name
+
+
+@pytest.mark.parametrize("k", [0, 1, 47, 200, 700])
+@pytest.mark.parametrize("chunk", [32, 4096])
+def test_selects_the_first_of_what_ties_in_rows_with_and_without_padding(
+    chunk: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of given scores, which cross chunks of maxima, of groups and of columns where these are short; NaN has its place
+    in the order of bits. The rows have 47, 25, 10 and 1 groups, the last one without a mid-region.
+    """
+    monkeypatch.setattr(triton_path, "SELECT_CHUNK", chunk)
+    length, spans = 743, [(0, 743), (301, 700), (37, 190), (400, 406), (100, 104)]
+    of_any = torch.randn(length, generator=torch.Generator().manual_seed(11))
+    nan = torch.where(of_any > 1, torch.nan, of_any).where(of_any > -1, -torch.nan)
+    rows = torch.stack([*hostile_scores(length).values(), nan])
+    scores = torch.full((len(spans), len(rows), -(-length // SUB.value) * SUB.value), torch.nan)
+    mids = [(first + SINK, last - TAIL) for first, last in spans]
+    for row, (begin, end) in enumerate(mids):
+        scores[row, :, begin:end] = rows[:, begin:end]
+    scores = scores.flatten(0, 1)
+    each = [mid for mid in mids for _ in rows]
+    maxima = maxima_of(scores, each)
+    first, last = torch.tensor(spans, dtype=torch.int32).T.contiguous().to(DEVICE)
+    buffer = torch.empty(len(spans), 1, length, 16, device=DEVICE)
+    cache, region = DecodeCache(buffer, buffer, first, last, length), Region(min(k, length), SINK, TAIL)
+    selection = select(scores.to(DEVICE), maxima.to(DEVICE), cache, region)
+    wanted = [max(min(k, end - begin), 0) for begin, end in each]
+    least = selection.least.cpu()
+    for row, columns in enumerate(retrieved_columns(selection, wanted)):
+        begin, end = each[row]
+        order = rising(scores[row, begin : max(end, begin)]).sort(descending=True, stable=True).indices + begin
+        assert columns == order[: wanted[row]].sort().values.tolist(), row
+        if end > begin:
+            assert rising(least)[row] == rising(scores[row])[order[max(wanted[row], 1) - 1]], row
 
 
 def retrieved_columns(selection: Selection, wanted: list[int]) -> list[list[int]]:
-    """Columns by query head, of ties as many as are missing to the number wanted."""
-    found = []
-    for blocks, (above, tied), most in zip(selection.chosen.tolist(), selection.tally.tolist(), wanted, strict=True):
-        columns = [column for block, n in zip(blocks, above, strict=True) for column in block[:n]]
-        for block, start, n in zip(blocks, above, tied, strict=True):
-            columns += block[start : start + min(n, most - len(columns))]
-        found.append(columns)
-    return found
+    """Columns by query head."""
+    return [columns[:n] for columns, n in zip(selection.chosen.tolist(), wanted, strict=True)]
 
 
 # ---- against float64, given what was selected ------------------------------------------------------------------------

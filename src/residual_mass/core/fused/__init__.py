@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
+from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.fused import torch_path
 from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_scan, with_summary
 
-__all__ = ["DecodeCache", "build_cache", "decode_attention_for", "with_moments", "with_scan", "with_summary"]
+__all__ = [
+    "DecodeCache",
+    "build_cache",
+    "decode_attention_for",
+    "query_map_for",
+    "with_moments",
+    "with_scan",
+    "with_summary",
+]
 
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
@@ -29,3 +39,14 @@ def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., 
     from residual_mass.core.fused import triton_path
 
     return triton_path.decode_attention
+
+
+def query_map_for(
+    attention: Callable[..., Tensor], feature_map: object, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor] | None:
+    """Returns a kernel that computes log phi_q of [B, Hq, D] for Triton's `decode_attention`, if the map has one."""
+    if attention is torch_path.decode_attention or not isinstance(feature_map, FoldedMap):
+        return None
+    from residual_mass.core.fused.triton_maps import QueryMap
+
+    return QueryMap(feature_map, dtype)

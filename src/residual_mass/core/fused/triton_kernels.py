@@ -1,11 +1,10 @@
 """Triton kernels of the fused decode; `triton_path` launches them and explains how the work is split.
 
 Rows have flat indices: `row` = batch row * Hkv + KV head, `head` = batch row * Hq + query head. No program waits for
-another. Atomics count only integers and sums have a fixed order, so steps are bitwise reproducible.
+another, there are no atomics, and sums have a fixed order, so steps are bitwise reproducible.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
-tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments,
-blocks = blocks of columns.
+tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FIRST_BITS, NEXT_BITS = tl.constexpr(12), tl.constexpr(10)
-"""Digits of a score's 32 bits, one histogram each. The first is the longest, because it counts all keys and most scores
-fall into few octaves: with fewer bins the atomics would contend for the same counters."""
-FIRST_BINS, NEXT_BINS = tl.constexpr(2**12), tl.constexpr(2**10)
+from residual_mass.core.fused.triton_selection import mid_region, store_maxima
+
 DOT_ROWS = tl.constexpr(16)
 """The fewest query rows that a tensor core multiplies."""
 
@@ -28,7 +25,7 @@ def score_kernel(
     first,  # [B]
     last,  # [B]
     scores,  # out: [B * Hq, stride], written only at real tokens
-    counts,  # out: [B * Hq, bins], adds the mid-region's first digits
+    maxima,  # out: [B * Hq, stride / SUB], by `store_maxima`
     scale,
     length,
     columns,  # L + T
@@ -42,7 +39,7 @@ def score_kernel(
     DOT_TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores of the G query heads that share a block of keys, and the first histogram of each."""
+    """Scores of the G query heads that share a block of keys, and their maxima."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(first + row // KV_HEADS), tl.load(last + row // KV_HEADS)
@@ -57,83 +54,7 @@ def score_kernel(
     ours = (member < GROUP)[:, None]
     tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours & real[None, :])
     mid = (column >= begin + sink) & (column < end - tail)
-    count_digits(counts, head, product, ours & mid[None, :])
-
-
-@triton.jit
-def count_digits(counts, head, product, counted):
-    """Adds the first digits of scores [heads, columns] to their heads' histograms."""
-    digit = (_falling(product) >> (32 - FIRST_BITS)).to(tl.int32)
-    bins = counts + head[:, None] * (FIRST_BINS + 2 * NEXT_BINS)
-    tl.atomic_add(bins + digit, 1, mask=counted, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["k"])
-def refine_kernel(
-    scores,  # [B * Hq, stride]
-    first,
-    last,
-    counts,  # in and out: [B * Hq, bins], adds the digit after the first LEVEL ones
-    stride,
-    k,
-    sink,
-    tail,
-    HEADS: tl.constexpr,
-    LEVEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Histogram of the next digit, of the keys whose leading digits are those of the k-th highest."""
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
-    if block * BLOCK >= end or block * BLOCK + BLOCK <= begin:
-        return
-    counts += head * (FIRST_BINS + 2 * NEXT_BINS)
-    prefix, _ = _threshold(counts, _rank(k, begin, end), LEVEL)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    mid = (column >= begin) & (column < end)
-    key = _falling(tl.load(scores + head * stride + column, mask=mid, other=0.0))
-    rest = 32 - FIRST_BITS - NEXT_BITS * (LEVEL - 1)
-    digit = (key >> (rest - NEXT_BITS)).to(tl.int32) & (NEXT_BINS - 1)
-    counted = mid & ((key >> rest).to(tl.int32) == prefix)
-    tl.atomic_add(counts + FIRST_BINS + (LEVEL - 1) * NEXT_BINS + digit, 1, mask=counted, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["k"])
-def select_kernel(
-    scores,  # [B * Hq, stride]
-    first,
-    last,
-    counts,  # [B * Hq, bins], complete
-    chosen,  # out: [B * Hq, blocks, BLOCK] each block's columns above the threshold, then those at it
-    tally,  # out: [B * Hq, 2, blocks] how many of each
-    least,  # out: [B * Hq] the k-th highest score, the highest where k is 0; anything where the mid-region is empty
-    stride,
-    k,
-    sink,
-    tail,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Lists each block's columns above the k-th highest score, and those that tie with it.
-
-    A block has room for all of its columns, so no list can overflow.
-    """
-    block, head, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
-    counts += head * (FIRST_BINS + 2 * NEXT_BINS)
-    threshold, _ = _threshold(counts, _rank(k, begin, end), 3)
-    tl.store(least + head, _score(threshold), mask=block == 0)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    mid = (column >= begin) & (column < end)
-    key = _falling(tl.load(scores + head * stride + column, mask=mid, other=0.0))
-    above = mid & (key < threshold.to(tl.uint32, bitcast=True))
-    tied = mid & (key == threshold.to(tl.uint32, bitcast=True))
-    num_above, num_tied = tl.sum(above.to(tl.int32), 0), tl.sum(tied.to(tl.int32), 0)
-    chosen += (head * blocks + block) * BLOCK
-    tl.store(chosen + tl.cumsum(above.to(tl.int32), 0) - 1, column, mask=above)
-    tl.store(chosen + num_above + tl.cumsum(tied.to(tl.int32), 0) - 1, column, mask=tied)
-    tl.store(tally + head * 2 * blocks + block, num_above)
-    tl.store(tally + head * 2 * blocks + blocks + block, num_tied)
+    store_maxima(maxima, head, block, product, member < GROUP, mid, stride, DOT_ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["k", "generated", "rounds"])
@@ -143,12 +64,11 @@ def gather_kernel(
     keys,  # [B, Hkv, L + T, D], the same
     values,  # [B, Hkv, L + T, D]
     features,  # [B, Hkv, L, M], unless SUBTRACTS is false
-    log_query,  # [B, Hq, M], the same
+    log_query,  # [TERMS, B, Hq, M], the same
     log_shift,  # [B, Hkv, M], the same
     first,
     last,
-    chosen,  # [B * Hq, blocks, SELECT_BLOCK]
-    tally,  # [B * Hq, 2, blocks]
+    chosen,  # [B * Hq, k] columns, as many as the mid-region has
     sums,  # out: [2, B * Hq, S, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
     shifts,  # out: [B * Hq, S], -inf where there are no tokens
     shares,  # S
@@ -159,33 +79,23 @@ def gather_kernel(
     k,
     generated,
     rounds,  # slots of one program, in units of SLOTS
-    blocks,
     sink,
     tail,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
+    TERMS: tl.constexpr,
+    MAX_TERMS: tl.constexpr,  # TERMS, rounded up to a power of two
     SCANNED: tl.constexpr,
     SUBTRACTS: tl.constexpr,
-    SELECT_BLOCK: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,  # blocks, rounded up to a power of two
     SLOTS: tl.constexpr,
 ):
     """Sums a share of a query head's exact support. Slots: k retrieved tokens, then anchors, then generated tokens."""
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = head // GROUP
-    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
-    wanted = tl.maximum(tl.minimum(k, end - begin), 0)
-    block = tl.arange(0, MAX_BLOCKS)
-    tally += head * 2 * blocks
-    above = tl.load(tally + block, mask=block < blocks, other=0)
-    tied = tl.load(tally + blocks + block, mask=block < blocks, other=0)
-    # Take ties in order of their columns until there are `wanted` tokens.
-    still = wanted - tl.sum(above, 0) - (tl.cumsum(tied, 0) - tied)
-    taken = above + tl.maximum(tl.minimum(tied, still), 0)
-    stop = tl.cumsum(taken, 0)
-    chosen += head * blocks * SELECT_BLOCK
+    begin, end = mid_region(first, last, head // HEADS, sink, tail)
+    chosen += head * k
     scores += head * stride
     values += row * columns * D
     width = tl.arange(0, D)
@@ -194,18 +104,15 @@ def gather_kernel(
         q = tl.load(query + head * D + width).to(tl.float32)
     if SUBTRACTS:
         features += row * length * M
-        phi_query, _ = _query_features(log_query, log_shift, head, row, M)
+        phi_query, _ = _query_features(log_query, log_shift, head, row, tl.num_programs(1), M, TERMS, MAX_TERMS)
 
     shift = -float("inf")
     mass, share_mass = 0.0, 0.0
     numerator, share = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
     for i in range(rounds):
         slot = (split * rounds + i) * SLOTS + tl.arange(0, SLOTS)
-        retrieved = slot < wanted
-        before = stop[None, :] <= slot[:, None]
-        home = tl.sum(before.to(tl.int32), 1)
-        rank = slot - tl.sum(tl.where(before, taken[None, :], 0), 1)
-        column = tl.load(chosen + home.to(tl.int64) * SELECT_BLOCK + rank, mask=retrieved, other=0)
+        retrieved = slot < tl.minimum(k, end - begin)
+        column = tl.load(chosen + slot, mask=retrieved, other=0)
         # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
         sinks = slot - k
         tails = slot - k - sink
@@ -278,7 +185,7 @@ def moments_kernel(
     """Terms of what a query head leaves unread, from the moments of some parts (`core.moments.truncated_terms`)."""
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = head // GROUP
-    begin, end = _mid_region(first, last, head // HEADS, sink, tail)
+    begin, end = mid_region(first, last, head // HEADS, sink, tail)
     left = end - begin > k
     threshold = tl.load(least + head, mask=left, other=0.0)
     width = tl.arange(0, D)
@@ -321,7 +228,7 @@ def merge_kernel(
     sums,  # [2, B * Hq, S, D + 1]
     shifts,  # [B * Hq, S]
     summary,  # [B, Hkv, M, D + 1], unless RESIDUAL is false
-    log_query,  # [B, Hq, M], the same
+    log_query,  # [TERMS, B, Hq, M], the same
     log_shift,  # [B, Hkv, M], the same
     out,  # [B, Hq, D]
     shares,  # S
@@ -329,6 +236,8 @@ def merge_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
+    TERMS: tl.constexpr,
+    MAX_TERMS: tl.constexpr,  # TERMS, rounded up to a power of two
     RESIDUAL: tl.constexpr,
     SUBTRACTS: tl.constexpr,
     MAX_SHARES: tl.constexpr,  # S, rounded up to a power of two
@@ -347,7 +256,7 @@ def merge_kernel(
     numerator = tl.load(terms[:, None] + width[None, :], mask=used[:, None], other=0.0)
     numerator = tl.sum(numerator * scale[:, None], 0)
     if RESIDUAL:
-        phi_query, phi_shift = _query_features(log_query, log_shift, head, row, M)
+        phi_query, phi_shift = _query_features(log_query, log_shift, head, row, tl.num_programs(0), M, TERMS, MAX_TERMS)
         state = summary + (row * M + tl.arange(0, M)) * (D + 1)
         whole = tl.sum(phi_query * tl.load(state + D), 0)
         left = whole
@@ -364,49 +273,6 @@ def merge_kernel(
         mass = mass * exact + tl.where(kept, residual * left, 0.0)
         numerator = numerator * exact + tl.where(kept, residual * estimate, 0.0)
     tl.store(out + head * D + width, numerator / mass)
-
-
-@triton.jit
-def _mid_region(first, last, batch, sink, tail):
-    """Returns the mid-region's first column, and one past its last; empty unless the second is larger."""
-    return tl.load(first + batch) + sink, tl.load(last + batch) - tail
-
-
-@triton.jit
-def _rank(k, begin, end):
-    """Returns the place of the threshold in a row: the k-th, or the first or the last where there is no k-th."""
-    return tl.maximum(tl.minimum(k, end - begin), 1)
-
-
-@triton.jit
-def _falling(scores):
-    """Maps float32 scores to uint32 keys in reverse order: the highest score has the smallest key."""
-    bits = scores.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits, bits ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _score(key):
-    """Inverse of `_falling` for int32 keys of the same bits."""
-    return tl.where(key < 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _threshold(counts, wanted, DIGITS: tl.constexpr):
-    """Returns the leading digits of the `wanted`-th smallest key, and how many keys with these digits are wanted."""
-    prefix, wanted = _digit(counts, wanted, FIRST_BINS)
-    for level in tl.static_range(1, DIGITS):
-        digit, wanted = _digit(counts + FIRST_BINS + (level - 1) * NEXT_BINS, wanted, NEXT_BINS)
-        prefix = (prefix << NEXT_BITS) | digit
-    return prefix, wanted
-
-
-@triton.jit
-def _digit(counts, wanted, BINS: tl.constexpr):
-    bins = tl.arange(0, BINS)
-    count = tl.load(counts + bins)
-    digit = tl.sum((tl.cumsum(count, 0) < wanted).to(tl.int32), 0)
-    return digit, wanted - tl.sum(tl.where(bins < digit, count, 0), 0)
 
 
 @triton.jit
@@ -441,9 +307,13 @@ def _erfcx(x):
 
 
 @triton.jit
-def _query_features(log_query, log_shift, head, row, M: tl.constexpr):
-    """Returns phi_q [M] in units of e^shift, and that shift."""
-    feature = tl.arange(0, M)
-    log_weights = tl.load(log_query + head * M + feature) + tl.load(log_shift + row * M + feature)
+def _query_features(
+    log_query, log_shift, head, row, heads, M: tl.constexpr, TERMS: tl.constexpr, MAX_TERMS: tl.constexpr
+):
+    """Returns phi_q [M] in units of e^shift, and that shift; `heads` are those of all batch rows."""
+    feature, term = tl.arange(0, M), tl.arange(0, MAX_TERMS)
+    terms = log_query + (term[None, :] * heads + head) * M + feature[:, None]
+    log_weights = tl.sum(tl.load(terms, mask=term[None, :] < TERMS, other=0.0), 1)
+    log_weights += tl.load(log_shift + row * M + feature)
     shift = tl.max(log_weights, 0)
     return tl.exp(log_weights - shift), shift

@@ -1,13 +1,13 @@
 """One decode step's attention in Triton kernels: same result as `torch_path`, without leaving the GPU.
 
-1. `score` reads every key once, for all query heads that share it, and counts the scores' leading bits in a histogram.
-   `scan` does the same with packed keys.
-2. `refine` (twice) and `select` are a radix selection over all 32 bits of the scores. Each digit is one launch, because
-   a histogram must be complete before it is read, and no program may wait for another. The passes do not depend on the
-   scores, so no distribution of scores is slow or inexact.
+1. `score` reads every key once, for all query heads that share it, and writes the maxima of neighbouring scores beside
+   them. `scan` does the same with packed keys.
+2. `select` lists the columns of the k highest scores, in one program per query head (`triton_selection`).
 3. `gather` sums values and key features of the exact support in shares, after a scan with its exact scores. `moments`
    computes more shares from the moments of the rest. `merge` adds them up with the residual of feature maps and divides
    once.
+
+`triton_maps` computes log phi_q beforehand, in one launch.
 
 Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so CUDA graphs can capture
 a step.
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused import triton_kernels as kernels
-from residual_mass.core.fused import triton_scan
+from residual_mass.core.fused import triton_scan, triton_selection
 from residual_mass.core.fused.cache import DecodeCache
 from residual_mass.core.fused.packed import PackedKeys
 from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
 
 SCORE_BLOCK = 128
 """Keys per program, 16 KiB in bfloat16 at D = 64: small enough for several programs per SM."""
-SELECT_BLOCK = 4096
-"""Scores per program, at least as many as the bins that it first sums up."""
+SELECT_CHUNK = 4096
+"""Keys that a program of `select` holds in registers: all maxima of 64k columns."""
 SHARED_PARTS = 8
 """Parts that a program computes where they share a covariance, which it reads once."""
 SLOTS = 32
@@ -54,18 +54,20 @@ def decode_attention(
     scale: float,
 ) -> Tensor:
     """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; the cache
-    bfloat16 or float32.
+    bfloat16 or float32. `log_query` may also be terms [C, B, Hq, M] of a sum, as `triton_maps` computes them.
     """
     cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
     large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
     assert all(x.is_contiguous() for x in large), "no copies of large buffers"
-    query, log_query = query.contiguous(), None if log_query is None else log_query.contiguous()
+    query = query.contiguous()
+    if log_query is not None:
+        log_query = log_query.contiguous().view(-1, *query.shape[:2], log_query.shape[-1])
     region = Region(min(k, cache.length), sink, tail)
     if cache.scan is None:
-        scores, counts = score(query, cache, region, generated, scale)
+        scores, maxima = score(query, cache, region, generated, scale)
     else:
-        scores, counts = scan(query, cache, cache.scan, region, scale)
-    selection = select(scores, counts, cache, region)
+        scores, maxima = scan(query, cache, cache.scan, region, scale)
+    selection = select(scores, maxima, cache, region)
     return _merge(query, cache, log_query, region, scores, selection, generated, subtracts, scale)
 
 
@@ -78,33 +80,29 @@ class Region(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Retrieved tokens by blocks of columns: the first `tally[n, 0, p]` of `chosen[n, p]`, then, in order of p, as many
-    as are still missing of the next `tally[n, 1, p]`, which tie with the k-th highest.
-    """
+    """Retrieved tokens."""
 
     chosen: Tensor
-    """[B * Hq, P, SELECT_BLOCK] int32, columns."""
-    tally: Tensor
-    """[B * Hq, 2, P] int32."""
+    """[B * Hq, K] int32, columns in rising order, as many as the mid-region has."""
     least: Tensor
     """[B * Hq] float32, the least score among them, or the highest of all where k is 0."""
 
 
 def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns scores [B * Hq, >= L + T] float32 of real tokens, and histograms [B * Hq, bins] of the first digit."""
+    """Returns scores [B * Hq, >= L + T] float32 of real tokens, and the mid-region's maxima [B * Hq, groups]."""
     batch, kv_heads, columns, d = cache.keys.shape
     heads = query.shape[1]
     blocks = triton.cdiv(columns, SCORE_BLOCK)
     # Rows start at multiples of the block, which aligns the scores for wide stores.
     scores = query.new_empty(batch * heads, blocks * SCORE_BLOCK, dtype=torch.float32)
-    counts = _histograms(query)
+    maxima = _maxima(scores)
     kernels.score_kernel[blocks, batch * kv_heads](
         query,
         cache.keys,
         cache.first,
         cache.last,
         scores,
-        counts,
+        maxima,
         scale,
         cache.length,
         columns,
@@ -115,25 +113,25 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         D=d,
-        DOT_TYPE=_dot_type(query, cache.keys),
+        DOT_TYPE=product_type(query, cache.keys),
         BLOCK=SCORE_BLOCK,
     )
-    return scores, counts
+    return scores, maxima
 
 
 def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns scores [B * Hq, N S] float32 of the mid-region's packed keys, and histograms as `score` does."""
+    """Returns scores [B * Hq, N S] float32 of the mid-region's packed keys, and maxima as `score` does."""
     (batch, heads, d), (kv_heads, blocks, _, block) = query.shape, keys.codes.shape[1:]
     scores = query.new_empty(batch * heads, blocks * block, dtype=torch.float32)
-    counts = _histograms(query)
-    dot_type = _dot_type(query, query)
+    maxima = _maxima(scores)
+    kind = product_type(query, query)
     triton_scan.scan_kernel[blocks, batch * kv_heads](
         query,
         *keys,
         cache.first,
         cache.last,
         scores,
-        counts,
+        maxima,
         scale,
         scores.stride(0),
         region.sink,
@@ -141,31 +139,43 @@ def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, sc
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         D=d,
-        DOT_TYPE=dot_type,
-        IN_TWO=dot_type == tl.bfloat16,
+        DOT_TYPE=kind,
+        IN_TWO=kind == tl.bfloat16,
         BLOCK=block,
+        num_warps=4 if kind == tl.bfloat16 else 8,  # products of float32 take registers of more threads
     )
-    return scores, counts
+    return scores, maxima
 
 
-def _histograms(query: Tensor) -> Tensor:
-    bins = kernels.FIRST_BINS.value + 2 * kernels.NEXT_BINS.value
-    return torch.zeros(query.shape[0] * query.shape[1], bins, dtype=torch.int32, device=query.device)
+def _maxima(scores: Tensor) -> Tensor:
+    return scores.new_empty(len(scores), scores.shape[1] // triton_selection.SUB.value, dtype=torch.int32)
 
 
-def select(scores: Tensor, counts: Tensor, cache: DecodeCache, region: Region) -> Selection:
-    """Selects the k highest scores of every query head's mid-region; completes `counts`."""
-    rows, device = len(scores), scores.device
-    blocks = triton.cdiv(cache.length, SELECT_BLOCK)
-    chosen = torch.empty(rows, blocks, SELECT_BLOCK, dtype=torch.int32, device=device)
-    tally = torch.empty(rows, 2, blocks, dtype=torch.int32, device=device)
-    least = torch.empty(rows, dtype=torch.float32, device=device)
-    spans, sizes = (cache.first, cache.last), (scores.stride(0), *region)
-    settings = {"HEADS": rows // len(cache.first), "BLOCK": SELECT_BLOCK, "num_warps": 8}
-    for level in (1, 2):
-        kernels.refine_kernel[blocks, rows](scores, *spans, counts, *sizes, LEVEL=level, **settings)
-    kernels.select_kernel[blocks, rows](scores, *spans, counts, chosen, tally, least, *sizes, **settings)
-    return Selection(chosen, tally, least)
+def select(scores: Tensor, maxima: Tensor, cache: DecodeCache, region: Region) -> Selection:
+    """Selects the k highest scores of every query head's mid-region."""
+    rows = len(scores)
+    assert cache.length < 2**triton_selection.COUNT_BITS.value, "three counts fill 64 bits"
+    groups = torch.empty_like(maxima)
+    columns, keys = torch.empty(2, *scores.shape, dtype=torch.int32, device=scores.device)
+    chosen = scores.new_empty(rows, region.k, dtype=torch.int32)
+    least = scores.new_empty(rows)
+    triton_selection.select_kernel[(rows,)](
+        scores,
+        maxima,
+        cache.first,
+        cache.last,
+        groups,
+        columns,
+        keys,
+        chosen,
+        least,
+        scores.stride(0),
+        *region,
+        HEADS=rows // len(cache.first),
+        CHUNK=SELECT_CHUNK,
+        num_warps=32,
+    )
+    return Selection(chosen, least)
 
 
 def _merge(
@@ -180,9 +190,9 @@ def _merge(
     scale: float,
 ) -> Tensor:
     (batch, heads, d), columns = query.shape, cache.keys.shape[2]
-    rows, group, blocks = batch * heads, heads // cache.keys.shape[1], selection.tally.shape[2]
+    rows, group = batch * heads, heads // cache.keys.shape[1]
     subtracts = subtracts and log_query is not None
-    m = 1 if log_query is None else log_query.shape[-1]
+    terms, m = (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
     pieces = triton.cdiv(sum(region) + columns - cache.length, SLOTS)
     rounds = triton.cdiv(pieces, MOST_SPLITS)
     splits = triton.cdiv(pieces, rounds)
@@ -201,7 +211,6 @@ def _merge(
         cache.first,
         cache.last,
         selection.chosen,
-        selection.tally,
         sums,
         shifts,
         shares,
@@ -212,17 +221,16 @@ def _merge(
         region.k,
         generated,
         rounds,
-        blocks,
         region.sink,
         region.tail,
         HEADS=heads,
         GROUP=group,
         D=d,
         M=m,
+        TERMS=terms,
+        MAX_TERMS=triton.next_power_of_2(terms),
         SCANNED=cache.scan is not None,
         SUBTRACTS=subtracts,
-        SELECT_BLOCK=SELECT_BLOCK,
-        MAX_BLOCKS=triton.next_power_of_2(blocks),
         SLOTS=SLOTS,
     )
     if cache.moments is not None:
@@ -239,6 +247,8 @@ def _merge(
         GROUP=group,
         D=d,
         M=m,
+        TERMS=terms,
+        MAX_TERMS=triton.next_power_of_2(terms),
         RESIDUAL=log_query is not None,
         SUBTRACTS=subtracts,
         MAX_SHARES=triton.next_power_of_2(shares),
@@ -294,9 +304,9 @@ def _at_once(moments: MomentState) -> int:
     return SHARED_PARTS if moments.shared else 1
 
 
-def _dot_type(query: Tensor, keys: Tensor) -> tl.dtype:
+def product_type(query: Tensor, others: Tensor) -> tl.dtype:
     """Returns bfloat16, whose products are exact in float32, except in Triton's interpreter: it silently multiplies
     bfloat16 bits as integers.
     """
     compiled = isinstance(kernels.score_kernel, triton.JITFunction)
-    return tl.bfloat16 if compiled and query.dtype == keys.dtype == torch.bfloat16 else tl.float32
+    return tl.bfloat16 if compiled and query.dtype == others.dtype == torch.bfloat16 else tl.float32

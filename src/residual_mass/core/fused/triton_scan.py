@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residual_mass.core.fused.triton_kernels import DOT_ROWS, count_digits
+from residual_mass.core.fused.triton_kernels import DOT_ROWS
+from residual_mass.core.fused.triton_selection import store_maxima
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def scan_kernel(
     first,  # [B]
     last,  # [B]
     scores,  # out: [B * Hq, stride], written only in the mid-region
-    counts,  # out: [B * Hq, bins], adds the mid-region's first digits
+    maxima,  # out: [B * Hq, stride / SUB], by `store_maxima`
     scale,
     stride,
     sink,
@@ -33,7 +34,7 @@ def scan_kernel(
     IN_TWO: tl.constexpr,
     BLOCK: tl.constexpr,  # S
 ):
-    """Scanned scores of the G query heads that share a block of keys, and the first histogram of each."""
+    """Scanned scores of the G query heads that share a block of keys, and their maxima."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(first + row // KV_HEADS) + sink, tl.load(last + row // KV_HEADS) - tail
@@ -56,9 +57,8 @@ def scan_kernel(
     product = _dot(first_q, (byte & 15).to(DOT_TYPE), DOT_TYPE, IN_TWO)
     product += _dot(second_q, (byte >> 4).to(DOT_TYPE), DOT_TYPE, IN_TWO)
     product = (product + constant[:, None]) * scale
-    chosen_from = ours[:, None] & mid[None, :]
-    tl.store(scores + head[:, None] * stride + column[None, :], product, mask=chosen_from)
-    count_digits(counts, head, product, chosen_from)
+    tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours[:, None] & mid[None, :])
+    store_maxima(maxima, head, block, product, ours, mid, stride, DOT_ROWS, BLOCK)
 
 
 @triton.jit

@@ -1,0 +1,188 @@
+"""Triton kernel that selects the k highest scores of a query head; `triton_kernels` explains how rows are numbered.
+
+Scores are compared as int32 keys of the same order. Beside the scores, the scoring kernels write the highest key of
+every SUB neighbouring columns. If k of these maxima reach a bound, so do k scores: only the columns below maxima that
+reach it need to be looked at, and of those only the scores that reach it compete. One program does it all for one
+query head, so nothing has to be waited for.
+
+This is exact whatever the scores are. They only decide how many of them compete: 1.1 to 1.2 k if they are independent
+and k is a hundredth of them, more if high scores are neighbours (at most SUB for each maximum that reaches the bound),
+and all of the mid-region if they tie, or if more tokens are wanted than there are maxima. Then each of the search's
+rounds, 16 at most, reads all keys of the mid-region again: at 64k and k = 5243 about ten rounds of 16 chunks, where one
+chunk does at k = 636.
+
+Shape letters: B = batch rows, Hq = query heads, L = prefix columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SUB = tl.constexpr(16)
+"""Neighbouring columns of one maximum. With more, a step that retrieves many tokens would have too few maxima for a
+bound; with fewer, the search among maxima would be as long as one among scores."""
+LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+COUNT_BITS, COUNT_MASK = tl.constexpr(21), tl.constexpr(2**21 - 1)
+"""Of each of three counts of columns, which are summed as one int64, so that a round takes one reduction."""
+
+
+@triton.jit
+def store_maxima(maxima, head, block, product, ours, mid, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the highest keys of SUB neighbouring scores [ROWS, BLOCK], LOWEST where none is of the mid-region."""
+    key = tl.where(mid[None, :], _rising(product), LOWEST)
+    best = tl.max(tl.reshape(key, [ROWS, BLOCK // SUB, SUB]), 2)
+    group = block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB)
+    tl.store(maxima + head[:, None] * (stride // SUB) + group[None, :], best, mask=ours[:, None])
+
+
+@triton.jit(do_not_specialize=["k"])
+def select_kernel(
+    scores,  # [B * Hq, stride]
+    maxima,  # [B * Hq, stride / SUB]
+    first,  # [B]
+    last,  # [B]
+    groups,  # scratch: [B * Hq, stride / SUB] whose maxima reach the bound
+    columns,  # scratch: [B * Hq, stride] that reach the bound
+    keys,  # scratch: [B * Hq, stride] theirs
+    chosen,  # out: [B * Hq, k] columns in rising order, as many as the mid-region has
+    least,  # out: [B * Hq] the k-th highest score, the highest where k is 0; unwritten where the mid-region is empty
+    stride,
+    k,
+    sink,
+    tail,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Lists the columns of a query head's k highest scores; of those that tie with the k-th, the first ones."""
+    head = tl.program_id(0).to(tl.int64)
+    begin, end = mid_region(first, last, head // HEADS, sink, tail)
+    if end <= begin:
+        return
+    wanted = tl.maximum(tl.minimum(k, end - begin), 1)
+    columns += head * stride
+    keys += head * stride
+    groups += head * (stride // SUB)
+    maxima += head * (stride // SUB) + begin // SUB
+    num_maxima = (end + SUB - 1) // SUB - begin // SUB
+    # More maxima than k do: a few more scores to look at take less time than the last rounds of a search. Where there
+    # are fewer than k, the lowest of them is no bound.
+    most = wanted + wanted // 8
+    bound, _, _ = _cut(maxima, num_maxima, tl.minimum(wanted, num_maxima), most, CHUNK)
+    bound = tl.where(wanted <= num_maxima, bound, LOWEST)
+
+    place = tl.arange(0, CHUNK)
+    num_groups = 0
+    for start in range(0, num_maxima, CHUNK):
+        inside = start + place < num_maxima
+        reaches = inside & (tl.load(maxima + start + place, mask=inside, other=LOWEST) >= bound)
+        num_groups = _append(groups, num_groups, begin // SUB + start + place, reaches)
+    tl.debug_barrier()  # threads read what others wrote
+
+    num_columns = 0
+    for start in range(0, num_groups, CHUNK // SUB):
+        group = start + place // SUB
+        column = tl.load(groups + group, mask=group < num_groups, other=0) * SUB + place % SUB
+        inside = (group < num_groups) & (column >= begin) & (column < end)
+        key = _rising(tl.load(scores + head * stride + column, mask=inside, other=0.0))
+        reaches = inside & (key >= bound)
+        _append(keys, num_columns, key, reaches)
+        num_columns = _append(columns, num_columns, column, reaches)
+    tl.debug_barrier()
+
+    cut, reaching, above = _cut(keys, num_columns, wanted, wanted, CHUNK)
+    room = tl.where(reaching > wanted, wanted - above, reaching)  # for keys equal to the cut
+    chosen += head * k
+    num_chosen, num_equal = 0, 0
+    lowest = tl.full([CHUNK], HIGHEST, tl.int32)
+    for start in range(0, num_columns, CHUNK):
+        inside = start + place < num_columns
+        key = tl.load(keys + start + place, mask=inside, other=LOWEST)
+        column = tl.load(columns + start + place, mask=inside, other=0)
+        equal = (inside & (key == cut)).to(tl.int32)
+        taken = inside & ((key > cut) | ((equal == 1) & (num_equal + tl.cumsum(equal, 0) <= room)))
+        num_equal += tl.sum(equal, 0)
+        lowest = tl.minimum(lowest, tl.where(taken, key, HIGHEST))
+        num_chosen = _append(chosen, num_chosen, column, taken & (k > 0))
+    tl.store(least + head, _score(tl.min(lowest, 0)))
+
+
+@triton.jit
+def mid_region(first, last, batch, sink, tail):
+    """Returns the mid-region's first column, and one past its last; empty unless the second is larger."""
+    return tl.load(first + batch) + sink, tl.load(last + batch) - tail
+
+
+@triton.jit
+def _cut(keys, n, k, most, CHUNK: tl.constexpr):
+    """Searches n keys for one that at least k and at most so many reach, where 1 <= k <= n.
+
+    Where ties leave none, it is the k-th highest. Returns it, how many keys reach it, and, in case of ties, how many
+    exceed it. Each round divides the range by 4.
+    """
+    place = tl.arange(0, CHUNK)
+    held = tl.load(keys + place, mask=place < n, other=LOWEST)  # all of them, unless there are many
+    lowest, highest = tl.where(place < n, held, HIGHEST), held
+    for start in range(CHUNK, n, CHUNK):
+        inside = start + place < n
+        key = tl.load(keys + start + place, mask=inside, other=LOWEST)
+        lowest, highest = tl.minimum(lowest, tl.where(inside, key, HIGHEST)), tl.maximum(highest, key)
+    low, high = tl.min(lowest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64)
+    reaching, above = n.to(tl.int64), tl.full([], 0, tl.int64)  # low and high + 1
+    while (low < high) & (reaching > most):
+        width = high - low
+        first, second, third = low + (width + 3) // 4, low + (2 * width + 3) // 4, low + (3 * width + 3) // 4
+        count = _reaching(held, first, second, third)
+        for start in range(CHUNK, n, CHUNK):
+            key = tl.load(keys + start + place, mask=start + place < n, other=LOWEST)
+            count += _reaching(key, first, second, third)
+        total = tl.sum(count, 0)
+        reach_first = total & COUNT_MASK
+        reach_second = (total >> COUNT_BITS) & COUNT_MASK
+        reach_third = total >> 2 * COUNT_BITS
+        low, high, reaching, above = _narrowed(low, high, reaching, above, third, reach_third, k)
+        low, high, reaching, above = _narrowed(low, high, reaching, above, second, reach_second, k)
+        low, high, reaching, above = _narrowed(low, high, reaching, above, first, reach_first, k)
+    return low.to(tl.int32), reaching.to(tl.int32), above.to(tl.int32)
+
+
+@triton.jit
+def _reaching(key, first, second, third):
+    """Returns by key, in COUNT_BITS each, whether it reaches each of three pivots; LOWEST reaches none."""
+    count = (key >= first.to(tl.int32)).to(tl.int64)
+    count += (key >= second.to(tl.int32)).to(tl.int64) << COUNT_BITS
+    return count + ((key >= third.to(tl.int32)).to(tl.int64) << 2 * COUNT_BITS)
+
+
+@triton.jit
+def _narrowed(low, high, reaching, above, pivot, reach, k):
+    """Moves the end of a range at which a pivot with so many keys lies, if it lies inside."""
+    up = (reach >= k) & (pivot > low)
+    down = (reach < k) & (pivot <= high)
+    return (
+        tl.where(up, pivot, low),
+        tl.where(down, pivot - 1, high),
+        tl.where(up, reach, reaching),
+        tl.where(down, reach, above),
+    )
+
+
+@triton.jit
+def _append(out, size, items, mask):
+    """Writes the items of a mask behind a list's first ones; returns its new size."""
+    counted = mask.to(tl.int32)
+    tl.store(out + size + tl.cumsum(counted, 0) - 1, items, mask=mask)
+    return size + tl.sum(counted, 0)
+
+
+@triton.jit
+def _rising(scores):
+    """Maps float32 scores to int32 keys of the same order."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _score(key):
+    """Inverse of `_rising`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
