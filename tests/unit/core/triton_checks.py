@@ -344,6 +344,7 @@ def hostile_scores(length: int) -> dict[str, Tensor]:
         "falling": -rising,
         "the highest are neighbours": random.where((rising < 40) | (rising > 61), random + 9),
         "the highest are spread": random.where(rising % SUB.value != 3, random + 9),
+        "one high score in each group": torch.where(rising % SUB.value == 3, rising, -1.0),
         "the highest of each group tie": torch.where(rising % SUB.value == 3, 9.0, random),
         "anchors are the highest": rising.sub(length / 2).abs(),
     }
@@ -375,7 +376,7 @@ def test_selects_the_highest_whatever_the_scores_are(k: int) -> None:
         assert torch.equal(row[columns].sort(descending=True).values, mid.topk(wanted).values), name
 
 
-@pytest.mark.parametrize("k", [0, 1, 47, 200, 700])
+@pytest.mark.parametrize("k", [0, 1, 6, 48, 200, 700])
 @pytest.mark.parametrize("chunk", [32, 4096])
 def test_selects_the_first_of_what_ties_in_rows_with_and_without_padding(
     chunk: int, k: int, monkeypatch: pytest.MonkeyPatch
