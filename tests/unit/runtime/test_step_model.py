@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import gpu_check
+from tests.needs import COMPILER, needs
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core import fused
@@ -49,8 +50,14 @@ def test_the_launches_of_a_step_are_those_of_its_layers(method: str) -> None:
 
 def test_what_a_method_adds_is_counted() -> None:
     topk, moments, phi = (step_model.launches(TINY, name) for name in ("topk", "topk_moments", "topk_phi"))
-    assert sum(moments.kernels.values()) > sum(topk.kernels.values()) == sum(phi.kernels.values())
-    assert phi.attention > topk.attention  # the feature map of the query
+    assert set(moments.kernels) - set(topk.kernels) == {"moments_kernel"}
+    assert set(phi.kernels) - set(topk.kernels) == {"map_kernel"} and phi.attention == topk.attention + 1
+
+
+@pytest.mark.slow  # compiling takes some seconds
+@needs(COMPILER)
+def test_a_compiled_layer_launches_less() -> None:
+    assert 7 < step_model.compiled_body() < step_model.launches(TINY, "topk").body
 
 
 def test_nothing_of_the_stand_in_is_left() -> None:
