@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from typing import NoReturn
 
 import pytest
@@ -66,6 +67,10 @@ def unshare() -> list[str] | None:
     return None
 
 
+def _major(package: str) -> int:
+    return int(version(package).partition(".")[0])
+
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 LATEX = Need("without LaTeX", "apt-get install texlive-latex-extra", _has_latex)
@@ -75,6 +80,7 @@ TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 COMPILER = Need("without a C++ compiler", "apt-get install g++", lambda: shutil.which("g++") is not None)
+TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)
 MOUNTS = Need("without the right to mount", "run as root, in a container with CAP_SYS_ADMIN")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from tests.needs import TRANSFORMERS_5, needs
 from transformers import PreTrainedModel
 
 COMMON = {
@@ -52,6 +55,7 @@ class Family:
         layers: these layers.
         refusal: the start of the line that `partial_kv` refuses it with, after the class.
         arms: the same of the engine that decodes under several arms; None if it supports the family.
+        newer: whether all this is so from transformers 5 on only.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Family:
     layers: tuple[int, ...] = (0, 1)
     refusal: str | None = None
     arms: str | None = None
+    newer: bool = False
 
     def build(self, **changes: Any) -> PreTrainedModel:
         """Makes the model with random weights, in float32."""
@@ -90,6 +95,17 @@ def refused(name: str, model: str, line: str, **settings: Any) -> Family:
     return Family(name, model, settings, f"refused: {line}", (), line, line)
 
 
+def newer(family: Family) -> Family:
+    return replace(family, newer=True)
+
+
+def cases(families: Iterable[Family]) -> pytest.MarkDecorator:
+    """Parametrises a test by families that the installed transformers has."""
+    lacking = needs(TRANSFORMERS_5)
+    marked = [pytest.param(each, id=each.name, marks=lacking if each.newer else ()) for each in families]
+    return pytest.mark.parametrize("family", marked)
+
+
 SLIDING = "has sliding-window attention in every layer"
 OWN = "has no attention layers that go through transformers' attention interface"
 FAMILIES = [
@@ -108,7 +124,7 @@ FAMILIES = [
     Family("Gemma", "GemmaForCausalLM"),
     hybrid("Gemma 2 without caps", "Gemma2ForCausalLM", attn_logit_softcapping=None),
     hybrid("Gemma 3", "Gemma3ForCausalLM"),
-    Family("Gemma 3n", "Gemma3nForCausalLM", SHARED, FULL, (1, 3)),
+    Family("Gemma 3n", "Gemma3nForCausalLM", SHARED, FULL, (1, 3), newer=True),
     hybrid("gpt-oss", "GptOssForCausalLM", **EXPERTS),
     Family("OLMo 2", "Olmo2ForCausalLM"),
     hybrid("OLMo 3", "Olmo3ForCausalLM"),
@@ -122,24 +138,24 @@ FAMILIES = [
     stateful("Granite 4", "GraniteMoeHybridForCausalLM", **EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"]}),
     Family("GLM 4", "Glm4ForCausalLM"),
     Family("StarCoder 2 without a window", "Starcoder2ForCausalLM", {"sliding_window": None}),
-    Family("StableLM", "StableLmForCausalLM"),
+    Family("StableLM", "StableLmForCausalLM", newer=True),
     hybrid("EXAONE 4", "Exaone4ForCausalLM"),
-    Family("Nemotron", "NemotronForCausalLM"),
-    Family("MiniMax M2", "MiniMaxM2ForCausalLM", EXPERTS),
-    hybrid("MiMo V2", "MiMoV2FlashForCausalLM", **EXPERTS),
+    Family("Nemotron", "NemotronForCausalLM", newer=True),
+    Family("MiniMax M2", "MiniMaxM2ForCausalLM", EXPERTS, newer=True),
+    newer(hybrid("MiMo V2", "MiMoV2FlashForCausalLM", **EXPERTS)),
     Family("DeepSeek V2", "DeepseekV2ForCausalLM", LATENT),
     Family("DeepSeek V3", "DeepseekV3ForCausalLM", LATENT),
     Family("GPT-2", "GPT2LMHeadModel"),
     Family("GPT-NeoX", "GPTNeoXForCausalLM"),
     Family("OPT", "OPTForCausalLM"),
-    stateful("Jamba", "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4,
-             use_mamba_kernels=False, num_experts=1),
+    newer(stateful("Jamba", "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4,
+             use_mamba_kernels=False, num_experts=1)),
     stateful("Falcon-H1", "FalconH1ForCausalLM", (0, 1), **MAMBA | {"mamba_d_ssm": 64}),
-    stateful("LFM2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
+    newer(stateful("LFM2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"])),
     refused("Mistral 0.1", "MistralForCausalLM", SLIDING, sliding_window=WINDOW),
     refused("Phi-3 with a window", "Phi3ForCausalLM", SLIDING, sliding_window=WINDOW),
-    refused("RecurrentGemma", "RecurrentGemmaForCausalLM", SLIDING, block_types=["recurrent", "attention"],
-            attention_window_size=WINDOW, lru_width=32),
+    newer(refused("RecurrentGemma", "RecurrentGemmaForCausalLM", SLIDING, block_types=["recurrent", "attention"],
+            attention_window_size=WINDOW, lru_width=32)),
     refused("Gemma 2", "Gemma2ForCausalLM", "caps its attention scores", **HYBRID),
     refused("Zamba 2", "Zamba2ForCausalLM", "shares attention modules between layers", num_hidden_layers=3,
             layers_block_type=["mamba", "hybrid", "hybrid"]),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.conftest import TINY, byte_tokenizer
-from tests.unit.backbones.families import FAMILIES, Family
+from tests.unit.backbones.families import FAMILIES, Family, cases
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,7 +30,7 @@ FEW = {"num_sink": 2, "num_tail": 3}
 WORKING = [family for family in FAMILIES if family.refusal is None]
 REFUSED = [family for family in FAMILIES if family.refusal is not None]
 ARMED = [family for family in WORKING if family.arms is None]
-each = pytest.mark.parametrize("family", WORKING, ids=lambda family: family.name)
+each = cases(WORKING)
 
 
 def ids_of(length: int) -> Tensor:
@@ -86,7 +86,7 @@ def test_a_left_padded_batch_is_its_rows(family: Family) -> None:
         assert_same((tokens[row : row + 1], logits[row : row + 1]), alone)
 
 
-@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
+@cases(REFUSED)
 def test_the_others_are_refused_in_one_line(family: Family) -> None:
     model = family.build()
     with pytest.raises(ValueError, match=f"^{family.model} {family.refusal}[^\n]*$"), partial_kv(model, "topk", 0.2):
@@ -95,6 +95,7 @@ def test_the_others_are_refused_in_one_line(family: Family) -> None:
 
 def test_keys_that_older_transformers_shares_through_its_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = next(family for family in FAMILIES if family.name == "Gemma 3n").build()
+    monkeypatch.setattr(transformers, "__version__", "5.23.0")
     require_attention_alone(model)
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
     with pytest.raises(ValueError, match="^Gemma3nForCausalLM shares keys .* install transformers 5$"):
@@ -120,7 +121,7 @@ def engine_of(model: PreTrainedModel, *arms: ArmSpec) -> SharedPrefillEngine:
 ARMS = (ArmSpec("full"), ArmSpec("topk", 100.0), ArmSpec("topk_moments", 100.0), ArmSpec("topk", 40.0))
 
 
-@pytest.mark.parametrize("family", ARMED, ids=lambda family: family.name)
+@cases(ARMED)
 def test_arms_decode_together_as_they_do_alone(family: Family) -> None:
     """Prompts of two lengths, one of them below the windows, and enough tokens to leave the windows."""
     model = family.build()
@@ -135,7 +136,7 @@ def test_arms_decode_together_as_they_do_alone(family: Family) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ARMED, ids=lambda family: family.name)
+@cases(ARMED)
 def test_forced_tokens_are_read_as_the_plain_model_reads_them(family: Family) -> None:
     model = family.build()
     tokens = ids_of(12)
@@ -152,7 +153,7 @@ def test_forced_tokens_are_read_as_the_plain_model_reads_them(family: Family) ->
     assert continued == generated(model, torch.cat((LONG, tokens[:, :1]), 1), steps=12)[0][0].tolist()
 
 
-@pytest.mark.parametrize("family", [f for f in WORKING if f.arms is not None], ids=lambda family: family.name)
+@cases([f for f in WORKING if f.arms is not None])
 def test_what_arms_cannot_share_is_refused_in_one_line(family: Family) -> None:
     model = family.build()
     with pytest.raises(ValueError, match=f"^{family.model} {family.arms}[^\n]*$"):
@@ -161,7 +162,7 @@ def test_what_arms_cannot_share_is_refused_in_one_line(family: Family) -> None:
         partial_generate(model, LONG, max_new_tokens=3, method="topk", budget=0.2)
 
 
-@pytest.mark.parametrize("family", [f for f in ARMED if "sliding" in f.works], ids=lambda family: family.name)
+@cases([f for f in ARMED if "sliding" in f.works])
 def test_one_prompt_from_static_buffers_knows_no_windows(family: Family) -> None:
     with pytest.raises(ValueError, match=f"^{family.model} has layers with a sliding window or sinks"):
         partial_generate(family.build(), LONG, max_new_tokens=3, method="topk", budget=0.2)

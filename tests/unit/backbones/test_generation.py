@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.needs import TRANSFORMERS_5, needs
 from tests.unit.backbones.families import COMMON, FAMILIES
 from tests.unit.backbones.test_families import FEW, ids_of
 from torch import Tensor
@@ -36,6 +37,7 @@ def under(model: PreTrainedModel, method: str = "topk_moments", **options: objec
         return session, generated(model, ids_of(40), **options)
 
 
+@needs(TRANSFORMERS_5)
 @models
 @pytest.mark.parametrize("size", [3, 13, 39, 100])
 def test_a_prompt_in_chunks_is_the_prompt(name: str, size: int) -> None:
@@ -138,12 +140,13 @@ def test_a_compiled_model_gives_the_same(name: str) -> None:
 def test_chunks_are_refused_where_prompts_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in transformers 4."""
     model = model_of("Llama")
-    monkeypatch.setattr(type(model), "_prefill", None)
+    monkeypatch.setattr(type(model), "_prefill", None, raising=False)
     model.generation_config.prefill_chunk_size = 8
     with pytest.raises(ValueError, match="unset generation_config.prefill_chunk_size"), partial_kv(model, "topk"):
         pass
 
 
+@needs(TRANSFORMERS_5)
 def test_prompts_are_no_longer_marked_after_the_context() -> None:
     model = model_of("Llama")
     with partial_kv(model, "topk", BUDGET):
@@ -151,6 +154,7 @@ def test_prompts_are_no_longer_marked_after_the_context() -> None:
     assert "_prefill" not in vars(model)
 
 
+@needs(TRANSFORMERS_5)
 def test_a_layer_that_attends_twice_to_a_token_is_refused() -> None:
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).eval()
     model.generation_config.pad_token_id = 1
@@ -158,7 +162,9 @@ def test_a_layer_that_attends_twice_to_a_token_is_refused() -> None:
         under(model)
 
 
-@pytest.mark.parametrize("name", ["DeepSeek V3", "gpt-oss", "MiMo V2", "Gemma 3n"])
+@pytest.mark.parametrize(
+    "name", ["DeepSeek V3", "gpt-oss", pytest.param("MiMo V2", marks=needs(TRANSFORMERS_5)), "Gemma 3n"]
+)
 def test_feature_maps_work_where_they_fit(name: str) -> None:
     model = model_of(name)
     shape = HeadShape.of(model.config)
