@@ -33,7 +33,7 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
         mid: [..., L] bool.
     """
     starts = blocks(mid, parts)
-    return _moved(keys, mid, starts, torch.ones_like(starts[..., 0, :]))
+    return _moved(keys, mid, starts, None)
 
 
 def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
@@ -44,8 +44,8 @@ def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
     return _moved(keys, mid, starts, starts.any(-2))
 
 
-def _moved(keys: Tensor, mid: Tensor, starts: Tensor, present: Tensor) -> Tensor:
-    """Lloyd's algorithm from the first tokens of `starts` [..., L, P], with the clusters `present` [..., P]."""
+def _moved(keys: Tensor, mid: Tensor, starts: Tensor, present: Tensor | None) -> Tensor:
+    """Lloyd's algorithm from the first tokens of `starts` [..., L, P], with the clusters `present` as in `nearest`."""
     first = starts.to(torch.int8).argmax(-2)
     centres = keys.gather(-2, first.unsqueeze(-1).expand(*first.shape, keys.shape[-1]))
     for _ in range(ROUNDS):
@@ -55,16 +55,18 @@ def _moved(keys: Tensor, mid: Tensor, starts: Tensor, present: Tensor) -> Tensor
     return nearest(keys, mid, centres, present)
 
 
-def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor) -> Tensor:
+def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor | None) -> Tensor:
     """Assigns each key to the nearest of some centres: [..., L, P] bool.
 
     Args:
         keys: [..., L, D].
         mid: [..., L] bool, keys that belong to any; the others belong to none.
         centres: [..., P, D].
-        present: [..., P] bool, centres to choose from; the first where there are none.
+        present: [..., P] bool, centres to choose from; the first where there are none. None for all.
     """
-    distances = torch.cdist(keys, centres).masked_fill(~present.unsqueeze(-2), torch.inf)
+    distances = torch.cdist(keys, centres)
+    if present is not None:
+        distances = distances.masked_fill(~present.unsqueeze(-2), torch.inf)
     return _members(distances.argmin(-1), mid, centres.shape[-2])
 
 
