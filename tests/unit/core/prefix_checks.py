@@ -58,10 +58,10 @@ class Problem:
     arms: list[ArmSpec]
     spans: list[tuple[int, int]]
     length: int
-    group: int = 3
+    group: int = 2
     d: int = 16
     features: int = 16
-    kv_heads: int = 2
+    kv_heads: int = 1
     spread: float = 1.0
     dtype: torch.dtype = torch.float32
     anchors: AnchorSpec = ANCHORS
@@ -105,7 +105,7 @@ class Problem:
         for own, _ in rows.own:
             layer.states[own] = type(clean.state(own))(*(x.to(DEVICE) for x in clean.state(own)))
         for x in (layer.keys, layer.values):
-            x.masked_fill_(~self.real[:, None, :, None].to(DEVICE), torch.nan)
+            x.masked_fill_(~self.real[:, None, :, None].to(DEVICE), torch.nan)  # copies, by `moved_layer`
         log_query = self.log_query.to(DEVICE) if self.any_phi else None
         if summary is not None:
             state = SummaryState(*(x.to(DEVICE) for x in summary.state))
@@ -128,7 +128,8 @@ class Problem:
 
 def moved_layer(layer: PrefixLayer) -> PrefixLayer:
     span = layer.span._replace(first=layer.span.first.to(DEVICE), last=layer.span.last.to(DEVICE))
-    return replace(layer, keys=layer.keys.to(DEVICE), values=layer.values.to(DEVICE), span=span)
+    keys, values = (x.to(DEVICE, copy=True) for x in (layer.keys, layer.values))
+    return replace(layer, keys=keys, values=values, span=span)
 
 
 def assert_same(ours: Terms, expected: Terms, tolerance: float = 2e-5) -> None:
@@ -148,30 +149,28 @@ def tolerance_of(arms: list[ArmSpec]) -> float:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(
-    "spans", [[(0, 70)], [(0, 70), (0, 41)], [(7, 70), (0, 52)], [(0, 70), (3, 8), (9, 10), (20, 26)]]
-)
-@pytest.mark.parametrize("methods", [["topk"], PAPERS, ["topk_phi_nosub"], MOMENTS, [*PAPERS, *MOMENTS]])
+@pytest.mark.parametrize("spans", [[(0, 70), (0, 41)], [(7, 70), (0, 52)], [(0, 30), (3, 8), (9, 10), (20, 26)]])
+@pytest.mark.parametrize("methods", [["topk"], PAPERS, ["topk_phi_nosub"], [*PAPERS, *MOMENTS]])
 def test_rows_of_several_methods_and_budgets(methods: list[str], spans: list[tuple[int, int]]) -> None:
     """From no token retrieved to all of them; examples without a mid-region, of one token, with one in the middle."""
-    arms = arms_of(methods, 5.0, 15.0, 40.0, 100.0)
-    problem = Problem(arms, spans, length=70)
+    arms = arms_of(methods, 5.0, 30.0, 100.0)
+    problem = Problem(arms, spans, length=70, group=1 if len(methods) > 3 else 2, kv_heads=2 if len(spans) == 2 else 1)
     assert_same(problem.ours(), problem.expected(), tolerance_of(arms))
 
 
 @pytest.mark.parametrize(("group", "d", "features"), [(3, 128, 64), (4, 64, 64), (4, 64, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_head_shapes_of_llama(dtype: torch.dtype, group: int, d: int, features: int) -> None:
-    arms = [*arms_of(PAPERS, 8.0, 30.0), ArmSpec("topk_moments", 30.0)]
-    problem = Problem(arms, [(0, 150), (0, 131)], 150, group, d, features, kv_heads=1, dtype=dtype)
+    arms = [*arms_of(PAPERS, 20.0), ArmSpec("topk_phi", 8.0), ArmSpec("topk_moments", 30.0)]
+    problem = Problem(arms, [(0, 150)], 150, group, d, features, dtype=dtype)
     assert_same(problem.ours(), problem.expected(), tolerance_of(arms))
 
 
-@pytest.mark.parametrize(("arms", "group"), [(1, 1), (5, 4), (6, 4), (17, 4), (23, 3)])
+@pytest.mark.parametrize(("arms", "group"), [(1, 1), (5, 4), (6, 4), (23, 3)])
 def test_any_number_of_rows(arms: int, group: int) -> None:
     """From 1 to 69, on both sides of a tile's 16, 32 and 64."""
     budgets = [ArmSpec(PAPERS[i % 3], 12.0 + i) for i in range(arms)]
-    problem = Problem(budgets, [(0, 60)], 60, group, kv_heads=1)
+    problem = Problem(budgets, [(0, 60)], 60, group)
     assert_same(problem.ours(), problem.expected())
 
 
@@ -192,17 +191,17 @@ def test_a_dropped_residual_leaves_the_exact_terms_alone() -> None:
     """However large its maps are: all is retrieved, so nothing of it is left."""
     both = Problem([ArmSpec("topk_phi", 100.0), ArmSpec("topk", 100.0)], [(0, 40)], 40)
     both.log_query += 200
-    both.queries[:, :, 3:] = both.queries[:, :, :3]
+    both.queries[:, :, 2:] = both.queries[:, :, :2]
     terms = both.ours()
     for part in terms:
-        torch.testing.assert_close(part[:, :, :3], part[:, :, 3:], rtol=1e-6, atol=0)
+        torch.testing.assert_close(part[:, :, :2], part[:, :, 2:], rtol=1e-6, atol=0)
 
 
 def test_maps_that_are_not_finite_show_in_their_rows_alone() -> None:
     problem = Problem([*arms_of(PAPERS, 20.0), ArmSpec("topk_moments", 20.0)], [(0, 40)], 40)
     problem.log_query[:] = torch.nan
     ours = problem.ours()
-    adds = torch.tensor([arm.needs_maps for arm in problem.arms]).repeat_interleave(3)
+    adds = torch.tensor([arm.needs_maps for arm in problem.arms]).repeat_interleave(problem.group)
     assert torch.equal(ours.denominator.isnan(), adds.expand_as(ours.denominator))
     assert torch.equal(ours.numerator.isnan().any(-1), adds.expand_as(ours.denominator))
 
@@ -213,10 +212,8 @@ def test_without_anchors(tail: int) -> None:
     arms = [*arms_of(PAPERS, 2.0, 50.0), ArmSpec("topk_moments", 2.0)]
     for offset in (0.0, -120.0):
         problem = Problem(arms, [(0, 40), (0, 3)], 40, anchors=AnchorSpec(0, tail))
-        nothing_retrieved = problem.rows(DEVICE).for_kernels
         problem.log_query += offset
         terms = zero_k(problem) if tail == 0 else (problem.ours(), problem.expected())
-        assert nothing_retrieved is not None
         assert_same(*terms, 2e-3)
 
 
