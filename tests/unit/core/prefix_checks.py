@@ -241,10 +241,9 @@ def test_ties_may_take_other_columns_of_the_same_score() -> None:
     assert_same(problem.ours(), problem.expected(), 2e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_decodes_the_torch_paths_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as examples and arms leave the batch."""
-    model = tiny_llama(layers=2, heads=6, kv_heads=2).to(DEVICE, dtype)
+    model = tiny_llama(layers=2, heads=3, kv_heads=1).to(DEVICE)
     backbone = Backbone(TINY, model, byte_tokenizer(), "tiny")
     torch.manual_seed(3)
     facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 512}
@@ -252,9 +251,9 @@ def test_an_engine_decodes_the_torch_paths_tokens(dtype: torch.dtype, monkeypatc
     for name, parameter in phi.named_parameters():
         if name.endswith("alpha"):
             parameter.data.normal_()
-    arms = [ArmSpec("full"), *arms_of(PAPERS, 15.0, 40.0), ArmSpec("topk_moments", 20.0)]
+    arms = [ArmSpec("full"), *arms_of(PAPERS, 30.0), ArmSpec("topk_phi", 60.0), ArmSpec("topk_moments", 30.0)]
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (90, 61, 12)]
+    prompts = [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (60, 41, 7)]
     calls = []
 
     def counted(*arguments: object, **options: object) -> Terms:
@@ -266,8 +265,8 @@ def test_an_engine_decodes_the_torch_paths_tokens(dtype: torch.dtype, monkeypatc
     tokens = []
     for kernels in (False, True):
         monkeypatch.setattr(prefix_kernels, "kernels_run_on", lambda device, answer=kernels: answer)
-        engine = SharedPrefillEngine(backbone, arms, AnchorSpec(4, 16), phi, nominal_length=None)
-        tokens.append([[g.tokens for g in row] for row in engine.generate(prompts, [7, 5, 3])])
-        assert len(calls) == (6 * 2 if kernels else 0)
+        engine = SharedPrefillEngine(backbone, arms, AnchorSpec(2, 6), phi, nominal_length=None)
+        tokens.append([[g.tokens for g in row] for row in engine.generate(prompts, [6, 4, 2])])
+        assert len(calls) == (5 * 2 if kernels else 0)
     assert tokens[0] == tokens[1]
     assert len({tuple(row) for row in tokens[0][0]}) > 2, "the arms must differ, or equality shows nothing"
