@@ -142,7 +142,7 @@ class SharedPrefillEngine:
         self._check_read(read)
         real = _padded_mask([len(ids) for ids in prompts], self.backbone.device)
         layers = [
-            build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors)
+            build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors, gapless=True)
             for index in range(self.backbone.shape.layers)
         ]
         return layers, [int(one.next_token) for one in read]

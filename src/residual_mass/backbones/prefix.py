@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from residual_mass.backbones.hook import sinks_of
+from residual_mass.backbones.prefix_kernels import MAPS_MISSING, kernel_terms, kernels_serve, method_rows
 from residual_mass.core.accounting import (
     Estimate,
     SummaryState,
@@ -31,6 +33,7 @@ from residual_mass.core.accounting import (
     summarise,
 )
 from residual_mass.core.feature_maps import FoldedMap
+from residual_mass.core.fused import MethodRows
 from residual_mass.core.selection import Selected, members
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import Partition, partition, retrieved_count
@@ -39,9 +42,18 @@ from residual_mass.methods.arms import Arm, ArmSpec
 from residual_mass.methods.interface import Layout
 
 Map = FoldedMap | nn.Module
-MAPS_MISSING = "an arm needs feature maps, but there are none"
 KEY_CHUNK = 8192
 """Keys mapped at once, which bounds the inner activations (d_emb wide) of a 64k prefix."""
+
+
+class Span(NamedTuple):
+    """The columns of a prefix without gaps, for the kernels."""
+
+    first: Tensor
+    """[E] int32, the first real column."""
+    last: Tensor
+    """[E] int32, one past the last."""
+    anchors: AnchorSpec
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,8 @@ class PrefixLayer:
     """What residuals without feature maps keep of the prefix, made when first asked for."""
     scanned: dict[Selector, tuple[Tensor, ...]] = field(default_factory=dict)
     """What selectors keep of it, likewise."""
+    span: Span | None = None
+    """None where the real columns may have gaps."""
 
     def state(self, residual: Residual) -> tuple[Tensor, ...]:
         if residual not in self.states:
@@ -95,6 +109,7 @@ class PrefixLayer:
             Selected(slots.indices[examples], slots.valid[examples]),
             {residual: _at(state, examples) for residual, state in self.states.items()},
             {selector: _at(state, examples) for selector, state in self.scanned.items()},
+            self.span and Span(self.span.first[examples], self.span.last[examples], self.span.anchors),
         )
 
 
@@ -110,6 +125,11 @@ class Summary:
     state: SummaryState
     features: Tensor
     """[E, Hkv, L, M] cached key features, exactly those summed into the state."""
+
+    @cached_property
+    def joined(self) -> Tensor:
+        """[E, Hkv, M, D + 1] S and u of the state, for the kernels."""
+        return torch.cat((self.state.numerator, self.state.mass.unsqueeze(-1)), dim=-1)
 
     def at(self, examples: Tensor) -> Summary:
         """Selects examples, given as indices."""
@@ -132,6 +152,8 @@ class ArmRows:
     selectors: tuple[tuple[Selector, Tensor], ...]
     """Selectors, likewise."""
     layout: Layout
+    for_kernels: MethodRows | None
+    """The same for the kernels; None if an arm has a method that they do not compute."""
 
     @property
     def uses_scan(self) -> bool:
@@ -167,6 +189,7 @@ def arm_rows(
         tuple((one, rows([r.own == one for r in rules]).nonzero().flatten()) for one in own),
         tuple((one, rows([r.selector == one for r in rules]).nonzero().flatten()) for one in selectors),
         Layout(group // tokens, tokens),
+        method_rows(rules, k, group, device),
     )
 
 
@@ -179,22 +202,27 @@ def retrieved_by(arm: Arm | ArmSpec, prefix_length: int, anchors: AnchorSpec, no
     return min(mid, retrieved_count(arm.budget_percent, nominal_length or prefix_length, num_anchors))
 
 
-def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
+def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec, gapless: bool = False) -> PrefixLayer:
     """Builds one layer's prefix.
 
     Args:
         keys, values: [E, Hkv, L, D].
         real: [E, L] bool, False on padding.
+        gapless: whether padding is known to be at the ends only, which takes a wait for the device to find out.
     """
     masks = partition(real, anchors.sink, anchors.tail)
     masks = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
-    return PrefixLayer(keys, values, masks, members(masks.anchors, anchors.sink + anchors.tail))
+    first = real.to(torch.int32).argmax(-1)
+    span = Span(first.to(torch.int32), (first + real.sum(-1)).to(torch.int32), anchors) if gapless else None
+    slots = members(masks.anchors, anchors.sink + anchors.tail)
+    return PrefixLayer(keys, values, masks, slots, span=span)
 
 
 def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
     """Computes features and summary state of one layer's mid-region; `key_map` is phi_k stacked over Hkv."""
     features, log_shift = key_features(map_heads(key_map, layer.keys), layer.partition.mid[:, :, 0])
-    return Summary(summarise(features, log_shift, promoted(layer.values)), features)
+    state = summarise(features, log_shift, promoted(layer.values))
+    return Summary(state, features.contiguous() if features.is_cuda else features)  # rows for the kernels
 
 
 class Reading(NamedTuple):
@@ -215,12 +243,14 @@ class Reading(NamedTuple):
 def prefix_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
-    """Computes unnormalised terms of partial arms over the prefix, in float32 or wider.
+    """Computes unnormalised terms of partial arms over the prefix, in float32 or wider; in kernels where they can.
 
     Args:
         queries: [E, Hkv, R, D].
         log_query: [E, Hkv, R, M] log phi_q; like `summary`, None if no arm adds a residual.
     """
+    if kernels_serve(queries, layer, summary, arms):
+        return kernel_terms(queries, log_query, layer, summary, arms, scale)
     return terms_of(read_prefix(queries, layer, arms, scale), log_query, layer, summary, arms)
 
 

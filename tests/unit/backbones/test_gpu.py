@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY, byte_tokenizer
-from tests.needs import GPU, needs
+from tests.needs import GPU, TRITON, needs
 
+from residual_mass.backbones import prefix_kernels
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
@@ -20,11 +21,12 @@ pytestmark = [pytest.mark.gpu, needs(GPU)]
 ARMS = [ArmSpec("full"), ArmSpec("topk", 20.0), ArmSpec("topk_phi", 20.0), ArmSpec("topk_phi_nosub", 20.0)]
 
 
-def generate(assets: Path, device: str, dtype: str) -> list[list[list[int]]]:
+def generate(assets: Path, device: str, dtype: str, d_phi: int = 8) -> list[list[list[int]]]:
     spec = dataclasses.replace(TINY, dtype=dtype)
     backbone = load_backbone(spec, assets, torch.device(device))
     torch.manual_seed(0)
-    phi = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=8), {"model_id": spec.model_id, "revision": spec.revision})
+    facts = {"model_id": spec.model_id, "revision": spec.revision}
+    phi = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=d_phi), facts)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (150, 97)]
     engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi.requires_grad_(False), nominal_length=None)
@@ -39,3 +41,23 @@ def test_bfloat16_decodes_to_the_end(tiny_assets: Path) -> None:
     end = byte_tokenizer().eos_token_id
     for tokens in (tokens for row in generate(tiny_assets, "cuda", "bfloat16") for tokens in row):
         assert len(tokens) == 12 or tokens[-1] == end
+
+
+def test_kernels_decode_the_torch_paths_tokens(tiny_assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many features as the kernels have tiles for."""
+    pytest.importorskip("triton", reason=TRITON.reason)
+    from residual_mass.core.fused import triton_prefix
+
+    calls, compute = [], triton_prefix.prefix_terms
+
+    def counted(*given: object, **more: object) -> object:
+        calls.append(1)
+        return compute(*given, **more)
+
+    monkeypatch.setattr(triton_prefix, "prefix_terms", counted)
+    ours = generate(tiny_assets, "cuda", "float32", d_phi=16)
+    assert len(calls) > 0
+    monkeypatch.setattr(prefix_kernels, "kernels_run_on", lambda device: False)
+    before = len(calls)
+    assert ours == generate(tiny_assets, "cuda", "float32", d_phi=16)
+    assert len(calls) == before

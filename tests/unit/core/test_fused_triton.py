@@ -24,27 +24,29 @@ if TYPE_CHECKING:
 
 METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments", "scan", "scan, moments")
 KERNELS = ("score", "scan", "select", "gather", "moments", "merge", "map")
-CHECKS = Path(__file__).with_name("triton_checks.py")
+CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix")]
 
 
-def run_checks(marker: str, interpret: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-m", marker, CHECKS]
+def run_checks(checks: Path, marker: str, interpret: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-m", marker, checks]
     environment = os.environ | {"TRITON_INTERPRET": interpret}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CHECKS.parents[3])
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=checks.parents[3])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout
 
 
 @pytest.mark.slow
 @needs(NO_GPU)  # a GPU runs the same compiled
-def test_under_the_interpreter() -> None:
-    run_checks("not gpu", interpret="1")
+@pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
+def test_under_the_interpreter(checks: Path) -> None:
+    run_checks(checks, "not gpu", interpret="1")
 
 
 @pytest.mark.gpu
 @needs(GPU)
-def test_on_a_gpu() -> None:
-    run_checks("", interpret="0")
+@pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem)
+def test_on_a_gpu(checks: Path) -> None:
+    run_checks(checks, "", interpret="0")
 
 
 class AbsentGpu:
@@ -116,6 +118,8 @@ def test_kernels_compile_to_machine_code(
     for length, room, k in ((4096, 32, 21), (4095, 32, 144), (40, 4, 1)):
         for method in METHODS:
             step(dtype, method, 1, group, d, m, length, room, k)
+    for arms, length, most in ((12, 5000, 31), (1, 5000, 2602), (17, 4096, 0)):
+        prefix_step(dtype, arms * group, d, m, length, most)
     for kernel in compiled.kernels.values():
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
@@ -132,6 +136,31 @@ def stack_of(kernel: CompiledKernel, folder: Path) -> int:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def prefix_step(dtype: torch.dtype, rows: int, d: int, m: int, length: int, most: int) -> None:
+    """One step of rows of all methods over a prefix that they share."""
+    from residual_mass.core.fused.cache import DecodeCache, MethodRows
+    from residual_mass.core.fused.triton_prefix import prefix_terms
+    from residual_mass.core.moments import MomentState
+
+    heads = (2, 8)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*heads, *shape, dtype=dtype)
+
+    first, last = torch.tensor([[0, 0], [length, length - 9]], dtype=torch.int32)
+    summary = empty(length, m), empty(m, d + 1), empty(m)
+    cache = DecodeCache(empty(length, d, dtype=dtype), empty(length, d, dtype=dtype), first, last, length, *summary)
+    moments = [
+        MomentState(empty(p), empty(p, d), empty(p, d), empty(c, d, d), empty(c, d, d), empty(p))
+        for p, c in ((1, 1), (64, 1))
+    ]
+    k, kinds = torch.zeros(2, rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    prefix_terms(
+        empty(rows, d, dtype=dtype), cache, empty(rows, m), MethodRows(k, kinds, most),
+        [(state, torch.arange(3)) for state in moments], sink=4, tail=16, scale=d**-0.5,
+    )  # fmt: skip
 
 
 def step(

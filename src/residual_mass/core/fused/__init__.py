@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -13,13 +14,23 @@ from torch import Tensor
 
 from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.fused import torch_path
-from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_scan, with_summary
+from residual_mass.core.fused.cache import (
+    DecodeCache,
+    MethodRows,
+    build_cache,
+    with_moments,
+    with_scan,
+    with_summary,
+)
 
 __all__ = [
     "DecodeCache",
+    "MethodRows",
     "build_cache",
     "decode_attention_for",
+    "kernels_run_on",
     "query_map_for",
+    "tiles_fit",
     "with_moments",
     "with_scan",
     "with_summary",
@@ -28,17 +39,30 @@ __all__ = [
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
     """Returns Triton's `decode_attention` on a GPU where Triton is installed and its tiles fit, else torch's."""
-    if cache.keys.device.type != "cuda" or find_spec("triton") is None:
-        return torch_path.decode_attention
     widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])
     widths += [] if cache.scan is None else cache.scan.codes.shape[-2:]  # D / 2, and the columns of a block
-    if not all(16 <= width <= 128 and width & (width - 1) == 0 for width in widths):
+    if not kernels_run_on(cache.keys.device) or not tiles_fit(*widths):
         return torch_path.decode_attention
     if query_heads // cache.keys.shape[1] > 16:
         return torch_path.decode_attention
     from residual_mass.core.fused import triton_path
 
     return triton_path.decode_attention
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether it is the GPU that kernels are launched on, and Triton is installed."""
+    return device.type == "cuda" and device.index == torch.cuda.current_device() and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def tiles_fit(*widths: int) -> bool:
+    """Whether the kernels have tiles of vectors this long."""
+    return all(16 <= width <= 128 and width & (width - 1) == 0 for width in widths)
 
 
 def query_map_for(

@@ -1,7 +1,7 @@
 """Static buffers that a decode step reads of one layer, filled once after the prefill.
 
-Shape letters: B = batch rows, Hkv = KV heads, L = prefix columns, T = room for generated tokens, D = head dimension,
-    M = features.
+Shape letters: B = batch rows, Hkv = KV heads, R = query rows of a KV head, L = prefix columns, T = room for generated
+    tokens, D = head dimension, M = features.
 """
 
 from __future__ import annotations
@@ -16,6 +16,20 @@ from residual_mass.core.accounting import key_features, summarise
 from residual_mass.core.fused.one_part import OnePart, one_part
 from residual_mass.core.fused.packed import PackedKeys, packed
 from residual_mass.core.moments import MomentState
+
+ADDS, SUBTRACTS, MOMENTS = 1, 2, 4
+"""Kinds of a query row: adds a residual of feature maps, subtracts retrieved tokens from it, adds that of moments."""
+
+
+class MethodRows(NamedTuple):
+    """What differs between R query rows of a KV head that belong to several methods and budgets."""
+
+    k: Tensor
+    """[B, R] int32, tokens to retrieve."""
+    kinds: Tensor
+    """[R] int32, sums of ADDS, SUBTRACTS and MOMENTS."""
+    most: int
+    """The largest of k, which the host knows without a wait."""
 
 
 class DecodeCache(NamedTuple):

@@ -3,6 +3,9 @@
 Rows have flat indices: `row` = batch row * Hkv + KV head, `head` = batch row * Hq + query head. No program waits for
 another, there are no atomics, and sums have a fixed order, so steps are bitwise reproducible.
 
+BY_ROW the query heads of a KV head are of several methods: they retrieve numbers of tokens of their own, and their
+kinds say what each adds (`cache.MethodRows`).
+
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
 tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments.
 """
@@ -12,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residual_mass.core.fused.triton_selection import mid_region, store_maxima
+from residual_mass.core.fused import cache
+from residual_mass.core.fused.triton_selection import mid_region, retrieved_by, store_maxima
 
 DOT_ROWS = tl.constexpr(16)
 """The fewest query rows that a tensor core multiplies."""
+ADDS, SUBTRACTING, CUT = tl.constexpr(cache.ADDS), tl.constexpr(cache.SUBTRACTS), tl.constexpr(cache.MOMENTS)
 
 
 @triton.jit(do_not_specialize=["generated"])
@@ -37,14 +42,15 @@ def score_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DOT_TYPE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores of the G query heads that share a block of keys, and their maxima."""
+    """Scores of ROWS of the G query heads that share a block of keys, and their maxima."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(first + row // KV_HEADS), tl.load(last + row // KV_HEADS)
     real = ((column >= begin) & (column < end)) | ((column >= length) & (column < length + generated))
-    member = tl.arange(0, DOT_ROWS)
+    member = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     head = row * GROUP + member
     width = tl.arange(0, D)
     # Other columns may hold NaN or lie beyond the buffer.
@@ -54,10 +60,10 @@ def score_kernel(
     ours = (member < GROUP)[:, None]
     tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours & real[None, :])
     mid = (column >= begin + sink) & (column < end - tail)
-    store_maxima(maxima, head, block, product, member < GROUP, mid, stride, DOT_ROWS, BLOCK)
+    store_maxima(maxima, head, block, product, member < GROUP, mid, stride, ROWS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["k", "generated", "rounds"])
+@triton.jit(do_not_specialize=["k", "most", "generated", "rounds"])
 def gather_kernel(
     scores,  # [B * Hq, stride], of the keys, unless SCANNED
     query,  # [B, Hq, D], if SCANNED
@@ -68,7 +74,8 @@ def gather_kernel(
     log_shift,  # [B, Hkv, M], the same
     first,
     last,
-    chosen,  # [B * Hq, k] columns, as many as the mid-region has
+    chosen,  # [B * Hq, most] columns, as many as the mid-region has
+    kinds,  # [G], if BY_ROW
     sums,  # out: [2, B * Hq, S, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
     shifts,  # out: [B * Hq, S], -inf where there are no tokens
     shares,  # S
@@ -76,7 +83,8 @@ def gather_kernel(
     length,
     columns,  # L + T
     stride,
-    k,
+    k,  # a number or, BY_ROW, [B, G]
+    most,  # the largest k
     generated,
     rounds,  # slots of one program, in units of SLOTS
     sink,
@@ -89,13 +97,15 @@ def gather_kernel(
     MAX_TERMS: tl.constexpr,  # TERMS, rounded up to a power of two
     SCANNED: tl.constexpr,
     SUBTRACTS: tl.constexpr,
+    BY_ROW: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Sums a share of a query head's exact support. Slots: k retrieved tokens, then anchors, then generated tokens."""
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = head // GROUP
     begin, end = mid_region(first, last, head // HEADS, sink, tail)
-    chosen += head * k
+    chosen += head * most
+    k = retrieved_by(k, head, HEADS, GROUP, BY_ROW)
     scores += head * stride
     values += row * columns * D
     width = tl.arange(0, D)
@@ -109,8 +119,13 @@ def gather_kernel(
     shift = -float("inf")
     mass, share_mass = 0.0, 0.0
     numerator, share = tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
+    begin_slot = split * rounds * SLOTS
+    if BY_ROW:
+        kind = tl.load(kinds + head % GROUP)
+        # A row that retrieves few tokens has no slots in most shares.
+        rounds = tl.minimum(rounds, tl.cdiv(tl.maximum(k + sink + tail + generated - begin_slot, 0), SLOTS))
     for i in range(rounds):
-        slot = (split * rounds + i) * SLOTS + tl.arange(0, SLOTS)
+        slot = begin_slot + i * SLOTS + tl.arange(0, SLOTS)
         retrieved = slot < tl.minimum(k, end - begin)
         column = tl.load(chosen + slot, mask=retrieved, other=0)
         # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
@@ -141,6 +156,8 @@ def gather_kernel(
         shift = highest
         if SUBTRACTS:
             feature = tl.arange(0, M)
+            if BY_ROW:
+                retrieved &= kind & SUBTRACTING != 0
             phi = tl.load(features + column[:, None] * M + feature[None, :], mask=retrieved[:, None], other=0.0)
             z = tl.sum(phi.to(tl.float32) * phi_query[None, :], 1)
             share_mass += tl.sum(z, 0)
@@ -153,7 +170,7 @@ def gather_kernel(
         _store_terms(sums, out + tl.num_programs(1).to(tl.int64) * shares, share, share_mass, D)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "num_members"])
 def moments_kernel(
     query,  # [B, Hq, D]
     least,  # [B * Hq]
@@ -172,7 +189,9 @@ def moments_kernel(
     parts,  # P
     rounds,  # parts of one program
     scale,
-    k,
+    k,  # a number or, BY_ROW, [B, G]
+    members,  # [N] of the G query heads, if BY_ROW: those whose terms these are
+    num_members,  # N
     least_variance,
     whole,
     sink,
@@ -181,9 +200,13 @@ def moments_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SHARED: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """Terms of what a query head leaves unread, from the moments of some parts (`core.moments.truncated_terms`)."""
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if BY_ROW:
+        head = head // num_members * GROUP + tl.load(members + head % num_members)
+    k = retrieved_by(k, head, HEADS, GROUP, BY_ROW)
     row = head // GROUP
     begin, end = mid_region(first, last, head // HEADS, sink, tail)
     left = end - begin > k
@@ -231,7 +254,11 @@ def merge_kernel(
     log_query,  # [TERMS, B, Hq, M], the same
     log_shift,  # [B, Hkv, M], the same
     out,  # [B, Hq, D]
+    masses,  # out: [B, Hq], if BY_ROW: `out` holds numerators in units of e^units, and these the denominators
+    units,  # out: [B, Hq], the same
+    kinds,  # [G], the same
     shares,  # S
+    before,  # shares of the tokens
     clamp,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -240,13 +267,17 @@ def merge_kernel(
     MAX_TERMS: tl.constexpr,  # TERMS, rounded up to a power of two
     RESIDUAL: tl.constexpr,
     SUBTRACTS: tl.constexpr,
+    BY_ROW: tl.constexpr,
     MAX_SHARES: tl.constexpr,  # S, rounded up to a power of two
 ):
-    """Adds up all shares of a query head and its residual, and divides once."""
+    """Adds up all shares of a query head and its residual, and divides once unless BY_ROW."""
     head = tl.program_id(0).to(tl.int64)
     row = head // GROUP
     share, width = tl.arange(0, MAX_SHARES), tl.arange(0, D)
     used = share < shares
+    if BY_ROW:
+        kind = tl.load(kinds + head % GROUP)
+        used &= (share < before) | (kind & CUT != 0)
     terms = sums + (head * shares + share) * (D + 1)
     own = tl.load(shifts + head * shares + share, mask=used, other=-float("inf"))
     top = tl.max(own, 0)
@@ -267,12 +298,20 @@ def merge_kernel(
             estimate -= tl.sum(tl.load(terms[:, None] + width[None, :], mask=used[:, None], other=0.0), 0)
         # Choose the common unit after the clamp: a dropped residual must not make e^s underflow.
         kept = (left <= clamp * whole) == 0  # negated, so that NaN is kept and not dropped silently
+        if BY_ROW:
+            kept &= kind & ADDS != 0
         common = tl.where(kept, tl.maximum(top, phi_shift), unit)
         residual = tl.where(kept, tl.exp(phi_shift - common), 0.0)
-        exact = tl.exp(unit - common)
+        exact = tl.exp(top - common)
+        unit = common
         mass = mass * exact + tl.where(kept, residual * left, 0.0)
         numerator = numerator * exact + tl.where(kept, residual * estimate, 0.0)
-    tl.store(out + head * D + width, numerator / mass)
+    if BY_ROW:
+        tl.store(out + head * D + width, numerator)
+        tl.store(masses + head, mass)
+        tl.store(units + head, unit)
+    else:
+        tl.store(out + head * D + width, numerator / mass)
 
 
 @triton.jit

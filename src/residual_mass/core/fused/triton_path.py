@@ -22,15 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residual_mass.core.accounting import CLAMP_RELATIVE
+from residual_mass.core.accounting import CLAMP_RELATIVE, Terms
 from residual_mass.core.fused import triton_kernels as kernels
 from residual_mass.core.fused import triton_scan, triton_selection
-from residual_mass.core.fused.cache import DecodeCache
+from residual_mass.core.fused.cache import DecodeCache, MethodRows
 from residual_mass.core.fused.packed import PackedKeys
 from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
 
 SCORE_BLOCK = 128
 """Keys per program, 16 KiB in bfloat16 at D = 64: small enough for several programs per SM."""
+MOST_ROWS = 64
+"""Query rows that a program scores; further ones of a KV head have programs of their own."""
 SELECT_CHUNK = 4096
 """Keys that a program of `select` holds in registers: all maxima of 64k columns."""
 SHARED_PARTS = 8
@@ -68,11 +70,18 @@ def decode_attention(
     else:
         scores, maxima = scan(query, cache, cache.scan, region, scale)
     selection = select(scores, maxima, cache, region)
-    return _merge(query, cache, log_query, region, scores, selection, generated, subtracts, scale)
+    subtracts = subtracts and log_query is not None
+    programs = programs_of(cache.moments)
+    shares = gather(query, cache, log_query, region, scores, selection, generated, subtracts, scale, programs=programs)
+    if cache.moments is not None:
+        add_moments(query, cache, cache.moments, region, selection.least, shares, scale)
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    merge(query, cache, log_query, shares, subtracts, out)
+    return out
 
 
 class Region(NamedTuple):
-    """Number of tokens that every query head retrieves, and anchors around the mid-region."""
+    """Number of tokens that every query head retrieves, or at most retrieves, and anchors around the mid-region."""
 
     k: int
     sink: int
@@ -83,7 +92,7 @@ class Selection(NamedTuple):
     """Retrieved tokens."""
 
     chosen: Tensor
-    """[B * Hq, K] int32, columns in rising order, as many as the mid-region has."""
+    """[B * Hq, K] int32, columns in rising order, as many as a head retrieves and the mid-region has."""
     least: Tensor
     """[B * Hq] float32, the least score among them, or the highest of all where k is 0."""
 
@@ -92,11 +101,12 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
     """Returns scores [B * Hq, >= L + T] float32 of real tokens, and the mid-region's maxima [B * Hq, groups]."""
     batch, kv_heads, columns, d = cache.keys.shape
     heads = query.shape[1]
-    blocks = triton.cdiv(columns, SCORE_BLOCK)
+    blocks, group = triton.cdiv(columns, SCORE_BLOCK), heads // kv_heads
+    tile = min(max(triton.next_power_of_2(group), kernels.DOT_ROWS.value), MOST_ROWS)
     # Rows start at multiples of the block, which aligns the scores for wide stores.
     scores = query.new_empty(batch * heads, blocks * SCORE_BLOCK, dtype=torch.float32)
     maxima = _maxima(scores)
-    kernels.score_kernel[blocks, batch * kv_heads](
+    kernels.score_kernel[blocks, batch * kv_heads, triton.cdiv(group, tile)](
         query,
         cache.keys,
         cache.first,
@@ -111,10 +121,12 @@ def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, sca
         region.sink,
         region.tail,
         KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
+        GROUP=group,
         D=d,
         DOT_TYPE=product_type(query, cache.keys),
+        ROWS=tile,
         BLOCK=SCORE_BLOCK,
+        num_warps=4 if tile == kernels.DOT_ROWS.value else 8,
     )
     return scores, maxima
 
@@ -151,15 +163,17 @@ def _maxima(scores: Tensor) -> Tensor:
     return scores.new_empty(len(scores), scores.shape[1] // triton_selection.SUB.value, dtype=torch.int32)
 
 
-def select(scores: Tensor, maxima: Tensor, cache: DecodeCache, region: Region) -> Selection:
+def select(
+    scores: Tensor, maxima: Tensor, cache: DecodeCache, region: Region, rows: MethodRows | None = None
+) -> Selection:
     """Selects the k highest scores of every query head's mid-region."""
-    rows = len(scores)
+    heads = len(scores)
     assert cache.length < 2**triton_selection.COUNT_BITS.value, "three counts fill 64 bits"
     groups = torch.empty_like(maxima)
     columns, keys = torch.empty(2, *scores.shape, dtype=torch.int32, device=scores.device)
-    chosen = scores.new_empty(rows, region.k, dtype=torch.int32)
-    least = scores.new_empty(rows)
-    triton_selection.select_kernel[(rows,)](
+    chosen = scores.new_empty(heads, region.k, dtype=torch.int32)
+    least = scores.new_empty(heads)
+    triton_selection.select_kernel[(heads,)](
         scores,
         maxima,
         cache.first,
@@ -170,15 +184,29 @@ def select(scores: Tensor, maxima: Tensor, cache: DecodeCache, region: Region) -
         chosen,
         least,
         scores.stride(0),
+        region.k if rows is None else rows.k,
         *region,
-        HEADS=rows // len(cache.first),
+        HEADS=heads // len(cache.first),
+        GROUP=heads // (len(cache.first) * cache.keys.shape[1]),
+        BY_ROW=rows is not None,
         CHUNK=SELECT_CHUNK,
         num_warps=32,
     )
     return Selection(chosen, least)
 
 
-def _merge(
+class Shares(NamedTuple):
+    """Sums over parts of what every query head reads and estimates, to be merged."""
+
+    sums: Tensor
+    """[2, B * Hq, S, D + 1] float32."""
+    shifts: Tensor
+    """[B * Hq, S]."""
+    of_tokens: int
+    """The first ones; the others are of moments."""
+
+
+def gather(
     query: Tensor,
     cache: DecodeCache,
     log_query: Tensor | None,
@@ -188,19 +216,19 @@ def _merge(
     generated: int,
     subtracts: bool,
     scale: float,
-) -> Tensor:
+    rows: MethodRows | None = None,
+    programs: int = 0,
+) -> Shares:
+    """Sums the exact support of every query head, leaving room for so many programs of moments."""
     (batch, heads, d), columns = query.shape, cache.keys.shape[2]
-    rows, group = batch * heads, heads // cache.keys.shape[1]
-    subtracts = subtracts and log_query is not None
-    terms, m = (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
-    pieces = triton.cdiv(sum(region) + columns - cache.length, SLOTS)
+    terms, m = _size_of(log_query)
+    pieces = max(triton.cdiv(sum(region) + columns - cache.length, SLOTS), 1)
     rounds = triton.cdiv(pieces, MOST_SPLITS)
     splits = triton.cdiv(pieces, rounds)
-    shares = splits + _programs(cache.moments)
-    sums = torch.empty(2, rows, shares, d + 1, dtype=torch.float32, device=query.device)
-    shifts = torch.empty(rows, shares, dtype=torch.float32, device=query.device)
-    out = torch.empty(batch, heads, d, dtype=torch.float32, device=query.device)
-    kernels.gather_kernel[splits, rows](
+    shares = splits + programs
+    sums = torch.empty(2, batch * heads, shares, d + 1, dtype=torch.float32, device=query.device)
+    shifts = torch.empty(batch * heads, shares, dtype=torch.float32, device=query.device)
+    kernels.gather_kernel[splits, batch * heads](
         scores,
         query,
         cache.keys,
@@ -211,6 +239,7 @@ def _merge(
         cache.first,
         cache.last,
         selection.chosen,
+        None if rows is None else rows.kinds,
         sums,
         shifts,
         shares,
@@ -218,83 +247,113 @@ def _merge(
         cache.length,
         columns,
         scores.stride(0),
+        region.k if rows is None else rows.k,
         region.k,
         generated,
         rounds,
         region.sink,
         region.tail,
         HEADS=heads,
-        GROUP=group,
+        GROUP=heads // cache.keys.shape[1],
         D=d,
         M=m,
         TERMS=terms,
         MAX_TERMS=triton.next_power_of_2(terms),
         SCANNED=cache.scan is not None,
         SUBTRACTS=subtracts,
+        BY_ROW=rows is not None,
         SLOTS=SLOTS,
     )
-    if cache.moments is not None:
-        _add_moments(query, cache, cache.moments, region, selection.least, (sums, shifts), splits, scale)
-    kernels.merge_kernel[(rows,)](
-        sums,
-        shifts,
+    return Shares(sums, shifts, splits)
+
+
+def add_moments(
+    query: Tensor,
+    cache: DecodeCache,
+    moments: MomentState,
+    region: Region,
+    least: Tensor,
+    shares: Shares,
+    scale: float,
+    rows: MethodRows | None = None,
+    members: Tensor | None = None,
+) -> None:
+    """Writes the shares of moments of every query head, or of the `members` [N] of each KV head's."""
+    (batch, heads, d), (kv_heads, parts) = query.shape, moments.count.shape[1:]
+    count, before = shares.shifts.shape[1], shares.of_tokens
+    each = heads // kv_heads if members is None else len(members)
+    kernels.moments_kernel[count - before, batch * kv_heads * each](
+        query,
+        least,
+        *moments,
+        cache.first,
+        cache.last,
+        shares.sums,
+        shares.shifts,
+        count,
+        before,
+        parts,
+        _at_once(moments),
+        scale,
+        region.k if rows is None else rows.k,
+        members,
+        each,
+        LEAST_VARIANCE,
+        WHOLE,
+        region.sink,
+        region.tail,
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        D=d,
+        SHARED=moments.shared,
+        BY_ROW=rows is not None,
+        num_warps=8,
+    )
+
+
+def merge(
+    query: Tensor,
+    cache: DecodeCache,
+    log_query: Tensor | None,
+    shares: Shares,
+    subtracts: bool,
+    out: Tensor | Terms,
+    rows: MethodRows | None = None,
+) -> None:
+    """Adds up the shares of every query head to attention [B, Hq, D] or, given `rows`, to terms [B, Hq, ...]."""
+    batch, heads, d = query.shape
+    terms, m = _size_of(log_query)
+    count = shares.shifts.shape[1]
+    kernels.merge_kernel[(batch * heads,)](
+        shares.sums,
+        shares.shifts,
         cache.summary,
         log_query,
         cache.log_shift,
-        out,
-        shares,
+        *(out if isinstance(out, Terms) else (out, None, None)),
+        None if rows is None else rows.kinds,
+        count,
+        shares.of_tokens,
         CLAMP_RELATIVE,
-        GROUP=group,
+        GROUP=heads // cache.keys.shape[1],
         D=d,
         M=m,
         TERMS=terms,
         MAX_TERMS=triton.next_power_of_2(terms),
         RESIDUAL=log_query is not None,
         SUBTRACTS=subtracts,
-        MAX_SHARES=triton.next_power_of_2(shares),
-        num_warps=8,
-    )
-    return out
-
-
-def _add_moments(
-    query: Tensor,
-    cache: DecodeCache,
-    moments: MomentState,
-    region: Region,
-    least: Tensor,
-    terms: tuple[Tensor, Tensor],
-    splits: int,
-    scale: float,
-) -> None:
-    """Writes the shares after the first `splits` of every query head."""
-    (batch, heads, d), shares, parts = query.shape, terms[1].shape[1], moments.count.shape[2]
-    kernels.moments_kernel[shares - splits, batch * heads](
-        query,
-        least,
-        *moments,
-        cache.first,
-        cache.last,
-        *terms,
-        shares,
-        splits,
-        parts,
-        _at_once(moments),
-        scale,
-        region.k,
-        LEAST_VARIANCE,
-        WHOLE,
-        region.sink,
-        region.tail,
-        HEADS=heads,
-        GROUP=heads // moments.count.shape[1],
-        D=d,
-        SHARED=moments.shared,
+        BY_ROW=rows is not None,
+        MAX_SHARES=triton.next_power_of_2(count),
         num_warps=8,
     )
 
 
-def _programs(moments: MomentState | None) -> int:
+def _size_of(log_query: Tensor | None) -> tuple[int, int]:
+    """Returns C and M of terms [C, B, Hq, M]."""
+    return (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
+
+
+def programs_of(moments: MomentState | None) -> int:
     """Programs of a query head that the parts are shared among."""
     return 0 if moments is None else triton.cdiv(moments.count.shape[2], _at_once(moments))
 

@@ -11,7 +11,7 @@ and all of the mid-region if they tie, or if more tokens are wanted than there a
 rounds, 16 at most, reads all keys of the mid-region again: at 64k and k = 5243 about ten rounds of 16 chunks, where one
 chunk does at k = 636.
 
-Shape letters: B = batch rows, Hq = query heads, L = prefix columns.
+Shape letters: B = batch rows, Hq = query heads, G = those of a KV head, L = prefix columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def store_maxima(maxima, head, block, product, ours, mid, stride, ROWS: tl.const
     tl.store(maxima + head[:, None] * (stride // SUB) + group[None, :], best, mask=ours[:, None])
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "most"])
 def select_kernel(
     scores,  # [B * Hq, stride]
     maxima,  # [B * Hq, stride / SUB]
@@ -45,13 +45,16 @@ def select_kernel(
     groups,  # scratch: [B * Hq, stride / SUB] whose maxima reach the bound
     columns,  # scratch: [B * Hq, stride] that reach the bound
     keys,  # scratch: [B * Hq, stride] theirs
-    chosen,  # out: [B * Hq, k] columns in rising order, as many as the mid-region has
+    chosen,  # out: [B * Hq, most] columns in rising order, as many as the mid-region has
     least,  # out: [B * Hq] the k-th highest score, the highest where k is 0; unwritten where the mid-region is empty
     stride,
-    k,
+    k,  # a number or, BY_ROW, [B, G]
+    most,  # the largest k
     sink,
     tail,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Lists the columns of a query head's k highest scores; of those that tie with the k-th, the first ones."""
@@ -59,6 +62,7 @@ def select_kernel(
     begin, end = mid_region(first, last, head // HEADS, sink, tail)
     if end <= begin:
         return
+    k = retrieved_by(k, head, HEADS, GROUP, BY_ROW)
     wanted = tl.maximum(tl.minimum(k, end - begin), 1)
     columns += head * stride
     keys += head * stride
@@ -67,8 +71,8 @@ def select_kernel(
     num_maxima = (end + SUB - 1) // SUB - begin // SUB
     # More maxima than k do: a few more scores to look at take less time than the last rounds of a search. Where there
     # are fewer than k, the lowest of them is no bound.
-    most = wanted + wanted // 8
-    bound, _, _ = _cut(maxima, num_maxima, tl.minimum(wanted, num_maxima), most, CHUNK)
+    enough = wanted + wanted // 8
+    bound, _, _ = _cut(maxima, num_maxima, tl.minimum(wanted, num_maxima), enough, CHUNK)
     bound = tl.where(wanted <= num_maxima, bound, LOWEST)
 
     place = tl.arange(0, CHUNK)
@@ -92,7 +96,7 @@ def select_kernel(
 
     cut, reaching, above = _cut(keys, num_columns, wanted, wanted, CHUNK)
     room = tl.where(reaching > wanted, wanted - above, reaching)  # for keys equal to the cut
-    chosen += head * k
+    chosen += head * most
     num_chosen, num_equal = 0, 0
     lowest = tl.full([CHUNK], HIGHEST, tl.int32)
     for start in range(0, num_columns, CHUNK):
@@ -111,6 +115,14 @@ def select_kernel(
 def mid_region(first, last, batch, sink, tail):
     """Returns the mid-region's first column, and one past its last; empty unless the second is larger."""
     return tl.load(first + batch) + sink, tl.load(last + batch) - tail
+
+
+@triton.jit
+def retrieved_by(k, head, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_ROW: tl.constexpr):
+    """Returns how many tokens a query head wants: k or, BY_ROW, what k [B, G] holds for it."""
+    if BY_ROW:
+        k = tl.load(k + head // HEADS * GROUP + head % GROUP)
+    return k
 
 
 @triton.jit

@@ -1,0 +1,272 @@
+"""What holds of a prefix's terms in Triton kernels, under the interpreter as on a GPU; `test_fused_triton.py` runs it.
+
+The torch path in float64, on the very numbers that the kernels get, says what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.conftest import TINY, byte_tokenizer, tiny_llama
+from torch import Tensor
+
+from residual_mass.backbones import prefix_kernels
+from residual_mass.backbones.engine import SharedPrefillEngine
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import PhiMaps
+from residual_mass.backbones.prefix import PrefixLayer, Summary, arm_rows, build_prefix, read_prefix, terms_of
+from residual_mass.core import rel_l1
+from residual_mass.core.accounting import SummaryState, Terms, key_features, summarise
+from residual_mass.core.fused import triton_path, triton_prefix
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.methods.arms import ArmSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAPERS = ["topk", "topk_phi", "topk_phi_nosub"]
+MOMENTS = ["topk_moments", "topk_moments_4b", "topk_moments_shared"]
+ANCHORS = AnchorSpec(2, 3)
+
+
+def arms_of(methods: list[str], *budgets: float) -> list[ArmSpec]:
+    return [ArmSpec(method, budget) for method in methods for budget in budgets]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch() -> Iterator[None]:
+    """Fresh memory holds NaN, and the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(9).isnan().all() and torch.zeros(2).new_empty(9).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few columns and rows make several of each, and an unfilled last one."""
+    sizes = {"SCORE_BLOCK": 16, "MOST_ROWS": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_path, name, size)
+
+
+@dataclass
+class Problem:
+    """Arms that read a prefix whose examples have their real tokens at columns [first, last) of `spans`."""
+
+    arms: list[ArmSpec]
+    spans: list[tuple[int, int]]
+    length: int
+    group: int = 2
+    d: int = 16
+    features: int = 16
+    kv_heads: int = 1
+    spread: float = 1.0
+    dtype: torch.dtype = torch.float32
+    anchors: AnchorSpec = ANCHORS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(len(self.spans), self.kv_heads, *shape, generator=generator, dtype=torch.float64)
+
+        rows = self.group * len(self.arms)
+        column = torch.arange(self.length)
+        self.real = torch.stack([(column >= first) & (column < last) for first, last in self.spans])
+        inside = self.real[:, None, :, None]
+        self.queries = (draw(rows, self.d) * self.spread).to(self.dtype)
+        self.keys = (draw(self.length, self.d) * self.spread * inside).to(self.dtype)
+        self.values = (draw(self.length, self.d) * inside).to(self.dtype)
+        self.log_features, self.log_query = draw(self.length, self.features), draw(rows, self.features).float()
+        self.scale = self.d**-0.5
+
+    @property
+    def any_phi(self) -> bool:
+        return any(arm.needs_maps for arm in self.arms)
+
+    def layer(self, dtype: torch.dtype) -> PrefixLayer:
+        return build_prefix(self.keys.to(dtype), self.values.to(dtype), self.real, self.anchors, gapless=True)
+
+    def summary(self, layer: PrefixLayer) -> Summary:
+        """Of features rounded to float32."""
+        features, log_shift = key_features(self.log_features.float(), layer.partition.mid[:, :, 0])
+        features, log_shift = features.to(layer.values.dtype), log_shift.to(layer.values.dtype)
+        return Summary(summarise(features, log_shift, layer.values), features)
+
+    def ours(self) -> Terms:
+        """With padding that is NaN, once summaries and moments are made."""
+        clean = self.layer(torch.float32)
+        summary = self.summary(clean) if self.any_phi else None
+        layer = moved_layer(self.layer(self.dtype))
+        rows = self.rows(DEVICE)
+        for own, _ in rows.own:
+            layer.states[own] = type(clean.state(own))(*(x.to(DEVICE) for x in clean.state(own)))
+        for x in (layer.keys, layer.values):
+            x.masked_fill_(~self.real[:, None, :, None].to(DEVICE), torch.nan)  # copies, by `moved_layer`
+        log_query = self.log_query.to(DEVICE) if self.any_phi else None
+        if summary is not None:
+            state = SummaryState(*(x.to(DEVICE) for x in summary.state))
+            summary = Summary(state, summary.features.to(DEVICE))
+        queries = self.queries.to(DEVICE)
+        terms = prefix_kernels.kernel_terms(queries, log_query, layer, summary, rows, self.scale)
+        assert all(x.dtype == torch.float32 for x in terms)
+        return Terms(*(x.cpu() for x in terms))
+
+    def expected(self) -> Terms:
+        layer, rows = self.layer(torch.float64), self.rows(torch.device("cpu"))
+        reading = read_prefix(self.queries.double(), layer, rows, self.scale)
+        summary = self.summary(layer) if self.any_phi else None
+        return terms_of(reading, self.log_query.double() if self.any_phi else None, layer, summary, rows)
+
+    def rows(self, device: torch.device) -> object:
+        lengths = [last - first for first, last in self.spans]
+        return arm_rows(self.arms, self.group, lengths, self.anchors, None, device)
+
+
+def moved_layer(layer: PrefixLayer) -> PrefixLayer:
+    span = layer.span._replace(first=layer.span.first.to(DEVICE), last=layer.span.last.to(DEVICE))
+    keys, values = (x.to(DEVICE, copy=True) for x in (layer.keys, layer.values))
+    return replace(layer, keys=keys, values=values, span=span)
+
+
+def assert_same(ours: Terms, expected: Terms, tolerance: float = 2e-5) -> None:
+    """Of masses in logarithms and of mean values; rows without mass are alike too."""
+    some = expected.denominator > 0
+    assert torch.equal(ours.denominator > 0, some)
+    assert (ours.numerator[~some] == 0).all() and ours.shift.isfinite().all()
+    masses = (terms.log_mass()[some].double() for terms in (ours, expected))
+    torch.testing.assert_close(*masses, rtol=2e-6, atol=tolerance)
+    means = [(terms.numerator.double() / terms.denominator.double().unsqueeze(-1))[some] for terms in (ours, expected)]
+    assert not len(means[0]) or rel_l1(*means).max() < tolerance
+
+
+def tolerance_of(arms: list[ArmSpec]) -> float:
+    """Parts of few tokens are cut within 1e-4 of a score, where a rounding of the score is 1e-3 of the mass."""
+    return 2e-3 if any(arm.method in MOMENTS for arm in arms) else 3e-5
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("spans", [[(0, 70), (0, 41)], [(7, 70), (0, 52)], [(0, 30), (3, 8), (9, 10), (20, 26)]])
+@pytest.mark.parametrize("methods", [["topk"], PAPERS, ["topk_phi_nosub"], [*PAPERS, *MOMENTS]])
+def test_rows_of_several_methods_and_budgets(methods: list[str], spans: list[tuple[int, int]]) -> None:
+    """From no token retrieved to all of them; examples without a mid-region, of one token, with one in the middle."""
+    arms = arms_of(methods, 5.0, 30.0, 100.0)
+    problem = Problem(arms, spans, length=70, group=1 if len(methods) > 3 else 2, kv_heads=2 if len(spans) == 2 else 1)
+    assert_same(problem.ours(), problem.expected(), tolerance_of(arms))
+
+
+@pytest.mark.parametrize(("group", "d", "features"), [(3, 128, 64), (4, 64, 64), (4, 64, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head_shapes_of_llama(dtype: torch.dtype, group: int, d: int, features: int) -> None:
+    arms = [*arms_of(PAPERS, 20.0), ArmSpec("topk_phi", 8.0), ArmSpec("topk_moments", 30.0)]
+    problem = Problem(arms, [(0, 150)], 150, group, d, features, dtype=dtype)
+    assert_same(problem.ours(), problem.expected(), tolerance_of(arms))
+
+
+@pytest.mark.parametrize(("arms", "group"), [(1, 1), (5, 4), (6, 4), (23, 3)])
+def test_any_number_of_rows(arms: int, group: int) -> None:
+    """From 1 to 69, on both sides of a tile's 16, 32 and 64."""
+    budgets = [ArmSpec(PAPERS[i % 3], 12.0 + i) for i in range(arms)]
+    problem = Problem(budgets, [(0, 60)], 60, group)
+    assert_same(problem.ours(), problem.expected())
+
+
+@pytest.mark.parametrize("spread", [6.0, 40.0])
+def test_scores_of_a_huge_spread(spread: float) -> None:
+    problem = Problem(arms_of(PAPERS, 10.0, 30.0), [(0, 60), (0, 44)], 60, spread=spread)
+    assert_same(problem.ours(), problem.expected(), 5e-3)  # float32 knows a score of 1e4 to 1e-3
+
+
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+def test_a_residual_and_exact_terms_of_any_sizes_meet(offset: float) -> None:
+    problem = Problem(arms_of(PAPERS, 10.0, 30.0), [(0, 60), (0, 44)], 60)
+    problem.log_query += offset
+    assert_same(problem.ours(), problem.expected(), 2e-4)
+
+
+def test_a_dropped_residual_leaves_the_exact_terms_alone() -> None:
+    """However large its maps are: all is retrieved, so nothing of it is left."""
+    both = Problem([ArmSpec("topk_phi", 100.0), ArmSpec("topk", 100.0)], [(0, 40)], 40)
+    both.log_query += 200
+    both.queries[:, :, 2:] = both.queries[:, :, :2]
+    terms = both.ours()
+    for part in terms:
+        torch.testing.assert_close(part[:, :, :2], part[:, :, 2:], rtol=1e-6, atol=0)
+
+
+def test_maps_that_are_not_finite_show_in_their_rows_alone() -> None:
+    problem = Problem([*arms_of(PAPERS, 20.0), ArmSpec("topk_moments", 20.0)], [(0, 40)], 40)
+    problem.log_query[:] = torch.nan
+    ours = problem.ours()
+    adds = torch.tensor([arm.needs_maps for arm in problem.arms]).repeat_interleave(problem.group)
+    assert torch.equal(ours.denominator.isnan(), adds.expand_as(ours.denominator))
+    assert torch.equal(ours.numerator.isnan().any(-1), adds.expand_as(ours.denominator))
+
+
+@pytest.mark.parametrize("tail", [0, 4])
+def test_without_anchors(tail: int) -> None:
+    """Then rows that retrieve nothing have no exact terms at all, and a residual of any size stands alone."""
+    arms = [*arms_of(PAPERS, 2.0, 50.0), ArmSpec("topk_moments", 2.0)]
+    for offset in (0.0, -120.0):
+        problem = Problem(arms, [(0, 40), (0, 3)], 40, anchors=AnchorSpec(0, tail))
+        problem.log_query += offset
+        terms = zero_k(problem) if tail == 0 else (problem.ours(), problem.expected())
+        assert_same(*terms, 2e-3)
+
+
+def zero_k(problem: Problem) -> tuple[Terms, Terms]:
+    """Both paths where no row retrieves a token, which without anchors no budget asks for."""
+    rows = problem.rows
+
+    def without(device: torch.device) -> object:
+        given = rows(device)
+        kernels = given.for_kernels._replace(k=torch.zeros_like(given.for_kernels.k), most=0)
+        return replace(given, k=torch.zeros_like(given.k), for_kernels=kernels)
+
+    problem.rows = without
+    return problem.ours(), problem.expected()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_ties_may_take_other_columns_of_the_same_score() -> None:
+    """Copies of one token, so that which of them are read makes no difference."""
+    problem = Problem(arms_of(PAPERS, 10.0, 20.0, 60.0), [(0, 60), (0, 44)], 60)
+    for x in (problem.keys, problem.values, problem.log_features):
+        x[:, :, 2:] = x[:, :, 2:3].clone()
+    problem.keys *= problem.real[:, None, :, None]
+    problem.values *= problem.real[:, None, :, None]
+    assert_same(problem.ours(), problem.expected(), 2e-4)
+
+
+def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as examples and arms leave the batch."""
+    model = tiny_llama(layers=2, heads=3, kv_heads=1).to(DEVICE)
+    backbone = Backbone(TINY, model, byte_tokenizer(), "tiny")
+    torch.manual_seed(3)
+    facts = {"model_id": TINY.model_id, "revision": TINY.revision, "length": 512}
+    phi = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=16), facts).requires_grad_(False)
+    for name, parameter in phi.named_parameters():
+        if name.endswith("alpha"):
+            parameter.data.normal_()
+    arms = [ArmSpec("full"), *arms_of(PAPERS, 30.0), ArmSpec("topk_phi", 60.0), ArmSpec("topk_moments", 30.0)]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (60, 41, 7)]
+    calls = []
+
+    def counted(*arguments: object, **options: object) -> Terms:
+        calls.append(1)
+        return compute(*arguments, **options)
+
+    compute = triton_prefix.prefix_terms
+    monkeypatch.setattr(triton_prefix, "prefix_terms", counted)
+    tokens = []
+    for kernels in (False, True):
+        monkeypatch.setattr(prefix_kernels, "kernels_run_on", lambda device, answer=kernels: answer)
+        engine = SharedPrefillEngine(backbone, arms, AnchorSpec(2, 6), phi, nominal_length=None)
+        tokens.append([[g.tokens for g in row] for row in engine.generate(prompts, [6, 4, 2])])
+        assert len(calls) == (5 * 2 if kernels else 0)
+    assert tokens[0] == tokens[1]
+    assert len({tuple(row) for row in tokens[0][0]}) > 2, "the arms must differ, or equality shows nothing"
