@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAPS_MISSING = "an arm needs feature maps, but there are none"
 LONGEST = 2**21
 """Columns that the selection can count (`core.fused.triton_selection`)."""
+MOST_ROWS = 2**16
+"""Query rows of all examples and KV heads that one launch can number."""
 
 
 def method_rows(
@@ -54,6 +56,7 @@ def kernels_serve(queries: Tensor, layer: PrefixLayer, summary: Summary | None, 
         tiles_fit(keys.shape[-1], *features)
         and values.shape == keys.shape
         and keys.shape[2] < LONGEST
+        and queries.shape[:3].numel() < MOST_ROWS
         and all(x.dtype in (torch.bfloat16, torch.float32) for x in (queries, keys, values))
         and all(x.is_contiguous() for x in (keys, values))
         and not queries.requires_grad  # kernels have no gradients
