@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hub id or folder of a model (default: %(default)s, the embedded SmolLM2-135M-Instruct)")  # fmt: skip
     add("texts", nargs="*", metavar="text", help="text files, folders of them, or wiki, books, code, tables (embedded)")
     add("--length", default="1k", help="tokens of prompt: 512, 1k, 64k, ... (default: %(default)s)")
-    add("--documents", type=int, default=8, help="documents of each text (default: %(default)s)")
+    add("--documents", type=int, default=6, help="documents of each text (default: %(default)s)")
     add("--tokens", type=int, default=32, help="tokens that follow each prompt (default: %(default)s)")
     add("--methods", nargs="+", default=METHODS, metavar="METHOD", help=f"default: {' '.join(METHODS)}")
     add("--budgets", nargs="+", type=float, default=BUDGETS, metavar="PERCENT",
