@@ -313,7 +313,7 @@ def test_the_whole_check_on_a_tiny_model_of_a_bare_machine(tmp_path: Path) -> No
     with open(table, newline="") as stream:
         rows = list(csv.DictReader(stream))
     places = {(row["implementation"], row["context"], row["batch"], row["method"]) for row in rows}
-    assert len(places) == len(rows) == 2 * 2 * (4 + len(gpu_parts.OWN)) + 4
+    assert len(places) == len(rows) == (2 * 2 + 2) * (4 + len(gpu_parts.OWN)) + 4  # compiled at the longest, prototypes
     assert "| tiny | 4k | 2 | fused | TopK+phi |" in text
 
     parts = {one["name"]: one for one in json.loads(snapshot_file.with_suffix(".json").read_text())}
