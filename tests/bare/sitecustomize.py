@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -39,11 +40,14 @@ HIDDEN = {
     for module, owners in metadata.packages_distributions().items()
     if not any(re.sub(r"[-_.]+", "-", owner).lower() in KEPT for owner in owners) and module != "residual_mass"
 }
+VENDORED = [os.path.join(folder, "setuptools", "_vendor") for folder in sys.path]
 find_spec = PathFinder.find_spec
 
 
 def find_what_is_there(cls: type, name: str, *more: Any) -> ModuleSpec | None:
-    return None if name.partition(".")[0] in HIDDEN else find_spec(name, *more)
+    if name in HIDDEN:  # but for the copies within setuptools, which torch needs to compile
+        return find_spec(name, VENDORED)
+    return find_spec(name, *more)
 
 
 PathFinder.find_spec = classmethod(find_what_is_there)  # type: ignore[assignment]
