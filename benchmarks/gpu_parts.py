@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from training_pass import LLAMA, random_llama, whole_passes
 from transformers import LlamaConfig, PreTrainedModel
 
 from residual_mass.backbones.engine import SharedPrefillEngine, Work
+from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.prefix import map_heads
@@ -47,7 +49,8 @@ ROOT = Path(__file__).parents[1]
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
 OWN = ("topk_moments", "scan4_moments")
 """Methods that the paper lacks: the least that a step can add without training, and the fewest bytes of keys."""
-ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS[1:] for budget in (0.5, 1.0, 2.0, 4.0))]
+BUDGETS = (0.5, 1.0, 2.0, 4.0)
+ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS[1:] for budget in BUDGETS)]
 FAST_SIDES = ("kernels", "graphs", "torch")
 KERNEL_METHODS = ("topk", "topk_phi", *OWN)
 EXAMPLES = 500
@@ -177,6 +180,8 @@ def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.dev
     scores, one = torch.randn(batch * heads, length, device=device), query.squeeze(2)
     common = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "generated": 16, "scale": d**-0.5}
 
+    generated = torch.full((1,), 16, dtype=torch.int32, device=device)  # where the kernels of a decoder read it
+
     def full() -> Tensor:
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
@@ -187,12 +192,14 @@ def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.dev
         log_query = map_heads(query_map, query).squeeze(2) if rule.needs_maps else None
         fast, settings = decode_attention_for(cache, heads), common | {"subtracts": rule.subtracts}
         in_torch = partial(torch_path.decode_attention, one, cache, log_query, **settings)
-        step = partial(fast, one, cache, log_query, **settings)
+        step = in_torch
+        if fast is not torch_path.decode_attention:
+            step = partial(fast, one, cache, log_query, **settings | {"generated": generated})
         gap = _gap(step(), torch_path.decode_attention(one.float(), cache, log_query, **settings))
         if not gap <= KERNEL_GAP:  # a NaN is not
             raise ValueError(f"{method}: the kernels' output is not the torch path's, {gap:.1e} at {length} tokens")
         parts = {"the kernels, all but phi_q" if rule.needs_maps else "the kernels": step}
-        parts |= _kernel_parts(fast, one, cache, common) | {"the torch path": in_torch}
+        parts |= _kernel_parts(fast, one, cache, common | {"generated": generated}) | {"the torch path": in_torch}
         times[f"{method}: difference from the torch path, relative l1"] = f"{gap:.1e}"
         times |= {f"{method}: {name}": _spread(cold_ms(work, device), 4) for name, work in parts.items()}
     works = {
@@ -214,17 +221,17 @@ def _full_times(full: Callable[[], Tensor], device: torch.device) -> dict[str, s
 
 
 def _kernel_parts(
-    fast: Callable[..., Tensor], query: Tensor, cache: DecodeCache, common: dict[str, float]
+    fast: Callable[..., Tensor], query: Tensor, cache: DecodeCache, common: dict[str, Any]
 ) -> dict[str, Callable[[], object]]:
     """The first kernels by themselves, where there are any that read all keys."""
     if fast is torch_path.decode_attention or cache.scan is not None:
         return {}
     from residual_mass.core.fused import triton_path
 
-    region = triton_path.Region(int(common["k"]), ANCHORS.sink, ANCHORS.tail)
+    region = triton_path.Region(common["k"], ANCHORS.sink, ANCHORS.tail)
 
     def score() -> tuple[Tensor, Tensor]:
-        return triton_path.score(query, cache, region, int(common["generated"]), common["scale"])
+        return triton_path.score(query, cache, region, common["generated"], common["scale"])
 
     return {
         "of these, scores": score,
@@ -343,29 +350,14 @@ def tests(options: argparse.Namespace) -> Iterator[str]:
 
 
 def evaluation(options: argparse.Namespace) -> Iterator[str]:
-    """The paper's arms from one shared prefix, and what RULER takes at these rates."""
+    """The paper's arms from one shared prefix, what RULER takes at these rates, and the same with moments."""
     context, device = options.contexts[-1], options.device
     length, on_gpu = tokens_of(context), device.type == "cuda"
     backbone = random_llama(options.shape, SHAPES[options.shape], "bfloat16" if on_gpu else "float32", device)
-    phi = PhiMaps(backbone.shape, MAP, {"model_id": options.shape, "revision": "random"}).requires_grad_(False)
-    engine = SharedPrefillEngine(backbone, ARMS, ANCHORS, phi, length)
-    prompt = torch.randint(backbone.model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
-
-    def run(tokens: int) -> tuple[float, float]:
-        """Seconds of the prefill and of what follows it."""
-        engine.work = Work()
-        engine.generate([prompt.tolist()], tokens)
-        return engine.work.prefill_seconds, engine.work.decode_seconds
-
-    run(FEW_TOKENS)  # is slower and not counted
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    short, long = ([run(tokens) for _ in range(ROUNDS)] for tokens in (FEW_TOKENS, MANY_TOKENS))
+    prefill_seconds, before, per_token = _evaluation_seconds(backbone, ARMS, length)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    prefill_seconds = statistics.median(seconds for seconds, _ in (*short, *long))
-    few, many = (statistics.median(seconds for _, seconds in runs) for runs in (short, long))
-    per_token = (many - few) / (MANY_TOKENS - FEW_TOKENS)
-    before = few - (FEW_TOKENS - 1) * per_token  # summaries and buffers
     hours = ruler_seconds(prefill_seconds + before, per_token) / 3600
     yield f"* {len(ARMS)} arms, one prompt of {length} tokens, {ROUNDS} rounds: prefill {prefill_seconds:.3f} s, then"
     yield f"  {before:.3f} s until the first step and {1e3 * per_token:.2f} ms a token of all arms"
@@ -376,6 +368,30 @@ def evaluation(options: argparse.Namespace) -> Iterator[str]:
     yield f"  {hours:.2f} GPU-hours if every answer runs to its task's limit of {min(limits)} to {max(limits)} tokens"
     values = [options.shape, context, len(ARMS), prefill_seconds, before, 1e3 * per_token, peak, hours]
     write_text(options.rows, csv_text(EVALUATION, [dict(zip(EVALUATION, values, strict=True))]))
+    more = [*ARMS, *(ArmSpec("topk_moments", budget) for budget in BUDGETS)]
+    _, before, per_token = _evaluation_seconds(backbone, more, length)
+    yield f"* {len(more)} arms, with TopK+moments at the same budgets: {before:.3f} s until the first step and"
+    yield f"  {1e3 * per_token:.2f} ms a token of all arms"
+
+
+def _evaluation_seconds(backbone: Backbone, arms: list[ArmSpec], length: int) -> tuple[float, float, float]:
+    """Median seconds of the prefill, from it to the first step, and of a token of all arms."""
+    phi = PhiMaps(backbone.shape, MAP, {"model_id": backbone.spec.model_id, "revision": "random"}).requires_grad_(False)
+    engine = SharedPrefillEngine(backbone, arms, ANCHORS, phi, length)
+    prompt = torch.randint(backbone.model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
+
+    def run(tokens: int) -> tuple[float, float]:
+        """Seconds of the prefill and of what follows it."""
+        engine.work = Work()
+        engine.generate([prompt.tolist()], tokens)
+        return engine.work.prefill_seconds, engine.work.decode_seconds
+
+    run(FEW_TOKENS)  # is slower and not counted
+    short, long = ([run(tokens) for _ in range(ROUNDS)] for tokens in (FEW_TOKENS, MANY_TOKENS))
+    few, many = (statistics.median(seconds for _, seconds in runs) for runs in (short, long))
+    per_token = (many - few) / (MANY_TOKENS - FEW_TOKENS)
+    before = few - (FEW_TOKENS - 1) * per_token  # summaries and buffers
+    return statistics.median(seconds for seconds, _ in (*short, *long)), before, per_token
 
 
 def ruler_seconds(before: float, per_token: float) -> float:

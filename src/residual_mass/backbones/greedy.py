@@ -58,4 +58,6 @@ def partial_generate(
         return torch.cat((prompt, first.unsqueeze(1)), dim=1)
     k = retrieved_by(arm, length, anchors, None)
     decoder = StaticDecoder(model, fill_buffers([read], steps), rule, k, anchors, phi, steps)
+    if decoder.sizes_on_device:  # a graph of every step would take longer than to run them once
+        decoder.prepare()
     return torch.cat((prompt, first.unsqueeze(1), decoder.run(first, ends)), dim=1)

@@ -1,7 +1,9 @@
-"""Greedy decoding of one method from static buffers, with one CUDA graph per step on a GPU.
+"""Greedy decoding of one method from static buffers, on a GPU from CUDA graphs.
 
-No step makes the host wait for values: sizes are known before the first step, the chosen token stays on the device, and
-the graph of step t fills column L + t of the buffers and reads up to it.
+No step makes the host wait for values: sizes are known before the first step, and the chosen token stays on the device,
+as does the column L + t of the buffers that step t fills and reads up to. So one graph serves all steps where the
+attention reads its sizes on the device, as our kernels do; Full's and torch's, which get them from the host, need one
+per step.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T = decoded steps, D = head dimension.
 """
@@ -118,12 +120,13 @@ class StaticDecoder:
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         dtype = caches[0].keys.dtype
         self.query_kernels = [query_map_for(self.attention, each, dtype) for each in self.query_maps or ()]
-        batch, length = caches[0].keys.shape[0], caches[0].length
+        batch, self.length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
-        self.shared: dict[str, torch_path.FixedColumns] = {}
+        self.shared: dict[str, object] = {}
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
-        self.positions = torch.arange(length, length + steps, device=self.device).expand(batch, -1)
+        self.column = torch.full((1,), self.length, device=self.device)
+        self.sizes_on_device = not (self.rule.whole_prefix or self.attention is torch_path.decode_attention)
         # transformers passes a 4D mask through; without a mask it would inspect values on the host.
         self.mask = torch.ones(batch, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -132,9 +135,10 @@ class StaticDecoder:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         cache = self.caches[module.layer_idx]
-        filled = cache.length + self.step + 1
-        cache.keys[:, :, filled - 1], cache.values[:, :, filled - 1] = key[:, :, 0], value[:, :, 0]
+        cache.keys.index_copy_(2, self.column, key)
+        cache.values.index_copy_(2, self.column, value)
         if self.rule.whole_prefix:
+            filled = self.length + self.step + 1
             keys, values = cache.keys[:, :, :filled], cache.values[:, :, :filled]
             output = F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
             return output.transpose(1, 2)
@@ -146,7 +150,6 @@ class StaticDecoder:
             sink=self.anchors.sink,
             tail=self.anchors.tail,
             subtracts=self.rule.subtracts,
-            generated=self.step + 1,
             scale=scale,
             **self.shared,
         )
@@ -161,23 +164,24 @@ class StaticDecoder:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Records every step as a CUDA graph, after one run without graphs; does nothing on a CPU."""
+        """Records CUDA graphs of the steps, after these ran once without; does nothing on a CPU."""
         if self.device.type != "cuda" or self.graphs:
             return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.run(self.token[:, 0])
-        torch.cuda.current_stream().wait_stream(stream)
-        pool = torch.cuda.graph_pool_handle()
-        graphs = []
+        steps = range(1 if self.sizes_on_device else self.steps)
         with self._hooked():
-            for step in range(self.steps):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._begin(self.token[:, 0])
+                for step in steps:
+                    self._advance(step)
+            torch.cuda.current_stream().wait_stream(stream)
+            pool = torch.cuda.graph_pool_handle()
+            for step in steps:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     self._advance(step)
-                graphs.append(graph)
-        self.graphs = graphs
+                self.graphs.append(graph)
 
     @torch.no_grad()
     def run(self, first: Tensor, ends: Collection[int] = ()) -> Tensor:
@@ -186,16 +190,16 @@ class StaticDecoder:
         Queues the work without waiting for the device. With end tokens `ends` it waits for every step, and stops once
         each row has generated one: [B, <= T].
         """
-        self.token.copy_(first.unsqueeze(1))
-        ended = torch.zeros_like(first, dtype=torch.bool)
+        self._begin(first)
+        ended, end_tokens = torch.zeros_like(first, dtype=torch.bool), first.new_tensor(list(ends))
         with nullcontext() if self.graphs else self._hooked():
             for step in range(self.steps):
                 if self.graphs:
-                    self.graphs[step].replay()
+                    self.graphs[step % len(self.graphs)].replay()
                 else:
                     self._advance(step)
                 if ends:
-                    ended |= torch.isin(self.tokens[:, step], torch.tensor(list(ends), device=self.device))
+                    ended |= torch.isin(self.tokens[:, step], end_tokens)
                     if ended.all():
                         return self.tokens[:, : step + 1]
         return self.tokens
@@ -213,13 +217,20 @@ class StaticDecoder:
                 for layer in layers:
                     layer._compiled_call_impl = None
 
+    def _begin(self, first: Tensor) -> None:
+        self.token.copy_(first.unsqueeze(1))
+        self.column.fill_(self.length)
+
     def _advance(self, step: int) -> None:
-        self.step, self.shared = step, {}
-        if self.attention is torch_path.decode_attention:  # kernels compute their own columns
+        self.step = step
+        if self.sizes_on_device:
+            self.shared = {"generated": (self.column - (self.length - 1)).to(torch.int32)}
+        elif not self.rule.whole_prefix:
             fixed = torch_path.fixed_columns(self.caches[0], self.anchors.sink, self.anchors.tail, step + 1)
-            self.shared = {"fixed": fixed}
-        position = self.positions[:, step : step + 1]
+            self.shared = {"generated": step + 1, "fixed": fixed}
+        position = self.column.expand(len(self.token), 1)
         output = self.model(self.token, position_ids=position, attention_mask=self.mask, use_cache=False)
         self.logits = output.logits[:, -1]
         self.token.copy_(self.logits.argmax(-1, keepdim=True))
-        self.tokens[:, step] = self.token[:, 0]
+        self.tokens.index_copy_(1, self.column - self.length, self.token)
+        self.column += 1

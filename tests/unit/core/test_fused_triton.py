@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments", "scan", "scan, moments")
 KERNELS = ("score", "scan", "select", "gather", "moments", "merge", "map")
-CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix")]
+CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix", "decoder")]
 
 
 def run_checks(checks: Path, marker: str, interpret: str) -> None:

@@ -278,6 +278,10 @@ def test_terms_of_maps_add_up_to_the_folded_maps(
     torch.testing.assert_close(terms.sum(0).double(), expected, rtol=exact, atol=exact)
 
 
+def count_of(generated: int) -> Tensor:
+    return torch.tensor([generated], dtype=torch.int32, device=DEVICE)
+
+
 def moved_map(folded: FoldedMap) -> FoldedMap:
     return FoldedMap(*(x.to(DEVICE) for x in (folded.a, folded.b, folded.c, folded.c_bias, folded.e_bias)))
 
@@ -303,7 +307,7 @@ def test_maxima_are_those_of_the_mid_regions_scores(method: str, groups: int, d:
     if method == "scan":
         scores, maxima = scan(query, cache, cache.scan, region, p.scale)
     else:
-        scores, maxima = score(query, cache, region, p.generated, p.scale)
+        scores, maxima = score(query, cache, region, count_of(p.generated), p.scale)
     spans = [(first + p.sink, last - p.tail) for first, last in p.spans for _ in range(query.shape[1])]
     assert torch.equal(maxima.cpu(), maxima_of(scores.cpu(), spans))
 
@@ -365,7 +369,7 @@ def test_selects_the_highest_whatever_the_scores_are(k: int) -> None:
     query[..., 0] = 1
     first, last = torch.tensor([[0], [LENGTH]], dtype=torch.int32, device=DEVICE)
     cache, region = DecodeCache(keys, keys, first, last, LENGTH), Region(min(k, LENGTH), SINK, TAIL)
-    selection = select(*score(query, cache, region, 0, 1.0), cache, region)
+    selection = select(*score(query, cache, region, None, 1.0), cache, region)
     wanted = min(k, LENGTH - SINK - TAIL)
     for row, columns, name in zip(
         rows, retrieved_columns(selection, [wanted] * len(rows)), hostile_scores(LENGTH), strict=True
@@ -432,7 +436,8 @@ def check_step(arguments: dict[str, object]) -> None:
     column = torch.arange(cache.length, device=query.device)
     mid = (column >= cache.first[:, None] + sink) & (column < cache.last[:, None] - tail)
     wanted = mid.sum(-1).clamp(max=k).repeat_interleave(query.shape[1])
-    scored = score(query, cache, region, arguments["generated"], scale) if cache.scan is None else None
+    generated = count_of(arguments["generated"])
+    scored = score(query, cache, region, generated, scale) if cache.scan is None else None
     selection = select(*(scored or scan(query, cache, cache.scan, region, scale)), cache, region)
     chosen = torch.zeros(len(wanted), cache.length, dtype=torch.bool)
     for row, columns in enumerate(retrieved_columns(selection, wanted.tolist())):

@@ -145,7 +145,7 @@ def test_graphs_replay_what_runs_without_them(
     plain = StaticDecoder(backbone.model, fill_buffers([fresh(read)], STEPS), *arguments)
     recorded = StaticDecoder(backbone.model, fill_buffers([fresh(read)], STEPS), *arguments)
     recorded.prepare()
-    assert len(recorded.graphs) == STEPS and not plain.graphs
+    assert len(recorded.graphs) == (STEPS if method == "full" else 1) and not plain.graphs
     assert plain.attention.__module__ == recorded.attention.__module__ == "residual_mass.core.fused.triton_path"
     for first in (read.next_token, read.next_token + 1, read.next_token):
         assert torch.equal(recorded.run(first).clone(), plain.run(first))

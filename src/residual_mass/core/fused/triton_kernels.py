@@ -23,7 +23,7 @@ DOT_ROWS = tl.constexpr(16)
 ADDS, SUBTRACTING, CUT = tl.constexpr(cache.ADDS), tl.constexpr(cache.SUBTRACTS), tl.constexpr(cache.MOMENTS)
 
 
-@triton.jit(do_not_specialize=["generated"])
+@triton.jit
 def score_kernel(
     query,  # [B, Hq, D]
     keys,  # [B, Hkv, L + T, D]
@@ -35,7 +35,7 @@ def score_kernel(
     length,
     columns,  # L + T
     stride,
-    generated,
+    generated,  # [1], or None for 0
     sink,
     tail,
     KV_HEADS: tl.constexpr,
@@ -49,7 +49,7 @@ def score_kernel(
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(first + row // KV_HEADS), tl.load(last + row // KV_HEADS)
-    real = ((column >= begin) & (column < end)) | ((column >= length) & (column < length + generated))
+    real = ((column >= begin) & (column < end)) | ((column >= length) & (column < length + _count(generated)))
     member = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     head = row * GROUP + member
     width = tl.arange(0, D)
@@ -63,7 +63,7 @@ def score_kernel(
     store_maxima(maxima, head, block, product, member < GROUP, mid, stride, ROWS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["k", "most", "generated", "rounds"])
+@triton.jit(do_not_specialize=["k", "most", "rounds"])
 def gather_kernel(
     scores,  # [B * Hq, stride], of the keys, unless SCANNED
     query,  # [B, Hq, D], if SCANNED
@@ -85,7 +85,7 @@ def gather_kernel(
     stride,
     k,  # a number or, BY_ROW, [B, G]
     most,  # the largest k
-    generated,
+    generated,  # [1], or None for 0
     rounds,  # slots of one program, in units of SLOTS
     sink,
     tail,
@@ -106,6 +106,7 @@ def gather_kernel(
     begin, end = mid_region(first, last, head // HEADS, sink, tail)
     chosen += head * most
     k = retrieved_by(k, head, HEADS, GROUP, BY_ROW)
+    generated = _count(generated)
     scores += head * stride
     values += row * columns * D
     width = tl.arange(0, D)
@@ -122,8 +123,8 @@ def gather_kernel(
     begin_slot = split * rounds * SLOTS
     if BY_ROW:
         kind = tl.load(kinds + head % GROUP)
-        # A row that retrieves few tokens has no slots in most shares.
-        rounds = tl.minimum(rounds, tl.cdiv(tl.maximum(k + sink + tail + generated - begin_slot, 0), SLOTS))
+    # A row that retrieves few tokens, and a buffer with much room, have no slots in most shares.
+    rounds = tl.minimum(rounds, tl.cdiv(tl.maximum(k + sink + tail + generated - begin_slot, 0), SLOTS))
     for i in range(rounds):
         slot = begin_slot + i * SLOTS + tl.arange(0, SLOTS)
         retrieved = slot < tl.minimum(k, end - begin)
@@ -312,6 +313,12 @@ def merge_kernel(
         tl.store(units + head, unit)
     else:
         tl.store(out + head * D + width, numerator / mass)
+
+
+@triton.jit
+def _count(generated):
+    """Returns the number of generated tokens."""
+    return 0 if generated is None else tl.load(generated)
 
 
 @triton.jit

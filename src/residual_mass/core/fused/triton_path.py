@@ -9,8 +9,8 @@
 
 `triton_maps` computes log phi_q beforehand, in one launch.
 
-Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so CUDA graphs can capture
-a step.
+Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so a CUDA graph can capture
+a step; it serves all steps where the number of generated tokens is on the device.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ def decode_attention(
     sink: int,
     tail: int,
     subtracts: bool,
-    generated: int,
+    generated: int | Tensor,
     scale: float,
 ) -> Tensor:
     """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; the cache
-    bfloat16 or float32. `log_query` may also be terms [C, B, Hq, M] of a sum, as `triton_maps` computes them.
+    bfloat16 or float32. `log_query` may also be terms [C, B, Hq, M] of a sum, as `triton_maps` computes them, and
+    `generated` a tensor [1] int32.
     """
+    if isinstance(generated, int):
+        generated = torch.full((1,), generated, dtype=torch.int32, device=query.device)
     cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
     large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
     assert all(x.is_contiguous() for x in large), "no copies of large buffers"
@@ -97,7 +100,9 @@ class Selection(NamedTuple):
     """[B * Hq] float32, the least score among them, or the highest of all where k is 0."""
 
 
-def score(query: Tensor, cache: DecodeCache, region: Region, generated: int, scale: float) -> tuple[Tensor, Tensor]:
+def score(
+    query: Tensor, cache: DecodeCache, region: Region, generated: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Returns scores [B * Hq, >= L + T] float32 of real tokens, and the mid-region's maxima [B * Hq, groups]."""
     batch, kv_heads, columns, d = cache.keys.shape
     heads = query.shape[1]
@@ -213,7 +218,7 @@ def gather(
     region: Region,
     scores: Tensor,
     selection: Selection,
-    generated: int,
+    generated: Tensor | None,
     subtracts: bool,
     scale: float,
     rows: MethodRows | None = None,

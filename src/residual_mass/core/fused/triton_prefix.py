@@ -49,11 +49,11 @@ def prefix_terms(
     if log_query is not None:
         log_query = log_query.flatten(1, 2).contiguous().unsqueeze(0)
     region = Region(min(rows.most, cache.length), sink, tail)
-    scores, maxima = score(query, cache, region, 0, scale)
+    scores, maxima = score(query, cache, region, None, scale)
     selection = select(scores, maxima, cache, region, rows)
     programs = max((programs_of(state) for state, _ in moments), default=0)
     subtracts = log_query is not None
-    shares = gather(query, cache, log_query, region, scores, selection, 0, subtracts, scale, rows, programs)
+    shares = gather(query, cache, log_query, region, scores, selection, None, subtracts, scale, rows, programs)
     for state, members in moments:
         add_moments(query, cache, state, region, selection.least, shares, scale, rows, members)
     terms = Terms(query.new_empty(query.shape, dtype=torch.float32), *shares.shifts.new_empty(2, *query.shape[:2]))
