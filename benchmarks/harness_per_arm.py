@@ -21,7 +21,7 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import ruler
-from residual_mass.benchmarks.examples import Doc, harness_task
+from residual_mass.benchmarks.examples import Doc, harness_requests, harness_task
 from residual_mass.benchmarks.scorers import harness_score
 from residual_mass.core.settings import AnchorSpec
 
@@ -66,7 +66,7 @@ def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> An
     engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi, nominal_length=None)
     answers: Answers = [[] for _ in ARMS]
     for task, of_task in docs.items():
-        requests = ruler.build_requests(task, of_task)
+        requests = harness_requests("ruler", task, of_task)
         ids = [backbone.encode(prompt) for prompt, _ in requests]
         rows = engine.generate(ids, requests[0][1]["max_gen_toks"])
         for doc, row in zip(of_task, rows, strict=True):
