@@ -214,6 +214,8 @@ class PartialRows:
                 self._arm_rows(group, grouped.shape[2]), scale,
             )  # fmt: skip
             parts.append([_by_arm(term, len(group.arms)) for term in terms])
+        if len(parts) == 1:
+            return Terms(*(piece.flatten(0, 1) for piece in parts[0]))
         return Terms(*(torch.cat(pieces, dim=1)[:, self.order].flatten(0, 1) for pieces in zip(*parts, strict=True)))
 
     def _arm_rows(self, group: ArmGroup, heads: int) -> ArmRows:
@@ -225,7 +227,9 @@ class PartialRows:
         return group.rows
 
     def _select_arms(self, x: Tensor, arms: list[int]) -> Tensor:
-        """Selects the rows of some arms: [E * P, ...] -> [E * len(arms), ...]."""
+        """Selects the rows of some arms, in ascending order: [E * P, ...] -> [E * len(arms), ...]."""
+        if len(arms) == len(self.arms):
+            return x
         return x.unflatten(0, (-1, len(self.arms)))[:, arms].flatten(0, 1)
 
     def at(self, examples: list[int], arms: list[int]) -> PartialRows:

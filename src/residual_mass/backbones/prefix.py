@@ -143,7 +143,7 @@ class ArmRows:
     adds_residual: Tensor
     """[R] bool."""
     subtracts: Tensor
-    """[R] bool."""
+    """[N] indices of the rows that subtract."""
     k: Tensor
     """[E, 1, R] int64, tokens to retrieve."""
     any_residual: bool
@@ -183,7 +183,7 @@ def arm_rows(
     selectors = dict.fromkeys(rule.selector for rule in rules if rule.selector is not None)
     return ArmRows(
         rows([r.phi is not None for r in rules]),
-        rows([r.subtracts for r in rules]),
+        rows([r.subtracts for r in rules]).nonzero().flatten(),
         torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None],
         any(r.phi is not None for r in rules),
         tuple((one, rows([r.own == one for r in rules]).nonzero().flatten()) for one in own),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from residual_mass.core.rows import products_at, rows_at, weighted_sum
 from residual_mass.core.selection import Selected
 
 CLAMP_RELATIVE = 1e-6
@@ -72,7 +73,7 @@ class Estimate(NamedTuple):
     adds_residual: Tensor
     """[R] bool."""
     subtracts: Tensor
-    """[R] bool, rows that first subtract the retrieved tokens from the summaries."""
+    """[N] indices of the rows that first subtract the retrieved tokens from the summaries."""
 
 
 def promoted(x: Tensor) -> Tensor:
@@ -218,37 +219,19 @@ def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeigh
     query = (log_weights - shift.unsqueeze(-1)).exp()
     query = torch.where(estimate.adds_residual.unsqueeze(-1), query, 0)  # keeps NaNs of the maps out of other rows
     whole_mass = (query * estimate.state.mass.unsqueeze(-2)).sum(-1)
-    z = _products_at(query, estimate.features, retrieved.indices)
-    z = torch.where(retrieved.valid & estimate.subtracts.unsqueeze(-1), z, 0)
+    z = _subtracted(query, retrieved, estimate)
     mass = whole_mass - z.sum(-1)
     dropped = mass <= CLAMP_RELATIVE * whole_mass  # False for NaN, which must stay visible
     return _ResidualWeights(query, z, mass, shift, estimate.adds_residual & ~dropped)
 
 
-def weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
-    """Returns sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D]."""
-    if _few(indices, x):
-        return (weights.unsqueeze(-2) @ rows_at(x, indices)).squeeze(-2)
-    dense = weights.new_zeros(*indices.shape[:-1], x.shape[-2])
-    return dense.scatter_add_(-1, indices, weights) @ x
-
-
-def _products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
-    """Returns <query, x_i> for the columns `indices` [..., R, K] of x [..., L, D], query [..., R, D]: [..., R, K]."""
-    if _few(indices, x):
-        return (rows_at(x, indices) @ query.unsqueeze(-1)).squeeze(-1)
-    return (query @ x.transpose(-1, -2)).gather(-1, indices)
-
-
-def _few(indices: Tensor, x: Tensor) -> bool:
-    """Whether gathering is cheaper than a dense product, which reads each token once for all rows."""
-    return indices.shape[-2] * indices.shape[-1] <= x.shape[-2]
-
-
-def rows_at(x: Tensor, indices: Tensor) -> Tensor:
-    """Gathers the columns `indices` [..., R, K] of x [..., L, D]: [..., R, K, D]."""
-    flat = indices.flatten(-2).unsqueeze(-1)
-    return x.gather(-2, flat.expand(*flat.shape[:-1], x.shape[-1])).unflatten(-2, indices.shape[-2:])
+def _subtracted(query: Tensor, retrieved: Selected, estimate: Estimate) -> Tensor:
+    """z of the retrieved tokens [..., R, K], 0 in rows that do not subtract."""
+    rows, all_rows = estimate.subtracts, query.shape[-2]
+    if len(rows) < all_rows:
+        query, retrieved = query.index_select(-2, rows), Selected(*(x.index_select(-2, rows) for x in retrieved))
+    z = torch.where(retrieved.valid, products_at(query, estimate.features, retrieved.indices), 0)
+    return z if len(rows) == all_rows else z.new_zeros(*z.shape[:-2], all_rows, z.shape[-1]).index_copy_(-2, rows, z)
 
 
 def merge(*terms: Terms) -> Tensor:

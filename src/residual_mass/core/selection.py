@@ -53,29 +53,35 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
 def unordered_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Selected, Tensor]:
     """Selects as `exhaustive_topk` does, faster and in any order of slots; returns `least_read` of that besides."""
     candidates = torch.where(mid, scores, -torch.inf)
-    k = k.expand(scores.shape[:-1]).clamp_max(scores.shape[-1])
-    most = k.reshape(-1, k.shape[-1]).amax(0).tolist()  # by row, over examples of different lengths
-    if len(set(most)) == 1:
-        return _unordered(candidates, k, most[0])
-    indices = torch.zeros(*k.shape, max(most), dtype=torch.int64, device=k.device)
-    valid, least = torch.zeros_like(indices, dtype=torch.bool), torch.empty_like(scores[..., 0])
-    for count in set(most):
-        rows = torch.tensor([row for row, wanted in enumerate(most) if wanted == count], device=k.device)
-        chosen, of_rows = _unordered(candidates.index_select(-2, rows), k[..., rows], count)
-        indices[..., rows, :count], valid[..., rows, :count], least[..., rows] = *chosen, of_rows
-    return Selected(indices, valid), least
-
-
-def _unordered(candidates: Tensor, k: Tensor, most: int) -> tuple[Selected, Tensor]:
-    """The same for rows of which each example has at most `most` slots; candidates are -inf outside the mid-region."""
-    columns, top = largest(candidates, max(most, 1))
-    if bool((k < most).any()):
+    by_example = k.reshape(-1, k.shape[-1]).clamp_max(scores.shape[-1]).tolist()
+    most = [max(of_row) for of_row in zip(*by_example, strict=True)]
+    columns, top = _rowwise_largest(candidates, most)
+    found = top > -torch.inf
+    if any(of_example != most for of_example in by_example):  # examples of different lengths
         top, order = top.sort(dim=-1, descending=True)
         columns = columns.gather(-1, order)
-    taken = torch.arange(top.shape[-1], device=k.device) < k.clamp_min(1).unsqueeze(-1)  # without K, the highest score
-    least = torch.where(taken & (top > -torch.inf), top, torch.inf).amin(-1)
-    valid = (taken & (top > -torch.inf) & (k > 0).unsqueeze(-1))[..., :most]
-    return Selected(columns[..., :most], valid), torch.where(least < torch.inf, least, 0)
+        found = torch.arange(top.shape[-1], device=k.device) < k.clamp_min(1).unsqueeze(-1)
+        found = found & (top > -torch.inf)
+    least = torch.where(found, top, torch.inf).amin(-1)
+    slots = max(most, default=0)
+    valid = found[..., :slots]
+    if any(0 in of_example for of_example in by_example):  # of these rows, the highest score was found
+        valid = valid & (k > 0).unsqueeze(-1)
+    return Selected(columns[..., :slots], valid), torch.where(least < torch.inf, least, 0)
+
+
+def _rowwise_largest(candidates: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """As `largest`, with as many for each row, and at least one; -inf in the slots of rows that have fewer."""
+    if len(set(counts)) == 1:
+        return largest(candidates, max(counts[0], 1))
+    top = candidates.new_full((*candidates.shape[:-1], max(counts, default=1)), -torch.inf)
+    columns = torch.zeros_like(top, dtype=torch.int64)
+    for count in set(counts):
+        rows = torch.tensor([row for row, each in enumerate(counts) if each == count], device=top.device)
+        found, highest = largest(candidates.index_select(-2, rows), max(count, 1))
+        columns[..., : highest.shape[-1]].index_copy_(-2, rows, found)
+        top[..., : highest.shape[-1]].index_copy_(-2, rows, highest)
+    return columns, top
 
 
 def least_read(scores: Tensor, mid: Tensor, read: Selected) -> Tensor:

@@ -101,8 +101,8 @@ class Moments:
         return self._stored(moments.merged(state, moments.moments_of(keys, values, members.to(keys.dtype))))
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
-        from residual_mass.core.accounting import rows_at
         from residual_mass.core.moments import MomentState, rest_terms, truncated_terms
+        from residual_mass.core.rows import rows_at
 
         state = MomentState(*(part.to(seen.queries.dtype) for part in state))
         if not self.takes_out:

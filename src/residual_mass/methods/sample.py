@@ -120,7 +120,8 @@ def _row_bytes(draws: int, step: Step) -> int:
 
 def _sampled(seen: Seen, weights: Tensor, places: Tensor) -> Terms:
     """Draws tokens with probabilities p in proportion to `weights` [..., R, L], and sums their terms over S p."""
-    from residual_mass.core.accounting import Terms, weighted_sum
+    from residual_mass.core.accounting import Terms
+    from residual_mass.core.rows import weighted_sum
 
     below = weights.cumsum(-1)
     total = below[..., -1:]

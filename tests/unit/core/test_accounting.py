@@ -50,7 +50,8 @@ class Problem:
 
     def one_gather(self, k: int, adds: Tensor, subtracts: Tensor, log_query: Tensor | None = None) -> core.Terms:
         state, features = self.state()
-        estimate = core.Estimate(state, features, self.log_q if log_query is None else log_query, adds, subtracts)
+        log_query = self.log_q if log_query is None else log_query
+        estimate = core.Estimate(state, features, log_query, adds, subtracts.nonzero().flatten())
         anchors = core.members(self.anchors[None], self.most_anchors)
         return core.one_gather_terms(self.scores, self.v, anchors, self.selected(k), estimate)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
@@ -21,6 +20,7 @@ from residual_mass.core.fused.cache import DecodeCache, mid_region
 from residual_mass.core.fused.one_part import OnePartTerms, one_part_terms
 from residual_mass.core.fused.packed import scanned_scores
 from residual_mass.core.moments import PartTerms, truncated_parts
+from residual_mass.core.rows import products_at, weighted_sum
 from residual_mass.core.selection import largest
 
 
@@ -90,7 +90,7 @@ def decode_attention(
     if cache.scan is None:
         exact = torch.cat((scores.gather(-1, always), top), dim=-1)
     else:
-        exact = _row_scores(grouped, cache.keys, support)
+        exact = products_at(grouped, cache.keys, support)
     exact = exact.masked_fill(~valid, -torch.inf)
     tokens = support.shape[-1]
     residual: _Residual | None = None
@@ -113,7 +113,7 @@ def decode_attention(
         denominator = denominator + residual.mass
         if residual.z is not None:
             share[..., always.shape[-1] :] -= residual.z
-    numerator = _weighted_rows(share[..., :tokens], cache.values, support)
+    numerator = weighted_sum(share[..., :tokens], support, cache.values)
     if parts is not None:
         numerator = numerator + parts.values(share[..., tokens:], cache.moments)
     if residual is not None:
@@ -149,7 +149,7 @@ def _residual(
     mass, z = whole[..., -1:], None
     if subtracted is not None:
         columns, valid = subtracted
-        z = torch.where(valid, _row_scores(query, cache.features, columns), 0)
+        z = torch.where(valid, products_at(query, cache.features, columns), 0)
         mass = mass - z.sum(-1, keepdim=True)
     kept = ~(mass <= CLAMP_RELATIVE * whole[..., -1:])  # negated, so that NaN is kept and not dropped silently
     shift = torch.where(kept, torch.maximum(shift, own_shift), shift)
@@ -173,31 +173,3 @@ def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: 
     # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
     valid = torch.cat((sinks < last, tails >= first + sink, new >= 0), dim=1)
     return columns.masked_fill(~valid, 0), valid
-
-
-def _weighted_rows(weights: Tensor, x: Tensor, columns: Tensor) -> Tensor:
-    """Returns sum_i weights_i x_i over columns [B, Hkv, G, X] of x [B, Hkv, L, D]: [B, Hkv, G, D] float32."""
-    if x.dtype != torch.float32:
-        return (weights.unsqueeze(-2) @ _rows(x, columns).float()).squeeze(-2)
-    # A weighted embedding_bag sums without materialising the gathered rows: four times faster on a CPU.
-    bags, table = _flat_rows(x, columns).flatten(0, 2), x.reshape(-1, x.shape[-1])
-    sums = F.embedding_bag(bags, table, per_sample_weights=weights.flatten(0, 2), mode="sum")
-    return sums.view(*columns.shape[:3], -1)
-
-
-def _row_scores(queries: Tensor, x: Tensor, columns: Tensor) -> Tensor:
-    """Multiplies queries [B, Hkv, G, D] with rows of x [B, Hkv, L, D] at columns [B, Hkv, G, X]: [B, Hkv, G, X]."""
-    # On CPUs a row vector times a matrix is three times as fast as the matrix times a column.
-    return (queries.unsqueeze(-2) @ _rows(x, columns).float().transpose(-1, -2)).squeeze(-2)
-
-
-def _rows(x: Tensor, columns: Tensor) -> Tensor:
-    """Gathers rows of x [B, Hkv, L, D] at columns [B, Hkv, G, X]: [B, Hkv, G, X, D]."""
-    flat = x.reshape(-1, x.shape[-1]).index_select(0, _flat_rows(x, columns).flatten())
-    return flat.view(*columns.shape, x.shape[-1])
-
-
-def _flat_rows(x: Tensor, columns: Tensor) -> Tensor:
-    """Returns the flat row indices, into [B * Hkv * L, D], of columns [B, Hkv, G, X] of x [B, Hkv, L, D]."""
-    heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1, 1)
-    return columns + heads * x.shape[2]
