@@ -1,7 +1,8 @@
 """The paper's weighted objective and its gradient, streamed over keys: memory grows with the block, not with L.
 
 Three passes over blocks of keys compute the teacher's row maxima, then the sums behind every term and so the loss, then
-the gradient in closed form, recomputing each block's scores. No tensor of size [R, L] is kept.
+the gradient in closed form, recomputing each block's scores. No tensor of size [R, L] is kept. On a GPU the passes are
+kernels (`fused.triton_score_matching`).
 
 Shape letters: H = KV heads, R = query rows of a KV head (of all its query heads), L = keys, D = head dimension, M =
 features, B = keys of a block.
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residual_mass.core.feature_maps import LEAST
+from residual_mass.core.fused import kernels_run_on, tiles_fit
 
 MASKED = -1e9
 """Score of an invisible key; finite, so that the difference of two masked scores is not NaN."""
@@ -42,6 +44,26 @@ class Weights(NamedTuple):
     tau: float
     band: float
     huber_delta: float
+
+
+class Inputs(NamedTuple):
+    """What the passes read; rows are in ascending order of `last`."""
+
+    queries: Tensor
+    """[H, R, D]."""
+    keys: Tensor
+    """[H, L, D] of the queries' dtype; the teacher's scores are scale * q . k."""
+    query: Tensor
+    """[H, R, M] features of the rows, in units of e^query_shift."""
+    key: Tensor
+    """[H, L, M] features of the keys, in units of e^key_shift."""
+    query_shift: Tensor
+    """[H, R] logarithm of the largest feature."""
+    key_shift: Tensor
+    """[H, L]."""
+    last: Tensor
+    """[R] integer, index of the last visible key."""
+    scale: float
 
 
 class Pairs(NamedTuple):
@@ -80,21 +102,87 @@ class Sums(NamedTuple):
     """Sum of Huber errors beyond the band."""
 
 
-class _Blocks:
-    """The score matrices of one layer, one block of keys at a time; rows are in ascending order of `last`."""
+class Factors(NamedTuple):
+    """Derivatives of each term with respect to the scores r_hat are these factors of the rows times functions of a
+    pair; all [H, R].
+    """
 
-    def __init__(self, log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, last: Tensor, scale: float):
-        self.order = last.argsort()
-        self.last = last[self.order]
+    kl: Tensor
+    top: Tensor
+    fp: Tensor
+    z: Tensor
+
+
+class Passes(Protocol):
+    """The passes over one layer's keys."""
+
+    def sums(self) -> Sums:
+        """Computes the rows' maxima, then their sums."""
+        ...
+
+    def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
+        """Computes the derivatives with respect to features: [H, R, M] and [H, L, M] float32 or float64."""
+        ...
+
+
+class _Streamed:
+    """The passes in torch, one block of keys at a time."""
+
+    def __init__(self, inputs: Inputs, weights: Weights):
+        dtype = inputs.query_shift.dtype
+        self.weights, self.last, self.keys = weights, inputs.last, inputs.keys
+        self.queries = inputs.queries.to(dtype) * inputs.scale
+        self.rounded, self.query, self.key = inputs.key.dtype, inputs.query.to(dtype), inputs.key.to(dtype)
+        self.query_shift, self.key_shift = inputs.query_shift.unsqueeze(-1), inputs.key_shift
         self.last_seen = self.last.tolist()
-        self.queries, self.keys = queries[:, self.order] * scale, keys
-        log_query = log_query[:, self.order]
-        self.query_shift = log_query.amax(-1, keepdim=True)
-        self.key_shift = log_key.amax(-1)
-        self.query = (log_query - self.query_shift).clamp_min_(LEAST).exp_()
-        self.key = (log_key - self.key_shift.unsqueeze(-1)).clamp_min_(LEAST).exp_()
-        self.width = max(16, PAIRS_AT_ONCE[queries.device.type] // (queries.shape[0] * queries.shape[1]))
+        heads, rows, _ = self.queries.shape
+        self.width = max(16, PAIRS_AT_ONCE[self.queries.device.type] // (heads * rows))
         self.maxima = self._maxima()
+        self.newest: Pairs | None = None
+        """Scores of the last block, which are still in memory when the gradients begin with it."""
+
+    def sums(self) -> Sums:
+        weights, shape = self.weights, self.queries.shape[:2]
+        warm, cold, crossed, in_band, top, false_positive = self.queries.new_zeros(6, *shape)
+        warm_hat, cold_hat = _RunningLogSum(shape, self.queries), _RunningLogSum(shape, self.queries)
+        for block in self:
+            self.newest = pairs = self.pairs(block)
+            rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
+            share = (r / weights.tau).clamp_min_(LEAST).exp_()
+            gap = r - r_hat
+            warm[:, rows] += share.sum(-1)
+            crossed[:, rows] += share.mul_(gap).sum(-1)
+            cold[:, rows] += torch.clamp_min(r, LEAST, out=share).exp_().sum(-1)
+            largest = r_hat.amax(-1)
+            torch.sub(r_hat, largest.unsqueeze(-1), out=share).div_(weights.tau).clamp_min_(LEAST).exp_()
+            warm_hat.add(rows, share.sum(-1), largest / weights.tau)
+            if pairs.hidden is None:
+                mass, unit = self.key_mass(block, rows)
+                cold_hat.add(rows, (pairs.kernel @ mass.unsqueeze(-1)).squeeze(-1), unit)
+            else:
+                torch.sub(r_hat, largest.unsqueeze(-1), out=share).clamp_min_(LEAST).exp_()
+                cold_hat.add(rows, share.sum(-1), largest)
+            band = _band(r, weights.band)
+            in_band[:, rows] += band.sum(-1)
+            # A hidden key counts as far with r_hat = MASKED, where the false-positive error is zero.
+            errors = huber((r_hat + weights.band).clamp_min_(0).lerp_(gap, band), weights.huber_delta)
+            false_positive[:, rows] += errors.sum(-1)
+            top[:, rows] += errors.mul_(band).sum(-1)
+        return Sums(
+            warm.log(), warm_hat.value(), cold.log(), cold_hat.value(), crossed / weights.tau, in_band, top,
+            beyond(self.last, in_band), false_positive - top,
+        )  # fmt: skip
+
+    def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
+        for_query, for_key = torch.zeros_like(self.query), torch.zeros_like(self.key)
+        newest, self.newest = self.newest, None
+        for block in reversed(list(self)):
+            pairs = newest or self.pairs(block)
+            newest = None
+            slope = self._slopes(block, pairs, sums, factors).to(self.rounded).to(for_key.dtype)
+            for_query[:, pairs.rows] += slope @ self.key[:, block]
+            for_key[:, block] = slope.transpose(-1, -2) @ self.query[:, pairs.rows]
+        return for_query, for_key
 
     def __iter__(self) -> Iterator[slice]:
         """Yields blocks that every row sees completely, which need no mask, before the others."""
@@ -103,12 +191,9 @@ class _Blocks:
             for first in range(start, stop, self.width):
                 yield slice(first, min(first + self.width, stop))
 
-    def backwards(self) -> Iterator[slice]:
-        return reversed(list(self))
-
     def pairs(self, block: slice) -> Pairs:
         rows, hidden = self._visibility(block)
-        teacher = (self.queries[:, rows] @ self.keys[:, block].transpose(-1, -2)).sub_(self.maxima[:, rows])
+        teacher = (self.queries[:, rows] @ self._keys(block)).sub_(self.maxima[:, rows])
         floor = torch.finfo(teacher.dtype).tiny * 1e8  # so that 1 / z stays finite in the gradient
         kernel = (self.query[:, rows] @ self.key[:, block].transpose(-1, -2)).clamp_min_(floor)
         student = kernel.log().add_((self.query_shift - self.maxima)[:, rows]).add_(self.key_shift[:, None, block])
@@ -124,16 +209,39 @@ class _Blocks:
         unit = (self.query_shift - self.maxima)[:, rows, 0] + largest
         return (shift - largest).clamp_min_(LEAST).exp_(), unit
 
+    def _slopes(self, block: slice, pairs: Pairs, sums: Sums, factors: Factors) -> Tensor:
+        """Derivative of the rows' losses with respect to z: [H, T, B]."""
+        rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
+        tau, delta = self.weights.tau, self.weights.huber_delta
+        sums, factors = Sums(*(x[:, rows] for x in sums)), Factors(*(x[:, rows, None] for x in factors))
+        slope = (r_hat / tau).sub_(sums.log_warm_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+        slope -= (r / tau).sub_(sums.log_warm.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+        slope *= factors.kl
+        band = _band(r, self.weights.band)
+        error = (r_hat + self.weights.band).clamp_min_(0).lerp_(r_hat - r, band).clamp_(-delta, delta)
+        slope += error.mul_(torch.lerp(factors.fp, factors.top, band))
+        if pairs.hidden is not None:
+            slope += (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_().mul_(factors.z)
+            return slope.masked_fill_(pairs.hidden, 0).div_(pairs.kernel)
+        # d exp(r_hat) / dz does not depend on z: the slope of this term is a row factor times a key factor.
+        mass, unit = self.key_mass(block, rows)
+        row_factor = factors.z * (unit - sums.log_z_hat).exp().unsqueeze(-1)
+        return slope.div_(pairs.kernel).addcmul_(row_factor, mass.unsqueeze(-2))
+
     def _maxima(self) -> Tensor:
         """[H, R, 1]."""
         best = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
         for block in self:
             rows, hidden = self._visibility(block)
-            scores = self.queries[:, rows] @ self.keys[:, block].transpose(-1, -2)
+            scores = self.queries[:, rows] @ self._keys(block)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
             best[:, rows] = torch.maximum(best[:, rows], scores.amax(-1, keepdim=True))
         return best
+
+    def _keys(self, block: slice) -> Tensor:
+        """[H, D, B]."""
+        return self.keys[:, block].to(self.queries.dtype).transpose(-1, -2)
 
     def _visibility(self, block: slice) -> tuple[slice, Tensor | None]:
         rows = slice(bisect_left(self.last_seen, block.start), None)
@@ -154,28 +262,26 @@ class _ScoreMatching(torch.autograd.Function):
         scale: float,
         last: Tensor,
         weights: Weights,
+        products: torch.dtype | None,
     ) -> Tensor:
-        ctx.blocks = blocks = _Blocks(log_query, log_key, queries, keys, last, scale)
-        ctx.weights = weights
-        ctx.sums, ctx.newest = _sums(blocks, weights)
-        return torch.empty_like(blocks.maxima[..., 0]).index_copy_(1, blocks.order, _losses(ctx.sums, weights))
+        ctx.order = last.argsort(stable=True)
+        log_query = log_query[:, ctx.order]
+        query_shift, key_shift = log_query.amax(-1), log_key.amax(-1)
+        query, key = (
+            (x - shift.unsqueeze(-1)).clamp_min_(LEAST).exp_().to(products or x.dtype)
+            for x, shift in ((log_query, query_shift), (log_key, key_shift))
+        )
+        inputs = Inputs(queries[:, ctx.order], keys, query, key, query_shift, key_shift, last[ctx.order], scale)
+        ctx.inputs, ctx.weights, ctx.passes = inputs, weights, _passes(inputs, weights)
+        ctx.sums = ctx.passes.sums()
+        return torch.empty_like(query_shift).index_copy_(1, ctx.order, _losses(ctx.sums, weights))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        blocks: _Blocks = ctx.blocks
-        for_query, for_key = torch.zeros_like(blocks.query), torch.zeros_like(blocks.key)
-        upstream, newest = upstream[:, blocks.order], ctx.newest
-        # Backwards, because the last block's scores are still in memory: a single block is computed only once.
-        for block in blocks.backwards():
-            pairs = newest if newest is not None else blocks.pairs(block)
-            newest = None
-            slope = _slopes(blocks, block, pairs, ctx.sums, ctx.weights, upstream)
-            for_query[:, pairs.rows] += slope @ blocks.key[:, block]
-            for_key[:, block] = slope.transpose(-1, -2) @ blocks.query[:, pairs.rows]
-        ctx.newest = None
-        in_place = torch.empty_like(for_query).index_copy_(1, blocks.order, for_query.mul_(blocks.query))
-        return in_place, for_key.mul_(blocks.key), None, None, None, None, None
+        for_query, for_key = ctx.passes.gradients(ctx.sums, _factors(ctx.sums, ctx.weights, upstream[:, ctx.order]))
+        in_place = torch.empty_like(for_query).index_copy_(1, ctx.order, for_query.mul_(ctx.inputs.query))
+        return in_place, for_key.mul_(ctx.inputs.key), None, None, None, None, None, None
 
 
 def score_matching_losses(
@@ -186,59 +292,34 @@ def score_matching_losses(
     scale: float,
     last: Tensor,
     weights: Weights,
+    products: torch.dtype | None = None,
 ) -> Tensor:
     """Computes lambda_KL L_KL + lambda_top L_top + lambda_fp L_fp + lambda_Z L_Z of every row, [H, R].
 
     Differentiable once in log_query and log_key.
 
     Args:
-        log_query: [H, R, M] log phi_q of the rows; log_key: [H, L, M] log phi_k.
-        queries: [H, R, D]; keys: [H, L, D]; the teacher's scores are scale * q . k.
+        log_query: [H, R, M] log phi_q of the rows, float32 or float64; log_key: [H, L, M] log phi_k.
+        queries: [H, R, D]; keys: [H, L, D] of the same dtype, bfloat16 too; the teacher's scores are scale * q . k.
         last: [R] integer, index of the last visible key, at least 0.
+        products: dtype that the operands of products with features are rounded to; None leaves them as they are.
     """
-    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights)
+    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products)
+
+
+def _passes(inputs: Inputs, weights: Weights) -> Passes:
+    on_kernels = kernels_run_on(inputs.key.device) and tiles_fit(inputs.keys.shape[-1], inputs.key.shape[-1])
+    if not on_kernels or inputs.query_shift.dtype != torch.float32:
+        return _Streamed(inputs, weights)
+    from residual_mass.core.fused.triton_score_matching import Kernels
+
+    return Kernels(inputs, weights)
 
 
 def huber(x: Tensor, delta: float) -> Tensor:
     """x^2 / 2 up to |x| = delta, then linear with slope delta."""
     slope = x.clamp(-delta, delta)
     return slope * torch.sub(x, slope, alpha=0.5)
-
-
-def _sums(blocks: _Blocks, weights: Weights) -> tuple[Sums, Pairs]:
-    """Returns the rows' sums over all blocks, and the last block's scores."""
-    shape = blocks.queries.shape[:2]
-    warm, cold, crossed, in_band, top, false_positive = blocks.queries.new_zeros(6, *shape)
-    warm_hat, cold_hat = _RunningLogSum(shape, blocks.queries), _RunningLogSum(shape, blocks.queries)
-    for block in blocks:
-        pairs = blocks.pairs(block)
-        rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
-        share = (r / weights.tau).clamp_min_(LEAST).exp_()
-        gap = r - r_hat
-        warm[:, rows] += share.sum(-1)
-        crossed[:, rows] += share.mul_(gap).sum(-1)
-        cold[:, rows] += torch.clamp_min(r, LEAST, out=share).exp_().sum(-1)
-        largest = r_hat.amax(-1)
-        torch.sub(r_hat, largest.unsqueeze(-1), out=share).div_(weights.tau).clamp_min_(LEAST).exp_()
-        warm_hat.add(rows, share.sum(-1), largest / weights.tau)
-        if pairs.hidden is None:
-            mass, unit = blocks.key_mass(block, rows)
-            cold_hat.add(rows, (pairs.kernel @ mass.unsqueeze(-1)).squeeze(-1), unit)
-        else:
-            torch.sub(r_hat, largest.unsqueeze(-1), out=share).clamp_min_(LEAST).exp_()
-            cold_hat.add(rows, share.sum(-1), largest)
-        band = _band(r, weights.band)
-        in_band[:, rows] += band.sum(-1)
-        # A hidden key counts as far with r_hat = MASKED, where the false-positive error is zero.
-        errors = huber((r_hat + weights.band).clamp_min_(0).lerp_(gap, band), weights.huber_delta)
-        false_positive[:, rows] += errors.sum(-1)
-        top[:, rows] += errors.mul_(band).sum(-1)
-    beyond = (blocks.last + 1 - in_band).clamp_min_(0)
-    sums = Sums(
-        warm.log(), warm_hat.value(), cold.log(), cold_hat.value(), crossed / weights.tau, in_band, top, beyond,
-        false_positive - top,
-    )  # fmt: skip
-    return sums, pairs
 
 
 def _band(r: Tensor, width: float) -> Tensor:
@@ -276,25 +357,16 @@ def _losses(sums: Sums, weights: Weights) -> Tensor:
     )
 
 
-def _slopes(blocks: _Blocks, block: slice, pairs: Pairs, sums: Sums, weights: Weights, upstream: Tensor) -> Tensor:
-    """Derivative of the rows' losses with respect to z, times `upstream` [H, R]: [H, T, B]."""
-    rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
-    delta = weights.huber_delta
-    sums = Sums(*(x[:, rows] for x in sums))
-    upstream = upstream[:, rows]
-    slope = (r_hat / weights.tau).sub_(sums.log_warm_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
-    slope -= (r / weights.tau).sub_(sums.log_warm.unsqueeze(-1)).clamp_min_(LEAST).exp_()
-    slope *= (weights.kl * weights.tau * upstream).unsqueeze(-1)
-    band = _band(r, weights.band)
-    error = (r_hat + weights.band).clamp_min_(0).lerp_(r_hat - r, band).clamp_(-delta, delta)
-    within = (weights.top * upstream / sums.in_band).unsqueeze(-1)
-    beyond = (weights.fp * upstream / sums.beyond.clamp_min(1)).unsqueeze(-1)
-    slope += error.mul_(torch.lerp(beyond, within, band))
-    excess = weights.z * (sums.log_z_hat - sums.log_z).clamp(0, delta) * upstream
-    if pairs.hidden is not None:
-        slope += (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_().mul_(excess.unsqueeze(-1))
-        return slope.masked_fill_(pairs.hidden, 0).div_(pairs.kernel)
-    # d exp(r_hat) / dz does not depend on z: the slope of this term is a row factor times a key factor.
-    mass, unit = blocks.key_mass(block, rows)
-    row_factor = (excess * (unit - sums.log_z_hat).exp()).unsqueeze(-1)
-    return slope.div_(pairs.kernel).addcmul_(row_factor, mass.unsqueeze(-2))
+def _factors(sums: Sums, weights: Weights, upstream: Tensor) -> Factors:
+    """Factors of the rows' losses times `upstream` [H, R]."""
+    return Factors(
+        weights.kl * weights.tau * upstream,
+        weights.top * upstream / sums.in_band,
+        weights.fp * upstream / sums.beyond.clamp_min(1),
+        weights.z * (sums.log_z_hat - sums.log_z).clamp(0, weights.huber_delta) * upstream,
+    )
+
+
+def beyond(last: Tensor, in_band: Tensor) -> Tensor:
+    """Number of visible keys beyond the band."""
+    return (last + 1 - in_band).clamp_min_(0)

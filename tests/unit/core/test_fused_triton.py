@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments", "scan", "scan, moments")
 KERNELS = ("score", "scan", "select", "gather", "moments", "merge", "map")
-CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix", "decoder")]
+OF_TRAINING = ("maxima", "sums", "query_gradient", "key_gradient")
+CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix", "decoder", "score_matching")]
 
 
 def run_checks(checks: Path, marker: str, interpret: str) -> None:
@@ -120,13 +121,49 @@ def test_kernels_compile_to_machine_code(
             step(dtype, method, 1, group, d, m, length, room, k)
     for arms, length, most in ((12, 5000, 31), (1, 5000, 2602), (17, 4096, 0)):
         prefix_step(dtype, arms * group, d, m, length, most)
+    check(compiled, tmp_path)
     for kernel in compiled.kernels.values():
-        assert len(kernel.asm["cubin"]) > 0
-        assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
-        assert stack_of(kernel, tmp_path) == 0, f"{kernel.name} spills registers"
         if kernel.name in ("score_kernel", "scan_kernel", "map_kernel"):  # scores in TF32 would select other tokens
             ptx = kernel.asm["ptx"]
             assert ("mma" in ptx) == (dtype == torch.bfloat16) and "tf32" not in ptx
+
+
+@pytest.mark.slow
+@needs(NO_GPU)
+@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "d", "m"),
+    [
+        (dtype, *shape)
+        for dtype in (torch.bfloat16, torch.float32)
+        for shape in ((1, 64, 32), (400, 64, 64), (300, 128, 64))
+    ]
+    + [(torch.bfloat16, 300, 128, 128)],
+)
+def test_kernels_of_training_compile_to_machine_code(
+    compiled: Compiled, tmp_path: Path, dtype: torch.dtype, products: torch.dtype, rows: int, d: int, m: int
+) -> None:
+    from residual_mass.core.fused.triton_score_matching import Kernels
+    from residual_mass.core.score_matching import Factors, Inputs, Sums, Weights
+
+    heads, length = 2, 5000
+    vectors = torch.empty(heads, rows, d, dtype=dtype), torch.empty(heads, length, d, dtype=dtype)
+    features = torch.empty(heads, rows, m, dtype=products), torch.empty(heads, length, m, dtype=products)
+    shifts = torch.empty(heads, rows), torch.empty(heads, length)
+    inputs = Inputs(*vectors, *features, *shifts, torch.zeros(rows, dtype=torch.int64), d**-0.5)
+    kernels = Kernels(inputs, Weights(0.99, 0.01, 0.02, 0.04, 10.0, 12.0, 1.0))
+    kernels.sums()
+    of_row = torch.empty(heads, rows)
+    kernels.gradients(Sums(*[of_row] * 9), Factors(*[of_row] * 4))
+    assert {kernel.name for kernel in compiled.kernels.values()} == {f"{name}_kernel" for name in OF_TRAINING}
+    check(compiled, tmp_path)
+
+
+def check(compiled: Compiled, folder: Path) -> None:
+    for kernel in compiled.kernels.values():
+        assert len(kernel.asm["cubin"]) > 0
+        assert kernel.metadata.shared <= SHARED_MEMORY[compiled.capability], kernel.name
+        assert stack_of(kernel, folder) == 0, f"{kernel.name} spills registers"
 
 
 def stack_of(kernel: CompiledKernel, folder: Path) -> int:
