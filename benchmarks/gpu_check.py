@@ -300,10 +300,13 @@ def aims(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for backbone, most in RULER_AIM.items():
         what = f"{backbone}, all arms of RULER at {LONGEST}: at most {most:g} GPU-hours"
         yield _bound(what, hours.get(backbone), "ruler_hours", most, "h, by measured rates")
-    passes = {(row["backbone"], row["context"]): row for row in rows_of(outcomes, "training")}
     for backbone, most in TRAINING_AIMS.items():
         what = f"{backbone}, training on a sequence of {LONGEST}: at most {most:g} GPU-s"
-        yield _bound(what, passes.get((backbone, LONGEST)), "sequence_s", most, "s")
+        passes = [
+            row for row in rows_of(outcomes, "training") if (row["backbone"], row["context"]) == (backbone, LONGEST)
+        ]
+        for row in passes or [None]:
+            yield _bound(what, row, "sequence_s", most, f"s with products of {row['precision']}" if row else "s")
 
 
 def _bound(what: str, row: Row | None, column: str, most: float, unit: str) -> str:

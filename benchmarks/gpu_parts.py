@@ -58,7 +58,7 @@ EXAMPLES = 500
 FEW_TOKENS, MANY_TOKENS, ROUNDS = 2, 34, 3
 """Generated tokens of an evaluation's two runs, whose difference is decoding alone, and how often it is measured."""
 EVALUATION = "backbone context arms prefill_s prepare_s token_ms peak_gib ruler_hours".split()
-TRAINING = "backbone context teacher_s sequence_s peak_gib".split()
+TRAINING = "backbone context precision teacher_s sequence_s peak_gib".split()
 """Columns of the rows of these parts."""
 GPU_TESTS = (
     "tests/unit/core/test_fused_triton.py", "tests/unit/backbones/test_gpu.py", "tests/unit/runtime/test_decoders.py",
@@ -408,9 +408,11 @@ def training(options: argparse.Namespace) -> Iterator[str]:
     length, compared = tokens_of(context), 2 if options.compare else 0
     passes = whole_passes(backbone, length, queries=100, d_emb=MAP.d_emb, compared=compared, rounds=2)
     yield "```"
-    peak = passes.trainer_peak / 2**30
-    values = [options.shape, context, passes.teacher_seconds, passes.trainer_seconds, peak]
-    write_text(options.rows, csv_text(TRAINING, [dict(zip(TRAINING, values, strict=True))]))
+    rows = [
+        [options.shape, context, precision, passes.teacher, seconds, passes.peak[precision] / 2**30]
+        for precision, seconds in passes.trainer.items()
+    ]
+    write_text(options.rows, csv_text(TRAINING, [dict(zip(TRAINING, row, strict=True)) for row in rows]))
 
 
 def cold_ms(work: Callable[[], object], device: torch.device, rounds: int = 15) -> list[float]:

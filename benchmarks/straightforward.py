@@ -56,13 +56,16 @@ def copy_layer(maps: PhiMaps, layer: int) -> LayerMaps:
     return LayerMaps(_copies(maps.query[layer]), _copies(maps.key[layer]))
 
 
-def trainers_loss(maps: PhiMaps, layer: int, trace: LayerTrace, spec: ObjectiveSpec) -> Tensor:
+def trainers_loss(
+    maps: PhiMaps, layer: int, trace: LayerTrace, spec: ObjectiveSpec, precision: str = "float32"
+) -> Tensor:
     """The other side of the comparison: the same mean loss as the trainer computes it."""
-    return row_losses(maps.query[layer], maps.key[layer], trace, spec, AnchorSpec()).mean()
+    return row_losses(maps.query[layer], maps.key[layer], trace, spec, AnchorSpec(), precision).mean()
 
 
 def layer_loss(maps: LayerMaps, trace: LayerTrace, spec: ObjectiveSpec) -> Tensor:
     """The objective `ours` (the paper's) on one layer's trace: mean over its query heads and positions."""
+    trace = trace.widened()
     keys = trace.keys[:, : int(trace.positions.max()) + 1]
     group = len(maps.query) // len(maps.key)
     visible = torch.arange(keys.shape[1], device=keys.device) <= trace.positions.unsqueeze(-1)  # [Q, L]

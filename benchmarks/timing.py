@@ -20,11 +20,11 @@ def alternate(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 
 
 def report(title: str, seconds: dict[str, list[float]]) -> None:
-    """One line per side (median and range, milliseconds) and the ratio of the first to the second side's median."""
+    """One line per side (median and range, milliseconds) and the ratio of the first to the last side's median."""
     print(title)
     medians = {}
     for name, values in seconds.items():
         medians[name] = statistics.median(values)
         print(f"  {name:34s} {1e3 * medians[name]:10.1f} ms   ({1e3 * min(values):.1f} .. {1e3 * max(values):.1f})")
-    slow, fast = medians.values()
+    slow, *_, fast = medians.values()
     print(f"  ratio {slow / fast:.2f}")

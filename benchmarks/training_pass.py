@@ -3,7 +3,8 @@
 On the CPU (shape smollm2, the backbone of the assets) both sides train on recorded traces of a few layers, scaled to
 all of them; the teacher pass is timed once, and the optimiser, the same on both sides, is left out. On a GPU (shapes
 llama-3.2-*, random weights, bfloat16) whole passes are timed: the teacher alone, and with each side's training of every
-layer, the optimiser's update included; --alone leaves out the straightforward side.
+layer, the optimiser's update included, the trainer's also with `phi.precision: bfloat16`; --alone leaves out the
+straightforward side.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
 from residual_mass.study.sections.training import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec
+from residual_mass.training.losses import BADDBMM
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
 OBJECTIVE = ObjectiveSpec()
@@ -99,13 +101,12 @@ def tell(backbone: Backbone, length: int, positions: Tensor, d_emb: int, layers:
 class Ours:
     """The trainer's side."""
 
-    title = "trainer"
-
-    def __init__(self, maps: PhiMaps) -> None:
-        self.modules = maps
+    def __init__(self, maps: PhiMaps, precision: str = "float32") -> None:
+        self.modules, self.precision = maps, precision
+        self.title = "trainer" if precision == "float32" else f"trainer, {precision}"
 
     def backward(self, layer: int, trace: LayerTrace) -> float:
-        loss = trainers_loss(self.modules, layer, trace, OBJECTIVE)
+        loss = trainers_loss(self.modules, layer, trace, OBJECTIVE, self.precision)
         loss.backward()
         return loss.item()
 
@@ -163,11 +164,12 @@ def on_traces(shape: HeadShape, d_emb: int, traces: list[LayerTrace], rounds: in
 class Passes:
     """Medians of whole passes over a sequence."""
 
-    teacher_seconds: float
-    trainer_seconds: float
-    """Teacher included."""
-    trainer_peak: int
-    """Bytes on a GPU, beside weights, maps, gradients and moments; 0 on a CPU."""
+    teacher: float
+    """Seconds of the teacher alone."""
+    trainer: dict[str, float]
+    """By precision, the seconds of teacher and training."""
+    peak: dict[str, int]
+    """By precision, bytes on a GPU, beside weights, maps, gradients and moments; 0 on a CPU."""
 
 
 def whole_passes(backbone: Backbone, length: int, queries: int, d_emb: int, compared: int, rounds: int) -> Passes:
@@ -183,11 +185,11 @@ def whole_passes(backbone: Backbone, length: int, queries: int, d_emb: int, comp
     chosen = spread(compared, backbone.shape.layers) if compared else []
     tell(backbone, length, positions, d_emb, chosen)
     maps = fresh_maps(backbone.shape, d_emb).to(device)
-    ours = Ours(maps)
-    sides: list[Side] = [ours]
+    ours = {precision: Ours(maps, precision) for precision in BADDBMM}
+    sides: list[Side] = list(ours.values())
     if compared:
         theirs = Straightforward(maps)
-        compare(ours, theirs, dict(zip(chosen, record(backbone, ids, positions, chosen)[0], strict=True)))
+        compare(ours["float32"], theirs, dict(zip(chosen, record(backbone, ids, positions, chosen)[0], strict=True)))
         sides.insert(0, theirs)
     peaks: dict[str, int] = {}
 
@@ -220,16 +222,13 @@ def whole_passes(backbone: Backbone, length: int, queries: int, d_emb: int, comp
     works |= {side.title: train(side) for side in sides}
     seconds = alternate({title: measured(title, work) for title, work in works.items()}, rounds)
     alone = seconds.pop("teacher alone")
-    teacher, trainer = (statistics.median(values) for values in (alone, seconds[ours.title]))
+    teacher = statistics.median(alone)
     print(f"teacher alone: {teacher:.2f} s per sequence ({min(alone):.2f} .. {max(alone):.2f})")
-    if compared:
-        report("teacher and training, per sequence", seconds)
-    else:
-        low, high = min(seconds[ours.title]), max(seconds[ours.title])
-        print(f"teacher and training: {trainer:.2f} s per sequence ({low:.2f} .. {high:.2f})")
+    report("teacher and training, per sequence", seconds)
     print("peak memory of a pass, beside weights, maps, gradients and moments")
     print("  " + ", ".join(f"{title} {peak / MIB:.0f} MiB" for title, peak in peaks.items()))
-    return Passes(teacher, trainer, peaks[ours.title])
+    trainer = {precision: statistics.median(seconds[side.title]) for precision, side in ours.items()}
+    return Passes(teacher, trainer, {precision: peaks[side.title] for precision, side in ours.items()})
 
 
 def compare(ours: Ours, theirs: Straightforward, traces: dict[int, LayerTrace]) -> None:

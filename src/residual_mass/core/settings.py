@@ -27,7 +27,7 @@ class Settings:
     }
 
 
-LATER = {"requires_gpu": False, "residuals": (), "own_methods": ()}
+LATER = {"requires_gpu": False, "residuals": (), "own_methods": (), "precision": "float32"}
 """Keys that specs gained after results had been made with them, with the value that is not written, so that a new key
 runs no finished job again.
 """

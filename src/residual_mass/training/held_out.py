@@ -74,7 +74,7 @@ def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator
 
 def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
     """Computes the measures of one layer's rows, each [Hkv, Q, G, S]."""
-    trace = trace.to(next(maps.parameters()).device)
+    trace = trace.to(next(maps.parameters()).device).widened()
     assert trace.targets is not None
     kv_heads = trace.keys.shape[0]
     log_query = by_kv_head(maps.query[layer](trace.queries), kv_heads)

@@ -55,7 +55,8 @@ def _initialise(
             raise ValueError("map.init positive_random_features is for rezero maps")
         w = orthogonal_directions(shape.kv_heads, maps.map.d_phi, shape.head_dim, generator)
         w = (w * DIRECTION_SCALE * trace.scale**0.5).to(trace.keys.device)  # [Hkv, M, D]
-        bias = _log_mass_gap(trace.at(torch.arange(min(QUERIES, len(trace.positions)))), w, anchors, budgets)
+        trace = trace.at(torch.arange(min(QUERIES, len(trace.positions)))).widened()
+        bias = _log_mass_gap(trace, w, anchors, budgets)
         key_map.set_log_linear(w, torch.zeros_like(w[..., 0]))
         query_map.set_log_linear(w.repeat_interleave(group, 0), bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
 

@@ -56,7 +56,7 @@ class Learner:
         if self.objective.name == "residual" and trace.targets is not None:
             trace = dataclasses.replace(trace, targets=trace.targets.select_supports(self.supports))
         query_map, key_map = self.maps.query[layer], self.maps.key[layer]
-        losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors)
+        losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors, self.spec.precision)
         losses = losses.mean(-1) / self.spec.sequences_per_step
         losses.mean().backward()
         self.losses[layer] = self.losses.get(layer, 0) + losses.detach()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from residual_mass.backbones.measured import grouped
-from residual_mass.core.feature_maps import FoldedMap, HedgehogMap
+from residual_mass.core.feature_maps import Baddbmm, FoldedMap, HedgehogMap, baddbmm_in_bfloat16
 from residual_mass.core.output_matching import (
     Targets,
     Window,
@@ -28,10 +28,11 @@ from residual_mass.core.score_matching import Weights, score_matching_losses
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.study.sections.training import ObjectiveSpec
-from residual_mass.training.teacher import LayerTrace
+from residual_mass.training.teacher import LayerTrace, widened
 
 ON_OUTPUTS = ("lolcats", "residual")
 """Objectives that need values and the teacher's targets."""
+BADDBMM: dict[str, Baddbmm] = {"float32": torch.baddbmm, "bfloat16": baddbmm_in_bfloat16}
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
 """Most inner activations of a map, over all heads and keys, kept for its backward pass."""
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
@@ -39,7 +40,12 @@ SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
 
 
 def row_losses(
-    query_map: nn.Module, key_map: nn.Module, trace: LayerTrace, objective: ObjectiveSpec, anchors: AnchorSpec
+    query_map: nn.Module,
+    key_map: nn.Module,
+    trace: LayerTrace,
+    objective: ObjectiveSpec,
+    anchors: AnchorSpec,
+    precision: str = "float32",
 ) -> Tensor:
     """Computes the objective of one layer's maps per query head and position: [Hq, Q].
 
@@ -47,18 +53,22 @@ def row_losses(
     """
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
-    log_query, log_key = query_map(trace.queries), _in_blocks(key_map.fold(), keys)
+    baddbmm = BADDBMM[precision]
+    log_query = query_map.fold()(widened(trace.queries), baddbmm)
+    log_key = _in_blocks(key_map.fold(), keys, baddbmm)
     kv_heads = keys.shape[0]
     if objective.name not in ON_OUTPUTS:
         group = trace.queries.shape[0] // kv_heads
         queries, log_query = (grouped(x, kv_heads) for x in (trace.queries, log_query))
         last = trace.positions.repeat(group)
-        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, _weights(objective))
+        products = None if precision == "float32" else torch.bfloat16
+        weights = _weights(objective)
+        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, products)
         return losses.view(trace.queries.shape[:2])
     assert trace.targets is not None
     by_position = by_kv_head(log_query, kv_heads)
     window = Window(trace.positions, anchors.sink, anchors.tail)
-    values = trace.values[:, :seen]
+    values = widened(trace.values[:, :seen])
     if objective.name == "lolcats":
         losses = lolcats_losses(by_position, log_key, values, window, trace.targets)
     else:
@@ -71,7 +81,8 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
     """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
     seen = int(trace.positions.max()) + 1
     at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
-    parts = [_targets(trace.at(rows), seen, anchors, budgets) for rows in _indices(trace.positions).split(at_once)]
+    whole = trace.widened()
+    parts = [_targets(whole.at(rows), seen, anchors, budgets) for rows in _indices(trace.positions).split(at_once)]
     most = max(targets.best.shape[-1] for targets in parts)
     parts = [t._replace(best=F.pad(t.best, (0, most - t.best.shape[-1]))) for t in parts]
     by_head = (torch.cat(part, 1) for part in zip(*(targets[:5] for targets in parts), strict=True))
@@ -98,12 +109,16 @@ def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) 
     return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
 
 
-def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor) -> Tensor:
+def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor, baddbmm: Baddbmm) -> Tensor:
     """Computes log phi_k in blocks, [Hkv, L, D] -> [Hkv, L, M], with activation checkpointing."""
+
+    def log_features(block: Tensor) -> Tensor:
+        return key_map(widened(block), baddbmm)
+
     at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // (keys.shape[0] * key_map.width))
     if keys.shape[1] <= at_once:
-        return key_map(keys)
-    return torch.cat([checkpoint(key_map, block, use_reentrant=False) for block in keys.split(at_once, 1)], 1)
+        return log_features(keys)
+    return torch.cat([checkpoint(log_features, block, use_reentrant=False) for block in keys.split(at_once, 1)], 1)
 
 
 def _indices(x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Passes:
         started = time.perf_counter()
 
         def one(layer: int) -> None:
-            consume(layer, traces[layer].at(chosen).cast(torch.float32))
+            consume(layer, traces[layer].at(chosen))
 
         side_by_side(len(traces), one, self.backbone.device)
         return time.perf_counter() - started
@@ -65,7 +65,7 @@ class Passes:
     def first(self) -> Traces:
         """Returns the first pass, for initial values, without consuming its text."""
         if self._replays():
-            return [trace.cast(torch.float32) for trace in self._replayed(0)]
+            return self._replayed(0)
         start = self.corpus.position()
         traces = self._recorded(0, 0)
         self.corpus.seek(start)
@@ -123,8 +123,7 @@ class Passes:
     def _recorded(self, index: int, step: int) -> Traces:
         count = self.spec.queries_per_step * self.spec.replay.reuse
         sequence, positions = self._sequence(index, step), self._positions(index, step, count)
-        dtype = self.backbone.model.dtype  # half the memory of float32 where the model is bfloat16
-        return record_traces(self.backbone, sequence, positions, lambda trace: self._prepared(trace).cast(dtype))
+        return record_traces(self.backbone, sequence, positions, self._prepared)
 
     def _sequence(self, index: int, step: int) -> list[int]:
         ids = self.corpus.sequence(index)[: self.length(step)]

@@ -19,7 +19,7 @@ from residual_mass.core.output_matching import Targets
 @dataclass(frozen=True)
 class LayerTrace:
     """Rotary-applied queries [Hq, Q, D] that see the keys up to `positions` [Q], and all keys and values [Hkv, L, D] of
-    one layer, float32 but while they are kept. Objectives on attention outputs also need targets.
+    one layer, in the backbone's dtype. Objectives on attention outputs also need targets.
     """
 
     queries: Tensor
@@ -34,9 +34,8 @@ class LayerTrace:
         targets = None if self.targets is None else self.targets.at(chosen)
         return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
 
-    def cast(self, dtype: torch.dtype) -> LayerTrace:
-        """Converts queries, keys and values; to the backbone's dtype and back is exact."""
-        queries, keys, values = (x.to(dtype) for x in (self.queries, self.keys, self.values))
+    def widened(self) -> LayerTrace:
+        queries, keys, values = (widened(x) for x in (self.queries, self.keys, self.values))
         return replace(self, queries=queries, keys=keys, values=values)
 
     def to(self, device: torch.device) -> LayerTrace:
@@ -46,6 +45,11 @@ class LayerTrace:
         targets = None if self.targets is None else Targets(*(x.to(device) for x in self.targets))
         queries, keys, values = (x.to(device) for x in (self.queries, self.keys, self.values))
         return LayerTrace(queries, keys, values, self.positions.to(device), self.scale, targets)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Converts half precision to float32, which is exact."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _LastLayerDone(Exception):
@@ -64,7 +68,7 @@ def stream_traces(
     last = backbone.shape.layers - 1
 
     def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        trace = LayerTrace(q[0, :, positions].float(), k[0].float(), v[0].float(), positions, scale)
+        trace = LayerTrace(q[0, :, positions], k[0], v[0], positions, scale)
         with torch.enable_grad():
             consume(module.layer_idx, trace)
         if module.layer_idx == last:

@@ -52,6 +52,22 @@ def test_every_row_has_the_objective_of_its_own_head_and_position(trace: LayerTr
             torch.testing.assert_close(found[head, row], expected, rtol=1e-10, atol=1e-12)
 
 
+def test_half_precision_traces_lose_nothing_and_their_maps_little(trace: LayerTrace, maps: PhiMaps) -> None:
+    low = replace(trace, queries=trace.queries.bfloat16(), keys=trace.keys.bfloat16())
+    query_map, key_map = (side[1].float() for side in (maps.query, maps.key))
+
+    def loss_and_gradient(trace: LayerTrace, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = row_losses(query_map, key_map, trace, ObjectiveSpec(lambda_kl=0.3), ANCHORS, precision).mean()
+        return loss, torch.autograd.grad(loss, key_map.stem)[0]
+
+    exact, widened, rounded = (
+        loss_and_gradient(*case) for case in ((low.widened(), "float32"), (low, "float32"), (low, "bfloat16"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(exact, widened, strict=True))
+    for ours, reference in zip(rounded, exact, strict=True):
+        assert 1e-5 < (ours - reference).norm() / reference.norm() < 0.02
+
+
 def test_residual_loss_is_the_error_that_the_diagnostics_measure(trace: LayerTrace, maps: PhiMaps) -> None:
     """Without the log-mass term it is e_sub, with the anchors and K of what a query sees."""
     budgets = (40.0, 60.0)

@@ -111,6 +111,9 @@ class TrainingSettings(Settings):
     """Query positions sampled from a sequence per step."""
     query_window: Share
     """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What operands of training's products are rounded to, while sums stay in float32; `bfloat16` is for GPUs, whose
+    products of it are many times as fast."""
     replay: ReplaySpec
     curriculum: CurriculumSpec | None
     """Shorter sequences at the start; `null` trains on whole ones throughout."""
