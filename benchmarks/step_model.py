@@ -3,8 +3,8 @@
 Launches are counted, not estimated: the decoder of the runtime stage runs a step on torch's `meta` device, where
 tensors have shapes and no values, and every operation of torch that is a kernel on a GPU is counted, as is every launch
 of `core.fused.triton_path`, behind a stand-in for Triton that compiles nothing. Bytes are those of `runtime.traffic`.
-The time of a step is its bytes at --rate plus --gap for each launch. Neither arithmetic nor atomics, nor a kernel that
-is slower than its bytes, is part of it: the model is a lower bound that says where to look first, and no measurement.
+The time of a step is its bytes at --rate plus --gap for each launch. Neither arithmetic nor a kernel that is
+slower than its bytes is part of it: the model is a lower bound that says where to look first, and no measurement.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def page(rate: float, gap: float) -> Iterator[str]:
     yield ""
     yield "Made by `python benchmarks/step_model.py`, without a GPU: **a model, never a measurement**. Launches are"
     yield "counted, bytes computed, and a step is taken to last as long as its bytes do at the speed of a large copy,"
-    yield "with a gap for every launch. What arithmetic, atomics or uneven kernels add is not in it: `make gpu-check`"
+    yield "with a gap for every launch. What arithmetic or uneven kernels add is not in it: `make gpu-check`"
     yield "measures."
     yield ""
     yield f"Assumed: {rate / 1e12:g} TB/s; {1e6 * gap:g} microseconds from one kernel of a CUDA graph to the next;"

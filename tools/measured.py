@@ -411,16 +411,12 @@ def runtime(folder: Path) -> str:
     """Milliseconds of a decoding step and from end to end."""
     rows = read(folder, f"runtime_{BACKBONE}.csv")
     methods = list(dict.fromkeys(rows.method))
-    return markdown(
-        ["context", "implementation", *(TITLES[method] for method in methods)],
-        [
-            [
-                length, implementation,
-                *(f"{float(row.per_step_ms):.0f} / {float(row.end_to_end_ms):.0f}" for _, row in group.iterrows()),
-            ]
-            for (length, implementation), group in rows.groupby(["context", "implementation"], sort=False)
-        ],
-    )  # fmt: skip
+    lines = []
+    for place, group in rows.groupby(["context", "implementation"], sort=False):
+        times = zip(group.method, group.per_step_ms.astype(float), group.end_to_end_ms.astype(float), strict=True)
+        cells = {method: f"{step:.0f} / {end:.0f}" for method, step, end in times}
+        lines.append([*place, *(cells.get(method, "") for method in methods)])
+    return markdown(["context", "implementation", *(TITLES[method] for method in methods)], lines)
 
 
 @table

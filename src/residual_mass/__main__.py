@@ -9,7 +9,9 @@ def main() -> None:
     try:
         from residual_mass.cli import main as run
     except ModuleNotFoundError as missing:
-        sys.exit(f"residual-mass: error: the package {missing.name} is missing; pip install 'residual-mass[measure]'")
+        sys.exit(
+            f"residual-mass: error: the package {missing.name} is missing; run pip install '.[measure]' in a checkout"
+        )
     run()
 
 

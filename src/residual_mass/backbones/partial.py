@@ -47,7 +47,7 @@ def partial_kv(
     num_sink: int = 4,
     num_tail: int = 16,
     fold: int | None = None,
-) -> Iterator[PartialKV]:
+) -> Iterator[PartialSession]:
     """Context in which prompts are read exactly and generated tokens attend to the prompt through `method`.
 
     Works with `model.generate` (greedy, sampling or beams, left-padded batches, growing or static caches) on
@@ -66,6 +66,9 @@ def partial_kv(
             twice as many were generated: they are retrieved and estimated as the prompt's tokens are, and the budget is
             a share of both. Not with beams, which exchange generated tokens between rows.
 
+    Yields:
+        The session. Its `partial_calls` are the numbers of decode steps by layer, without layers that were not called.
+
     Raises:
         ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
             supported or already hooked.
@@ -74,7 +77,7 @@ def partial_kv(
     if fold is not None and fold < 1:
         raise ValueError(f"fold is {fold}, not 1 or more tokens")
     attention_layers(model)
-    session = PartialKV(arm, AnchorSpec(num_sink, num_tail), fold)
+    session = PartialSession(arm, AnchorSpec(num_sink, num_tail), fold)
     require_maps(arm, phi)
     if arm.needs_maps:
         assert phi is not None
@@ -85,7 +88,7 @@ def partial_kv(
 
 
 @contextmanager
-def _prompts_marked(model: PreTrainedModel, session: PartialKV) -> Iterator[None]:
+def _prompts_marked(model: PreTrainedModel, session: PartialSession) -> Iterator[None]:
     """Tells the session while `generate` reads a prompt, the last chunk of which may be a single token."""
     read = getattr(model, "_prefill", None)
 
@@ -124,12 +127,12 @@ def require_maps(arm: Arm, phi: PhiMaps | None) -> None:
 
 
 @dataclass
-class PartialKV:
+class PartialSession:
     """State of one `partial_kv` context, by layer.
 
     Attributes:
-        partial_calls: number of decode-step attention calls per layer that reads the whole text; 0 if the model
-            bypasses the hook.
+        partial_calls: number of decode steps by index of a layer that reads the whole text; layers without one, as of a
+            model that bypasses the hook, are missing.
         reading: whether single tokens are part of a prompt too.
     """
 

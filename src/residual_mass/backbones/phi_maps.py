@@ -88,6 +88,7 @@ class PhiMaps(nn.Module):
             )
 
     def save(self, path: Path) -> None:
+        """Writes maps and header to a safetensors file, whole or not at all; raises OSError if it cannot be written."""
         facts = {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}
         write_safetensors(path, self.state_dict(), {MAPS_HEADER: json.dumps(facts, sort_keys=True)})
 

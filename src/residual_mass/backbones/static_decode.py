@@ -126,10 +126,14 @@ class StaticDecoder:
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
         self.column = torch.full((1,), self.length, device=self.device)
-        self.sizes_on_device = not (self.rule.whole_prefix or self.attention is torch_path.decode_attention)
         # transformers passes a 4D mask through; without a mask it would inspect values on the host.
         self.mask = torch.ones(batch, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    @property
+    def sizes_on_device(self) -> bool:
+        """Whether attention reads the number of generated tokens on the device, so that one graph serves all steps."""
+        return not (self.rule.whole_prefix or self.attention is torch_path.decode_attention)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float

@@ -71,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports lazily, so that the estimators' names are available without torch."""
+    """Imports lazily, so that `core.settings` loads without torch."""
     if name in __all__:
         for home in ("accounting", "feature_maps", "measures", "selection", "support"):
             module = importlib.import_module(f"{__name__}.{home}")

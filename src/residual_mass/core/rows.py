@@ -1,10 +1,10 @@
-"""Columns of keys, values or features that each query row reads for itself.
+"""Gathers, weighted sums and products over the key columns that each query row selects.
 
 Torch's `gather` takes several times as long on a CPU as the selection of whole rows from a table, and a weighted
 `embedding_bag` sums such rows without writing them.
 
-Shape letters: R = query rows that share L columns, K = columns that each of them reads, D = width. Leading `...` are
-free, and the same for all arguments.
+Shape letters: R = query rows that share L columns, K = columns that each of them reads, D = width, N = query rows over
+all leading dimensions. Leading `...` are free, and the same for all arguments. `indices` are int64.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
 def _gathered(table: Tensor, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yields some of the N query rows of `flat` [N, K], and what these read [n, K, D]."""
     rows, columns = flat.shape
-    at_once = max(1, ROWS_AT_ONCE[table.device.type] // max(columns, 1))
+    at_once = max(1, ROWS_AT_ONCE.get(table.device.type, 2**21) // max(columns, 1))
     for start in range(0, max(rows, 1), at_once):
         some = flat[start : start + at_once]
         yield slice(start, start + at_once), table.index_select(0, some.flatten()).view(*some.shape, table.shape[1])
 
 
 def _table(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [..., L, D] as a table of rows, without a copy where its storage consists of such rows, and the rows
-    [N, K] that the columns `indices` [..., R, K] are there.
+    """Returns x [..., L, D] as a table of rows, a view where its strides allow one and otherwise a copy, and which rows
+    of it the columns `indices` [..., R, K] are: [N, K].
     """
     width = x.shape[-1]
     if x.stride(-1) != 1 or any(step % width for step in _steps(x)):

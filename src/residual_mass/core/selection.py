@@ -14,7 +14,7 @@ from torch import Tensor
 LONG_ROW = 1024
 """Number of columns from which two-level selection is faster."""
 LEAST_BLOCK = 3
-"""Fewest columns of a block that pay."""
+"""Fewest columns of a block for which two-level selection is faster."""
 
 
 class Selected(NamedTuple):
@@ -51,7 +51,9 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
 
 
 def unordered_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Selected, Tensor]:
-    """Selects as `exhaustive_topk` does, faster and in any order of slots; returns `least_read` of that besides."""
+    """Selects as `exhaustive_topk` does from scores [..., R, L], faster and with slots in any order; also returns their
+    `least_read`. Waits for the device, to read k [..., R].
+    """
     candidates = torch.where(mid, scores, -torch.inf)
     by_example = k.reshape(-1, k.shape[-1]).clamp_max(scores.shape[-1]).tolist()
     most = [max(of_row) for of_row in zip(*by_example, strict=True)]
@@ -108,7 +110,7 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         top, columns = scores.topk(k, dim=-1, sorted=False)
         return columns, top
     whole = length // size * size
-    blocks = scores[..., :whole].unflatten(-1, (size, -1))  # of columns far apart: maxima of whole vectors are fast
+    blocks = scores[..., :whole].unflatten(-1, (size, -1))  # each of columns far apart: maxima of whole vectors
     best = blocks.amax(-2).topk(k, dim=-1, sorted=False).indices
     inside = torch.arange(0, whole, whole // size, device=scores.device)
     columns = (best.unsqueeze(-1) + inside).flatten(-2)

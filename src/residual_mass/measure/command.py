@@ -88,7 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--phi", type=Path, metavar="FILE", help="feature maps of this model, for methods with phi in their name")
     add("--seed", type=int, default=0, help="of documents and resampling (default: %(default)s)")
     add("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
-    add("--assets", type=Path, metavar="DIR", help="folder of the embedded model and texts (default: one in the cache)")
+    add(
+        "--assets",
+        type=Path,
+        metavar="DIR",
+        help="folder of the embedded model and texts (default: results/assets if it exists, else one in the cache)",
+    )
     add(
         "--out", type=Path, default=Path("measured"), metavar="DIR", help="folder of the results (default: %(default)s)"
     )

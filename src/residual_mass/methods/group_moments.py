@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from residual_mass.core.accounting import Terms
     from residual_mass.core.moments import MomentState
-    from residual_mass.methods.blocks import check_size
-from residual_mass.methods.interface import Seen
+    from residual_mass.methods.interface import Seen
 
 
 class GroupedMoments(NamedTuple):

@@ -35,6 +35,7 @@ def full_bytes(step: Step) -> int:
 
 
 def step_bytes(method: Method, step: Step) -> StepBytes:
+    """Returns what a step of a method reads of one KV head in one layer."""
     if method.selector is None:
         return StepBytes(0, full_bytes(step), 0)
     rows = BFLOAT16 * step.width * (step.anchors + step.retrieved)

@@ -92,11 +92,6 @@ def prompt_bytes(rule: Method, shape: HeadShape, tokens: int, d_phi: int) -> Ste
     return StepBytes(*(shape.layers * shape.kv_heads * round(part) for part in step_bytes(rule, step)))
 
 
-def summary_bytes(shape: HeadShape, d_phi: int, item: int) -> int:
-    """Returns the size of S and u of one prompt, over all layers and KV heads."""
-    return shape.layers * shape.kv_heads * d_phi * (shape.head_dim + 1) * item
-
-
 def _weight_bytes(model: PreTrainedModel) -> int:
     embedding = model.get_input_embeddings()
     unread = 0 if model.get_output_embeddings().weight is embedding.weight else _bytes_of(embedding)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.partial import PartialKV, partial_kv
+from residual_mass.backbones.partial import PartialSession, partial_kv
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import partition
 from residual_mass.methods import METHODS
@@ -26,7 +26,7 @@ OWN = [one.name for one in METHODS if one.own is not None and not one.needs_maps
 
 def generated(
     backbone: Backbone, fold: int | None, method: str = "topk", budget: float = 0.3
-) -> tuple[PartialKV, Tensor]:
+) -> tuple[PartialSession, Tensor]:
     """The session and the tokens of a left-padded batch: rows of 60 and of 41 tokens."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, 258, (2, PROMPT), generator=generator)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from residual_mass.backbones.partial import PartialKV, partial_kv
+from residual_mass.backbones.partial import PartialSession, partial_kv
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
 
@@ -32,7 +32,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **options: object) -> Tensor:
     return model.generate(ids, **settings | options)
 
 
-def under(model: PreTrainedModel, method: str = "topk_moments", **options: object) -> tuple[PartialKV, Tensor]:
+def under(model: PreTrainedModel, method: str = "topk_moments", **options: object) -> tuple[PartialSession, Tensor]:
     with partial_kv(model, method, BUDGET, **FEW) as session:
         return session, generated(model, ids_of(40), **options)
 

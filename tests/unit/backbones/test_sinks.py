@@ -10,7 +10,7 @@ from tests.unit.core import reference
 from torch import Tensor, nn
 
 from residual_mass.backbones.hook import exact_attention
-from residual_mass.backbones.partial import PartialKV
+from residual_mass.backbones.partial import PartialSession
 from residual_mass.backbones.windows import Window
 from residual_mass.core.accounting import Terms, exact_terms, merge, sink_terms
 from residual_mass.core.settings import AnchorSpec
@@ -92,7 +92,7 @@ def test_a_sink_is_a_token_without_a_value() -> None:
 
 def test_a_decode_step_reads_its_tokens_and_the_sink() -> None:
     query, key, value, sinks = inputs(1, 31)
-    session = PartialKV(Arm(method_named("topk"), 40.0), AnchorSpec(2, 3))
+    session = PartialSession(Arm(method_named("topk"), 40.0), AnchorSpec(2, 3))
     layer = Layer(sinks)
     session(layer, torch.randn(2, HEADS, 30, D), key[:, :, :30], value[:, :, :30], None, SCALE)
     ours = session(layer, query, key, value, None, SCALE)

@@ -99,6 +99,12 @@ def test_blocks_larger_than_the_problem_and_a_group_of_four(method: str, k: int)
     assert rel_l1(decode(p.arguments(k, method)).double(), p.expected(k, method)).max() < tolerance(method)
 
 
+@pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub", *MOMENTS])
+def test_more_query_heads_of_a_kv_head_than_a_tile_holds(method: str) -> None:
+    p = DecodeProblem(seed=2, spans=[(3, 60)], length=64, groups=71, kv_heads=1, d=16, features=16, dtype=torch.float32)
+    assert rel_l1(decode(p.arguments(6, method)).double(), p.expected(6, method)).max() < tolerance(method)
+
+
 @pytest.mark.parametrize(("groups", "d", "features"), LLAMA)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("method", METHODS)

@@ -203,19 +203,22 @@ def test_aims_beside_what_was_measured() -> None:
 
 def test_aims_of_evaluation_and_training() -> None:
     hours = [{"backbone": "1b", "context": "64k", "ruler_hours": "4.004"}]
-    short, whole = ({"backbone": "1b", "context": n, "sequence_s": s} for n, s in (("8k", "0.1"), ("64k", "0.95")))
+    measured = (("8k", "float32", "0.1"), ("64k", "float32", "0.95"), ("64k", "bfloat16", "0.85"))
+    columns = ("backbone", "context", "precision", "sequence_s")
+    short, *whole = (dict(zip(columns, ("1b", *values), strict=True)) for values in measured)
     outcomes = [
         outcome("evaluation-1b", rows=hours),
-        outcome("training-1b", rows=[whole]),
+        outcome("training-1b", rows=whole),
         outcome("training-8k", rows=[short]),
     ]
-    assert list(aims(outcomes))[-3:] == [
+    assert list(aims(outcomes))[-4:] == [
         "* 1b, all arms of RULER at 64k: at most 4 GPU-hours: 4.00 h, by measured rates, missed",
-        "* 1b, training on a sequence of 64k: at most 0.9 GPU-s: 0.95 s, missed",
+        "* 1b, training on a sequence of 64k: at most 0.9 GPU-s: 0.95 s with products of float32, missed",
+        "* 1b, training on a sequence of 64k: at most 0.9 GPU-s: 0.85 s with products of bfloat16, met",
         "* 3b, training on a sequence of 64k: at most 2 GPU-s: not measured",
     ]
     hours[0]["ruler_hours"] = "3.900"
-    assert list(aims(outcomes))[-3].endswith("3.90 h, by measured rates, met")
+    assert list(aims(outcomes))[-4].endswith("3.90 h, by measured rates, met")
 
 
 def test_floors_of_everything_that_was_measured() -> None:

@@ -22,6 +22,7 @@ from residual_mass.core.fused.cache import (
     with_scan,
     with_summary,
 )
+from residual_mass.core.fused.packed import MOST_HEADS
 
 __all__ = [
     "DecodeCache",
@@ -38,12 +39,14 @@ __all__ = [
 
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
-    """Returns Triton's `decode_attention` on a GPU where Triton is installed and its tiles fit, else torch's."""
+    """Returns Triton's `decode_attention` on a GPU where Triton is installed and its tiles fit, which have a place for
+    MOST_HEADS query heads of a KV head with a scan; else torch's.
+    """
     widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])
     widths += [] if cache.scan is None else cache.scan.codes.shape[-2:]  # D / 2, and the columns of a block
     if not kernels_run_on(cache.keys.device) or not tiles_fit(*widths):
         return torch_path.decode_attention
-    if query_heads // cache.keys.shape[1] > 16:
+    if cache.scan is not None and query_heads // cache.keys.shape[1] > MOST_HEADS:
         return torch_path.decode_attention
     from residual_mass.core.fused import triton_path
 

@@ -64,7 +64,9 @@ class DecodeCache(NamedTuple):
 
 
 def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room: int) -> DecodeCache:
-    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, for TopK."""
+    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, for TopK. Its tokens are at columns
+    [first, last), both [B].
+    """
     length = keys.shape[2]
     buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
     for buffer, prefix in zip(buffers, (keys, values), strict=True):

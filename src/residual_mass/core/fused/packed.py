@@ -24,6 +24,8 @@ from torch import Tensor
 
 ROWS = 4
 """Query rows of a CPU's matrix product come in fours: it takes less time for four than for three."""
+MOST_HEADS = 16
+"""Query heads of a KV head that the Triton kernel scores, in one tile of a tensor core."""
 
 
 class PackedKeys(NamedTuple):

@@ -38,6 +38,7 @@ class FixedColumns(NamedTuple):
 
 
 def fixed_columns(cache: DecodeCache, sink: int, tail: int, generated: int) -> FixedColumns:
+    """Returns the columns that all queries of a step read, with `generated` tokens (1 or more) in the cache."""
     columns, valid = _anchors_and_generated(cache, sink, tail, generated)
     others = (cache.last - cache.first - sink - tail)[:, None, None]
     left_out = ~mid_region(cache, sink, tail)[:, None, None]

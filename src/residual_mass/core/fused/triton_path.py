@@ -55,9 +55,9 @@ def decode_attention(
     generated: int | Tensor,
     scale: float,
 ) -> Tensor:
-    """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; the cache
-    bfloat16 or float32. `log_query` may also be terms [C, B, Hq, M] of a sum, as `triton_maps` computes them, and
-    `generated` a tensor [1] int32.
+    """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; with a scan
+    at most MOST_HEADS query heads of a KV head; the cache bfloat16 or float32. `log_query` may also be terms
+    [C, B, Hq, M] of a sum, as `triton_maps` computes them, and `generated` a tensor [1] int32.
     """
     if isinstance(generated, int):
         generated = torch.full((1,), generated, dtype=torch.int32, device=query.device)

@@ -65,7 +65,7 @@ class Fidelity(Continuations):
     lengths: Distinct[Length]
     """Prefixes; none leaves fidelity out."""
     methods: Distinct[Name]
-    """Methods without feature maps that are measured beside the study's own, on documents alone."""
+    """Methods other than the paper's that are measured beside the study's own, on documents alone."""
     benchmarks: Distinct[Name]
     """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention."""
     prompts_at: Distinct[Length]
