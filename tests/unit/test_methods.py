@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_samples_are_unbiased(residual: UniformSample | ImportanceSample) -> Non
     truth = torch.cat((weights @ values, weights.sum()[None]))
     found = []
     for seed in range(400):
-        one = type(residual)(residual.draws, seed=seed)
+        one = replace(residual, seed=seed)
         nu, z = sums(one.terms(seen, one.prepare(keys, values, mid)))
         found.append(torch.cat((nu[0], z)))
     drawn = torch.stack(found)
