@@ -62,17 +62,17 @@ def main() -> None:
 
 
 def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Answers:
-    """What `generate` and `score` do."""
+    """What `generate` and `score` do with prompts that fit into one batch."""
     engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi, nominal_length=None)
+    examples = [(task, doc) for task, of_task in docs.items() for doc in of_task]
+    requests = [request for task, of_task in docs.items() for request in harness_requests("ruler", task, of_task)]
+    limits = [settings["max_gen_toks"] for _, settings in requests]
+    rows = engine.generate([backbone.encode(prompt) for prompt, _ in requests], limits)
     answers: Answers = [[] for _ in ARMS]
-    for task, of_task in docs.items():
-        requests = harness_requests("ruler", task, of_task)
-        ids = [backbone.encode(prompt) for prompt, _ in requests]
-        rows = engine.generate(ids, requests[0][1]["max_gen_toks"])
-        for doc, row in zip(of_task, rows, strict=True):
-            for arm, generation in enumerate(row):
-                text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-                answers[arm].append((text, harness_score("ruler", task, doc, text)))
+    for (task, doc), row in zip(examples, rows, strict=True):
+        for arm, generation in enumerate(row):
+            text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
+            answers[arm].append((text, harness_score("ruler", task, doc, text)))
     return answers
 
 
@@ -82,7 +82,7 @@ def per_arm(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Ans
     from lm_eval.models.huggingface import HFLM
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on every run
-    lm = HFLM(backbone.model, tokenizer=backbone.tokenizer, batch_size=len(next(iter(docs.values()))))
+    lm = HFLM(backbone.model, tokenizer=backbone.tokenizer, batch_size=sum(map(len, docs.values())))
     answers: Answers = []
     for arm in ARMS:
         budget = None if arm.budget_percent is None else arm.budget_percent / 100
