@@ -113,7 +113,7 @@ class Factors(NamedTuple):
     z: Tensor
 
 
-class Passes(Protocol):
+class KeyPasses(Protocol):
     """The passes over one layer's keys."""
 
     def sums(self) -> Sums:
@@ -272,14 +272,14 @@ class _ScoreMatching(torch.autograd.Function):
             for x, shift in ((log_query, query_shift), (log_key, key_shift))
         )
         inputs = Inputs(queries[:, ctx.order], keys, query, key, query_shift, key_shift, last[ctx.order], scale)
-        ctx.inputs, ctx.weights, ctx.passes = inputs, weights, _passes(inputs, weights)
-        ctx.sums = ctx.passes.sums()
+        ctx.inputs, ctx.weights, ctx.key_passes = inputs, weights, _key_passes(inputs, weights)
+        ctx.sums = ctx.key_passes.sums()
         return torch.empty_like(query_shift).index_copy_(1, ctx.order, _losses(ctx.sums, weights))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        for_query, for_key = ctx.passes.gradients(ctx.sums, _factors(ctx.sums, ctx.weights, upstream[:, ctx.order]))
+        for_query, for_key = ctx.key_passes.gradients(ctx.sums, _factors(ctx.sums, ctx.weights, upstream[:, ctx.order]))
         in_place = torch.empty_like(for_query).index_copy_(1, ctx.order, for_query.mul_(ctx.inputs.query))
         return in_place, for_key.mul_(ctx.inputs.key), None, None, None, None, None, None
 
@@ -307,7 +307,7 @@ def score_matching_losses(
     return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products)
 
 
-def _passes(inputs: Inputs, weights: Weights) -> Passes:
+def _key_passes(inputs: Inputs, weights: Weights) -> KeyPasses:
     on_kernels = kernels_run_on(inputs.key.device) and tiles_fit(inputs.keys.shape[-1], inputs.key.shape[-1])
     if not on_kernels or inputs.query_shift.dtype != torch.float32:
         return _Streamed(inputs, weights)

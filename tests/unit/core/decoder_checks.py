@@ -47,4 +47,6 @@ def test_one_recorded_step_serves_all(method: str, monkeypatch: pytest.MonkeyPat
                 ours._advance(0)
             assert torch.equal(ours.tokens, expected)
     torch.testing.assert_close(ours.logits, by_torch.logits, rtol=1e-3, atol=1e-3)
+    ours.attention = static_decode.torch_path.decode_attention  # as the GPU check compares both
+    assert torch.equal(ours.run(first), expected)
     assert len(set(expected.flatten().tolist())) > 3, "tokens must differ, or equality shows nothing"

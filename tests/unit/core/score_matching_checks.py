@@ -78,7 +78,7 @@ class Problem:
         logs = [x.to(DEVICE).detach().clone().requires_grad_() for x in (self.log_query, self.log_key)]
         given = self.queries.to(DEVICE), self.keys.to(DEVICE), self.scale, self.last.to(DEVICE), weights, products
         losses = score_matching_losses(logs[0], logs[1], *given)
-        assert isinstance(losses.grad_fn.passes, passes)
+        assert isinstance(losses.grad_fn.key_passes, passes)
         gradients = torch.autograd.grad((losses * self.upstream.to(DEVICE)).sum(), logs)
         return tuple(x.cpu() for x in (losses.detach(), *gradients))
 
