@@ -25,11 +25,14 @@ from residual_mass.provenance import beside
 
 KINDS = (
     "train", "join-training", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
-    "score", "score-claims", "join", "capture wiki", "audit", "kernels", "findings", "map-errors", "runtime",
+    "score", "score-claims", "join", "capture wiki", "audit", "kernels", "findings", "map-errors",
+    "residual-errors", "runtime",
     "comparison", "numbers", "document", "report",
     "table ruler_sweep", "table exact_accounting", "table phi_param_count", "table training_cost_64k",
-    "table runtime_tiny", "figure fidelity", "figure fidelity_tokens", "figure entropy_gain", "figure mass_curves",
-    "figure kernel_sanity", "figure logz_calibration", "figure training_curves", "figure recipe_costs",
+    "table runtime_tiny", "table fidelity", "table residual_estimators", "table deployable",
+    "figure fidelity", "figure fidelity_tokens", "figure error_by_k", "figure selection_recall",
+    "figure fidelity_by_bytes", "figure entropy_gain", "figure mass_curves", "figure kernel_sanity",
+    "figure logz_calibration", "figure training_curves", "figure recipe_costs",
 )  # fmt: skip
 """Of tables and figures one for each reader."""
 DAMAGES = [Damage(kind) for kind in CERTAIN] + [Damage(CUT, 0), Damage(CUT, 1), *(Damage(FLIPPED, n) for n in range(3))]
