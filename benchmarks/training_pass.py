@@ -34,7 +34,7 @@ from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
 from residual_mass.study.sections.training import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec
-from residual_mass.training.losses import BADDBMM
+from residual_mass.training.losses import PRECISIONS
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
 OBJECTIVE = ObjectiveSpec()
@@ -185,7 +185,7 @@ def whole_passes(backbone: Backbone, length: int, queries: int, d_emb: int, comp
     chosen = spread(compared, backbone.shape.layers) if compared else []
     tell(backbone, length, positions, d_emb, chosen)
     maps = fresh_maps(backbone.shape, d_emb).to(device)
-    ours = {precision: Ours(maps, precision) for precision in BADDBMM}
+    ours = {precision: Ours(maps, precision) for precision in PRECISIONS}
     sides: list[Side] = list(ours.values())
     if compared:
         theirs = Straightforward(maps)

@@ -125,8 +125,8 @@ class KeyPasses(Protocol):
         ...
 
 
-class _Streamed:
-    """The passes in torch, one block of keys at a time."""
+class _TorchPasses:
+    """The passes one block of keys at a time."""
 
     def __init__(self, inputs: Inputs, weights: Weights):
         dtype = inputs.query_shift.dtype
@@ -310,10 +310,10 @@ def score_matching_losses(
 def _key_passes(inputs: Inputs, weights: Weights) -> KeyPasses:
     on_kernels = kernels_run_on(inputs.key.device) and tiles_fit(inputs.keys.shape[-1], inputs.key.shape[-1])
     if not on_kernels or inputs.query_shift.dtype != torch.float32:
-        return _Streamed(inputs, weights)
-    from residual_mass.core.fused.triton_score_matching import Kernels
+        return _TorchPasses(inputs, weights)
+    from residual_mass.core.fused.triton_score_matching import TritonPasses
 
-    return Kernels(inputs, weights)
+    return TritonPasses(inputs, weights)
 
 
 def huber(x: Tensor, delta: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,19 @@ from residual_mass.training.teacher import LayerTrace, widened
 
 ON_OUTPUTS = ("lolcats", "residual")
 """Objectives that need values and the teacher's targets."""
-BADDBMM: dict[str, Baddbmm] = {"float32": torch.baddbmm, "bfloat16": baddbmm_in_bfloat16}
+
+
+class Precision(NamedTuple):
+    """How products are computed."""
+
+    baddbmm: Baddbmm
+    """Of the maps."""
+    features: torch.dtype | None
+    """What features are rounded to in the paper's objective; None leaves them as they are."""
+
+
+PRECISIONS = {"float32": Precision(torch.baddbmm, None), "bfloat16": Precision(baddbmm_in_bfloat16, torch.bfloat16)}
+"""By the values of `phi.precision`."""
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
 """Most inner activations of a map, over all heads and keys, kept for its backward pass."""
 SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
@@ -53,7 +66,7 @@ def row_losses(
     """
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
-    baddbmm = BADDBMM[precision]
+    baddbmm, features = PRECISIONS[precision]
     log_query = query_map.fold()(widened(trace.queries), baddbmm)
     log_key = _in_blocks(key_map.fold(), keys, baddbmm)
     kv_heads = keys.shape[0]
@@ -61,9 +74,8 @@ def row_losses(
         group = trace.queries.shape[0] // kv_heads
         queries, log_query = (grouped(x, kv_heads) for x in (trace.queries, log_query))
         last = trace.positions.repeat(group)
-        products = None if precision == "float32" else torch.bfloat16
         weights = _weights(objective)
-        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, products)
+        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, features)
         return losses.view(trace.queries.shape[:2])
     assert trace.targets is not None
     by_position = by_kv_head(log_query, kv_heads)

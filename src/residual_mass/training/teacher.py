@@ -35,6 +35,7 @@ class LayerTrace:
         return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
 
     def widened(self) -> LayerTrace:
+        """Converts queries, keys and values as `widened` does."""
         queries, keys, values = (widened(x) for x in (self.queries, self.keys, self.values))
         return replace(self, queries=queries, keys=keys, values=values)
 

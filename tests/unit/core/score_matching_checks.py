@@ -72,7 +72,7 @@ class Problem:
         self.upstream = torch.rand(self.heads, rows, generator=generator)
 
     def results(
-        self, weights: Weights, products: torch.dtype | None = None, passes: type = triton_score_matching.Kernels
+        self, weights: Weights, products: torch.dtype | None = None, passes: type = triton_score_matching.TritonPasses
     ) -> tuple[Tensor, ...]:
         """Losses [H, R] and the gradients of both log features, computed by `passes`."""
         logs = [x.to(DEVICE).detach().clone().requires_grad_() for x in (self.log_query, self.log_key)]
@@ -184,7 +184,7 @@ def test_features_rounded_to_bfloat16_are_rounded_alike_in_torch(monkeypatch: py
     exact = problem.written(WEIGHTS)
     rounded = problem.results(WEIGHTS, torch.bfloat16)
     monkeypatch.setattr(score_matching, "kernels_run_on", lambda device: False)
-    in_torch = problem.results(WEIGHTS, torch.bfloat16, score_matching._Streamed)
+    in_torch = problem.results(WEIGHTS, torch.bfloat16, score_matching._TorchPasses)
     for ours, other, reference in zip(rounded, in_torch, exact, strict=True):
         distance = rel_l1(other.double().flatten(), reference.flatten()).item()
         assert 1e-4 < distance < 2e-2

@@ -143,7 +143,7 @@ def test_kernels_compile_to_machine_code(
 def test_kernels_of_training_compile_to_machine_code(
     compiled: Compiled, tmp_path: Path, dtype: torch.dtype, products: torch.dtype, rows: int, d: int, m: int
 ) -> None:
-    from residual_mass.core.fused.triton_score_matching import Kernels
+    from residual_mass.core.fused.triton_score_matching import TritonPasses
     from residual_mass.core.score_matching import Factors, Inputs, Sums, Weights
 
     heads, length = 2, 5000
@@ -151,10 +151,10 @@ def test_kernels_of_training_compile_to_machine_code(
     features = torch.empty(heads, rows, m, dtype=products), torch.empty(heads, length, m, dtype=products)
     shifts = torch.empty(heads, rows), torch.empty(heads, length)
     inputs = Inputs(*vectors, *features, *shifts, torch.zeros(rows, dtype=torch.int64), d**-0.5)
-    kernels = Kernels(inputs, Weights(0.99, 0.01, 0.02, 0.04, 10.0, 12.0, 1.0))
-    kernels.sums()
+    passes = TritonPasses(inputs, Weights(0.99, 0.01, 0.02, 0.04, 10.0, 12.0, 1.0))
+    passes.sums()
     of_row = torch.empty(heads, rows)
-    kernels.gradients(Sums(*[of_row] * 9), Factors(*[of_row] * 4))
+    passes.gradients(Sums(*[of_row] * 9), Factors(*[of_row] * 4))
     assert {kernel.name for kernel in compiled.kernels.values()} == {f"{name}_kernel" for name in OF_TRAINING}
     check(compiled, tmp_path)
 

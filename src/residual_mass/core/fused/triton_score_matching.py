@@ -29,7 +29,7 @@ LEAST_KERNEL = tl.constexpr(torch.finfo(torch.float32).tiny * 1e8)
 """Smallest z, so that 1 / z stays finite in the gradient."""
 
 
-class Kernels:
+class TritonPasses:
     """The passes over one layer's keys; D and M at least 16 and powers of two."""
 
     def __init__(self, inputs: Inputs, weights: Weights) -> None:
@@ -158,7 +158,7 @@ def sums_kernel(
     largest = tl.full([ROWS], MASKED, tl.float32)
     warm_hat, cold_hat = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     warm, cold, crossed = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    in_band, top, beyond = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    in_band, top, fp = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for start in range(share * SHARE, tl.minimum((share + 1) * SHARE, tl.max(seen) + 1), KEYS):
         column = start + tl.arange(0, KEYS)
         k = _vectors(keys + head * length * D, column, length, D).to(DOT_TYPE)
@@ -186,7 +186,7 @@ def sums_kernel(
         error = bent * (size - 0.5 * bent)
         in_band += tl.sum(tl.where(within, 1.0, 0.0), 1)
         top += tl.sum(tl.where(within, error, 0.0), 1)
-        beyond += tl.sum(tl.where(within, 0.0, error), 1)
+        fp += tl.sum(tl.where(within, 0.0, error), 1)
     place = sums + (share * heads + head) * rows + row
     step = tl.num_programs(1) * heads * rows
     tl.store(place, largest, mask=used)
@@ -197,7 +197,7 @@ def sums_kernel(
     tl.store(place + 5 * step, crossed, mask=used)
     tl.store(place + 6 * step, in_band, mask=used)
     tl.store(place + 7 * step, top, mask=used)
-    tl.store(place + 8 * step, beyond, mask=used)
+    tl.store(place + 8 * step, fp, mask=used)
 
 
 @triton.jit
@@ -300,7 +300,7 @@ def _slopes(
     scores, z, hidden, shift_k, of_rows, step, row, rows, inverse_tau, band, delta, AXIS: tl.constexpr
 ):  # fmt: skip
     """Derivative of the rows' losses with respect to z; rows are along axis 0 where AXIS is 1, along axis 1 where it
-    is 0.
+    is 0. `of_rows` are the teacher's maximum, the student's shift, log_warm, log_warm_hat, log_z_hat and the factors.
     """
     r = scores - _of_rows(of_rows, row, rows, AXIS)
     z = tl.maximum(z, LEAST_KERNEL)
@@ -312,9 +312,9 @@ def _slopes(
     error = tl.where(within, r_hat - r, tl.maximum(r_hat + band, 0.0))
     error = tl.minimum(tl.maximum(error, -delta), delta)
     top = _of_rows(of_rows + 6 * step, row, rows, AXIS)
-    beyond = _of_rows(of_rows + 7 * step, row, rows, AXIS)
+    fp = _of_rows(of_rows + 7 * step, row, rows, AXIS)
     slopes = (warm_hat - warm) * _of_rows(of_rows + 5 * step, row, rows, AXIS)
-    slopes += error * tl.where(within, top, beyond)
+    slopes += error * tl.where(within, top, fp)
     slopes += cold_hat * _of_rows(of_rows + 8 * step, row, rows, AXIS)
     return tl.where(hidden, 0.0, slopes / z)
 
