@@ -146,7 +146,7 @@ def full(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[s
 
 @pytest.fixture(scope="module")
 def whole(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
-    return evaluate(PartialKV(**options_of(tiny_backbone, method="topk", budget=1, stride=16, batch_size=batch_size)))
+    return evaluate(PartialKV(**options_of(tiny_backbone, method="topk", budget=1.0, stride=16, batch_size=batch_size)))
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def test_layers_with_a_window(tiny_backbone: Backbone) -> None:
         theirs = values(HFLM(**options), kind)
         close = theirs if kind == "generate_until" else pytest.approx(theirs, rel=1e-5)
         assert values(PartialKV(**options, method="full", stride=16), kind) == close
-        assert values(PartialKV(**options, method="topk", budget=1, stride=16), kind) == close
+        assert values(PartialKV(**options, method="topk", budget=1.0, stride=16), kind) == close
         if kind != "generate_until":
             assert values(PartialKV(**options, budget=0.2, stride=16), kind) != pytest.approx(theirs, rel=1e-5)
 
@@ -312,10 +312,10 @@ def test_maps_from_a_file(tiny_backbone: Backbone, tmp_path: Path) -> None:
 
 
 WRONG = [
-    ({"method": "topq"}, "method 'topq' is unknown; known are full, topk"),
-    ({"budget": 2}, r"budget 2 is outside \(0, 1\]: it is a share, 0.02 for 2 %"),
-    ({"budget": "nan"}, "budget nan is outside"),
-    ({"budget": "two"}, "budget is 'two', not a number"),
+    ({"method": "topq"}, "method 'topq' is unknown; the most similar are topk, "),
+    ({"budget": 2}, r"budget=2 is not a share of the prompt's tokens in \(0, 1\]: for 2 % write 0.02"),
+    ({"budget": "nan"}, "budget='nan' is not a share"),
+    ({"budget": 1}, "budget=1 may mean 1 % or the whole prompt: write 0.01 or 1.0"),
     ({"method": "topk_phi"}, "method topk_phi needs phi maps"),
     ({"method": "topk_phi", "phi": "missing.safetensors"}, "missing.safetensors: no such file"),
     ({"num_sink": -1}, "num_sink is -1, not a whole number of at least 0"),
@@ -375,7 +375,7 @@ def test_a_wrong_argument_on_the_command_line_is_one_line(
         main()
     assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert said == "partial_kv: error: budget 20 is outside (0, 1]: it is a share, 0.02 for 2 %\n"
+    assert said == "partial_kv: error: budget=20 is not a share of the prompt's tokens in (0, 1]: for 20 % write 0.2\n"
 
 
 def test_an_arm_without_a_budget_takes_any(tiny_backbone: Backbone) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from residual_mass.backbones.windows import window_of
 from residual_mass.core.accounting import merge
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, method_named
-from residual_mass.methods.arms import Arm
+from residual_mass.methods.arms import Arm, percent_of_share
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def partial_kv(
     Args:
         method: full, topk, topk_phi, topk_moments or another name in `residual_mass.methods`, or your own `Method`.
         budget: exact-support budget as a share of each row's own prompt, in (0, 1], including anchors; ignored for
-            full.
+            full. The integer 1 is refused: 0.01 is 1 %, 1.0 the whole prompt.
         phi: maps trained for this backbone; required by the methods with phi in their name, refused by those with
             another residual.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
@@ -111,11 +110,10 @@ def _prompts_marked(model: PreTrainedModel, session: PartialSession) -> Iterator
         del model._prefill
 
 
-def make_arm(method: str | Method, budget: float | None) -> Arm:
+def make_arm(method: str | Method, budget: float | str | None) -> Arm:
     """Converts the budget to percent; raises ValueError for an unknown method or a budget out of range."""
-    rule = method_named(method) if isinstance(method, str) else method
-    # Exact arithmetic: 100 * 0.07 is a little above 7 in floats, and the budget formula would round it up to 8.
-    return Arm(rule, None if rule.whole_prefix or budget is None else float(Fraction(str(budget)) * 100))
+    rule = method_named(method)
+    return Arm(rule, None if rule.whole_prefix else percent_of_share(budget))
 
 
 def require_maps(arm: Arm, phi: PhiMaps | None) -> None:

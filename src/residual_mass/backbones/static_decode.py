@@ -55,7 +55,7 @@ def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
 
 def fused_method(method: str | Method) -> Method:
     """Looks up a method with a fast decode step; raises ValueError if it has none or its name is not known."""
-    rule = method_named(method) if isinstance(method, str) else method
+    rule = method_named(method)
     if not rule.fused:
         raise ValueError(f"method {rule.name} has no fast decode step; use partial_kv")
     return rule

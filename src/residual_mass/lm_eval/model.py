@@ -26,7 +26,6 @@ from residual_mass.backbones.partial import make_arm, partial_kv, require_maps
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.lm_eval.scoring import Scorer
-from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
@@ -85,8 +84,8 @@ class PartialKV(HFLM):
     ) -> None:
         _require_supported(options)
         try:
-            self.budget = None if method_named(method).whole_prefix else _share(budget)
-            arm = make_arm(method, self.budget)
+            arm = make_arm(method, budget)
+            self.budget = None if arm.budget_percent is None else arm.budget_percent / 100
             self.arm = ArmSpec(method, arm.budget_percent)
             self.anchors = AnchorSpec(_whole("num_sink", num_sink, 0), _whole("num_tail", num_tail, 0))
             self.stride = _whole("stride", stride, 1)
@@ -216,16 +215,6 @@ def _require_supported(options: Mapping[str, Any]) -> None:
         raise BadArgument(f"partial_kv does not support {', '.join(given)}: leave {given[0]} out")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
-
-
-def _share(budget: Any) -> float:
-    try:
-        share = float(budget)
-    except (TypeError, ValueError):
-        raise ValueError(f"budget is {budget!r}, not a number") from None
-    if not 0 < share <= 1:
-        raise ValueError(f"budget {share:g} is outside (0, 1]: it is a share, 0.02 for 2 %")
-    return share
 
 
 def _whole(name: str, value: int | str, least: int) -> int:

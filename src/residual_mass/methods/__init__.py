@@ -7,6 +7,7 @@ does not import torch before it computes, for the workflow and the tables do wit
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from residual_mass.methods.centroids import Centroids
@@ -70,11 +71,20 @@ class Method:
         name: name in configuration and result files.
         selector: None reads every prefix token (the unmodified backbone).
         residual: None adds nothing.
+
+    Raises:
+        ValueError: a selector or residual is no frozen dataclass, or lacks a member that decoding uses.
     """
 
     name: str
     selector: Selector | None = TopK()
     residual: Phi | Residual | None = None
+
+    def __post_init__(self) -> None:
+        if self.selector is not None:
+            _require("selector", self.selector, ("recipe", "prepare", "update", "select"))
+        if self.own is not None:
+            _require("residual", self.own, ("recipe", "needs_maps", "prepare", "update", "terms"))
 
     @property
     def whole_prefix(self) -> bool:
@@ -118,6 +128,14 @@ class Method:
         return {"method": self.name} | {part: _identity(one) for part, one in parts.items() if one is not None}
 
 
+def _require(role: str, part: Any, members: tuple[str, ...]) -> None:
+    if isinstance(part, type) or not is_dataclass(part) or not part.__dataclass_params__.frozen:
+        raise ValueError(f"{role} {part!r} is no instance of a frozen dataclass (see docs/extending.md)")
+    missing = [member for member in members if not hasattr(part, member)]
+    if missing:
+        raise ValueError(f"{role} {type(part).__name__} lacks {', '.join(missing)} (see docs/extending.md)")
+
+
 def _identity(part: Any) -> dict[str, Any]:
     """Class, recipe and parameters of a selector or residual, also of one that it is made of."""
     named = {"name": type(part).__name__, "recipe": part.recipe}
@@ -130,11 +148,14 @@ def names() -> tuple[str, ...]:
     return tuple(method.name for method in METHODS)
 
 
-def method_named(name: str) -> Method:
-    """Looks up a method; raises ValueError listing the known names."""
+def method_named(name: str | Method) -> Method:
+    """Looks up a method by its name, and returns a `Method` as it is; raises ValueError with the most similar names."""
+    if isinstance(name, Method):
+        return name
     found = next((method for method in METHODS if method.name == name), None)
     if found is None:
-        raise ValueError(f"method {name!r} is unknown; known are {', '.join(names())}")
+        similar = get_close_matches(str(name), names(), n=3, cutoff=0)
+        raise ValueError(f"method {name!r} is unknown; the most similar are {', '.join(similar)}")
     return found
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from residual_mass.core.settings import Settings
 from residual_mass.methods import Method, method_named
+
+LEAST_PERCENT = 0.5
+"""The smallest budget of the paper."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,46 @@ class Arm:
     @property
     def needs_maps(self) -> bool:
         return self.rule.needs_maps
+
+
+def percent_of_share(budget: float | str | None) -> float:
+    """Converts a budget from a share of the prompt's tokens, in (0, 1], to percent.
+
+    Raises:
+        ValueError: it is no number, out of range, or the integer 1, which may mean 1 %.
+    """
+    written = str(budget)
+    if written == "1":
+        raise ValueError("budget=1 may mean 1 % or the whole prompt: write 0.01 or 1.0")
+    try:
+        number = Fraction(written.removesuffix("%"))
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(0)
+    in_percent = number > 1 or written.endswith("%")
+    if in_percent or number <= 0:
+        meant = number if in_percent and 0 < number <= 100 else 2
+        example = f"for {float(meant):g} % write {float(meant) / 100:g}"
+        raise ValueError(f"budget={budget!r} is not a share of the prompt's tokens in (0, 1]: {example}")
+    return float(100 * number)  # exact: in floats 100 * 0.07 is a little above 7, and the budget's formula rounds up
+
+
+def percent_written(text: str) -> float:
+    """Reads a budget in percent of the prompt's tokens, as command lines take it: "2", "0.5" or "2%".
+
+    Raises:
+        ValueError: it is no number in (0, 100], or below LEAST_PERCENT without a percent sign: a share, more likely.
+    """
+    number = text.removesuffix("%").strip()
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = float("nan")
+    if not 0 < percent <= 100:
+        raise ValueError(f"budget {text!r} is not a number of percent in (0, 100], such as 2")
+    if percent < LEAST_PERCENT and number == text.strip():
+        likely = f"{100 * percent:g}"
+        raise ValueError(f"budget {text} may mean {likely} % or {percent:g} %: write {likely} or {percent:g}%")
+    return percent
 
 
 def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:

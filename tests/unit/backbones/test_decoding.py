@@ -427,8 +427,8 @@ def test_a_prompt_read_before_the_context_is_refused(tiny_backbone: Backbone, pr
     ("arguments", "message"),
     [
         ({"method": "topk_phi"}, "needs phi"),
-        ({"method": "topk", "budget": 0.0}, "outside"),
-        ({"method": "topk", "budget": 1.5}, "outside"),
+        ({"method": "topk", "budget": 0.0}, "budget=0.0 is not a share of the prompt"),
+        ({"method": "topk", "budget": 1.5}, "for 1.5 % write 0.015"),
         ({"method": "sparse"}, "sparse"),
     ],
 )

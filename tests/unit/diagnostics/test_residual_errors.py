@@ -152,7 +152,7 @@ def test_bytes_repeat(folder: Path, phi: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"methods": ("topk", "topk_best")}, "method 'topk_best' is unknown; known are full, topk"),
+        ({"methods": ("topk", "topk_best")}, "method 'topk_best' is unknown; the most similar are topk"),
         ({"methods": ("full", "topk")}, "methods: full is what errors are measured against; leave it out"),
         ({"methods": ("topk_phi",)}, "methods: topk is missing, with which the others are compared; add it"),
         ({"length": "5k"}, r"length 5k: longer than the context of tiny \(2048 tokens\); choose a shorter one"),

@@ -1,0 +1,104 @@
+"""What a user of the library may get wrong is told in one line, with the likely meaning."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, make_dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.unit.backbones.test_own_residuals import AllOfIt
+
+from residual_mass import partial_kv
+from residual_mass.backbones.loading import Backbone
+from residual_mass.methods import Method, Moments, ScanRegression, TopK
+from residual_mass.methods.arms import percent_written
+
+SHARE = "is not a share of the prompt's tokens in (0, 1]: "
+
+
+@pytest.mark.parametrize(
+    ("budget", "line"),
+    [
+        (2, f"budget=2 {SHARE}for 2 % write 0.02"),
+        (1.5, f"budget=1.5 {SHARE}for 1.5 % write 0.015"),
+        ("4%", f"budget='4%' {SHARE}for 4 % write 0.04"),
+        (" 50 %", f"budget=' 50 %' {SHARE}for 50 % write 0.5"),
+        (1, "budget=1 may mean 1 % or the whole prompt: write 0.01 or 1.0"),
+        (0, f"budget=0 {SHARE}for 2 % write 0.02"),
+        (-0.1, f"budget=-0.1 {SHARE}for 2 % write 0.02"),
+        (200, f"budget=200 {SHARE}for 2 % write 0.02"),
+        (float("nan"), f"budget=nan {SHARE}for 2 % write 0.02"),
+        (float("inf"), f"budget=inf {SHARE}for 2 % write 0.02"),
+        (None, f"budget=None {SHARE}for 2 % write 0.02"),
+        ("few", f"budget='few' {SHARE}for 2 % write 0.02"),
+        ("1/0", f"budget='1/0' {SHARE}for 2 % write 0.02"),
+    ],
+)
+def test_a_budget_that_is_no_share(budget: Any, line: str, tiny_backbone: Backbone) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"), partial_kv(tiny_backbone.model, "topk", budget):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("budget", "percent"), [(0.07, 7.0), ("0.02", 2.0), (1.0, 100.0), (torch.tensor(0.5).item(), 50.0)]
+)
+def test_a_budget_is_a_share(budget: Any, percent: float, tiny_backbone: Backbone) -> None:
+    with partial_kv(tiny_backbone.model, "topk", budget) as session:
+        assert session.arm.budget_percent == percent
+
+
+def test_a_budget_in_percent() -> None:
+    assert [percent_written(text) for text in ("2", "0.5", "4%", "0.02 %", "100")] == [2, 0.5, 4, 0.02, 100]
+    with pytest.raises(ValueError, match=r"^budget 0.02 may mean 2 % or 0.02 %: write 2 or 0.02%$"):
+        percent_written("0.02")
+    for text in ("0", "-2", "200", "nan", "two", "", "%"):
+        with pytest.raises(ValueError, match=f"^budget '{text}' is not a number of percent in .0, 100., such as 2$"):
+            percent_written(text)
+
+
+@dataclass(frozen=True)
+class WithoutUpdate:
+    recipe: ClassVar[int] = 1
+    needs_maps: ClassVar[bool] = False
+    prepare = terms = AllOfIt.terms
+
+
+@dataclass(frozen=True)
+class Blind:
+    recipe: ClassVar[int] = 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ({"residual": WithoutUpdate()}, "residual WithoutUpdate lacks update (see docs/extending.md)"),
+        ({"residual": Blind()}, "residual Blind lacks needs_maps, prepare, update, terms (see docs/extending.md)"),
+        ({"selector": Blind()}, "selector Blind lacks prepare, update, select (see docs/extending.md)"),
+        ({"residual": TopK()}, "residual TopK lacks needs_maps, terms (see docs/extending.md)"),
+        ({"residual": Moments}, f"residual {Moments!r} is no instance of a frozen dataclass (see docs/extending.md)"),
+        ({"residual": "moments"}, "residual 'moments' is no instance of a frozen dataclass (see docs/extending.md)"),
+        ({"selector": make_dataclass("Loose", [])()}, "selector Loose() is no instance of a frozen dataclass (see"),
+    ],
+)
+def test_a_part_that_lacks_a_member(parts: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        Method("mine", **parts)
+
+
+@pytest.mark.parametrize(
+    ("method", "similar"),
+    [
+        ("topk_moment", "topk_moments, "),
+        ("scan4_regresion_64", "scan4_regression_64, "),
+        ("x", ""),
+        (ScanRegression(64), ""),
+        (None, ""),
+    ],
+)
+def test_an_unknown_method(method: Any, similar: str, tiny_backbone: Backbone) -> None:
+    line = re.escape(f"method {method!r} is unknown; the most similar are {similar}")
+    with pytest.raises(ValueError, match=f"^{line}[^,]+(, [^,]+)*$") as error, partial_kv(tiny_backbone.model, method):
+        pass
+    assert str(error.value).count(", ") == 2
