@@ -27,6 +27,7 @@ from residual_mass.benchmarks.statistics import (
     estimate_arms,
     estimate_over_tasks,
     resampled,
+    skewed_interval,
 )
 from residual_mass.files import csv_text, read_parquet, write_text
 from residual_mass.holm import holm
@@ -164,6 +165,7 @@ def _lines(
     if quantiles:
         estimates |= _token_estimates(spec, tasks, name)
     alone = _alone(tasks)
+    kl = [BY_DOCUMENT[KL](tokens).clip(min=0) for tokens in tasks.values()]  # rounding can leave less than 0
     for a, arm in enumerate(some.arms):
         of_arm = {
             "method": arm.method,
@@ -177,6 +179,8 @@ def _lines(
             if arm == FULL and metric not in (NLL.name, FIRST.name):
                 continue  # its distance from itself
             row = about | of_arm | {"metric": metric} | _mean(of_metric[a], "value", "", alone)
+            if metric == KL.name and not alone:
+                row["ci_low"], row["ci_high"] = skewed_interval([of_task[a] for of_task in kl])
             if gain := gains.get((metric, a)):
                 row |= _mean(gain.mean, "gain", "gain_", alone) | {"gain_p": None if alone else gain.p}
                 del row["gain_stderr"]

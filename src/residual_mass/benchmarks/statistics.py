@@ -11,6 +11,7 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
+from scipy.special import stdtrit
 
 from residual_mass.benchmarks.catalogue import LEVEL, POWER
 
@@ -99,6 +100,36 @@ def estimate_over_tasks(tasks: Sequence[MeanScore]) -> MeanScore:
     return MeanScore(
         float(np.mean([task.value for task in tasks])), _stratified([task.stderr for task in tasks]), draws
     )
+
+
+def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Interval of a mean of skewed values that are not negative, such as divergences: Student's t on its logarithm.
+
+    Resampling 6 to 16 such values covers their mean in 77 to 90 % of samples, not in 95, as the largest values are
+    seldom among them. Here the standard error of each task is the larger of two: the sample's, and what its logarithms
+    imply if they are normal (Cox's method with Student's t, Olsson 2005, doi:10.1080/10691898.2005.11910638).
+
+    Args:
+        tasks: at least two values of each task, [examples]; the mean is over examples, then over tasks.
+    """
+    means = np.array([values.mean() for values in tasks])
+    errors = np.array([mean * _relative_error(values) for mean, values in zip(means, tasks, strict=True)])
+    if not means.any():
+        return 0.0, 0.0
+    relative = np.sqrt((errors**2).sum()) / means.sum()
+    factor = np.exp(stdtrit(sum(len(values) - 1 for values in tasks), (1 + LEVEL) / 2) * relative)
+    return float(means.mean() / factor), float(means.mean() * factor)
+
+
+def _relative_error(values: np.ndarray) -> float:
+    """Standard error of the mean of values >= 0 over their mean; of zeros, 0."""
+    n, mean = len(values), values.mean()
+    of_sample = values.std(ddof=1) / np.sqrt(n) / mean if mean else 0.0
+    if not values.all():  # no logarithm
+        return float(of_sample)
+    variance = np.log(values).var(ddof=1)
+    of_logarithms = np.sqrt(variance / n + variance**2 / (2 * (n - 1)))
+    return float(max(of_sample, min(of_logarithms, 1)))  # the sample's is never above 1
 
 
 def compare_arms(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from tests.records import record
 from tests.unit.benchmarks.test_statistics import signs_p
@@ -239,6 +240,20 @@ def check_mean(found: Sequence[str], line: Line, by_task: dict[str, list[float]]
     assert all(map(close, found, expected)), (found, expected, line)
 
 
+def ends_of_kl(tasks: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Student's t on the logarithm of the mean, by its definition."""
+    total, variance, freedom = 0.0, 0.0, 0
+    for values in tasks:
+        n, mean, spread = len(values), np.mean(values), np.std(np.log(values), ddof=1)
+        of_sample = np.std(values, ddof=1) / sqrt(n) / mean
+        of_logarithms = sqrt(spread**2 / n + spread**4 / (2 * (n - 1)))
+        total += mean
+        variance += (mean * max(of_sample, min(of_logarithms, 1))) ** 2
+        freedom += n - 1
+    half = scipy.stats.t.ppf(0.975, freedom) * sqrt(variance) / total
+    return total / len(tasks) * np.exp(-half), total / len(tasks) * np.exp(half)
+
+
 def means(documents: dict[str, list[pd.DataFrame]], metric: str) -> dict[str, list[float]]:
     return {task: [OF_DOCUMENT[metric](tokens) for tokens in some] for task, some in documents.items()}
 
@@ -273,7 +288,11 @@ def test_there_is_a_line_for_each_task_arm_and_metric(result: tuple[list[Line], 
 def test_means_over_documents_and_tasks(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
     for line in (line for line in result[0] if line["metric"] in OF_DOCUMENT):
         by_task = means(documents_of(rows, line, arm_of(line)), line["metric"])
-        check_mean([line[name] for name in ("value", "ci_low", "ci_high")], line, by_task)
+        if line["metric"] == "kl":
+            expected = [np.mean([np.mean(values) for values in by_task.values()]), *ends_of_kl(list(by_task.values()))]
+            assert all(map(close, [line[name] for name in ("value", "ci_low", "ci_high")], expected)), (line, expected)
+        else:
+            check_mean([line[name] for name in ("value", "ci_low", "ci_high")], line, by_task)
         errors = [np.std(values, ddof=1) / sqrt(len(values)) for values in by_task.values()]
         assert close(line["stderr"], sqrt(sum(e**2 for e in errors)) / len(errors))
 

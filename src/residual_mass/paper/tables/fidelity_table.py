@@ -323,4 +323,4 @@ def _findings(metric: Metric, cells: Mapping[Place, Cell]) -> Iterator[Marked]:
     if widths:
         over = next(cell.counted for cell in cells.values() if cell.interval)
         width = f"{format_value(max(widths), metric)} {metric.unit}".rstrip()
-        yield Marked(f"{captions.HALF_WIDTH} {over}: {width}.")
+        yield Marked(f"Largest half-width of a 95% interval over {over}: {width}.")
