@@ -49,7 +49,7 @@ def draw(query: Tensor, keys: Tensor, values: Tensor, out: Path) -> None:
     scores = keys @ query
     k = retrieved_count(BUDGET, LENGTH, SINK + TAIL)
     tau = scores.topk(k).values[-1:]
-    moments = moments_of(keys, values, torch.ones(len(keys), 1, dtype=torch.float64))
+    moments = moments_of(keys, values, torch.zeros(len(keys), dtype=torch.int64))
     estimate = float(truncated_terms(query[None], moments, tau).log_mass())
     unread, read = (scores[chosen].numpy() for chosen in (scores < tau, scores >= tau))
     unread_mass = np.exp(unread).sum()

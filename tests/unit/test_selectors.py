@@ -134,8 +134,8 @@ def test_pages_by_mean_are_read_in_the_order_of_their_mean_keys() -> None:
 def test_clusters_are_read_whole_in_the_order_of_their_centroids() -> None:
     queries, keys = problem(7)
     sets, _ = chosen(WholeClusters(8), queries, keys, 19)
-    clusters = [column.nonzero().flatten().tolist() for column in clusters_of(keys, MID, 8).T]
-    clusters = [own for own in clusters if own]
+    part = clusters_of(keys, MID, 8)
+    clusters = [(part == p).nonzero().flatten().tolist() for p in part.unique().tolist() if p >= 0]
     for row, query in enumerate(queries):
         by_score = sorted(clusters, key=lambda own: -float(keys[own].mean(0) @ query))
         assert sets[row] == set([i for own in by_score for i in own][:19])

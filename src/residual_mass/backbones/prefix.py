@@ -7,7 +7,7 @@ of a KV head, L = prefix columns (right- or left-padded), T = generated tokens, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,6 +72,8 @@ class PrefixLayer:
     """What selectors keep of it, likewise."""
     span: Span | None = None
     """None where the real columns may have gaps."""
+    summarised: int | None = None
+    """Columns of the prefix that its states were made of; None for all."""
 
     def state(self, residual: Residual) -> tuple[Tensor, ...]:
         if residual not in self.states:
@@ -87,8 +89,15 @@ class PrefixLayer:
     def grown(self, keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
         """The prefix with further columns, as `build_prefix` makes it, and with its states brought up to date. The last
         anchors move along, so that those of before join the mid-region.
+
+        Updates keep the clusters, channels and groups of the tokens that a state was made of. When the columns between
+        the anchors have doubled since, states are made anew of all keys.
         """
-        layer = build_prefix(keys, values, real, anchors)
+        layer, made_of = build_prefix(keys, values, real, anchors), self.summarised or self.keys.shape[2]
+        fixed = anchors.sink + anchors.tail
+        if keys.shape[2] - fixed >= 2 * max(made_of - fixed, 0):
+            return layer
+        layer = replace(layer, summarised=made_of)
         start = max(0, self.keys.shape[2] - anchors.tail)
         before = nn.functional.pad(self.partition.mid, (0, keys.shape[2] - self.keys.shape[2]))
         joined = (layer.partition.mid & ~before)[:, :, 0, start:]
@@ -110,6 +119,7 @@ class PrefixLayer:
             {residual: _at(state, examples) for residual, state in self.states.items()},
             {selector: _at(state, examples) for selector, state in self.scanned.items()},
             self.span and Span(self.span.first[examples], self.span.last[examples], self.span.anchors),
+            self.summarised,
         )
 
 

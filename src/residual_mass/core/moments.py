@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import Terms
+from residual_mass.core.parts import counts, totals
 
 WHOLE = 10.0
 """Values of a above this count as this: 1 - Phi(10) is below 1e-23, and nothing leaves the range of float32."""
@@ -74,44 +75,52 @@ class PartTerms(NamedTuple):
         return weights @ moments.mean_value + (along.unsqueeze(-2) @ self.slope).squeeze(-2)
 
 
-def moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> MomentState:
+def moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int = 1) -> MomentState:
     """Computes the moments of every part.
 
     Args:
         keys, values: [..., L, D].
-        parts: [..., L, P] of the keys' dtype, 1 where a token belongs to a part and 0 elsewhere.
+        part: [..., L] int64, the part of every token, -1 for none.
     """
-    count = parts.sum(-2)
-    share = parts / count.clamp_min(1).unsqueeze(-2)
-    mean_key, mean_value = (share.transpose(-1, -2) @ x for x in (keys, values))
+    count, share, mean_key, mean_value = _means(keys, values, part, parts)
     covariances = []
-    for part, weights in enumerate(share.unbind(-1)):  # one at a time: all together would copy the keys for each
-        centred_keys = keys - mean_key[..., part, None, :]
+    for number in range(parts):  # one at a time: all together would copy the keys for each
+        weights = (part == number).to(keys.dtype) * share[..., number, None]
+        centred_keys = keys - mean_key[..., number, None, :]
         weighted = weights.unsqueeze(-1) * centred_keys
-        centred_values = values - mean_value[..., part, None, :]
+        centred_values = values - mean_value[..., number, None, :]
         covariances.append((centred_keys.transpose(-1, -2) @ weighted, centred_values.transpose(-1, -2) @ weighted))
     key_covariance, value_key = (torch.stack(each, dim=-3) for each in zip(*covariances, strict=True))
     return MomentState(count, mean_key, mean_value, key_covariance, value_key, torch.ones_like(count))
 
 
-def shared_moments_of(keys: Tensor, values: Tensor, parts: Tensor) -> MomentState:
+def shared_moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int) -> MomentState:
     """Computes the moments of every part as in `moments_of`, with covariances that the parts share.
 
     Sigma and C are those within parts, all tokens together, and r is the part's trace of covariance over Sigma's.
     """
-    count = parts.sum(-2)
-    share = parts / count.clamp_min(1).unsqueeze(-2)
-    mean_key, mean_value = (share.transpose(-1, -2) @ x for x in (keys, values))
-    inside = parts.sum(-1, keepdim=True)
-    centred_keys = inside * (keys - parts @ mean_key)
-    centred_values = values - parts @ mean_value
+    count, share, mean_key, mean_value = _means(keys, values, part, parts)
+    centred_keys = (part >= 0).to(keys.dtype).unsqueeze(-1) * from_own(keys, mean_key, part)
+    centred_values = from_own(values, mean_value, part)
     total = count.sum(-1)[..., None, None].clamp_min(1)
     key_covariance, value_key = (x.transpose(-1, -2) @ centred_keys / total for x in (centred_keys, centred_values))
-    own_trace = (share.transpose(-1, -2) @ centred_keys.square().sum(-1, keepdim=True)).squeeze(-1)
+    own_trace = totals(centred_keys.square().sum(-1, keepdim=True), part, parts, share).squeeze(-1)
     return MomentState(
         count, mean_key, mean_value, key_covariance.unsqueeze(-3), value_key.unsqueeze(-3),
-        own_trace / _trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1),
+        own_trace / trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1),
     )  # fmt: skip
+
+
+def _means(keys: Tensor, values: Tensor, part: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts n of the parts, 1 / n, and mean keys and values."""
+    count = counts(part, parts).to(keys.dtype)
+    share = 1 / count.clamp_min(1)
+    return count, share, totals(keys, part, parts, share), totals(values, part, parts, share)
+
+
+def from_own(x: Tensor, means: Tensor, part: Tensor) -> Tensor:
+    """x [..., L, D] less the mean [..., P, D] of each token's part; of tokens in none, less any."""
+    return x - means.gather(-2, part.clamp_min(0).unsqueeze(-1).expand(*part.shape, means.shape[-1]))
 
 
 def merged(first: MomentState, second: MomentState) -> MomentState:
@@ -143,11 +152,11 @@ def _pooled(own: MomentState) -> MomentState:
     """Replaces the parts' own covariances by shared ones."""
     weights = (own.count / own.count.sum(-1, keepdim=True).clamp_min(1))[..., None, None]
     key_covariance, value_key = ((weights * x).sum(-3) for x in (own.key_covariance, own.value_key_covariance))
-    spread = _trace(own.key_covariance) / _trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1)
+    spread = trace(own.key_covariance) / trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1)
     return MomentState(*own[:3], key_covariance.unsqueeze(-3), value_key.unsqueeze(-3), spread)
 
 
-def _trace(covariance: Tensor) -> Tensor:
+def trace(covariance: Tensor) -> Tensor:
     """[..., D, D] -> [...]."""
     return covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
 

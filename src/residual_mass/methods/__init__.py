@@ -73,7 +73,8 @@ class Method:
         residual: None adds nothing.
 
     Raises:
-        ValueError: a selector or residual is no frozen dataclass, or lacks a member that decoding uses.
+        ValueError: a selector or residual is no frozen dataclass, or lacks a member that decoding uses; the residual does
+            not fit the selector.
     """
 
     name: str
@@ -85,6 +86,10 @@ class Method:
             _require("selector", self.selector, ("recipe", "prepare", "update", "select"))
         if self.own is not None:
             _require("residual", self.own, ("recipe", "needs_maps", "prepare", "update", "terms"))
+        if self.selector is None and self.residual is not None:
+            raise ValueError(f"method {self.name!r} reads the whole prompt, which leaves nothing for a residual")
+        if hasattr(self.residual, "fitted"):
+            object.__setattr__(self, "residual", self.residual.fitted(self.selector))
 
     @property
     def whole_prefix(self) -> bool:
@@ -200,7 +205,7 @@ METHODS = (
     Method("mean_pages", PagesByMean()),
     Method("mean_pages_centroids", PagesByMean(), Centroids(64)),
     Method("mean_pages_sums", PagesByMean(), GroupSums()),
-    Method("mean_pages_moments", PagesByMean(), GroupMoments(split="pages")),
+    Method("mean_pages_moments", PagesByMean(), GroupMoments()),
     Method("clusters", WholeClusters()),
     Method("clusters_sums", WholeClusters(), GroupSums()),
     Method("clusters_moments", WholeClusters(), GroupMoments()),

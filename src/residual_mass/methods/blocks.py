@@ -6,7 +6,8 @@ Shape letters: L = keys, N = blocks, S = tokens of a block, D = head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +17,24 @@ def check_size(size: int) -> None:
     """Raises ValueError for groups of less than a token."""
     if size < 1:
         raise ValueError(f"size is {size}, not 1 or more tokens")
+
+
+def with_groups_of(residual: Any, selector: Any) -> Any:
+    """Gives a residual of groups the `size` (and `split`) of its selector's, where it has none of its own.
+
+    Raises:
+        ValueError: the selector scores no groups by their mean keys, or other ones than the residual names.
+    """
+    inner = getattr(selector, "scan", selector)
+    needs, has = type(residual).__name__, type(inner).__name__
+    if not hasattr(inner, "groups"):
+        raise ValueError(f"{needs} needs a selector of groups by mean keys (PagesByMean, WholeClusters), not {has}")
+    own = {"size": inner.size, "split": inner.groups}
+    for name in own.keys() & vars(residual).keys():
+        given = getattr(residual, name)
+        if given not in (None, own[name]):
+            raise ValueError(f"{needs} has {name}={given!r} and {has} {own[name]!r}: leave it out of {needs}")
+    return replace(residual, **{name: value for name, value in own.items() if hasattr(residual, name)})
 
 
 def blocks_of(x: Tensor, size: int) -> Tensor:

@@ -51,7 +51,8 @@ class Centroids:
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
         from residual_mass.core.parts import clusters
 
-        return _clusters(keys, values, clusters(keys, mid.expand(keys.shape[:-1]), self.clusters))
+        part = clusters(keys, mid.expand(keys.shape[:-1]), self.clusters)
+        return _clusters(keys, values, part, self.clusters)
 
     def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
         """Adds tokens to the clusters of the nearest mean key."""
@@ -59,7 +60,8 @@ class Centroids:
 
         from residual_mass.core.parts import nearest
 
-        new = _clusters(keys, values, nearest(keys, joined.expand(keys.shape[:-1]), state.centroids, state.count > 0))
+        part = nearest(keys, joined.expand(keys.shape[:-1]), state.centroids, state.count > 0)
+        new = _clusters(keys, values, part, self.clusters)
         count = state.count + new.count
         share = (new.count / count.clamp_min(1)).unsqueeze(-1)
         centroids = state.centroids + share * (new.centroids - state.centroids)
@@ -79,13 +81,12 @@ class Centroids:
         return FLOAT32 * self.clusters * (2 * step.width + 1) + CLUSTER * step.retrieved
 
 
-def _clusters(keys: Tensor, values: Tensor, members: Tensor) -> Clusters:
-    """Summarises clusters, given their members [..., L, P] bool."""
+def _clusters(keys: Tensor, values: Tensor, part: Tensor, clusters: int) -> Clusters:
+    """Summarises clusters, given that of every token, [..., L] int64, -1 for none."""
     import torch
 
-    weights = members.to(keys.dtype).transpose(-1, -2)
-    count = weights.sum(-1)
-    return Clusters(
-        weights @ keys / count.clamp_min(1).unsqueeze(-1), count, weights @ values,
-        members.to(torch.int8).argmax(-1).to(torch.int16),
-    )  # fmt: skip
+    from residual_mass.core.parts import counts, totals
+
+    count = counts(part, clusters).to(keys.dtype)
+    centroids = totals(keys, part, clusters) / count.clamp_min(1).unsqueeze(-1)
+    return Clusters(centroids, count, totals(values, part, clusters), part.clamp_min(0).to(torch.int16))

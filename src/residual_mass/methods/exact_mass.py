@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from residual_mass.core.accounting import Terms
-    from residual_mass.methods.interface import Seen
+    from residual_mass.methods.interface import Seen, Selector
 
 
 class MeanValue(NamedTuple):
@@ -29,6 +29,12 @@ class ExactMass:
 
     recipe: ClassVar[int] = 1
     needs_maps: ClassVar[bool] = False
+
+    def fitted(self, selector: Selector | None) -> ExactMass:
+        """Raises ValueError for a selector that does not read every key: the mass is that of exact scores."""
+        if not getattr(selector, "reads_keys", False):
+            raise ValueError(f"ExactMass needs a selector that reads every key (TopK), not {type(selector).__name__}")
+        return self
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MeanValue:
         weights = mid.expand(keys.shape[:-1]).to(values.dtype).unsqueeze(-1)

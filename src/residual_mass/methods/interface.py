@@ -115,6 +115,7 @@ class Residual(Protocol):
     load torch: the workflow lists methods with it.
 
     One with `fused = True` is decoded by `core.fused` too: its state is a `MomentState`, its terms `truncated_terms`.
+    One with a method `fitted(selector)` takes parameters of its selector there, or raises ValueError.
     """
 
     recipe: ClassVar[int]

@@ -24,8 +24,9 @@ class OnePart:
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
         from residual_mass.core.moments import moments_of
+        from residual_mass.core.parts import blocks
 
-        return moments_of(keys, values, mid.expand(keys.shape[:-1]).unsqueeze(-1).to(keys.dtype))
+        return moments_of(keys, values, blocks(mid.expand(keys.shape[:-1]), 1))
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
         from residual_mass.core.moments import merged
@@ -58,7 +59,9 @@ class Moments:
     takes_out: bool = False
     """Whether the tokens that were read are taken out of the moments first; with one part only."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What means and covariances are rounded to."""
+    """What a step reads means and covariances in. They are kept in float32, so that tokens that join are not lost in
+    rounding.
+    """
     recipe: ClassVar[int] = 1
     needs_maps: ClassVar[bool] = False
 
@@ -80,15 +83,9 @@ class Moments:
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
         from residual_mass.core import moments, parts
 
-        mid = mid.expand(keys.shape[:-1])
-        if self.parts == 1:
-            members = mid.unsqueeze(-1)
-        elif self.split == "blocks":
-            members = parts.blocks(mid, self.parts)
-        else:
-            members = parts.clusters(keys, mid, self.parts)
-        made = moments.shared_moments_of if self.shared else moments.moments_of
-        return self._stored(made(keys, values, members.to(keys.dtype)))
+        mid, by_blocks = mid.expand(keys.shape[:-1]), self.parts == 1 or self.split == "blocks"
+        part = parts.blocks(mid, self.parts) if by_blocks else parts.clusters(keys, mid, self.parts)
+        return (moments.shared_moments_of if self.shared else moments.moments_of)(keys, values, part, self.parts)
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
         """Adds tokens to the last block, or to the cluster with the nearest mean key."""
@@ -97,14 +94,16 @@ class Moments:
         present = state.count > 0
         if self.split == "blocks":
             present = present & (present.cumsum(-1) == present.sum(-1, keepdim=True))
-        members = parts.nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key.to(keys.dtype), present)
-        return self._stored(moments.merged(state, moments.moments_of(keys, values, members.to(keys.dtype))))
+        part = parts.nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key, present)
+        return moments.merged(state, moments.moments_of(keys, values, part, self.parts))
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
         from residual_mass.core.moments import MomentState, rest_terms, truncated_terms
         from residual_mass.core.rows import rows_at
 
-        state = MomentState(*(part.to(seen.queries.dtype) for part in state))
+        if self.dtype == "bfloat16":
+            count, *means, spread = state
+            state = MomentState(count, *(part.bfloat16().to(seen.queries.dtype) for part in means), spread)
         if not self.takes_out:
             return truncated_terms(seen.queries, state, seen.threshold)
         scores, values = seen.scores.gather(-1, seen.read.indices), rows_at(seen.values, seen.read.indices)
@@ -113,11 +112,3 @@ class Moments:
     def summary_bytes(self, step: Step) -> float:
         size = FLOAT32 if self.dtype == "float32" else BFLOAT16
         return size * moment_numbers(step.width, self.parts, self.shared)
-
-    def _stored(self, state: MomentState) -> MomentState:
-        import torch
-
-        if self.dtype == "float32":
-            return state
-        names = ("mean_key", "mean_value", "key_covariance", "value_key_covariance")
-        return state._replace(**{name: getattr(state, name).to(torch.bfloat16) for name in names})

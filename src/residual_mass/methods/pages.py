@@ -78,6 +78,7 @@ class PagesByMean:
     """S."""
     recipe: ClassVar[int] = 1
     reads_keys: ClassVar[bool] = False
+    groups: ClassVar[str] = "pages"
 
     def __post_init__(self) -> None:
         check_size(self.size)
@@ -111,13 +112,11 @@ def whole_pages(page_scores: Tensor, size: int, scores: Tensor, mid: Tensor, k: 
     return Choice(read, least_read(scores, mid, read), scores_of_tokens(page_scores, size, tokens))
 
 
-def page_members(mid: Tensor, size: int) -> Tensor:
-    """Which tokens of the mid-region [..., L] are in each page: [..., L, N] bool."""
+def page_of(mid: Tensor, size: int) -> Tensor:
+    """The page of every token of the mid-region [..., L], -1 outside: [..., L] int64."""
     import torch
 
-    tokens = mid.shape[-1]
-    page = torch.arange(tokens, device=mid.device) // size
-    return (page.unsqueeze(-1) == torch.arange(-(-tokens // size), device=mid.device)) & mid.unsqueeze(-1)
+    return torch.where(mid, torch.arange(mid.shape[-1], device=mid.device) // size, -1)
 
 
 def _first(start: int, size: int) -> tuple[int, int]:

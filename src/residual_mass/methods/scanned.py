@@ -8,26 +8,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from residual_mass.methods.blocks import with_groups_of
 from residual_mass.methods.interface import BFLOAT16, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from residual_mass.core.accounting import Terms
-    from residual_mass.methods.interface import Seen
+    from residual_mass.methods.interface import Seen, Selector
+
+
+ROUNDING = 64
+"""Deviations of scores within clusters below this many roundings of the largest score count as this many."""
 
 
 class ClusteredMoments(NamedTuple):
-    """Means of clusters, and covariances within them of all tokens together."""
+    """Means of clusters, and covariances within them of all tokens together. A step reads them in bfloat16."""
 
     count: Tensor
     """[..., P]."""
     mean_key: Tensor
     """[..., P, D]; a step does not read it, only tokens that join do."""
     mean_value: Tensor
-    """[..., P, D] bfloat16."""
+    """[..., P, D]."""
     value_key_covariance: Tensor
-    """[..., D, D] bfloat16, C: values by keys."""
+    """[..., D, D], C: values by keys."""
+    value_variance: Tensor
+    """[..., D], of values within clusters."""
     cluster: Tensor
     """[..., L] int16, of every token; -1 outside the mid-region."""
 
@@ -44,11 +51,14 @@ class ScanRegression:
     scores within clusters. Any scan of all tokens gives s, m and var(s) for nothing, and whatever was read, no cut is
     needed: it serves selectors whose threshold is none. We found no earlier use. SparQ (arXiv 2312.04985) takes the
     mass from such scores, in the direction of the mean value.
+
+    C is of exact keys, var(s) of scanned ones. Where keys differ by less than the scan resolves, var(s) vanishes and C
+    does not: the slope C q / var(s) is then cut to sd(v) / sd(s), the largest that any values and scores can have.
     """
 
     clusters: int = 1
     """P, of k-means of the keys."""
-    recipe: ClassVar[int] = 1
+    recipe: ClassVar[int] = 2
     needs_maps: ClassVar[bool] = False
     uses_scan: ClassVar[bool] = True
 
@@ -57,10 +67,11 @@ class ScanRegression:
             raise ValueError(f"clusters is {self.clusters}, not between 1 and 32766")
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
-        from residual_mass.core.parts import clusters
+        from residual_mass.core.parts import blocks, clusters
 
         mid = mid.expand(keys.shape[:-1])
-        return _clustered(keys, values, clusters(keys, mid, self.clusters) if self.clusters > 1 else mid.unsqueeze(-1))
+        part = clusters(keys, mid, self.clusters) if self.clusters > 1 else blocks(mid, 1)
+        return _clustered(keys, values, part, self.clusters)
 
     def update(
         self, state: ClusteredMoments, keys: Tensor, values: Tensor, joined: Tensor, start: int
@@ -70,19 +81,21 @@ class ScanRegression:
 
         from residual_mass.core.parts import nearest
 
-        members = nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key, state.count > 0)
-        new = _clustered(keys, values, members)
+        part = nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key, state.count > 0)
+        new = _clustered(keys, values, part, self.clusters)
         count = state.count + new.count
         share = (new.count / count.clamp_min(1)).unsqueeze(-1)
-        key_step = new.mean_key - state.mean_key
-        value_step = new.mean_value.to(keys.dtype) - state.mean_value.to(keys.dtype)
-        between = (count.unsqueeze(-1) * share * (1 - share) * value_step).transpose(-1, -2) @ key_step
-        sums = [x.value_key_covariance.to(keys.dtype) * _total(x.count) for x in (state, new)]
+        key_step, value_step = new.mean_key - state.mean_key, new.mean_value - state.mean_value
+        between = count.unsqueeze(-1) * share * (1 - share) * value_step
+        total, old, late = (x.sum(-1).clamp_min(1).unsqueeze(-1) for x in (count, state.count, new.count))
+        variance = old * state.value_variance + late * new.value_variance + (between * value_step).sum(-2)
+        covariance = old.unsqueeze(-1) * state.value_key_covariance + late.unsqueeze(-1) * new.value_key_covariance
         return ClusteredMoments(
             count,
             state.mean_key + share * key_step,
-            (state.mean_value + share * value_step).bfloat16(),
-            ((sums[0] + sums[1] + between) / _total(count)).bfloat16(),
+            state.mean_value + share * value_step,
+            (covariance + between.transpose(-1, -2) @ key_step) / total.unsqueeze(-1),
+            variance / total,
             torch.cat((state.cluster[..., :start], new.cluster), -1),
         )
 
@@ -98,42 +111,43 @@ class ScanRegression:
         members = (state.cluster.unsqueeze(-1) == torch.arange(count.shape[-1], device=count.device)).to(dtype)
         inside = (state.cluster >= 0).unsqueeze(-2)  # [..., 1, L]
         offset = torch.where(inside, seen.scanned, 0)
+        rounding = ROUNDING * torch.finfo(dtype).eps * torch.linalg.vector_norm(offset, torch.inf, dim=-1)
         mean = offset @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
         offset -= mean @ members.transpose(-1, -2)  # stays 0 outside the mid-region
         variance = torch.linalg.vector_norm(offset, dim=-1).square() / count.sum(-1, keepdim=True).clamp_min(1)
+        deviation = torch.maximum(variance.clamp_min(LEAST_VARIANCE).sqrt(), rounding).unsqueeze(-1)
 
         weights = torch.where(seen.unread, seen.scanned, -torch.inf)
         shift = weights.amax(-1)
         shift = torch.where(shift > -torch.inf, shift, 0)
         weights = weights.sub_(shift.unsqueeze(-1)).exp_()
-        along = (weights * offset).sum(-1) / variance.clamp_min(LEAST_VARIANCE)
-        slope = seen.queries @ state.value_key_covariance.to(dtype).transpose(-1, -2)
-        numerator = (weights @ members) @ state.mean_value.to(dtype) + along.unsqueeze(-1) * slope
-        return Terms(numerator, weights.sum(-1), shift)
+        mean_value, covariance, value_variance = (x.bfloat16().to(dtype) for x in state[2:5])
+        along = (weights * offset).sum(-1, keepdim=True) / deviation
+        steepest = value_variance.sqrt().unsqueeze(-2)
+        slope = (seen.queries @ covariance.transpose(-1, -2) / deviation).clamp(-steepest, steepest)
+        return Terms((weights @ members) @ mean_value + along * slope, weights.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
-        """Mean values, counts, C, and with several clusters a byte or two for the cluster of every token."""
+        """Mean values, counts, C, the values' variance, and with several clusters a byte or two for the cluster of
+        every token.
+        """
         cluster = 0 if self.clusters == 1 else 1 if self.clusters <= 2**8 else 2
-        return BFLOAT16 * (step.width**2 + self.clusters * (step.width + 1)) + cluster * step.tokens
+        numbers = step.width * (step.width + 1) + self.clusters * (step.width + 1)
+        return BFLOAT16 * numbers + cluster * step.tokens
 
 
-def _clustered(keys: Tensor, values: Tensor, members: Tensor) -> ClusteredMoments:
-    """Summarises clusters, given their members [..., L, P] bool."""
+def _clustered(keys: Tensor, values: Tensor, part: Tensor, clusters: int) -> ClusteredMoments:
+    """Summarises clusters, given that of every token, [..., L] int64, -1 for none."""
     import torch
 
-    from residual_mass.core.moments import shared_moments_of
+    from residual_mass.core.moments import from_own, shared_moments_of
 
-    made = shared_moments_of(keys, values, members.to(keys.dtype))
-    cluster = torch.where(members.any(-1), members.to(torch.int8).argmax(-1), -1)
+    made = shared_moments_of(keys, values, part, clusters)
+    away = from_own(values, made.mean_value, part).square()
+    variance = torch.where((part >= 0).unsqueeze(-1), away, 0).sum(-2)
+    variance = variance / made.count.sum(-1, keepdim=True).clamp_min(1)
     covariance = made.value_key_covariance.squeeze(-3)
-    return ClusteredMoments(
-        made.count, made.mean_key, made.mean_value.bfloat16(), covariance.bfloat16(), cluster.to(torch.int16)
-    )
-
-
-def _total(count: Tensor) -> Tensor:
-    """[..., P] -> [..., 1, 1], at least 1."""
-    return count.sum(-1).clamp_min(1)[..., None, None]
+    return ClusteredMoments(*made[:3], covariance, variance, part.to(torch.int16))
 
 
 @dataclass(frozen=True)
@@ -145,11 +159,14 @@ class GroupSums:
     token, which is the same as the groups' sums less what was read.
     """
 
-    size: int = 16
-    """Tokens of a group in the mean, as the selector's."""
+    size: int | None = None
+    """Tokens of a group in the mean; a `Method` takes the selector's."""
     recipe: ClassVar[int] = 1
     needs_maps: ClassVar[bool] = False
     uses_scan: ClassVar[bool] = True
+
+    def fitted(self, selector: Selector | None) -> GroupSums:
+        return with_groups_of(self, selector)
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
         return ()

@@ -35,21 +35,19 @@ class WholeClusters:
 
     size: int = 16
     """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
-    recipe: ClassVar[int] = 1
+    recipe: ClassVar[int] = 2
     reads_keys: ClassVar[bool] = False
+    groups: ClassVar[str] = "clusters"
 
     def __post_init__(self) -> None:
         check_size(self.size)
 
     def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
-        import torch
+        from residual_mass.core.parts import clusters_of, counts, totals
 
-        from residual_mass.core.parts import clusters_of
-
-        members = clusters_of(keys, mid.expand(keys.shape[:-1]), self.size)
-        weights = members.to(keys.dtype).transpose(-1, -2)
-        centroids = weights @ keys / weights.sum(-1, keepdim=True).clamp_min(1)
-        return KeyClusters(centroids, members.to(torch.int8).argmax(-1, keepdim=True).int())
+        cluster, clusters = clusters_of(keys, mid.expand(keys.shape[:-1]), self.size), -(-keys.shape[-2] // self.size)
+        centroids = totals(keys, cluster, clusters) / counts(cluster, clusters).clamp_min(1).unsqueeze(-1)
+        return KeyClusters(centroids, cluster.clamp_min(0).int().unsqueeze(-1))
 
     def update(self, state: KeyClusters, keys: Tensor, mid: Tensor, start: int) -> KeyClusters:
         """Clusters the tokens from column `start` on by themselves, and adds those clusters to the others."""

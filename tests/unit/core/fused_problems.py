@@ -186,8 +186,8 @@ def _parts(residual: Moments, keys: Tensor, sink: int, tail: int) -> list[list[i
     if residual.parts == 1 or not mid:
         return [mid]
     inside, keys = torch.ones(len(mid), dtype=torch.bool), keys[mid]
-    members = blocks(inside, residual.parts) if residual.split == "blocks" else clusters(keys, inside, residual.parts)
-    return [[mid[i] for i in part.nonzero().flatten().tolist()] for part in members.T]
+    part = blocks(inside, residual.parts) if residual.split == "blocks" else clusters(keys, inside, residual.parts)
+    return [[mid[i] for i in (part == p).nonzero().flatten().tolist()] for p in range(residual.parts)]
 
 
 def _split(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from residual_mass.core import parts
 from residual_mass.core.accounting import Terms
 from residual_mass.core.moments import (
     MomentState,
@@ -17,7 +18,7 @@ from residual_mass.core.moments import (
     moments_of,
     truncated_terms,
 )
-from residual_mass.core.parts import blocks, clusters
+from residual_mass.core.parts import blocks, clusters, clusters_of, counts
 from residual_mass.core.selection import Selected
 from residual_mass.methods import Centroids, ExactMass, FirstOrder, Mean, Seen
 
@@ -25,7 +26,7 @@ D = 6
 
 
 def whole(n: int) -> Tensor:
-    return torch.ones(n, 1, dtype=torch.float64)
+    return torch.zeros(n, dtype=torch.int64)
 
 
 def random_tokens(n: int, seed: int = 0, spread: float = 0.7) -> tuple[Tensor, Tensor]:
@@ -89,9 +90,9 @@ def test_the_estimate_converges_for_gaussian_keys() -> None:
 
 def test_moments_are_those_of_each_part() -> None:
     keys, values = random_tokens(40)
-    parts = torch.zeros(40, 3, dtype=torch.float64)
-    parts[:7, 0], parts[10:33, 1] = 1, 1  # a third without tokens, and tokens in none
-    moments = moments_of(keys, values, parts)
+    part = torch.full((40,), -1)
+    part[:7], part[10:33] = 0, 1  # a third without tokens, and tokens in none
+    moments = moments_of(keys, values, part, 3)
     for part, chosen in enumerate((slice(0, 7), slice(10, 33))):
         k, v = keys[chosen], values[chosen]
         assert moments.count[part] == len(k)
@@ -105,11 +106,10 @@ def test_moments_are_those_of_each_part() -> None:
 def test_parts_add_up() -> None:
     """Two parts are the sum of each alone, also where one of them has no tokens."""
     keys, values = random_tokens(40)
-    parts = torch.zeros(40, 3, dtype=torch.float64)
-    parts[:15, 0], parts[15:, 2] = 1, 1
+    part = torch.where(torch.arange(40) < 15, 0, 2)
     queries = torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     tau = (queries @ keys.T).quantile(0.9, dim=-1)
-    together = sums(truncated_terms(queries, moments_of(keys, values, parts), tau))
+    together = sums(truncated_terms(queries, moments_of(keys, values, part, 3), tau))
     apart = [
         sums(truncated_terms(queries, moments_of(keys[some], values[some], whole(n)), tau))
         for some, n in ((slice(0, 15), 15), (slice(15, 40), 25))
@@ -121,10 +121,10 @@ def test_parts_add_up() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_merging_token_by_token_equals_the_batch(dtype: torch.dtype, tolerance: float) -> None:
     keys, values = (x.to(dtype) for x in random_tokens(10_000))
-    running = moments_of(keys[:100], values[:100], torch.ones(100, 1, dtype=dtype))
+    running = moments_of(keys[:100], values[:100], whole(100))
     for i in range(100, 10_000):
         one = slice(i, i + 1)
-        running = merged(running, moments_of(keys[one], values[one], torch.ones(1, 1, dtype=dtype)))
+        running = merged(running, moments_of(keys[one], values[one], whole(1)))
     batch = moments_of(keys.double(), values.double(), whole(10_000))
     for name, ours, theirs in zip(MomentState._fields, running, batch, strict=True):
         error = (ours.double() - theirs).abs().max() / theirs.abs().max()
@@ -161,7 +161,7 @@ def test_extreme_scores_stay_finite_in_float32(size: float) -> None:
     for rank in (0, 20, 199):
         tau = scores.sort(-1, descending=True).values[:, rank]
         wide = truncated_terms(queries, moments_of(keys, values, whole(200)), tau)
-        narrow_moments = moments_of(keys.float(), values.float(), whole(200).float())
+        narrow_moments = moments_of(keys.float(), values.float(), whole(200))
         narrow = truncated_terms(queries.float(), narrow_moments, tau.float())
         assert all(x.isfinite().all() for x in (*wide, *narrow))
         ratio = narrow.log_mass().double() - wide.log_mass()
@@ -173,9 +173,9 @@ def test_a_huge_key_and_too_few_tokens() -> None:
     keys[17] *= 1e4
     queries = torch.randn(3, D, generator=torch.Generator().manual_seed(2))
     tau = (queries.double() @ keys.T).topk(5).values[:, -1].float()
-    terms = truncated_terms(queries, moments_of(keys.float(), values.float(), whole(60).float()), tau)
+    terms = truncated_terms(queries, moments_of(keys.float(), values.float(), whole(60)), tau)
     assert all(x.isfinite().all() for x in terms)
-    nobody = moments_of(keys[:0].float(), values[:0].float(), whole(0).float())
+    nobody = moments_of(keys[:0].float(), values[:0].float(), whole(0))
     assert all(not x.any() for x in truncated_terms(queries, nobody, tau))
 
 
@@ -211,19 +211,42 @@ def test_peers_are_their_formulas() -> None:
         torch.testing.assert_close(nu[row], z[row] * (values.mean(0) + slope @ query))
 
 
+def test_equal_scores_count_half() -> None:
+    """As the documentation says: also a single token, of which none is read."""
+    for n in (9, 1):
+        keys = random_tokens(1)[0].expand(n, D)
+        scores = keys @ keys[0]
+        _, z = sums(truncated_terms(keys[:1], moments_of(keys, keys, whole(n)), scores[:1]))
+        assert float(z) == pytest.approx(n / 2 * float(scores[0].exp()), rel=1e-3)
+
+
 def test_blocks_and_clusters_deal_out_the_mid_region() -> None:
     generator = torch.Generator().manual_seed(0)
     mid = torch.rand(2, 50, generator=generator) < 0.7
     keys = torch.randn(2, 50, D, generator=generator)
-    for parts in (blocks(mid, 4), clusters(keys, mid, 4)):
-        assert torch.equal(parts.sum(-1) == 1, mid) and parts.sum(-1).max() == 1
-    sizes = blocks(mid, 4).sum(-2)
+    for part in (blocks(mid, 4), clusters(keys, mid, 4)):
+        assert torch.equal(part >= 0, mid) and part.max() < 4
+    sizes = counts(blocks(mid, 4), 4)
     assert (sizes.amax(-1) - sizes.amin(-1)).max() <= 1
     # Well separated groups are found, whatever their order in the text.
     centres = torch.tensor([[10.0, 0], [0, 10], [-10, 0], [0, -10]])
     group = torch.arange(40) % 4
     points = centres[group] + 0.1 * torch.randn(40, 2, generator=generator)
-    found = clusters(points, torch.ones(40, dtype=torch.bool), 4).int().argmax(-1)
+    found = clusters(points, torch.ones(40, dtype=torch.bool), 4)
     assert len({(int(a), int(b)) for a, b in zip(group, found, strict=True)}) == 4
     few = clusters(keys, torch.zeros(2, 50, dtype=torch.bool), 4)
-    assert not few.any()
+    assert (few == -1).all()
+
+
+def test_long_prompts_are_clustered_in_chunks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of seven tokens against the whole [L, P] matrix, written out."""
+    keys, mid = random_tokens(100)[0], torch.arange(100) % 9 > 0
+    part = torch.where(mid, torch.arange(100) * 7 % 5, -1)
+    centres = torch.stack([keys[part == p].mean(0) for p in range(5)])
+    distances = (keys.unsqueeze(1) - centres).square().sum(-1)
+    together = clusters_of(keys, mid, 8)
+    monkeypatch.setattr(parts, "AT_ONCE", 7 * 5)
+    assert torch.equal(parts.nearest(keys, mid, centres, None), torch.where(mid, distances.argmin(-1), -1))
+    expected = torch.stack([keys[part == p].sum(0) for p in range(5)])
+    torch.testing.assert_close(parts.totals(keys, part, 5), expected)
+    assert torch.equal(clusters_of(keys, mid, 8), together)
