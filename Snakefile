@@ -4,7 +4,6 @@ snakemake --cores 8 all                          the study named in config/confi
 snakemake --cores 8 all --config study=paper     another study (targets come before --config)
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 8 results/fidelity_smol_1k.csv how far each method's next token is from that of full attention
-snakemake --cores 8 recipes                      ways to train, side by side: logs and a figure
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
 snakemake --cores 1 doctor                       what this machine can run, and what it lacks
@@ -58,7 +57,7 @@ shell.prefix(
 # Names that are not in the registry are let through here and refused in one line that lists the known ones.
 wildcard_constraints:
     backbone=r"[a-z0-9][a-z0-9.-]*",
-    benchmark=r"(?!training_|recipes_|runtime_|fidelity_)[a-z0-9]+",
+    benchmark=r"(?!training_|runtime_|fidelity_)[a-z0-9]+",
     corpus=r"[a-z0-9]+",
     comparison=r"[a-z0-9]+",
     group=r"main|mismatch|ablation",
@@ -66,8 +65,6 @@ wildcard_constraints:
     label=r"(?!(comparison(_picture)?|main|numbers)\.)(?:runtime_[a-z0-9.-]+|[a-z0-9_]+)",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
-    recipe=r"[a-z0-9_]+",
-    seed=r"0|[1-9][0-9]*",
     study=r"(?!published/)[A-Za-z0-9_-]+",
     tasks=r"[a-z0-9_]+",
     tokenizer=r"[a-z0-9][a-z0-9.-]*",
@@ -87,12 +84,6 @@ rule all:
     default_target: True
     input:
         plan.targets(study),
-    localrule: True
-
-
-rule recipes:
-    input:
-        plan.recipe_targets(study),
     localrule: True
 
 

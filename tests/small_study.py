@@ -35,11 +35,12 @@ def write_small_study(folder: Path) -> None:
     config["variants"] = {"dphi_4": {"map": {"d_phi": 4}}, "kl_only": {"objective": {"name": "kl"}}}
     config["ablations"] = {"dphi": ["dphi_4", "ours"], "loss": ["ours", "kl_only"]}
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
-    for name in ("paper", "small8k"):  # their backbones are gone
+    of_methods = yaml.safe_load((folder / "config" / "studies" / "methods.yaml").read_text())
+    for name in ("paper", "methods"):  # their backbones are gone
         (folder / "config" / "studies" / f"{name}.yaml").unlink()
     study = folder / "config" / "studies" / "mini.yaml"
     protocol = yaml.safe_load(study.read_text())
-    benchmarks, tables = protocol["benchmarks"], protocol["tables"]
+    benchmarks, tables = protocol["benchmarks"], list(dict.fromkeys([*of_methods["tables"], *protocol["tables"]]))
     for settings in benchmarks.values():
         settings |= {"examples": 2, "answer_margin": 0, "batch_tokens": 1}
     benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
@@ -60,8 +61,10 @@ def write_small_study(folder: Path) -> None:
             "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
             "head": {"layer": 1, "head": 3},
         },
-        residuals={"backbones": ["tiny"], "corpora": ["wiki"], "lengths": ["1k"], "packs": 2, "queries": 2},
-        recipes={"backbones": ["tiny"], "lengths": ["1k"], "names": ["study", "residual"], "seeds": [0]},
+        residuals={
+            "backbones": ["tiny"], "corpora": ["wiki"], "lengths": ["1k"], "packs": 2, "queries": 2,
+            "budgets": [0.5, 1, 2, 4, 8, 16], "methods": ["topk", "topk_phi", *of_methods["residuals"]["methods"][1:]],
+        },
         runtime={"contexts": ["512", "1k"], "batches": [1, 2], "repeats": 1},
         tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
         figures={
@@ -84,7 +87,6 @@ def write_small_study(folder: Path) -> None:
             "fullsub_nosub_delta": {"backbone": "tiny", "corpora": ["wiki", "cwe"], "lengths": ["1k"]},
             "ablation_kernel_fidelity": {"backbone": "tiny", "corpus": "wiki", "variants": ["kl_only", "dphi_4"]},
             "training_curves": {"backbone": "tiny", "maps": ["512", "1k"]},
-            "recipe_costs": {"backbone": "tiny"},
         },
     )  # fmt: skip
 

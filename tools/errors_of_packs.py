@@ -32,7 +32,7 @@ QUERIES = 8
 
 def main(assets: Path, length: str, corpus: str, packs: int, prompts: Path | None) -> None:
     plan = load(ROOT, yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
-    backbone = load_backbone(plan.backbone_spec("smol8k"), assets)
+    backbone = load_backbone(plan.backbone_spec("smol-methods"), assets)
     errors: dict[str, list[Tensor]] = {method: [] for method in METHODS}
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:

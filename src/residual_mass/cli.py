@@ -153,7 +153,6 @@ STAGES = {
         "training.trainer", "train feature maps of a backbone", "assets", "checkpoint out+ log-csv",
         specs.TrainSpec, True,
     ),
-    "join-training": Stage("paper.readers.training_log", "join training logs", "logs+", "out", function="join"),
     "generate": Stage(
         "benchmarks.generate", "decode every arm from one prefill each", "assets prompts phi+", "store out",
         specs.GenerateSpec, True,

@@ -101,7 +101,7 @@ def finished_study(checkout: Path) -> list[Job]:
 def planned(checkout: Path) -> list[Job]:
     """The jobs of a dry run, each after those whose outputs it reads."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [sys.executable, "-m", "snakemake", "--dry-run", "--printshellcmds", "--forceall", "all", "recipes"]
+    command = [sys.executable, "-m", "snakemake", "--dry-run", "--printshellcmds", "--forceall", "all"]
     run = subprocess.run(command, cwd=checkout, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = re.findall(r"^Shell command: (?:exec )?python -m residual_mass (.*) > \S+ 2>&1$", run.stdout, re.MULTILINE)

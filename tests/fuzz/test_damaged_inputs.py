@@ -24,7 +24,7 @@ from residual_mass.benchmarks import babilong
 from residual_mass.provenance import beside
 
 KINDS = (
-    "train", "join-training", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
+    "train", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
     "score", "score-claims", "join", "capture wiki", "audit", "kernels", "findings", "map-errors",
     "residual-errors", "runtime",
     "comparison", "numbers", "document", "report",
@@ -32,7 +32,7 @@ KINDS = (
     "table runtime_tiny", "table fidelity", "table residual_estimators", "table deployable",
     "figure fidelity", "figure fidelity_tokens", "figure error_by_k", "figure selection_recall",
     "figure fidelity_by_bytes", "figure entropy_gain", "figure mass_curves", "figure kernel_sanity",
-    "figure logz_calibration", "figure training_curves", "figure recipe_costs",
+    "figure logz_calibration", "figure training_curves",
 )  # fmt: skip
 """Of tables and figures one for each reader."""
 DAMAGES = [Damage(kind) for kind in CERTAIN] + [Damage(CUT, 0), Damage(CUT, 1), *(Damage(FLIPPED, n) for n in range(3))]

@@ -88,7 +88,7 @@ def test_planned_work_counts_tasks_examples_and_arms() -> None:
     job = estimate.planned(Job("generate", outputs=("out",), spec=spec | {"tasks": ["ruler_vt", "niah_single_1"]}))
     assert job == PlannedJob("out", "generate", "1b", "4k", examples=14, decoded=7 * 3 * (30 + 128))
     spec = {"backbone": {"name": "1b"}, "length": "4k", "steps": 9, "sequences_per_step": 2, "variants": [{}, {}]}
-    for rule in ("train", "train_variants", "train_recipe"):
+    for rule in ("train", "train_variants"):
         trained = estimate.planned(Job(rule, outputs=("phi", "log"), spec=spec))
         assert trained == PlannedJob("phi", "train", "1b", "4k", sequences=18, variants=2)
     assert estimate.planned(Job("score", outputs=("csv",), spec=spec)) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -38,7 +37,6 @@ from residual_mass.study.specs import (
     ScoreSpec,
     TableSpec,
     TrainSpec,
-    VariantSpec,
     parse_spec,
 )
 
@@ -80,10 +78,10 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 
 MINI = {
-    "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 9, "score": 5, "score_comparison": 6,
-    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 2,
-    "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 15, "comparison": 1,
-    "numbers": 1, "figure": 17, "document": 1, "report": 1,
+    "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 8, "score": 5, "score_comparison": 5,
+    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 1,
+    "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1,
+    "numbers": 1, "figure": 14, "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
@@ -95,13 +93,13 @@ PAPER = {
 }  # fmt: skip
 
 
-SMALL8K = {
-    "assets": 1, "force": 2, "fidelity": 2, "residual_errors": 2, "table": 3, "numbers": 1, "figure": 4, "document": 1,
+METHODS = {
+    "assets": 1, "force": 4, "fidelity": 4, "residual_errors": 4, "table": 3, "numbers": 1, "figure": 4, "document": 1,
     "report": 1,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("study", "jobs"), [("mini", MINI), ("paper", PAPER), ("small8k", SMALL8K)])
+@pytest.mark.parametrize(("study", "jobs"), [("mini", MINI), ("paper", PAPER), ("methods", METHODS)])
 def test_all_of_a_study(study: str, jobs: dict[str, int], studies: dict[str, Run]) -> None:
     assert studies[study].code == 0, studies[study].output
     assert studies[study].jobs == {**jobs, "all": 1, "total": sum(jobs.values()) + 1}
@@ -109,8 +107,8 @@ def test_all_of_a_study(study: str, jobs: dict[str, int], studies: dict[str, Run
 
 
 def test_a_study_of_selectors_needs_no_maps_and_no_prompts(studies: dict[str, Run]) -> None:
-    for spec in specs(studies["small8k"], "force", ForceSpec):
-        assert not spec.maps and not spec.asked and len(spec.corpora) == 3
+    for spec in specs(studies["methods"], "force", ForceSpec):
+        assert not spec.maps and not spec.asked and len(spec.corpora) == 2
 
 
 def test_every_job_is_told_what_its_stage_understands(studies: dict[str, Run]) -> None:
@@ -178,7 +176,7 @@ def test_only_the_mismatch_extrapolates(studies: dict[str, Run]) -> None:
         mismatch = [maps.label for maps in s.maps] in (["512", "1k"], ["4k", "8k", "16k"])
         assert s.allow_extrapolation == mismatch
         assert mismatch or min(maps.length for maps in s.maps) >= tokens_of(s.length)
-    assert {s.length for s in generated if s.allow_extrapolation} == {"1k", "2k", "4k", "8k", "16k"}
+    assert {s.length for s in generated if s.allow_extrapolation} == {"1k", "4k", "8k", "16k"}
 
 
 def test_continuations_are_decoded_with_the_main_arms(studies: dict[str, Run]) -> None:
@@ -334,13 +332,15 @@ def test_figures_read_their_files_in_the_documented_order(studies: dict[str, Run
 
 
 def test_what_methods_read_is_shown_with_their_errors_and_distances(studies: dict[str, Run]) -> None:
-    figures = {Path(given["pdf"][0]).stem: given["data"] for given in told(studies["mini"], "figure")}
-    errors, distances = (
-        [f"results/{name}_smol_{length}.csv" for length in ("1k", "2k")] for name in ("residual_errors", "fidelity")
-    )
-    assert figures["selection_recall"] == errors and figures["fidelity_by_bytes"] == errors + distances
-    tables = {Path(given["out"][0]).stem: given["results"] for given in told(studies["mini"], "table")}
-    assert tables["deployable"] == [*errors, *distances, "results/training_smol_2k.csv"]
+    def measured(*lengths: str) -> list[str]:
+        names = ("residual_errors", "fidelity")
+        return [f"results/{name}_smol-methods_{length}.csv" for name in names for length in lengths]
+
+    figures = {Path(given["pdf"][0]).stem: given["data"] for given in told(studies["methods"], "figure")}
+    assert figures["selection_recall"] == measured("1k", "4k", "8160")[:3]
+    assert figures["fidelity_by_bytes"] == measured("2k", "8160")
+    tables = {Path(given["out"][0]).stem: given["results"] for given in told(studies["methods"], "table")}
+    assert tables["deployable"] == measured("1k", "2k", "4k", "8160")
     assert tables["deployable"] == tables["residual_estimators"]
 
 
@@ -403,7 +403,7 @@ def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
 
 def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
-        if study == "small8k":  # none of its tables is the paper's
+        if study == "methods":  # none of its tables is the paper's
             assert not told(run, "comparison")
             continue
         (given,) = told(run, "comparison")
@@ -436,7 +436,7 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
         for flag, stage, output in (("tables", "table", "out"), ("figures", "figure", "pdf")):
             assert sorted(given[flag]) == sorted(each[output][0] for each in told(run, stage))
         labels = list(yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())["figures"])
-        assert [Path(path).stem for path in given["figures"]] == [label for label in labels if label != "recipe_costs"]
+        assert [Path(path).stem for path in given["figures"]] == [label for label in labels]
         assert given["out"] == [f"paper_tables/{study}/main.tex"]
         (numbers,) = told(run, "numbers")
         assert numbers["out"] == given["numbers"] == [f"paper_tables/{study}/numbers.tex"]
@@ -511,55 +511,10 @@ def test_every_result_is_a_target_in_both_studies(backbone: str, length: str, tm
 def test_what_must_survive_an_interrupted_job_is_no_declared_output(studies: dict[str, Run]) -> None:
     outputs = [path for run in studies.values() for c in run.commands for path in flags(c).get("out", [])]
     kept = [path for run in studies.values() for s in ("generate", "force", "train") for path in kept_files(run, s)]
-    jobs = [MINI, PAPER, SMALL8K]
+    jobs = [MINI, PAPER, METHODS]
     count = sum(counts.get(rule, 0) for counts in jobs for rule in ("train", "train_variants", "generate", "force"))
     assert len(set(kept)) == len(kept) == count
     assert not set(kept) & set(outputs)
-
-
-@pytest.mark.parametrize(
-    ("study", "recipes", "lengths"),
-    [
-        ("mini", ["no_replay", "ours", "residual"], ["1k", "2k"]),
-        ("paper", ["study", "fast", "fast_residual"], ["4k"]),
-    ],
-)
-def test_recipes_change_what_they_say_of_the_study(
-    study: str, recipes: list[str], lengths: list[str], tmp_path: Path, studies: dict[str, Run]
-) -> None:
-    run = dry_run(tmp_path, "recipes", "--config", f"study={study}")
-    jobs = {"assets": 1, "train_recipe": len(recipes) * len(lengths), "recipe_logs": len(lengths), "figure": 1}
-    assert run.jobs == {**jobs, "recipes": 1, "total": sum(jobs.values()) + 1}, run.output
-    trained = specs(run, "train", TrainSpec)
-    assert {(s.name, s.length) for s in trained} == {(name, length) for name in recipes for length in lengths}
-    assert all([v.label for v in s.variants] == [s.name] and s.seed == 0 for s in trained)
-    files = {f"results/recipes/{name}_{trained[0].backbone.name}_{length}_0" for name in recipes for length in lengths}
-    assert {path for given in told(run, "train") for path in given["out"]} == {f"{file}.safetensors" for file in files}
-    assert {path for given in told(run, "join-training") for path in given["logs"]} == {f"{f}.csv" for f in files}
-    own = {s.length: s for s in specs(studies[study], "train", TrainSpec) if len(s.variants) == 1}
-    for s in trained:
-        assert (same_training(s) == same_training(own[s.length])) == (s.name == "study")
-
-
-def same_training(spec: TrainSpec) -> TrainSpec:
-    """The spec without the label of what it trains."""
-    variants = tuple(VariantSpec("", v.map, v.objective) for v in spec.variants)
-    return dataclasses.replace(spec, name="", variants=variants)
-
-
-def test_recipes_are_merged_key_by_key(tmp_path: Path) -> None:
-    run = dry_run(tmp_path, *(f"results/recipes/{name}.csv" for name in ("paper_smol_1k_0", "study_smol_1k_7")))
-    paper, study = sorted(specs(run, "train", TrainSpec), key=lambda s: s.name)
-    assert (paper.seed, study.seed) == (0, 7)
-    changed = {f.name for f in dataclasses.fields(TrainSpec) if getattr(paper, f.name) != getattr(study, f.name)}
-    assert changed == {
-        "name", "variants", "steps", "learning_rate", "schedule", "warmup_steps", "query_window", "replay",
-        "eval_every", "seed",
-    }  # fmt: skip
-    (of_paper,), (of_study,) = paper.variants, study.variants
-    assert of_paper.map == dataclasses.replace(of_study.map, init="default")
-    assert of_paper.objective == dataclasses.replace(of_study.objective, lambda_kl=0.99)
-    assert run.jobs == {"assets": 1, "train_recipe": 2, "total": 3}
 
 
 def set_phi(checkout: Path, study: str, **changes: Any) -> None:
@@ -576,7 +531,6 @@ def set_section(checkout: Path, study: str, section: str, **changes: Any) -> Non
 @pytest.mark.slow
 def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
     targets = [f"results/phi/{name}.safetensors" for name in ("1b_4k", "1b_4k-kl_only", "smol_1k")]
-    targets.append("results/recipes/residual_1b_4k_0.csv")
     alone = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
     for study in ("mini", "paper"):
         set_phi(checkout, study, gpus=2)
@@ -588,9 +542,9 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
     run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
     # The mini study's backbone runs on the CPU, in one process.
     on_two = "python -m residual_mass.machine.gpus 2 python -m torch.distributed.run --standalone --nproc-per-node 2"
-    assert launchers(run) == ["python", *[on_two] * 3], run.output
+    assert launchers(run) == ["python", *[on_two] * 2], run.output
     on_one = dry_run(checkout, *targets, "--resources", "gpu=1", snakefile=checkout / "Snakefile")
-    assert launchers(on_one) == ["python"] * 4 and on_one.commands == run.commands
+    assert launchers(on_one) == ["python"] * 3 and on_one.commands == run.commands
     assert {s.sequences_per_step for s in specs(run, "train", TrainSpec)} == {4}
     assert [set(given) for given in told(run, "train")] == [set(given) for given in told(alone, "train")]
 
@@ -630,19 +584,18 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
     # All that shows rows waits for their audits.
-    of_residuals = {"error_by_k", "selection_recall", "fidelity_by_bytes"}
-    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler", *of_residuals}
+    unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler"}
     audited = everything - {"ablation_kernel_fidelity", "training_curves"} - unread
     rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
     jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
-    of_several = {"fidelity", *of_residuals, "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
+    of_several = {"fidelity", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
     one_budget = everything - of_several
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
-    jobs = {"capture": 4, "audit": 4, "map_errors": 2, "findings": 1, "figure": len(audited)} | rendered
+    jobs = {"capture": 4, "audit": 4, "map_errors": 1, "findings": 1, "figure": len(audited)} | rendered
     assert of_smol(dry()) == (jobs, audited)
 
 
@@ -661,13 +614,12 @@ def test_prompts_that_are_continued_are_frozen_where_fewer_are_decoded(checkout:
         run = dry_run(checkout, *target, "--config", f"examples={decoded}", snakefile=checkout / "Snakefile")
         assert run.code == 0, run.output
         frozen = {s.benchmark: s.examples for s in specs(run, "prompts", PromptsSpec)}
-        assert set(frozen) == {"ruler", "babilong"} | ({"longbench"} & set(frozen))
         (scored,) = specs(run, "score", ScoreSpec)
         (generated,) = {s.examples for s in specs(run, "generate", GenerateSpec)}
         (forced,) = {a.examples for s in specs(run, "force", ForceSpec) for a in s.asked}
-        return [frozen["ruler"], frozen["babilong"], forced, generated, scored.examples]
+        return [frozen["ruler"], forced, generated, scored.examples]
 
-    assert told_of(1) == [2, 2, 2, 1, 1] and told_of(9) == [9, 9, 2, 9, 9]
+    assert told_of(1) == [2, 2, 1, 1] and told_of(9) == [9, 2, 9, 9]
 
 
 def test_the_estimate_counts_every_job_that_trains_or_decodes(tmp_path: Path, studies: dict[str, Run]) -> None:

@@ -19,7 +19,6 @@ LEFT = {
     "results/dropped_smol_1k.csv": "benchmark 'dropped' is not in ",
     "results/compared/dropped/ruler_smol_1k.csv": "comparison 'dropped' is not in ",
     "results/ablation_dropped_smol.csv": "ablation 'dropped' is not in ",
-    "results/recipes/dropped_smol_1k_0.safetensors": "recipe 'dropped' is not in ",
     "results/diagnostics/heads_smol_dropped_1k.parquet": "corpus 'dropped' is not in ",
     "results/diagnostics/kernels_smol_dropped_1k.parquet": "corpus 'dropped' is not in ",
     "results/diagnostics/claims_renamed.csv": "backbone 'renamed' is not in ",

@@ -19,11 +19,11 @@ from residual_mass.paper.figures.calibration import MOST_PANELS
 from residual_mass.study.plan import Plan, load
 
 TARGETS = [
-    ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol8k, 1b, 3b"),
+    ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol-methods, 1b, 3b"),
     (
         "paper_tables/mini/no_such_table.tex",
         "table 'no_such_table' is not in config/studies/mini.yaml, which has fidelity, fidelity_answers, "
-        "residual_estimators, deployable, natural_main, stress_1pct, ruler_sweep, babilong_sweep, "
+        "natural_main, stress_1pct, ruler_sweep, babilong_sweep, "
         "cross_length_mismatch, dphi_ablation, loss_ablation, exact_accounting, phi_param_count, training_cost_64k, "
         "runtime_smol",
     ),
@@ -36,12 +36,12 @@ TARGETS = [
     (
         "paper_tables/mini/figures/heat.pdf",
         "figure 'heat' is not in config/studies/mini.yaml, which has fidelity, fidelity_tokens, fidelity_tokens_ruler, "
-        "error_by_k, selection_recall, fidelity_by_bytes, entropy_gain, kernel_sanity, logz_calibration, "
+        "entropy_gain, kernel_sanity, logz_calibration, "
         "fullsub_nosub_delta, ablation_kernel_fidelity, "
         "entropy_heatmap, mass_curves, quartile_error, "
-        "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves, recipe_costs",
+        "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves",
     ),
-    ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has mini, paper, small8k"),
+    ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has methods, mini, paper"),
 ]
 
 
@@ -57,7 +57,7 @@ def test_an_unknown_setting_ends_the_run(tmp_path: Path) -> None:
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"study": "small"}, "study 'small' is not known; known are mini, paper, small8k (config/studies)"),
+    ({"study": "small"}, "study 'small' is not known; known are methods, mini, paper (config/studies)"),
     (
         {"examples": 0},
         "configuration: examples: Input should be greater than or equal to 1, not 0; config/README.md ",
@@ -85,23 +85,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "configuration: variants.narrow.map.d_phy: unknown key",
     ),
     ({"variants": {"ours": {}}}, "configuration: variants.ours: the name of a study's own recipe; rename the variant"),
-    (
-        {"recipes": {"quick": {"step": 10}}},
-        "configuration: recipes.quick.step: unknown key",
-    ),
-    ({"recipes": {"quick": {"map": {"d_phy": 8}}}}, "configuration: recipes.quick.map.d_phy: unknown key"),
-    (
-        {"recipes": {"quick": {"seed": 1}}},
-        "configuration: recipes.quick.seed: seeds are those of recipes.seeds in config/studies; remove it",
-    ),
-    (
-        {"recipes": {"ours": {"gpus": 2}}},
-        "config/studies/mini.yaml: phi, as recipe ours changes it: sequences_per_step: 1 is not a multiple of gpus (2)",
-    ),
-    (
-        {"recipes": {"ours": {"curriculum": {"length": "4k", "share": 0.5}}}},
-        "config/studies/mini.yaml: phi, as recipe ours changes it: curriculum.length: 4k is beyond the trained",
-    ),
     (
         {"variants": {"wide": {"objective": {"budgets": []}}}},
         "configuration: variants.wide.objective.budgets: Tuple should have at least 1 item",
@@ -212,20 +195,8 @@ def start_without_a_share(study: dict[str, Any]) -> None:
     study["phi"]["curriculum"] = {"length": "512"}
 
 
-def compare_an_unknown_recipe(study: dict[str, Any]) -> None:
-    study["recipes"]["names"] = ["quick"]
-
-
-def compare_recipes_at_an_untrained_length(study: dict[str, Any]) -> None:
-    study["recipes"]["lengths"] = ["4k"]
-
-
 def show_curves_of_untrained_maps(study: dict[str, Any]) -> None:
     study["figures"]["training_curves"]["maps"] = ["1k", "4k"]
-
-
-def show_costs_of_no_recipes(study: dict[str, Any]) -> None:
-    study["recipes"]["backbones"] = []
 
 
 def show_ablations_where_nothing_is_captured(study: dict[str, Any]) -> None:
@@ -249,6 +220,7 @@ def capture_a_foreign_backbone(study: dict[str, Any]) -> None:
 def make_packs_of_prompts_that_are_not_there(study: dict[str, Any]) -> None:
     study["benchmarks"]["ruler"]["lengths"] = ["2k"]
     study["mismatch"]["lengths"], study["ablations"]["benchmarks"] = ["2k"], ["babilong"]
+    study["fidelity"]["prompts_at"] = ["2k"]
 
 
 def ablate_prompts_longer_than_the_maps(study: dict[str, Any]) -> None:
@@ -359,7 +331,7 @@ def show_an_unmeasured_length(study: dict[str, Any]) -> None:
 
 
 def show_prompts_where_there_are_none(study: dict[str, Any]) -> None:
-    study["fidelity"]["benchmarks"] = ["longbench"]
+    study["fidelity"] |= {"benchmarks": ["longbench"], "prompts_at": ["1k", "2k"]}
     study["figures"]["fidelity"]["texts"] = ["wiki", "longbench"]
 
 
@@ -371,10 +343,7 @@ STUDY_SLIPS = [
     (share_out_unevenly, "phi.sequences_per_step: 3 is not a multiple of gpus (2), which share them; change one"),
     (start_longer_than_trained, "phi.curriculum.length: 1k is beyond the trained length 512"),
     (start_without_a_share, "phi.curriculum.share: missing key"),
-    (compare_an_unknown_recipe, "recipes.names: quick is not one of study, no_replay, paper, "),
-    (compare_recipes_at_an_untrained_length, "recipes.lengths: 4k is not one of 512, 1k, 2k"),
     (show_curves_of_untrained_maps, "figures.training_curves.maps: 4k is not one of 512, 1k, 2k"),
-    (show_costs_of_no_recipes, "figures.recipe_costs.backbone: smol is not one of none"),
     (show_ablations_where_nothing_is_captured, "figures.ablation_kernel_fidelity: needs ablations.length (1k) in diag"),
     (show_an_unknown_variant, "figures.ablation_kernel_fidelity.variants: dphi_7 is not one of dphi_32, "),
     (capture_at_another_budget, "diagnostics.budget: 3 is not one of 2, 4, 8"),
@@ -401,29 +370,7 @@ STUDY_SLIPS = [
         show_more_panels_than_fit,
         "figures.fullsub_nosub_delta: corpora and lengths make 8 panels, but the figure has room for 6",
     ),
-    (compare_an_unknown_method, "residuals.methods: topk_best is not one of topk, topk_phi, "),
-    (compare_full_attention, "residuals.methods: full is not one of topk, topk_phi, "),
-    (compare_methods_without_topk, "residuals.methods: topk is missing, with which the others are compared; add it"),
-    (compare_methods_on_prompts, "residuals.corpora.3: cwe is not one of "),
-    (compare_methods_of_a_foreign_backbone, "residuals.backbones: 1b is not one of smol"),
-    (tabulate_no_residuals, "tables: residual_estimators needs a backbone in residuals.backbones"),
-    (
-        tabulate_a_budget_of_no_residuals,
-        "residuals.budgets: 4 is missing, which table residual_estimators shows; add it",
-    ),
-    (draw_an_uncompared_text, "figures.error_by_k.texts: pydoc is not one of wiki, books"),
-    (draw_an_uncompared_length, "figures.error_by_k.lengths: 2k is not one of 1k"),
-    (draw_recall_of_an_uncompared_text, "figures.selection_recall.texts: pydoc is not one of wiki, books"),
-    (draw_bytes_of_an_unmeasured_text, "figures.fidelity_by_bytes.texts: code is not one of wiki"),
-    (
-        draw_more_pairs_than_fit,
-        "figures.fidelity_by_bytes: texts and lengths make 6 pairs of panels, but the figure has room for 4",
-    ),
-    (
-        tabulate_nothing_that_both_have,
-        "tables: deployable needs a length and a text of residuals that fidelity has, too",
-    ),
-    (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, code, ruler, babilong"),
+    (show_an_unmeasured_text, "figures.fidelity.texts: pydoc is not one of wiki, code, ruler"),
     (show_an_unmeasured_length, "figures.fidelity_tokens.length: 2k is not one of 1k"),
     (show_prompts_where_there_are_none, "figures.fidelity.lengths: prompts of longbench are not continued at 1k; take"),
     (
@@ -459,16 +406,43 @@ STUDY_SLIPS = [
     ),
     (go_below_every_task, "benchmarks.babilong: length 512: babilong needs at least 1024 tokens"),
 ]
+METHODS_SLIPS = [
+    (compare_an_unknown_method, "residuals.methods: topk_best is not one of topk, topk_phi, "),
+    (compare_full_attention, "residuals.methods: full is not one of topk, topk_phi, "),
+    (compare_methods_without_topk, "residuals.methods: topk is missing, with which the others are compared; add it"),
+    (compare_methods_on_prompts, "residuals.corpora.2: cwe is not one of "),
+    (compare_methods_of_a_foreign_backbone, "residuals.backbones: 1b is not one of smol-methods"),
+    (tabulate_no_residuals, "tables: residual_estimators needs a backbone in residuals.backbones"),
+    (
+        tabulate_a_budget_of_no_residuals,
+        "residuals.budgets: 4 is missing, which table residual_estimators shows; add it",
+    ),
+    (draw_an_uncompared_text, "figures.error_by_k.texts: pydoc is not one of wiki, code"),
+    (draw_an_uncompared_length, "figures.error_by_k.lengths: 4k is not one of 1k"),
+    (draw_recall_of_an_uncompared_text, "figures.selection_recall.texts: pydoc is not one of wiki, code"),
+    (draw_bytes_of_an_unmeasured_text, "figures.fidelity_by_bytes.texts: code is not one of wiki"),
+    (
+        draw_more_pairs_than_fit,
+        "figures.fidelity_by_bytes: texts and lengths make 6 pairs of panels, but the figure has room for 4",
+    ),
+    (
+        tabulate_nothing_that_both_have,
+        "tables: deployable needs a length and a text of residuals that fidelity has, too",
+    ),
+]
 
 
-@pytest.mark.parametrize(("slip", "line"), STUDY_SLIPS)
-def test_a_wrong_study(slip: Callable[[dict[str, Any]], None], line: str, checkout: Path) -> None:
-    path = checkout / "config" / "studies" / "mini.yaml"
-    study = yaml.safe_load(path.read_text())
-    slip(study)
-    path.write_text(yaml.safe_dump(study))
+@pytest.mark.parametrize(
+    ("study", "slip", "line"),
+    [("mini", *each) for each in STUDY_SLIPS] + [("methods", *each) for each in METHODS_SLIPS],
+)
+def test_a_wrong_study(study: str, slip: Callable[[dict[str, Any]], None], line: str, checkout: Path) -> None:
+    path = checkout / "config" / "studies" / f"{study}.yaml"
+    protocol = yaml.safe_load(path.read_text())
+    slip(protocol)
+    path.write_text(yaml.safe_dump(protocol))
     said = configuration_error(checkout)
-    assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
+    assert said.startswith(f"config/studies/{study}.yaml: {line}") and "\n" not in said
 
 
 def test_a_study_may_not_be_called_like_the_papers_tables(checkout: Path) -> None:
@@ -498,7 +472,6 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
     study["fidelity"] |= {"lengths": [], "benchmarks": [], "prompts_at": []}
     study["tables"] = ["stress_1pct", "babilong_sweep"]
     study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
-    study["recipes"]["backbones"] = []
     study["residuals"] |= {"backbones": []}
     study["diagnostics"] |= {"backbones": [], "corpora": ["wiki"]}
     path.write_text(yaml.safe_dump(study))
@@ -508,7 +481,6 @@ def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
         "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "score_claims": 1, "table": 2,
         "comparison": 1, "numbers": 1, "figure": 1, "document": 1, "runtime": 1, "report": 1, "total": 16,
     }, run.output  # fmt: skip
-    assert plan_of(checkout).recipe_targets("mini") == []
     study["tables"] = []
     path.write_text(yaml.safe_dump(study))
     plan = plan_of(checkout)

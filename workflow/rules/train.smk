@@ -2,8 +2,7 @@
 
 Needs: the assets; for backbones with source hub also the hub.
 Makes: results/phi/{backbone}_{maps}.safetensors, results/training_{backbone}_{maps}.csv,
-the same of every variant of the ablations: results/phi/{backbone}_{maps}-{variant}.safetensors,
-and of named recipes: results/recipes/{recipe}_{backbone}_{maps}_{seed}.safetensors and .csv, results/recipes_{backbone}_{maps}.csv
+and of every variant of the ablations: results/phi/{backbone}_{maps}-{variant}.safetensors
 """
 
 
@@ -73,48 +72,3 @@ rule train_variants:
     shell:
         '{params.launcher} -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
         " --checkpoint {params.checkpoint} --out {output.phi} --log-csv {output.csv} > {log} 2>&1"
-
-
-use rule train as train_recipe with:
-    input:
-        assets=plan.assets,
-    output:
-        phi=paths.RECIPE_PHI,
-        csv=report(
-            paths.RECIPE_LOG,
-            caption="../report/training.rst",
-            category="Training",
-            labels={"backbone": "{backbone}", "maps": "{maps}", "recipe": "{recipe}", "seed": "{seed}"},
-        ),
-    log:
-        "logs/train/{recipe}_{backbone}_{maps}_{seed}.log",
-    benchmark:
-        "logs/train/{recipe}_{backbone}_{maps}_{seed}.tsv"
-    params:
-        spec=plan.train_recipe_spec,
-        launcher=launcher,
-        checkpoint=paths.RECIPE_CHECKPOINT,
-    message:
-        "Training {wildcards.backbone} at {wildcards.maps} by the recipe {wildcards.recipe}, seed {wildcards.seed}"
-
-
-rule recipe_logs:
-    input:
-        logs=plan.recipe_logs,
-    output:
-        paths.RECIPES_LOG,
-    log:
-        "logs/join/recipes_{backbone}_{maps}.log",
-    benchmark:
-        "logs/join/recipes_{backbone}_{maps}.tsv"
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
-    message:
-        "Recipes of {wildcards.backbone} at {wildcards.maps}"
-    shell:
-        "python -m residual_mass join-training --logs {input.logs} --out {output} > {log} 2>&1"

@@ -87,10 +87,6 @@ CAPTIONS = {
         r"Errors on held-out text while the feature maps train, by trained length and budget, beside those of "
         r"Top-$K$; and the divergence of the estimated from the true attention weights."
     ),
-    "recipe_costs": Marked(
-        r"What training buys: error of Top-$K{+}\phi$ on held-out text, as a ratio to that of Top-$K$, against the "
-        r"seconds trained, for every recipe."
-    ),
 }
 """What a figure shows, by its kind."""
 

@@ -14,9 +14,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, create_model
 
 from residual_mass.core.settings import Settings, tokens_of
-from residual_mass.study.checks import beyond, listed, unknown
+from residual_mass.study.checks import listed, unknown
 from residual_mass.study.labels import (
-    COSTS,
     FIDELITY_TABLES,
     KERNEL_FIDELITY,
     PUBLISHED,
@@ -49,7 +48,6 @@ def _told(changes: BaseModel) -> dict[str, Any]:
 
 
 VariantChanges = Annotated[changes_of(Phi, "map", "objective"), AfterValidator(_told)]
-RecipeChanges = Annotated[changes_of(Phi), AfterValidator(_told)]
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,6 @@ class Main(Settings):
     """Feature maps that the ablations train beside the study's own, by label: what each changes of `phi.map` and
     `phi.objective`."""
     ablations: AblationRows
-    recipes: dict[Label, RecipeChanges]
-    """Ways to train that the target `recipes` compares, by label: what each changes of the study's `phi`, also within
-    `map`, `objective` and `replay`; seeds are those of the study's `recipes.seeds`."""
 
     def __post_init__(self) -> None:
         if "ours" in self.variants:
@@ -91,9 +86,6 @@ class Main(Settings):
             for row in getattr(self.ablations, name):
                 if row not in ("ours", *self.variants):
                     raise Slip(f"ablations.{name}", f"{row} is not ours and not one of {', '.join(self.variants)}")
-        for label, changes in self.recipes.items():
-            if "seed" in changes:
-                raise Slip(f"recipes.{label}.seed", "seeds are those of recipes.seeds in config/studies; remove it")
 
 
 @dataclass(frozen=True)
@@ -150,38 +142,20 @@ class Configuration:
             yield Slip("revision", problem)
 
     def _study_slips(self, name: str) -> Iterator[Slip]:
-        """In what a study says of backbones, variants and recipes."""
+        """In what a study says of backbones and variants."""
         study, backbones = self.studies[name], self.backbones_of(name)
         yield from unknown("mismatch.backbones", study.mismatch.backbones, backbones)
         yield from unknown("ablations.backbones", study.ablations.backbones, backbones)
-        yield from self._recipe_slips(study, backbones)
         yield from unknown("diagnostics.backbones", study.diagnostics.backbones, backbones)
         yield from unknown("residuals.backbones", study.residuals.backbones, backbones)
         yield from unknown("tables", study.tables, tables_for(backbones))
-        whose = {COSTS: study.recipes.backbones, KERNEL_FIDELITY: study.ablations.backbones}
+        whose = {KERNEL_FIDELITY: study.ablations.backbones}
         whose |= dict.fromkeys(RESIDUAL_FIGURES, study.residuals.backbones)
         for label, figure in study.figures.items():
             options = {"variants": list(self.main.variants)}
             options |= dict.fromkeys(("backbone", "backbones"), whose.get(label, backbones))
             for key, values in options.items():
                 yield from unknown(f"figures.{label}.{key}", listed(getattr(figure, key, ())), values)
-
-    def _recipe_slips(self, study: Study, backbones: list[str]) -> Iterator[Slip]:
-        runs = study.recipes
-        if runs.backbones:
-            yield from unknown("recipes.names", runs.names, self.main.recipes)
-            yield from unknown("recipes.backbones", runs.backbones, backbones)
-            yield from unknown("recipes.lengths", runs.lengths, study.maps.trained)
-        for label, changes in self.main.recipes.items() if backbones else ():
-            where = f"phi, as recipe {label} changes it"
-            try:
-                phi = study.phi.changed(changes)
-            except Slip as slip:
-                yield Slip(where, str(slip))
-                continue
-            if phi.curriculum and label in runs.names and runs.backbones:
-                slips = beyond("curriculum.length", phi.curriculum.length, runs.lengths)
-                yield from (Slip(where, str(slip)) for slip in slips)
 
 
 def tables_for(backbones: Iterable[str]) -> list[str]:

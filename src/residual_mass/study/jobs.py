@@ -11,7 +11,7 @@ from residual_mass.files import read_json
 from residual_mass.study.parsing import parsed
 from residual_mass.study.specs import BackboneSpec
 
-TRAIN = ("train", "train_variants", "train_recipe")
+TRAIN = ("train", "train_variants")
 """Rules that train feature maps."""
 
 

@@ -16,8 +16,6 @@ RUNTIME_TABLES = "runtime_"
 """What the tables of latencies begin with; the backbone follows."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, in place of a study's name."""
-COSTS = "recipe_costs"
-"""The figure that the target `recipes` makes, and `all` does not."""
 ERROR_BY_K, SELECTION_RECALL, FIDELITY_BY_BYTES = RESIDUAL_FIGURES = (
     "error_by_k", "selection_recall", "fidelity_by_bytes",
 )  # fmt: skip

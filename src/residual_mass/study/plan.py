@@ -30,7 +30,6 @@ from residual_mass.study.config import load as read_configuration
 from residual_mass.study.labels import (
     ABLATION_TABLES,
     ACCOUNTING_TABLE,
-    COSTS,
     ERROR_BY_K,
     FIDELITY_ANSWERS,
     FIDELITY_BY_BYTES,
@@ -54,7 +53,6 @@ UNCAPTURED = {
     "fidelity": paths.FIDELITY,
     "fidelity_tokens": paths.FORCED,
     "training_curves": paths.TRAINING_LOG,
-    COSTS: paths.RECIPES_LOG,
     **dict.fromkeys((ERROR_BY_K, SELECTION_RECALL), paths.RESIDUAL_ERRORS),
     FIDELITY_BY_BYTES: [paths.RESIDUAL_ERRORS, paths.FIDELITY],
 }
@@ -259,8 +257,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         if wildcards.label == KERNEL_FIDELITY:
             length = study.ablations.length
             return length, *(maps_label(length, variant) for variant in shown.variants)
-        if wildcards.label == COSTS:
-            return study.recipes.lengths
         return getattr(shown, "maps", ())
 
     def figure_title(self, shown: Figure) -> str:
@@ -273,7 +269,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
 
     def figures_of(self, study: str) -> list[str]:
         """Labels of the figures that `all` makes."""
-        return [label for label in self.studies[study].figures if label != COSTS]
+        return list(self.studies[study].figures)
 
     def figure_titles(self, study: str) -> dict[str, str]:
         figures = self.studies[study].figures
@@ -374,13 +370,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         """Everything that `all` makes."""
         rendered = self.rendered(study)
         return [*self.results(study), *rendered, *([paths.REPORT] if rendered else [])]
-
-    def recipe_targets(self, study: str) -> list[str]:
-        """Everything that the target `recipes` makes."""
-        runs = self.studies[study].recipes
-        costs = [COSTS] if COSTS in self.studies[study].figures else []
-        figures = expand([paths.FIGURE_PDF, paths.FIGURE_PNG], study=study, label=costs)
-        return [*expand(paths.RECIPES_LOG, backbone=runs.backbones, maps=runs.lengths), *figures]
 
 
 def load(root: Path, config: dict[str, Any]) -> Plan:

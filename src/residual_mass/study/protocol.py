@@ -31,7 +31,7 @@ from residual_mass.study.parsing import Slip
 from residual_mass.study.sections.diagnostics import Diagnostics, Latencies, Residuals
 from residual_mass.study.sections.evaluation import Ablations, Benchmark, Fidelity, Mismatch, Resampling
 from residual_mass.study.sections.figures import OfOneText, OfResidualPairs, OfResiduals, OfTexts, figures_of
-from residual_mass.study.sections.training import Maps, Phi, RecipeRuns
+from residual_mass.study.sections.training import Maps, Phi
 from residual_mass.study.sections.values import Distinct, Length, Name, OneOrMore, Percent
 
 
@@ -57,7 +57,6 @@ class Study(Settings):
     mismatch: Mismatch
     ablations: Ablations
     phi: Phi
-    recipes: RecipeRuns
     diagnostics: Diagnostics
     residuals: Residuals
     runtime: Latencies

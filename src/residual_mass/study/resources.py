@@ -42,7 +42,7 @@ class JobSize:
 
     def training_gpus(self, wildcards: Wildcards) -> int:
         """GPUs of one training job; none for a backbone that requires none, whatever the study says."""
-        return self.gpus(wildcards) * self.plan.phi_of(wildcards).gpus
+        return self.gpus(wildcards) * self.plan.study_of(wildcards).phi.gpus
 
     def training_memory(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
         """Every GPU has a process of its own, with the backbone's weights."""

@@ -57,8 +57,7 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
     studies = {"estimate": [plan.configuration.main.study], "prefetch": [plan.configuration.main.study]}
     studies["doctor"] = [name for name in plan.studies if plan.backbones_of(name)]
     for target in sorted(running & set(studies)):
-        recipes = target == "prefetch"
-        found = [study_jobs(plan, workflow.rules, name, recipes) for name in studies[target]]
+        found = [study_jobs(plan, workflow.rules, name) for name in studies[target]]
         write_text(Path(paths.JOBS.format(target=target)), json.dumps([json.loads(to_json(each)) for each in found]))
     if "verify" in running:
         recorded = recorded_jobs(plan, workflow.rules)
@@ -66,9 +65,9 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
         write_text(Path(paths.JOBS.format(target="verify")), text + "\n")
 
 
-def study_jobs(plan: Plan, rules: Any, study: str, recipes: bool = False) -> StudyJobs:
-    """All jobs of a study, with `recipes` those of the target `recipes` as well."""
-    targets = [*plan.results(study), *plan.rendered(study), *(plan.recipe_targets(study) if recipes else [])]
+def study_jobs(plan: Plan, rules: Any, study: str) -> StudyJobs:
+    """All jobs of a study."""
+    targets = [*plan.results(study), *plan.rendered(study)]
     return StudyJobs(study, plan.backbone_specs(study), tuple(jobs_behind(rules, targets)))
 
 

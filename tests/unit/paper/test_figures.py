@@ -17,12 +17,9 @@ from residual_mass.files import csv_text
 from residual_mass.paper.figures.render import FIGURES, run
 from residual_mass.paper.figures.style import LOOKS, round_ticks
 from residual_mass.paper.figures.training import (
-    draw_recipe_costs,
     draw_training_curves,
-    recipe_costs_points,
     training_curves_points,
 )
-from residual_mass.paper.readers.training_log import join, read_log
 from residual_mass.study.sections import figures as configured
 from residual_mass.study.sections.figures import kind_of
 from residual_mass.study.specs import FigureSpec
@@ -32,14 +29,14 @@ def spec(label: str, *maps: str, title: str = "a title") -> FigureSpec:
     return FigureSpec(label=label, title=title, maps=maps)
 
 
-TRAINING, COSTS = spec("training_curves", "512", "1k"), spec("recipe_costs", "1k")
+TRAINING = spec("training_curves", "512", "1k")
 
 
 def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
     assert set(FIGURES) == set(configured.FIGURES)
     assert kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
     for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain", "entropy_gain_1b"):
-        with pytest.raises(ValueError, match=f"^{label} is not one of fidelity, .*recipe_costs"):
+        with pytest.raises(ValueError, match=f"^{label} is not one of fidelity, .*training_curves"):
             run(spec(label), [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
     assert not list(tmp_path.iterdir())
 
@@ -104,35 +101,13 @@ def test_training_curves_show_the_errors_of_every_length(training: list[Path]) -
     assert len(divergence.lines) == 2 and len(figure.axes) == 4
 
 
-def test_recipe_costs_are_relative_and_span_the_seeds(tmp_path: Path) -> None:
-    logs = [log_rows("paper", seed, scale=scale) for seed, scale in ((0, 1.0), (1, 1.5))] + [log_rows("no_replay")]
-    points = recipe_costs_points(COSTS, [write_log(tmp_path / "recipes_smol_1k.csv", *logs)])
-    assert len(points) == 2 * 2 * 2 and set(points["step"]) == {20, 30}  # no step without any time
-    paper = points[(points["recipe"] == "paper") & (points["k"] == 21)]
-    np.testing.assert_allclose(paper["seconds"], [30, 45])  # seed 1 takes twice the time of seed 0
-    np.testing.assert_allclose(paper["ratio"], [1.25, 0.625])
-    np.testing.assert_allclose(paper[["low", "high"]], [[1, 1.5], [0.5, 0.75]])
-    figure = draw_recipe_costs(COSTS, points)
-    assert [axis.get_title() for axis in figure.axes] == ["1k, $K$ = 1", "1k, $K$ = 21"]
-    for axis in figure.axes:
-        level, *curves = axis.lines
-        assert set(level.get_ydata()) == {1} and level.get_linestyle() == "--"
-        np.testing.assert_allclose(curves[0].get_xydata(), [[30, 1.25], [45, 0.625]])
-        np.testing.assert_allclose(curves[1].get_xydata(), [[20, 1.0], [30, 0.5]])
-        assert axis.collections[0].get_datalim(axis.transData).y1 == pytest.approx(1.5)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["paper", "no replay"]
-
-
 def test_training_figures_are_the_same_bytes_twice(training: list[Path], tmp_path: Path) -> None:
-    costs = [write_log(tmp_path / f"recipes_smol_{length}.csv", log_rows()) for length in ("1k", "2k")]
-    for shown, data in ((TRAINING, training), (spec("recipe_costs", "1k", "2k"), costs)):
-        made = []
-        for name in ("first", "second"):
-            hostile = replace(shown, title="Costs $5 & more_")
-            run(hostile, data, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
-            made.append((pdf.read_bytes(), png.read_bytes()))
-        assert made[0] == made[1] and made[0][0].startswith(b"%PDF") and b"CreationDate" not in made[0][0]
+    made = []
+    for name in ("first", "second"):
+        hostile = replace(TRAINING, title="Costs $5 & more_")
+        run(hostile, training, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
+        made.append((pdf.read_bytes(), png.read_bytes()))
+    assert made[0] == made[1] and made[0][0].startswith(b"%PDF") and b"CreationDate" not in made[0][0]
 
 
 def change(column: str, value: object) -> Callable[[list[Row]], list[Row]]:
@@ -149,30 +124,6 @@ def test_logs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     several = write_log(tmp_path / "training_smol_4k.csv", log_rows(), log_rows(seed=1))
     with pytest.raises(ValueError, match=f"^{several}: seed has 2 values, but a line shows one training; pass its own"):
         training_curves_points(TRAINING, [first, several])
-
-
-def test_more_recipes_than_can_be_told_apart_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "recipes_smol_1k.csv"
-    points = recipe_costs_points(COSTS, [write_log(path, *(log_rows(f"r{i}") for i in range(8)))])
-    with pytest.raises(ValueError, match="has colours for 7 lines, but 8 were given: r0, r1, "):
-        draw_recipe_costs(COSTS, points)
-
-
-def test_logs_are_joined_and_a_training_counts_once(tmp_path: Path) -> None:
-    files = [write_log(tmp_path / f"{seed}.csv", log_rows("paper", seed)) for seed in (1, 0)]
-    join(files, out := tmp_path / "recipes_smol_1k.csv")
-    assert out.read_text() == files[0].read_text() + files[1].read_text().partition("\n")[2]
-    with pytest.raises(ValueError, match=rf"{files[0]}: recipe paper \(paper, seed 1\) is in {files[0]} as well"):
-        join([*files, files[0]], out)
-
-
-def test_a_log_of_before_clamped_rows_were_counted_still_reads(tmp_path: Path) -> None:
-    earlier = [{name: value for name, value in row.items() if name != "clamped_share"} for row in log_rows("study")]
-    old = write_log(tmp_path / "recipes_old_1k.csv", earlier)
-    new = write_log(tmp_path / "recipes_new_1k.csv", [row | {"clamped_share": "0.25"} for row in log_rows("fast")])
-    join([old, new], out := tmp_path / "recipes_smol_1k.csv")
-    assert {(row["recipe"], row["clamped_share"]) for row in read_log(out)} == {("study", ""), ("fast", "0.25")}
-    assert len(recipe_costs_points(COSTS, [out])) > 0
 
 
 @pytest.mark.parametrize(

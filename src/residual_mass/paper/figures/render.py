@@ -33,7 +33,6 @@ FIGURES: dict[str, tuple[Points, Draw]] = {
     "kernel_sanity": (kernels.kernel_sanity_points, kernels.draw_kernel_sanity),
     "ablation_kernel_fidelity": (kernels.ablation_kernel_fidelity_points, kernels.draw_ablation_kernel_fidelity),
     "training_curves": (training.training_curves_points, training.draw_training_curves),
-    "recipe_costs": (training.recipe_costs_points, training.draw_recipe_costs),
 }
 
 

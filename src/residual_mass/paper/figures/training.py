@@ -1,4 +1,4 @@
-"""Figures of training: curves over steps, and costs of recipes."""
+"""The figure of training: curves over steps."""
 
 from __future__ import annotations
 
@@ -42,24 +42,6 @@ def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
         check_one_training(path, frame)
     points = pd.concat(frames, ignore_index=True)
     return points[["length", "rank", "k", "step", "e_topk", "e_sub", "e_nosub", "kl", "corpus"]]
-
-
-def recipe_costs_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns one row per (length, recipe, K, step): `seconds`, the mean over seeds, and `ratio`, the mean of e_sub /
-    e_topk with its range, `low` to `high`.
-
-    Leaves out step 0, which took no time and has no place on a logarithmic axis.
-
-    Raises:
-        ValueError: as `_frames`.
-    """
-    rows = pd.concat(_frames(spec, data), ignore_index=True).query("seconds > 0")
-    rows = rows.assign(ratio=rows["e_sub"] / rows["e_topk"])
-    groups = rows.groupby(["length", "recipe", "rank", "k", "step", "corpus"], sort=False)
-    means = groups.agg(
-        seconds=("seconds", "mean"), ratio=("ratio", "mean"), low=("ratio", "min"), high=("ratio", "max")
-    )
-    return means.reset_index()
 
 
 def _frames(spec: FigureSpec, data: Sequence[Path]) -> list[pd.DataFrame]:
@@ -114,38 +96,6 @@ def _draw_errors(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> No
         axis.plot(ordered["step"], ordered["e_nosub"], color=colour, linewidth=0.5)
         _draw_line(axis, rows, "step", "e_sub", looks[length])
     axis.set_title(f"$K$ = {', '.join(f'{k:g}' for k in dict.fromkeys(points['k']))}")
-
-
-def draw_recipe_costs(spec: FigureSpec, points: pd.DataFrame) -> Figure:
-    """Draws one row of panels per trained length and one column per budget, with a line per recipe over seconds."""
-    looks = _looks(points["recipe"])
-    lengths, ranks = list(dict.fromkeys(points["length"])), sorted(set(points["rank"]), reverse=True)
-    figure = Figure(figsize=(TEXT_WIDTH, 1.0 + 1.6 * len(lengths)), layout="constrained")
-    rows = figure.subplots(len(lengths), len(ranks), sharex="row", sharey=True, squeeze=False)
-    for length, axes in zip(lengths, rows, strict=True):
-        for rank, axis in zip(ranks, axes, strict=True):
-            chosen = points[(points["length"] == length) & (points["rank"] == rank)]
-            _draw_recipes(axis, chosen, looks)
-            k = ", ".join(f"{k:g}" for k in dict.fromkeys(chosen["k"]))
-            axis.set_title(f"{length}, $K$ = {k}" if k else f"{length}, no such $K$")
-            _logarithmic(axis.xaxis)
-    for axis in rows.ravel():
-        _logarithmic(axis.yaxis)
-    for axis in rows[-1]:
-        axis.set_xlabel("seconds of training")
-    figure.supylabel(r"error of Top-$K{+}\phi$ relative to Top-$K$", fontsize=9)
-    finish(figure, _handles(looks), f"{plain(spec.title)}, held-out text: {points['corpus'].iloc[0]}")
-    return figure
-
-
-def _draw_recipes(axis: Axes, points: pd.DataFrame, looks: dict[str, Look]) -> None:
-    axis.axhline(1, color=GREY, linestyle="--", linewidth=0.8, zorder=0)
-    for recipe, rows in points.groupby("recipe", sort=False):
-        ordered = rows.sort_values("step")
-        axis.fill_between(
-            ordered["seconds"], ordered["low"], ordered["high"], color=looks[recipe].colour, alpha=0.2, linewidth=0
-        )
-        _draw_line(axis, rows, "seconds", "ratio", looks[recipe])
 
 
 def _draw_line(axis: Axes, points: pd.DataFrame, x: str, y: str, look: Look) -> None:

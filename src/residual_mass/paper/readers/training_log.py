@@ -1,39 +1,15 @@
-"""Logs of the train stage: joined into one, and reduced to the rows that figures show."""
+"""Logs of the train stage, reduced to the rows that figures show."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from residual_mass.files import csv_text, read_csv, write_text
-from residual_mass.provenance import Record
+from residual_mass.files import read_csv
 from residual_mass.training.columns import RUN
 
 ALL_LAYERS = "all"
-
-
-def join(files: Sequence[Path], out: Path) -> None:
-    """Writes the rows of several training logs as one, in the order of the files.
-
-    Raises:
-        ValueError: a file is not what was recorded, or repeats a training of another one; names it.
-    """
-    record = Record("join-training", {}, files)
-    rows: list[dict[str, str]] = []
-    owners: dict[tuple[str, ...], Path] = {}
-    for path in files:
-        more = read_log(path)
-        for run in dict.fromkeys(tuple(row[name] for name in RUN) for row in more):
-            if run in owners:
-                name = f"recipe {run[0]} ({run[1]}, seed {run[2]})"
-                raise ValueError(f"{path}: {name} is in {owners[run]} as well; give one of the two")
-            owners[run] = path
-        rows += more
-    columns = list(dict.fromkeys(name for row in rows for name in row))  # logs of earlier versions have fewer
-    write_text(out, csv_text(columns, rows))
-    record.write(out)
 
 
 def read_log(path: Path) -> list[dict[str, str]]:

@@ -108,7 +108,6 @@ class Registry:
             "maps": (study.maps.trained, where),
             "corpus": (study.diagnostics.corpora, where),
             "comparison": (["mismatch", *dataclasses.asdict(main.ablations)], "config/config.yaml"),
-            "recipe": (main.recipes, "config/config.yaml"),
         }
         for kind, (values, place) in options.items():
             if kind in given:

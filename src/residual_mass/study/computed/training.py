@@ -1,17 +1,14 @@
-"""Feature maps: a study's own, those of the ablations and those of recipes."""
+"""Feature maps: a study's own, and those of the ablations."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-
-from snakemake.io import expand
 
 from residual_mass.core.settings import to_json
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths
 from residual_mass.study.computed.registry import Registry, Wildcards, shared
-from residual_mass.study.sections.training import Phi, TrainingSettings
+from residual_mass.study.sections.training import TrainingSettings
 from residual_mass.study.specs import TrainSpec, VariantSpec
 
 
@@ -33,27 +30,17 @@ class TrainingJobs(Registry):
 
     def train_spec(self, wildcards: Wildcards) -> str:
         """The study's own recipe."""
-        return self._training(wildcards, "study", self.study_of(wildcards).phi, {"ours": {}})
+        return self._training(wildcards, {"ours": {}})
 
     def train_variants_spec(self, wildcards: Wildcards) -> str:
-        return self._training(wildcards, "study", self.study_of(wildcards).phi, self.configuration.main.variants)
+        return self._training(wildcards, self.configuration.main.variants)
 
-    def train_recipe_spec(self, wildcards: Wildcards) -> str:
-        """A named recipe under one seed."""
-        phi = dataclasses.replace(self.phi_of(wildcards), seed=int(wildcards.seed))
-        return self._training(wildcards, wildcards.recipe, phi, {wildcards.recipe: {}})
-
-    def phi_of(self, wildcards: Wildcards) -> Phi:
-        """How a job trains: as its study says, with what the recipe changes where it is of one."""
-        phi = self.study_of(wildcards).phi
-        recipe = wildcards.get("recipe")
-        return phi.changed(self.configuration.main.recipes[recipe]) if recipe else phi
-
-    def _training(self, wildcards: Wildcards, name: str, phi: Phi, variants: dict[str, dict[str, Any]]) -> str:
+    def _training(self, wildcards: Wildcards, variants: dict[str, dict[str, Any]]) -> str:
         """The spec of one training job; its GPUs are a resource of the job and no part of the spec."""
+        phi = self.study_of(wildcards).phi
         changed = {label: phi.changed(changes) for label, changes in sorted(variants.items())}
         spec = TrainSpec(
-            name=name,
+            name="study",
             backbone=self.backbone_of(wildcards),
             length=wildcards.maps,
             variants=tuple(VariantSpec(label, each.map, each.objective) for label, each in changed.items()),
@@ -62,8 +49,3 @@ class TrainingJobs(Registry):
             **shared(TrainingSettings, phi),
         )
         return to_json(spec)
-
-    def recipe_logs(self, wildcards: Wildcards) -> list[str]:
-        """The logs of every recipe and seed that a study compares."""
-        runs = self.study_of(wildcards).recipes
-        return expand(paths.RECIPE_LOG, **dict(wildcards.items()), recipe=runs.names, seed=runs.seeds)

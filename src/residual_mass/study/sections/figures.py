@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from residual_mass.core.settings import Settings
-from residual_mass.study.labels import COSTS, ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
+from residual_mass.study.labels import ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.fields import Field
 from residual_mass.study.sections.values import Length, Name, OneOrMore
@@ -93,14 +93,6 @@ class OfTrainings(Settings):
 
 
 @dataclass(frozen=True)
-class OfRecipes(Settings):
-    """A line for every recipe."""
-
-    backbone: Name
-    """One of the backbones of `recipes`."""
-
-
-@dataclass(frozen=True)
 class OfTexts(Settings):
     """A column of panels for every text, a row for every length."""
 
@@ -160,7 +152,6 @@ Figure = (
     | OfCaptures
     | OfVariants
     | OfTrainings
-    | OfRecipes
     | OfTexts
     | OfOneText
     | OfResiduals
@@ -194,7 +185,6 @@ FIGURES: dict[str, tuple[type[Any], str]] = {
     "mass_curves": (OfOneCapture, "Mass that the top K recover, for heads of low and of high entropy."),
     "quartile_error": (OfOneCapture, "Errors over K by quartile of entropy."),
     "training_curves": (OfTrainings, "Held-out errors over the steps of training."),
-    COSTS: (OfRecipes, "Held-out errors over the seconds of training; made by the target `recipes`, not by `all`."),
     "fixedk_breakdown": (
         OfOneCapture,
         "Errors and gain against entropy at one K; any number of them, told apart by what follows the name.",

@@ -12,10 +12,8 @@ from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.fields import Field
 from residual_mass.study.sections.values import (
     Count,
-    Distinct,
     HeldOutText,
     Length,
-    Name,
     Natural,
     NotNegative,
     OneOrMore,
@@ -146,7 +144,7 @@ class Phi(TrainingSettings):
             )
 
     def changed(self, changes: Mapping[str, Any]) -> Phi:
-        """These settings with the changes of a variant or a recipe, key by key, also within sections.
+        """These settings with the changes of a variant, key by key, also within sections.
 
         Raises:
             Slip: the result is contradictory.
@@ -156,17 +154,3 @@ class Phi(TrainingSettings):
 
 
 SECTIONS_OF_PHI = ("map", "objective", "replay")
-
-
-@dataclass(frozen=True)
-class RecipeRuns(Settings):
-    """What the target `recipes` trains."""
-
-    backbones: Distinct[Name]
-    """Backbones; none leaves the target empty."""
-    lengths: OneOrMore[Length]
-    """Training lengths."""
-    names: OneOrMore[Name]
-    """Recipes of `config.yaml`, a line of the figure each."""
-    seeds: OneOrMore[Natural]
-    """Seeds under which each recipe is trained."""
