@@ -1,0 +1,155 @@
+"""Runs `python -m residual_mass` as forks of one process that has imported the large packages, for many short stages.
+
+A folder on PATH holds a `python` that hands such commands, with their environment and open files, to that process; any
+other command runs as ever. Figures saved as PNG by a fork carry what was drawn, as JSON under the key `Points`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ("transformers", "pandas", "pyarrow.parquet", "matplotlib.figure", "matplotlib.backends.backend_agg")
+CLIENT = """\
+#!{python} -ISE
+import json, os, socket, sys
+if sys.argv[1:3] != ["-m", "residual_mass"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [b"."], [0, 1, 2])
+server.sendall(json.dumps([sys.argv[3:], os.getcwd(), dict(os.environ)]).encode())
+server.shutdown(socket.SHUT_WR)
+sys.exit((server.recv(1) or b"\\1")[0])
+"""
+
+
+@contextlib.contextmanager
+def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
+    """The environment in which `python -m residual_mass` is a fork that imports the package from `source`.
+
+    Args:
+        folder: an empty folder for the socket and the `python` of PATH.
+    """
+    address, client = str(folder / "socket"), folder / "bin" / "python"
+    client.parent.mkdir(parents=True)
+    client.write_text(CLIENT.format(python=sys.executable, address=address))
+    client.chmod(0o755)
+    # One thread: jobs run side by side, and sums then have one order.
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    server = subprocess.Popen([sys.executable, __file__, address], env=environment, stdout=subprocess.PIPE)
+    try:
+        if not server.stdout.readline():
+            raise RuntimeError("the process that imports torch for the stages has ended")
+        yield environment | {
+            "PATH": os.pathsep.join([str(client.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+        }
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def serve(address: str) -> None:
+    for name in IMPORTED:
+        __import__(name)
+    carry_points()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)
+    listening.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork: its status goes through the socket
+    print("ready", flush=True)
+    while True:
+        client, _ = listening.accept()
+        if os.fork() == 0:
+            run_stage(client)
+        client.close()
+
+
+def run_stage(client: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, files, _, _ = socket.recv_fds(client, 1, 3)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    arguments, folder, environment = json.loads(b"".join(iter(lambda: client.recv(1 << 16), b"")))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = ["residual_mass", *arguments]
+    code: Any = 1
+    try:
+        runpy.run_module("residual_mass", run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    client.sendall(bytes([code]))
+    os._exit(code)
+
+
+def carry_points() -> None:
+    """From now on matplotlib writes what a figure shows into its PNG."""
+    from matplotlib.figure import Figure
+
+    savefig = Figure.savefig
+
+    def with_points(figure: Figure, *target: Any, **options: Any) -> None:
+        if options.get("format") == "png" or str(target[0]).endswith(".png"):
+            options["metadata"] = (options.get("metadata") or {}) | {"Points": json.dumps(points(figure))}
+        savefig(figure, *target, **options)
+
+    Figure.savefig = with_points
+
+
+def points(figure: Any) -> dict[str, Any]:
+    """Name of each artist -> its data or text. Colours, sizes, ticks and positions of panels are not among them."""
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        """Equal names are numbered."""
+        found[next(key for n in range(len(found) + 1) if (key := f"{name} {n}") not in found)] = value
+
+    for number, axes in enumerate(figure.axes):
+        legend = axes.get_legend()
+        texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts, *(legend.get_texts() if legend else [])]
+        for text in texts:
+            add(f"axes {number} text", text.get_text())
+        for artist in (*axes.lines, *axes.collections, *axes.patches, *axes.images):
+            label = "" if artist.get_label().startswith("_") else f" {artist.get_label()!r}"
+            add(f"axes {number} {type(artist).__name__}{label}", data(artist))
+    for text in (*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())):
+        add("figure text", text.get_text())
+    return found
+
+
+def data(artist: Any) -> dict[str, list[Any]]:
+    """The numbers that an artist draws."""
+    if hasattr(artist, "get_xydata"):
+        return {"xy": artist.get_xydata().tolist()}
+    if hasattr(artist, "get_patch_transform"):
+        return {"xy": artist.get_patch_transform().transform(artist.get_path().vertices).tolist()}
+    array = artist.get_array()
+    drawn = {} if array is None else {"array": array.tolist()}
+    if hasattr(artist, "get_offsets") and artist.get_offset_transform() is not None:
+        offsets = artist.get_offsets()
+        moved = offsets.any()  # else its paths are in the coordinates of the axes
+        drawn |= {"xy": offsets.tolist() if moved else [path.vertices.tolist() for path in artist.get_paths()]}
+    return drawn
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

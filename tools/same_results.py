@@ -1,0 +1,307 @@
+"""Compares what two checkouts make: results, tables and figures; exit status 1 where something differs.
+
+python tools/same_results.py BASE HEAD                          the tiny study of tests/small_study.py, in both
+python tools/same_results.py BASE HEAD --mini DONE              and tables and figures of a finished study
+python tools/same_results.py BASE HEAD --mini DONE --only-render
+python tools/same_results.py DONE DONE                          two finished studies: nothing runs
+
+Compared are CSVs, Parquet frames, stores, prompts, feature maps, tabulars, cells, the page's words and the data of all
+artists of the figures. Measured times are not: columns of seconds, and the numbers of tables and figures of latencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from PIL import Image
+from preloaded import forks
+
+TIMED_COLUMNS = r"(^|_)(seconds|hours|ms|mib|bandwidth_gb_s|device|hardware)$"
+"""Columns and keys of measured times, and of the machine that was measured."""
+TIMED_FILES = r"(^|/)(runtime_|training_cost_|recipe_costs|report\.html)"
+"""Files in which every number is masked."""
+TIMED_ROWS = r"\b(runtime_|training_cost_)"
+"""Rows of other files in which every number is masked."""
+TOOLS = Path(__file__).parent
+Values = dict[str, Any]
+"""Where in the file -> the value there."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("head", type=Path)
+    parser.add_argument("--mini", type=Path, metavar="DONE", help="folder with the results/ of a finished study")
+    parser.add_argument("--only-render", action="store_true", help="do not run the tiny study")
+    parser.add_argument("--expect-gone", action="append", default=[], metavar="PATTERN", help="files that HEAD has cut")
+    parser.add_argument(
+        "--expect-new", action="append", default=[], metavar="PATTERN", help="files that HEAD has added"
+    )
+    parser.add_argument("--rtol", type=float, default=0, help="numbers so close count as equal; figures: 1e-9 at least")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "same_results",
+                        help="keeps what commits made (default: %(default)s)")  # fmt: skip
+    given = parser.parse_args()
+    if given.only_render and not given.mini:
+        parser.error("--only-render needs --mini")
+    pairs = []
+    if not all((folder / "Snakefile").exists() for folder in (given.base, given.head)):
+        pairs.append((given.base, given.head))
+    else:
+        if not given.only_render:
+            pairs.append([kept(checkout, given.cache, "tiny", run_tiny) for checkout in (given.base, given.head)])
+        if given.mini:
+            name = f"rendered {given.mini.resolve()}"
+            pairs.append([kept(checkout, given.cache, name, lambda *where: render(given.mini, *where))
+                          for checkout in (given.base, given.head)])  # fmt: skip
+    found, counted = [], 0
+    for base, head in pairs:
+        compared = compare(base, head, given.expect_gone, given.expect_new, given.rtol)
+        found += [line for line in compared if line]
+        counted += len(compared)
+    print("\n".join(found) or f"the same: {counted} files")
+    sys.exit(bool(found))
+
+
+def kept(checkout: Path, cache: Path, name: str, make: Callable[[Path, Path], None]) -> Path:
+    """The folder that `make` fills from a checkout; made once for a commit without changes."""
+    git = ["git", "-C", str(checkout)]
+    commit, changed = (
+        subprocess.run([*git, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+    )
+    key = f"{checkout.resolve()}-changed" if changed else commit
+    folder = cache / sha256(f"{name} {key} {(TOOLS / 'preloaded.py').read_text()}".encode()).hexdigest()[:16]
+    if folder.exists() and not changed:
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        made = Path(temporary) / "made"
+        make(checkout.resolve(), made)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(made / "results" / "assets", ignore_errors=True)
+        return made.rename(folder)
+
+
+def run_tiny(checkout: Path, made: Path) -> None:
+    """Runs the tiny study in a copy of the checkout."""
+    write = "import sys; from pathlib import Path; from tests.small_study import write_small_study as write"
+    path = {"PYTHONPATH": f"{checkout / 'src'}:{checkout}", "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-c", f"{write}; write(Path(sys.argv[1]))", str(made)], env=path, check=True)
+    snakemake(made, made, ["all"])
+
+
+def render(mini: Path, checkout: Path, made: Path) -> None:
+    """Makes all of paper_tables/ and the page for which `mini` has the results."""
+    shutil.copytree(mini / "results", made / "results", ignore=shutil.ignore_patterns("report.html"))
+    (made / "paper_tables").mkdir()
+    command = [sys.executable, TOOLS / "jobs.py", "--checkout", checkout, "--directory", made]
+    jobs = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    rendering = [
+        job for job in jobs if all(re.match(r"paper_tables/|results/report\.", path) for path in job["output"])
+    ]
+    makes = {path: job for job in rendering for path in job["output"]}
+
+    def can_run(job: dict[str, Any]) -> bool:
+        return all(can_run(makes[path]) if path in makes else (made / path).exists() for path in job["input"])
+
+    targets = [path for path, job in makes.items() if can_run(job)]
+    if left := sorted(set(makes) - set(targets)):
+        print(f"{checkout}: {mini} lacks inputs of {', '.join(left)}", file=sys.stderr)
+    rules = {job["rule"] for job in rendering}
+    snakemake(checkout, made, ["--keep-going", "--allowed-rules", *rules, "--", *targets])
+    for path in set(files(made)) - set(makes):
+        (made / path).unlink()  # the results, which are the same
+
+
+def snakemake(checkout: Path, folder: Path, arguments: Sequence[str]) -> None:
+    """Runs Snakemake in a folder, with stages as forks.
+
+    Raises:
+        SystemExit: a job failed; the message ends with what Snakemake and the logs said.
+    """
+    with tempfile.TemporaryDirectory() as temporary, forks(Path(temporary), checkout / "src") as environment:
+        command = [sys.executable, "-m", "snakemake", "--snakefile", checkout / "Snakefile", "--directory", folder]
+        run = subprocess.run(
+            [*map(str, command), "--cores", "2", "--show-failed-logs", *arguments],
+            env=environment | {"PYTHONPATH": ""},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+    if run.returncode:
+        sys.exit(f"{run.stdout[-6000:]}\n{checkout}: Snakemake ended with {run.returncode}")
+
+
+def compare(base: Path, head: Path, gone: Sequence[str] = (), new: Sequence[str] = (), rtol: float = 0) -> list[str]:
+    """One line for each file that either folder has: empty, or how the two differ.
+
+    Args:
+        gone: patterns of files that only `base` may have.
+        new: patterns of files that only `head` may have.
+        rtol: numbers whose relative difference is smaller count as equal.
+    """
+    sides = [set(files(folder)) for folder in (base, head)]
+    lines = []
+    for path in sorted(sides[0] | sides[1]):
+        if path not in sides[1]:
+            lines.append("" if any(fnmatch(path, pattern) for pattern in gone) else f"{path}: only in BASE")
+        elif path not in sides[0]:
+            lines.append("" if any(fnmatch(path, pattern) for pattern in new) else f"{path}: only in HEAD")
+        else:
+            lines.append(difference(base / path, head / path, path, rtol))
+    return lines
+
+
+def files(folder: Path) -> Iterator[str]:
+    for part in ("results", "paper_tables"):
+        for path in (folder / part).rglob("*"):
+            name = path.relative_to(folder).as_posix()
+            skipped = name.endswith(".meta.json") or re.match(r"results/assets/|paper_tables/templates/", name)
+            if path.is_file() and path.suffix in READERS and not skipped and "_checkpoints" not in path.parts:
+                yield name
+
+
+def difference(base: Path, head: Path, name: str, rtol: float) -> str:
+    """The first place where two files differ and how many there are, or nothing."""
+    if base.read_bytes() == head.read_bytes():
+        return ""
+    reader = READERS[base.suffix]
+    mask = re.search(TIMED_FILES, name) is not None
+    ours, theirs = (
+        {place: masked(value) if mask else value for place, value in reader(path).items()} for path in (base, head)
+    )
+    if base.suffix == ".png":
+        rtol = max(rtol, 1e-9)
+    places = [
+        place for place in ours | theirs if not same(ours.get(place, "nothing"), theirs.get(place, "nothing"), rtol)
+    ]
+    if not places:
+        return ""
+    first = places[0]
+    values = [str(side.get(first, "nothing"))[:200] for side in (ours, theirs)]
+    return f"{name}: {first}: {values[0]} | {values[1]} ({len(places)} of {len(ours | theirs)} values differ)"
+
+
+def same(one: Any, other: Any, rtol: float) -> bool:
+    if one == other:
+        return True
+    try:
+        numbers = float(one), float(other)
+    except (TypeError, ValueError):
+        return False
+    return all(map(math.isnan, numbers)) or math.isclose(*numbers, rel_tol=rtol, abs_tol=rtol * 1e-6)
+
+
+def masked(value: Any) -> str:
+    """A text without its numbers, bold type and machine."""
+    return re.sub(r"[-+−]?\d[\d.,]*(e-?\d+)?|nan", "#", re.sub(r"\\textbf\{(.*?)\}", r"\1", str(value)))
+
+
+def read_csv(path: Path) -> Values:
+    with path.open(newline="", encoding="utf-8") as file:
+        return of_rows(list(csv.DictReader(file)))
+
+
+def of_rows(rows: Sequence[dict[str, Any]]) -> Values:
+    found: Values = {"columns": list(rows[0]) if rows else []}
+    for number, row in enumerate(rows, 1):
+        timed = any(re.search(TIMED_ROWS, str(value)) for value in row.values())
+        for column, value in row.items():
+            if not re.search(TIMED_COLUMNS, str(column)):
+                found[f"row {number}, {column}"] = masked(value) if timed else value
+    return found
+
+
+def read_parquet(path: Path) -> Values:
+    frame = pd.read_parquet(path)
+    return {"types": frame.dtypes.astype(str).to_dict()} | of_rows(frame.to_dict("records"))
+
+
+def read_lines(path: Path) -> Values:
+    """Of a store; the lines of an interrupted run have another order, which is a difference."""
+    return of_rows([json.loads(line) for line in path.read_text("utf-8").splitlines()])
+
+
+def read_json(path: Path) -> Values:
+    return flat(json.loads(path.read_text("utf-8")))
+
+
+def flat(content: Any) -> Values:
+    found: Values = {}
+
+    def flatten(value: Any, place: str) -> None:
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        if not inner:
+            found[place] = value
+        for key, each in inner:
+            if not re.search(TIMED_COLUMNS, str(key)):
+                flatten(each, f"{place}/{key}")
+
+    flatten(content, "")
+    return found
+
+
+def read_tex(path: Path) -> Values:
+    """The lines of its tabulars; all lines where it has none."""
+    text = path.read_text("utf-8")
+    tabulars = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", text, re.DOTALL)
+    lines = "\n".join(tabulars or [text]).splitlines()
+    return {f"line {n}": masked(line) if re.search(TIMED_ROWS, line) else line for n, line in enumerate(lines, 1)}
+
+
+def read_figure(path: Path) -> Values:
+    """What `preloaded` made matplotlib write into the PNG; the picture itself where nothing did."""
+    with Image.open(path) as picture:
+        drawn = getattr(picture, "text", {}).get("Points")
+        if drawn is None:
+            return {"picture": picture.tobytes()}
+    return flat(json.loads(drawn))
+
+
+def read_tensors(path: Path) -> Values:
+    from safetensors.torch import load_file  # torch takes seconds
+
+    return {
+        f"{name}{list(tensor.shape)}, element {place}": value
+        for name, tensor in load_file(path).items()
+        for place, value in enumerate(tensor.flatten().tolist())
+    }
+
+
+class Words(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag not in ("style", "script") and data.strip():
+            self.words.append(" ".join(data.split()))
+
+
+def read_page(path: Path) -> Values:
+    page = Words()
+    page.feed(path.read_text("utf-8"))
+    return {f"text {number}": text for number, text in enumerate(page.words, 1)}
+
+
+READERS: dict[str, Callable[[Path], Values]] = {
+    ".csv": read_csv, ".html": read_page, ".json": read_json, ".jsonl": read_lines, ".parquet": read_parquet,
+    ".png": read_figure, ".safetensors": read_tensors, ".tex": read_tex,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
