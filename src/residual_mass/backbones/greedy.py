@@ -27,6 +27,7 @@ def partial_generate(
     phi: PhiMaps | None = None,
     num_sink: int = 4,
     num_tail: int = 16,
+    eos_token_id: int | list[int] | None = None,
 ) -> Tensor:
     """Generates greedily, as `model.generate` within `partial_kv`, but from static buffers and, on a GPU, with fused
     kernels.
@@ -35,13 +36,21 @@ def partial_generate(
         input_ids: [1, L], one prompt without padding.
         method, budget, phi, num_sink, num_tail: as for `partial_kv`; the methods are those of the paper, and those that
             choose by all keys' scores, exact or of 4 bits, alone or with truncated moments.
+        eos_token_id: token or tokens that end the text; None takes those of the model's generation config, an empty
+            list none.
 
     Returns:
-        The prompt and up to `max_new_tokens` new tokens, [1, L + T].
+        The prompt and up to `max_new_tokens` new tokens, the last of which may be an end token: [1, L + T].
 
     Raises:
-        ValueError: as for `partial_kv`; no fast step for the method; several prompts; max_new_tokens below 1.
+        ValueError: as for `partial_kv`; no fast step for the method; several prompts or none of token ids;
+            max_new_tokens below 1; a model without a language-model head.
     """
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(
+            f"partial_generate takes token ids [1, L], not a {type(input_ids).__name__}: pass "
+            'tokenizer(text, return_tensors="pt").input_ids'
+        )
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
     if max_new_tokens < 1:
@@ -49,9 +58,11 @@ def partial_generate(
     arm, anchors = make_arm(method, budget), AnchorSpec(num_sink, num_tail)
     rule = fused_method(arm.rule)
     require_plain(model)
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
     require_maps(arm, phi)
     prompt = input_ids.to(device_of(model))
-    length, steps, ends = prompt.shape[1], max_new_tokens - 1, end_tokens(model)
+    length, steps, ends = prompt.shape[1], max_new_tokens - 1, end_tokens(model, eos_token_id)
     read = prefill(model, prompt.tolist())
     first = read.next_token
     if steps == 0 or int(first) in ends:

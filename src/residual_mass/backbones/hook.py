@@ -69,10 +69,15 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the decoder's self-attention modules in layer order.
 
     Raises:
-        ValueError: there are none that use transformers' attention interface, or none that reads the whole text; they
-            belong to an encoder too, are shared between layers, or cap their scores.
+        ValueError: `model` is none of transformers'; there are no such modules that use transformers' attention
+            interface, or none that reads the whole text; they belong to an encoder too, read what follows a token, are
+            shared between layers, or cap their scores.
     """
     name = type(model).__name__
+    if not hasattr(model, "get_decoder"):
+        raise ValueError(
+            f"model is a {name}, not a model of transformers; load one with AutoModelForCausalLM.from_pretrained(...)"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder; take a decoder-only model")
     layers = [m for m in model.get_decoder().modules() if hasattr(m, "layer_idx") and _uses_interface(type(m))]
@@ -80,6 +85,8 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
         raise ValueError(
             f"{name} has no attention layers that go through transformers' attention interface, as Llama's do"
         )
+    if not all(getattr(layer, "is_causal", True) for layer in layers):
+        raise ValueError(f"{name} reads what follows a token, as encoders do; take a decoder-only model")
     layers.sort(key=lambda layer: layer.layer_idx)
     indices = [layer.layer_idx for layer in layers]
     if indices[0] < 0 or len(set(indices)) < len(layers):
@@ -106,8 +113,9 @@ def _uses_interface(kind: type) -> bool:
 
 def require_attention_alone(model: PreTrainedModel) -> None:
     """Raises ValueError if a pass needs more of the text before it than the keys and values of every layer."""
+    layers = attention_layers(model)
     name, config = type(model).__name__, text_config(model)
-    if getattr(model, "_is_stateful", False) or len(attention_layers(model)) != config.num_hidden_layers:
+    if getattr(model, "_is_stateful", False) or len(layers) != config.num_hidden_layers:
         raise ValueError(f"{name} has layers with states beside attention, which partial_kv alone supports")
     if getattr(config, "attn_temperature_tuning", False):
         raise ValueError(

@@ -6,14 +6,16 @@ head dimension.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 
 from residual_mass.backbones.hook import attention_hook, attention_layers, device_of, exact_attention, text_config
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
@@ -68,10 +70,34 @@ def partial_kv(
     Yields:
         The session. Its `partial_calls` are the numbers of decode steps by layer, without layers that were not called.
 
+    Warns:
+        UserWarning: the context ended without a decode step through the method, so that all attention was full.
+
     Raises:
         ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
-            supported or already hooked.
+            supported or already hooked; `generate` without a cache or with drafts of several tokens.
     """
+    session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
+    with attention_hook(model, session, hybrid=True), _generate_watched(model, session):
+        yield session
+    if not session.arm.is_full and not session.partial_calls:
+        warnings.warn(
+            f"partial_kv: no decode step went through {session.arm.rule.name}, so all attention was full: prompts and "
+            "several tokens in one call are read exactly",
+            stacklevel=3,
+        )
+
+
+def partial_session(
+    model: PreTrainedModel,
+    method: str | Method,
+    budget: float | str | None,
+    phi: PhiMaps | None,
+    num_sink: int,
+    num_tail: int,
+    fold: int | None = None,
+) -> PartialSession:
+    """Checks the arguments of `partial_kv`, and returns the session of a context that has not begun."""
     arm = make_arm(method, budget)
     if fold is not None and fold < 1:
         raise ValueError(f"fold is {fold}, not 1 or more tokens")
@@ -82,14 +108,27 @@ def partial_kv(
         assert phi is not None
         phi.require(HeadShape.of(text_config(model)))
         session.maps, session.shape = phi.on(device_of(model)).folded(), phi.shape
-    with attention_hook(model, session, hybrid=True), _prompts_marked(model, session):
-        yield session
+    return session
 
 
 @contextmanager
-def _prompts_marked(model: PreTrainedModel, session: PartialSession) -> Iterator[None]:
-    """Tells the session while `generate` reads a prompt, the last chunk of which may be a single token."""
-    read = getattr(model, "_prefill", None)
+def _generate_watched(model: PreTrainedModel, session: PartialSession) -> Iterator[None]:
+    """Refuses what `generate` would do by full attention, and tells the session while it reads a prompt, the last chunk
+    of which may be a single token.
+    """
+    read, validate = (getattr(model, name, None) for name in ("_prefill", "_validate_generation_mode"))
+
+    def checked(mode: GenerationMode, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        if mode == GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                "partial_kv reads one token a step, not drafts of several: leave out assistant_model, "
+                "prompt_lookup_num_tokens and assistant_early_exit"
+            )
+        if config.use_cache is False and not session.arm.is_full:
+            raise ValueError("partial_kv needs the cache: without it every step reads the whole text exactly")
+        if config.prefill_chunk_size is not None and read is None:  # as in transformers 4
+            raise ValueError("partial_kv reads a prompt in one piece with this transformers: unset prefill_chunk_size")
+        validate(mode, config, *args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         session.reading = True
@@ -98,16 +137,15 @@ def _prompts_marked(model: PreTrainedModel, session: PartialSession) -> Iterator
         finally:
             session.reading = False
 
-    if read is None:  # an older version of transformers, in which a last chunk cannot be told from a generated token
-        if getattr(model.generation_config, "prefill_chunk_size", None):
-            raise ValueError("partial_kv reads a prompt in one piece; unset generation_config.prefill_chunk_size")
-        yield
-        return
-    model._prefill = marked
+    if read is not None:
+        model._prefill = marked
+    if validate is not None:
+        model._validate_generation_mode = checked
     try:
         yield
     finally:
-        del model._prefill
+        for name in ("_prefill", "_validate_generation_mode"):
+            vars(model).pop(name, None)
 
 
 def make_arm(method: str | Method, budget: float | str | None) -> Arm:
@@ -165,8 +203,9 @@ class PartialSession:
             raise ValueError("partial_kv: the prompt has to be read within the context, not before it")
         if filled <= before:
             raise ValueError(
-                f"partial_kv: {type(module).__name__} reads {filled} tokens after {before}; either a prompt was read "
-                "outside the context, or the layer attends several times to one token, which is not supported"
+                f"partial_kv: {type(module).__name__} reads {filled} tokens after {before}; either the cache was "
+                "cropped or filled outside the context, or the layer attends several times to one token, which is not "
+                "supported"
             )
         self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         if self.arm.is_full:
@@ -184,6 +223,7 @@ class PartialSession:
         if folded or index not in self._prefix:
             self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length], grouped.shape[2])
         layer, summary, rows = self._prefix[index]
+        layer = replace(layer, keys=key[:, :, :length], values=value[:, :, :length])
         log_query = None if self.maps is None else map_queries(self.maps[index][0], query, key.shape[1])
         prefix = prefix_terms(grouped, log_query, layer, summary, rows, scale)
         new = generated_terms(grouped, key[:, :, length:], value[:, :, length:], scale)
@@ -204,7 +244,8 @@ class PartialSession:
             )
         summary = None if self.maps is None else summarise_prefix(layer, self.maps[index][1])
         rows = arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
-        return layer, summary, rows
+        # The cache may replace its tensors at every step, and a view would keep those of before.
+        return replace(layer, keys=keys.new_empty(0), values=values.new_empty(0)), summary, rows
 
 
 def _filled_columns(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
@@ -218,4 +259,4 @@ def _real_columns(filled: int, key: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the mask [N, L] of real prompt tokens: exactly those that a left-padded prompt's last query sees."""
     if mask is None:
         return torch.ones(key.shape[0], filled, dtype=torch.bool, device=key.device)
-    return mask[:, 0, -1, :filled].expand(key.shape[0], -1)
+    return mask[:, 0, -1, :filled].expand(key.shape[0], -1).clone()  # of a mask [N, 1, L, L] that is not to be kept

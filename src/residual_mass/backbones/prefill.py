@@ -64,7 +64,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token, last.gather(-1, token.unsqueeze(-1)).squeeze(-1).isfinite()
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Returns the ids that end a generation."""
-    ends = model.generation_config.eos_token_id
+def end_tokens(model: PreTrainedModel, given: int | list[int] | None = None) -> frozenset[int]:
+    """Returns the ids that end a generation: those given, or else the model's."""
+    ends = model.generation_config.eos_token_id if given is None else given
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

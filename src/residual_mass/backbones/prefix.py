@@ -93,13 +93,14 @@ class PrefixLayer:
         Updates keep the clusters, channels and groups of the tokens that a state was made of. When the columns between
         the anchors have doubled since, states are made anew of all keys.
         """
-        layer, made_of = build_prefix(keys, values, real, anchors), self.summarised or self.keys.shape[2]
+        length = self.partition.mid.shape[-1]
+        layer, made_of = build_prefix(keys, values, real, anchors), self.summarised or length
         fixed = anchors.sink + anchors.tail
         if keys.shape[2] - fixed >= 2 * max(made_of - fixed, 0):
             return layer
         layer = replace(layer, summarised=made_of)
-        start = max(0, self.keys.shape[2] - anchors.tail)
-        before = nn.functional.pad(self.partition.mid, (0, keys.shape[2] - self.keys.shape[2]))
+        start = max(0, length - anchors.tail)
+        before = nn.functional.pad(self.partition.mid, (0, keys.shape[2] - length))
         joined = (layer.partition.mid & ~before)[:, :, 0, start:]
         new_keys, new_values = (promoted(x[:, :, start:]) for x in (keys, values))
         for residual, state in self.states.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.partial import make_arm, partial_kv, require_maps
+from residual_mass.backbones.partial import make_arm, partial_kv, partial_session, require_maps
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.lm_eval.scoring import Scorer
@@ -96,8 +95,7 @@ class PartialKV(HFLM):
         super().__init__(pretrained, **options)
         try:
             self._require_causal()
-            with self._partial():
-                pass
+            partial_session(self.model, *self._settings)
         except ValueError as error:
             raise BadArgument(str(error)) from None
 
@@ -105,8 +103,10 @@ class PartialKV(HFLM):
         if self.backend != "causal":
             raise ValueError(f"{type(self.model).__name__} is no decoder-only model, and no other is supported")
 
-    def _partial(self) -> AbstractContextManager[Any]:
-        return partial_kv(self.model, self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail)
+    @property
+    def _settings(self) -> tuple[str, float | None, PhiMaps | None, int, int]:
+        """Arguments of `partial_kv` after the model."""
+        return self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -133,7 +133,7 @@ class PartialKV(HFLM):
         return {**super().get_model_info(), "partial_kv": method}
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        with self._partial():
+        with partial_kv(self.model, *self._settings):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
     def _loglikelihood_tokens(

@@ -73,8 +73,8 @@ class Method:
         residual: None adds nothing.
 
     Raises:
-        ValueError: a selector or residual is no frozen dataclass, or lacks a member that decoding uses; the residual does
-            not fit the selector.
+        ValueError: a selector or residual is no frozen dataclass, or lacks a member that decoding uses; the residual
+            does not fit the selector.
     """
 
     name: str

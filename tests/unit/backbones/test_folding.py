@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.partial import PartialSession, partial_kv
@@ -25,7 +26,7 @@ OWN = [one.name for one in METHODS if one.own is not None and not one.needs_maps
 
 
 def generated(
-    backbone: Backbone, fold: int | None, method: str = "topk", budget: float = 0.3
+    backbone: Backbone, fold: int | None, method: str = "topk", budget: float = 0.3, cache: Cache | None = None
 ) -> tuple[PartialSession, Tensor]:
     """The session and the tokens of a left-padded batch: rows of 60 and of 41 tokens."""
     generator = torch.Generator().manual_seed(3)
@@ -34,14 +35,15 @@ def generated(
     mask[1, :19] = 0
     with partial_kv(backbone.model, method, budget, num_sink=2, num_tail=5, fold=fold) as session:
         made = backbone.model.generate(
-            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, pad_token_id=0
-        )
+            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, pad_token_id=0,
+            past_key_values=cache,
+        )  # fmt: skip
     return session, made
 
 
 def test_without_folding_the_prefix_stays_the_prompt(tiny_backbone: Backbone) -> None:
     session, _ = generated(tiny_backbone, None)
-    assert session._prefix[0][0].keys.shape[2] == PROMPT
+    assert session._prefix[0][0].partition.mid.shape[-1] == PROMPT
 
 
 def test_reading_everything_is_full_attention_however_much_is_folded(tiny_backbone: Backbone) -> None:
@@ -55,9 +57,10 @@ def test_states_are_those_of_prompt_and_folded_tokens(method: str, tiny_backbone
     """Older tokens and the anchors that they push on are in the mid-region; where a state depends on the order in which
     tokens came, it has as many of them.
     """
-    session, _ = generated(tiny_backbone, FOLD, method)
+    cache = DynamicCache()
+    session, _ = generated(tiny_backbone, FOLD, method, cache=cache)
     layer = session._prefix[1][0]
-    length = layer.keys.shape[2]
+    length = layer.partition.mid.shape[-1]
     new = STEPS - 1  # the last token is never read
     assert length == PROMPT + FOLD * ((new - FOLD - 1) // FOLD) and new - (length - PROMPT) <= 2 * FOLD
     real = torch.ones(2, length, dtype=torch.bool)
@@ -65,7 +68,8 @@ def test_states_are_those_of_prompt_and_folded_tokens(method: str, tiny_backbone
     mid = partition(real, ANCHORS.sink, ANCHORS.tail).mid
     assert torch.equal(layer.partition.mid[:, 0, 0], mid)
     ((residual, state),) = layer.states.items()
-    at_once = residual.prepare(layer.keys, layer.values, mid[:, None])
+    keys, values = (x[:, :, :length] for x in (cache.layers[1].keys, cache.layers[1].values))
+    at_once = residual.prepare(keys, values, mid[:, None])
     if method in IN_ORDER:
         assert torch.equal(state.count.sum(-1), mid.sum(-1, keepdim=True).expand(2, 2).float())
         return
@@ -78,7 +82,7 @@ def test_folded_tokens_compete_for_the_budget(tiny_backbone: Backbone) -> None:
     """K grows with the prefix, and attention is that of the tokens chosen, written out."""
     session, _ = generated(tiny_backbone, FOLD)
     layer, _, rows = session._prefix[0]
-    length = layer.keys.shape[2]
+    length = layer.partition.mid.shape[-1]
     assert rows.k[:, 0, 0].tolist() == [-(-3 * n // 10) - 7 for n in (length, length - 19)]
 
 

@@ -74,7 +74,7 @@ def test_a_second_turn_reads_everything_before_it_exactly(name: str) -> None:
         steps = dict(session.partial_calls)
         ours = generated(model, text, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
         layer = session._prefix[1][0]
-    assert layer.keys.shape[2] == text.shape[1] and layer.partition.mid.sum() == text.shape[1] - 5
+    assert layer.partition.mid.shape[-1] == text.shape[1] and layer.partition.mid.sum() == text.shape[1] - 5
     assert session.partial_calls == {index: 2 * calls for index, calls in steps.items()}
     exact = generated(
         model, text, past_key_values=kept, output_logits=True, return_dict_in_generate=True, max_new_tokens=1
@@ -141,17 +141,60 @@ def test_chunks_are_refused_where_prompts_cannot_be_told(monkeypatch: pytest.Mon
     """As in transformers 4."""
     model = model_of("Llama")
     monkeypatch.setattr(type(model), "_prefill", None, raising=False)
+    with pytest.raises(ValueError, match="in one piece with this transformers: unset prefill_chunk_size"):
+        under(model, prefill_chunk_size=8)
     model.generation_config.prefill_chunk_size = 8
-    with pytest.raises(ValueError, match="unset generation_config.prefill_chunk_size"), partial_kv(model, "topk"):
-        pass
+    with pytest.raises(ValueError, match="unset prefill_chunk_size"):
+        under(model)
 
 
 @needs(TRANSFORMERS_5)
-def test_prompts_are_no_longer_marked_after_the_context() -> None:
+def test_generate_is_no_longer_watched_after_the_context() -> None:
+    model, watched = model_of("Llama"), {"_prefill", "_validate_generation_mode"}
+    with partial_kv(model, "full"):
+        assert watched <= vars(model).keys()
+    assert not watched & vars(model).keys()
+
+
+def test_a_cache_is_needed() -> None:
     model = model_of("Llama")
-    with partial_kv(model, "topk", BUDGET):
-        assert "_prefill" in vars(model)
-    assert "_prefill" not in vars(model)
+    expected = generated(model, ids_of(40))
+    with pytest.raises(ValueError, match="^partial_kv needs the cache: without it every step reads the whole text"):
+        under(model, use_cache=False)
+    assert torch.equal(under(model, "full", use_cache=False)[1], expected)
+    model.generation_config.use_cache = False
+    with pytest.raises(ValueError, match="needs the cache"):
+        under(model)
+    assert torch.equal(generated(model, ids_of(40)), expected)
+
+
+def test_drafts_are_refused() -> None:
+    """Several tokens in one call would be read exactly, as a prompt."""
+    model = model_of("Llama")
+    for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model_of("Llama")}):
+        with pytest.raises(ValueError, match="^partial_kv reads one token a step, not drafts of several: leave out "):
+            under(model, **option)
+
+
+def test_a_context_without_a_step_through_the_method_warns() -> None:
+    model, line = model_of("Llama"), "^partial_kv: no decode step went through topk, so all attention was full: [^\n]*$"
+    with pytest.warns(UserWarning, match=line) as warned, partial_kv(model, "topk", BUDGET):
+        model(ids_of(40))
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=line), partial_kv(model, "topk", BUDGET):
+        generated(model, ids_of(40), max_new_tokens=1)
+    with pytest.warns(UserWarning, match=line), partial_kv(model, "topk", BUDGET):
+        generated(model_of("Llama"), ids_of(40))  # another model
+
+
+def test_no_warning_where_the_method_or_full_attention_is_meant(recwarn: pytest.WarningsRecorder) -> None:
+    model = model_of("Llama")
+    under(model, "topk")
+    with partial_kv(model, "full"):
+        model(ids_of(40))
+    with pytest.raises(RuntimeError, match="inside"), partial_kv(model, "topk", BUDGET):
+        raise RuntimeError("inside")
+    assert not [one for one in recwarn if "partial_kv" in str(one.message)]
 
 
 @needs(TRANSFORMERS_5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from tests.unit.backbones.test_decoding import SHAPES, backbone_of, random_maps
@@ -73,16 +75,33 @@ def test_it_stops_behind_an_end_token(tiny_backbone: Backbone, phi: PhiMaps, mon
         assert partial_generate(model, prompt, max_new_tokens=count, budget=0.15, phi=phi).shape == (1, 150 + count)
 
 
+@pytest.mark.parametrize("place", [0, 1, 5])
+def test_end_tokens_of_the_call_are_those_of_generate(place: int, tiny_backbone: Backbone) -> None:
+    prompt, model, rest = prompt_of(150), tiny_backbone.model, {"method": "topk_moments", "budget": 0.15}
+    free = partial_generate(model, prompt, max_new_tokens=12, eos_token_id=[], **rest)
+    assert free.shape == (1, 162)
+    end = int(free[0, 150 + place])
+    for ends in (end, [257, end]):
+        with warnings.catch_warnings(action="ignore"), partial_kv(model, **rest):  # where the first token ends it
+            expected = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12, eos_token_id=ends
+            )
+        ours = partial_generate(model, prompt, max_new_tokens=12, eos_token_id=ends, **rest)
+        assert ours.tolist() == expected.tolist() and ours[0, -1] == end
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"input_ids": "hello"}, r"^partial_generate takes token ids \[1, L\], not a str: pass tokenizer"),
+        ({"input_ids": [[5, 6]]}, "not a list: pass tokenizer"),
         ({"input_ids": prompt_of(20).repeat(2, 1)}, r"takes one prompt \[1, L\], not \[2, 20\]; use partial_kv"),
         ({"input_ids": prompt_of(20)[0]}, r"takes one prompt \[1, L\], not \[20\]"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not above 0"),
         ({"phi": None}, r"method topk_phi needs phi maps: pass phi=PhiMaps.load\(...\)"),
         ({"method": "magic"}, "magic"),
         ({"method": "topk_gaussian"}, "method topk_gaussian has no fast decode step; use partial_kv"),
-        ({"budget": 1.5}, "budget"),
+        ({"budget": 1.5}, "budget=1.5 is not a share"),
     ],
 )
 def test_refusals(arguments: dict[str, object], message: str, tiny_backbone: Backbone, phi: PhiMaps) -> None:

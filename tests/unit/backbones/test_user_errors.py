@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.unit.backbones.test_own_residuals import AllOfIt
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaModel
 
-from residual_mass import partial_kv
+from residual_mass import partial_generate, partial_kv
 from residual_mass.backbones.loading import Backbone
 from residual_mass.methods import Method, Moments, ScanRegression, TopK
 from residual_mass.methods.arms import percent_written
@@ -45,7 +46,7 @@ def test_a_budget_that_is_no_share(budget: Any, line: str, tiny_backbone: Backbo
     ("budget", "percent"), [(0.07, 7.0), ("0.02", 2.0), (1.0, 100.0), (torch.tensor(0.5).item(), 50.0)]
 )
 def test_a_budget_is_a_share(budget: Any, percent: float, tiny_backbone: Backbone) -> None:
-    with partial_kv(tiny_backbone.model, "topk", budget) as session:
+    with pytest.warns(UserWarning), partial_kv(tiny_backbone.model, "topk", budget) as session:
         assert session.arm.budget_percent == percent
 
 
@@ -102,3 +103,34 @@ def test_an_unknown_method(method: Any, similar: str, tiny_backbone: Backbone) -
     with pytest.raises(ValueError, match=f"^{line}[^,]+(, [^,]+)*$") as error, partial_kv(tiny_backbone.model, method):
         pass
     assert str(error.value).count(", ") == 2
+
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (
+            "gpt2",
+            "model is a str, not a model of transformers; load one with AutoModelForCausalLM.from_pretrained(...)",
+        ),
+        (torch.nn.Linear(2, 2), "model is a Linear, not a model of transformers; load one with "),
+        (BertModel(BertConfig(**SIZES)), "BertModel reads what follows a token, as encoders do; take a decoder-only "),
+        (BertForMaskedLM(BertConfig(**SIZES)), "BertForMaskedLM reads what follows a token, as encoders do; take a "),
+    ],
+)
+def test_what_is_no_decoder_only_model(model: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"), partial_kv(model, "topk", 0.1):
+        pass
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        partial_generate(model, torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, method="topk")
+
+
+def test_generation_needs_a_language_model_head() -> None:
+    with pytest.raises(ValueError, match="^LlamaModel has no language-model head; load it with AutoModelForCausalLM$"):
+        partial_generate(
+            LlamaModel(LlamaConfig(**SIZES)), torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, method="topk"
+        )

@@ -1,0 +1,48 @@
+"""Keys and values of a prompt are in memory once while a method generates."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tests.unit.backbones.test_generation import generated, model_of
+from torch import Tensor
+
+from residual_mass import partial_kv
+
+LENGTH, STEPS = 400, 6
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that a tensor refers to."""
+    gc.collect()
+    storages = (one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("fold", [None, 2])
+@pytest.mark.parametrize("pad", [0, 30])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_keys_and_values_are_held_once(cache: str, pad: int, fold: int | None) -> None:
+    """By the cache: beside it top-K keeps masks of the prompt's tokens, and the indices of its anchors."""
+    model, held = model_of("Llama"), []
+    ids = torch.randint(2, 90, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[0, :pad], mask[0, :pad] = 1, 0
+
+    def count(tokens: Tensor, scores: Tensor) -> Tensor:
+        if tokens.shape[1] == LENGTH + STEPS:
+            held.append(live_bytes())
+        return scores
+
+    before = live_bytes()
+    options = {"attention_mask": mask, "logits_processor": [count], "cache_implementation": cache}
+    generated(model, ids, **options)
+    with partial_kv(model, "topk", 0.1, fold=fold):
+        generated(model, ids, **options)
+    plain, ours = (one - before for one in held)
+    config = model.config
+    cached = 2 * 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (LENGTH + STEPS)
+    assert plain > cached, "the count misses the cache"
+    assert ours - plain < cached / 20
