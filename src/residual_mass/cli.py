@@ -39,6 +39,10 @@ LESS_MEMORY = {
 }
 LONGEST = 2000
 """Characters of a message."""
+DEFERRED = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a stage in one line, and wait until it is imported."""
+DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+"""Handlers that `main` replaces while it runs; a program that calls it keeps its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,10 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one when SIGTERM or SIGINT came.
     """
     options = _parser().parse_args(arguments)
-    unheeded = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    came: list[signal.Signals] = []  # libraries turn an exception raised within them into another, as of a mistake
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        came.append(signal.Signals(number))
+        raise Stopped
+
+    unheeded = {number: signal.getsignal(number) for number in DEFERRED}
+    unheeded = {number: former for number, former in unheeded.items() if former in DEFAULTS}
     try:
-        if unheeded:
-            signal.signal(signal.SIGTERM, _terminate)
+        for number in unheeded:
+            signal.signal(number, stop)
         # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
         _start_log()
@@ -57,34 +68,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.run(options)
         elif _run(options.stage, vars(options)) is False:
             sys.exit(1)
-    except (ValueError, OSError) as error:
-        _refuse(options.name, str(error))
-    except KeyboardInterrupt as stop:
-        number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        print(f"residual_mass {options.name}: stopped by {number.name}; run it again to resume", file=sys.stderr)
-        sys.exit(128 + number)
-    except (MemoryError, RuntimeError) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if came or isinstance(error, KeyboardInterrupt):
+            number = came[0] if came else signal.SIGINT
+            print(f"residual_mass {options.name}: stopped by {number.name}; run it again to resume", file=sys.stderr)
+            sys.exit(128 + number)
+        if isinstance(error, (ValueError, OSError)):
+            _refuse(options.name, str(error))
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         remedy = LESS_MEMORY.get(options.name, "run it where there is more memory")
         _refuse(options.name, f"{error or 'out of memory'}; {remedy}")
     finally:
-        if unheeded:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, former in unheeded.items():
+            signal.signal(number, former)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal came. A plain KeyboardInterrupt that passed through exec() ends the interpreter as SIGINT does."""
 
 
 def _start_log() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     for client in ("httpx", "httpx2"):  # a line for every request
         logging.getLogger(client).setLevel(logging.WARNING)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which batch systems send before they kill: the same as Ctrl-C but for the exit status."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
 
 
 def _refuse(stage: str, message: str) -> NoReturn:
@@ -249,7 +256,11 @@ def _run(stage: Stage, options: dict[str, Any]) -> Any:
     others = [options[name] for name in ("label", "results") if name in options and name not in names]
     if stage.computes:
         _use_free_gpu(spec[0])
-    run = getattr(import_module(f"residual_mass.{stage.module}"), stage.function)
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED)  # torch ends by SIGABRT where an exception meets its import
+    try:
+        run = getattr(import_module(f"residual_mass.{stage.module}"), stage.function)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED)
     if stage.computes:
         _use_allotted_threads()
     return run(*spec, *others, *files)

@@ -62,19 +62,30 @@ def ended_within(pid: int, seconds: float) -> bool:
 
 def _serve() -> None:
     import residual_mass.backbones.engine  # noqa: F401  # what stages import once they are at work
+    import residual_mass.cli  # noqa: F401
 
     for line in sys.stdin.buffer:
         question = json.loads(line)
         if "pid" in question:
             answer = os.waitstatus_to_exitcode(os.waitpid(question["pid"], 0)[1])
         else:
-            answer = os.fork()
-            if answer == 0:
-                _be_a_stage(question["arguments"], question["log"])
+            answer = _fork(question["arguments"], question["log"])
         print(answer, flush=True)
 
 
-def _be_a_stage(arguments: list[str], log: str) -> None:
+def _fork(arguments: list[str], log: str) -> int:
+    """Forks a stage; returns its process id once its log is open and signals reach it as they reach an interpreter."""
+    starts, started = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _be_a_stage(arguments, log, started)
+    os.close(started)
+    os.read(starts, 1)
+    os.close(starts)
+    return pid
+
+
+def _be_a_stage(arguments: list[str], log: str, started: int) -> None:
     from residual_mass.cli import main
 
     code = 1
@@ -83,6 +94,7 @@ def _be_a_stage(arguments: list[str], log: str) -> None:
         os.dup2(written, 1)
         os.dup2(written, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(started)
         main(arguments)
         code = 0
     except SystemExit as end:

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -112,15 +113,57 @@ def test_a_training_asked_to_stop_leaves_a_checkpoint_and_one_line(
     forks.wait(pid)
 
 
-def test_the_command_line_leaves_signals_as_it_found_them(tmp_path: Path) -> None:
-    """Called within another program, it must not answer for that one's SIGTERM afterwards."""
-    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_a_library_turns_into_an_error_still_stops(number: signal.Signals) -> None:
+    """As torch does where it asks a storage for its length."""
+    script = f"""if True:
+        import os, pathlib, signal
+        from residual_mass import cli
+        def read_text(path, **_):
+            try:
+                os.kill(os.getpid(), {int(number)})
+            except KeyboardInterrupt:
+                raise ValueError("could not determine the shape")
+        pathlib.Path.read_text = read_text
+        cli.main(["estimate", "--jobs", "jobs.json", "--results", "results"])
+    """
+    run = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert run.returncode == 128 + number, run.stderr
+    assert run.stderr == f"residual_mass estimate: stopped by {number.name}; run it again to resume\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_waits_until_the_stage_is_imported(number: signal.Signals) -> None:
+    """An exception in the midst of torch's import may end the interpreter."""
+    script = f"""if True:
+        import importlib, os, signal, sys
+        from residual_mass import cli
+        def import_module(name):
+            os.kill(os.getpid(), {int(number)})
+            module = importlib.import_module(name)
+            print("imported", file=sys.stderr)
+            return module
+        cli.import_module = import_module
+        cli.main(["estimate", "--jobs", "jobs.json", "--results", "results"])
+    """
+    run = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert run.returncode == 128 + number, run.stderr
+    assert run.stderr == f"imported\nresidual_mass estimate: stopped by {number.name}; run it again to resume\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_line_leaves_signals_as_it_found_them(number: signal.Signals, tmp_path: Path) -> None:
+    """Called within another program, it must not answer for that one's signals afterwards."""
+    before = signal.getsignal(number)
+    default = signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler
     try:
-        with pytest.raises(SystemExit):
-            cli.main(["join", "--results", str(tmp_path / "none.csv"), "--out", str(tmp_path / "out.csv")])
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        for own in (default, lambda *_: None):
+            signal.signal(number, own)
+            with pytest.raises(SystemExit):
+                cli.main(["join", "--results", str(tmp_path / "none.csv"), "--out", str(tmp_path / "out.csv")])
+            assert signal.getsignal(number) is own
     finally:
-        signal.signal(signal.SIGTERM, former)
+        signal.signal(number, before)
 
 
 @pytest.mark.slow
