@@ -6,13 +6,14 @@ snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 8 results/fidelity_smol_1k.csv how far each method's next token is from that of full attention
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
-snakemake --cores 1 doctor                       what this machine can run, and what it lacks
+snakemake --cores 1 doctor                       what this machine lacks for each study, and how long one takes
 snakemake --cores 1 estimate                     what the study will cost
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
 snakemake --cores 1 verify                       whether results are as recorded, and of this code and configuration
 snakemake all --report report.zip                what was made and how, of a finished run, to look at in a browser
 """
 
+import atexit
 import json
 import shlex
 import sys
@@ -97,6 +98,10 @@ rule published:
     input:
         expand(paths.PUBLISHED_TABLE, label=of_the_paper.labels()),
     localrule: True
+
+
+# Snakemake calls nothing at the end of a dry run.
+atexit.register(start.say_of_dry_run, plan, workflow, Path.cwd())
 
 
 onstart:

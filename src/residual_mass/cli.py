@@ -233,15 +233,14 @@ STAGES = {
         "paper.tables.render", "render a table with the paper's own values", "template", "out", function="run_published"
     ),
     "estimate": Stage("estimate", "say what the jobs of a study will cost, from rates measured here", "jobs results"),
-    "doctor": Stage("machine.doctor", "say what this machine can run, and what it lacks", "jobs assets"),
+    "doctor": Stage(
+        "machine.preflight", "say what this machine lacks to run a study, and how long it takes", "jobs assets results"
+    ),
     "prefetch": Stage("prefetch.needs", "fetch what a study reads of the hub, or say what is missing", "jobs assets"),
     "verify": Stage(
         "verify",
         "say whether results are as recorded and of this code; exits with status 1 if one is not",
         "expected?",
-    ),
-    "preflight": Stage(
-        "machine.preflight", "say what this machine lacks to run a backbone", "assets", spec=specs.BackboneSpec
     ),
 }  # fmt: skip
 

@@ -95,6 +95,18 @@ def print_costs(study: str, work: Iterable[PlannedJob], finished: Sequence[Finis
     print("\nRates: " + ("; ".join(used) or "none measured yet"))
 
 
+def time_left(jobs: Iterable[Job], results: Path) -> str:
+    """Says in one line how many of the jobs train or decode, and how long that takes one job after the other."""
+    work, finished = list(filter(None, map(planned, jobs))), list(finished_jobs(results))
+    rates = [nearest_job(job, finished) for job in work]
+    hours = [estimate_hours(job, rate) for job, rate in zip(work, rates, strict=True) if rate is not None]
+    what = f"{len(work)} jobs that train or decode"
+    if not hours:
+        return f"{what}, no rate measured here yet" if work else "nothing to train or to decode"
+    without = f" without the {len(work) - len(hours)} that have no rate measured here yet" * (len(hours) < len(work))
+    return f"{what}, about {sum(hours):.2f} hours{without}"
+
+
 def by_result(jobs: Iterable[PlannedJob]) -> dict[str, list[PlannedJob]]:
     """Groups jobs by line: the tasks of a benchmark at one length together, every training separately."""
     results: dict[str, list[PlannedJob]] = {}

@@ -83,6 +83,27 @@ def test_what_is_there_costs_nothing_more(results: Path, capsys: pytest.CaptureF
     assert "3b, train: 1 jobs, no rate measured yet" in said
 
 
+def test_the_time_that_is_left_in_one_line(results: Path) -> None:
+    def training(backbone: str, maps: str) -> Job:
+        spec = {
+            "backbone": {"name": backbone},
+            "length": maps,
+            "steps": 1800,
+            "sequences_per_step": 4,
+            "variants": [{}],
+        }
+        return Job("train", outputs=(f"results/phi/{backbone}_{maps}.safetensors",), spec=spec)
+
+    # 2 seconds for each of 7200 sequences of 1k
+    known, unknown = training("smol", "1k"), training("3b", "1k")
+    assert estimate.time_left([known], results) == "1 jobs that train or decode, about 4.00 hours"
+    both = "2 jobs that train or decode, about 4.00 hours without the 1 that have no rate measured here yet"
+    assert estimate.time_left([known, unknown], results) == both
+    alone = "1 jobs that train or decode, no rate measured here yet"
+    assert estimate.time_left([unknown], results) == alone
+    assert estimate.time_left([Job("table", outputs=("a.tex",))], results) == "nothing to train or to decode"
+
+
 def test_planned_work_counts_tasks_examples_and_arms() -> None:
     spec = {"backbone": {"name": "1b"}, "length": "4k", "benchmark": "ruler", "examples": 7, "arms": [{}] * 3}
     job = estimate.planned(Job("generate", outputs=("out",), spec=spec | {"tasks": ["ruler_vt", "niah_single_1"]}))

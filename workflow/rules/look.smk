@@ -39,9 +39,9 @@ rule doctor:
         jobs=paths.JOBS.format(target="doctor"),
         assets=str(plan.assets_folder),
     message:
-        "Looking at what this machine can run"
+        "Looking at what this machine lacks"
     shell:
-        "python -m residual_mass doctor --jobs {params.jobs} --assets {params.assets:q} 2>&1 | tee {log}"
+        "python -m residual_mass doctor --jobs {params.jobs} --assets {params.assets:q} --results results 2>&1 | tee {log}"
 
 
 rule verify:

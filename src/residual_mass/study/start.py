@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 from residual_mass.core.settings import to_json
+from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.inputs.assets import PINS, read_pins
 from residual_mass.machine import preflight, slurm
@@ -22,12 +24,12 @@ from residual_mass.study.plan import Plan
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
     """What this machine lacks for the jobs that are to be run, one line each."""
-    jobs = list(workflow.dag.needrun_jobs())
+    jobs = list(workflow.dag.needrun_jobs(exclude_finished=False))
     specs = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
     offline, assets = plan.configuration.main.offline, plan.assets_folder
     unmade = [job for job in jobs if not all(Path(path).exists() for path in job.output)]  # none with `--touch`
     running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
-    submits = workflow.executor_plugin.name != "local"
+    submits = None if workflow.dryrun else workflow.executor_plugin.name != "local"
     backbones = [plan.backbone_spec(name) for name in plan.configuration.main.backbones if name in running]
     found = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
     if offline and any(plan.assets_manifest in (*job.input, *job.output) for job in jobs):
@@ -43,6 +45,20 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     found += preflight.from_the_future(map(Path, kept))
     found += preflight.unwritable(Path(path) for job in jobs for path in job.output)
     return found
+
+
+def say_of_dry_run(plan: Plan, workflow: Any, folder: Path) -> None:
+    """Prints one line of what this machine lacks for the jobs of a dry run in a folder, and of how long they take."""
+    if (
+        not workflow.dryrun or workflow.scheduler is None
+    ):  # without a scheduler the run ended before its jobs were known
+        return
+    jobs = [job for job in workflow.dag.needrun_jobs(exclude_finished=False) if "spec" in job.params.keys()]
+    work = [Job(job.rule.name, outputs=tuple(job.output), spec=json.loads(job.params.spec)) for job in jobs]
+    if work:
+        with contextlib.chdir(folder):  # Snakemake has left it
+            found = "; ".join(problems(plan, workflow)) or "this machine lacks nothing"
+            print(f"Before the first job: {found}. Time: {time_left(work, Path('results'))}.", flush=True)
 
 
 def _sites(jobs: list[Any]) -> set[tuple[str, str]]:
