@@ -6,9 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual_mass.methods import METHODS, Method, Step, method_named
+from residual_mass.methods import (
+    METHODS,
+    CacheOnly,
+    GroupSums,
+    Method,
+    QuantisedScan,
+    QuantisedValues,
+    Step,
+    WholeClusters,
+    method_named,
+    state_bytes,
+)
 from residual_mass.methods.interface import BFLOAT16
-from residual_mass.methods.step_bytes import full_bytes, most_retrieved, step_bytes
+from residual_mass.methods.step_bytes import full_bytes, kept_bytes, most_retrieved, step_bytes
 
 STEP = Step(tokens=2048, width=64, heads=3, anchors=20, retrieved=43)
 TOKEN = 2 * 64 * BFLOAT16
@@ -43,7 +54,9 @@ def test_what_selectors_keep_is_what_a_step_scans(method: Method) -> None:
     """Summaries of random keys, counted at 2 bytes a number; codes at their bits."""
     keys = torch.randn(2048, 64, generator=torch.Generator().manual_seed(0))
     mid = torch.ones(2048, dtype=torch.bool)
-    inner = getattr(method.selector, "scan", method.selector)
+    inner = method.selector
+    while hasattr(inner, "scan"):
+        inner = inner.scan
     state = inner.prepare(keys, mid)
     bits = getattr(inner, "bits", 8)
 
@@ -54,6 +67,45 @@ def test_what_selectors_keep_is_what_a_step_scans(method: Method) -> None:
 
     expected = sum(map(size, state)) if state else 2048 * 64 * BFLOAT16
     assert inner.scan_bytes(STEP) == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_is_kept_of_a_prompt_by_hand() -> None:
+    """As shares of a bfloat16 cache of 2,048 tokens, heads 64 wide."""
+    cache, width = 2048 * TOKEN, 64
+    assert kept_bytes(method_named("full"), STEP) == kept_bytes(method_named("topk"), STEP) == (cache, 0)
+    scan = 2048 * width / 2 + 2048 / 64 * 2 * width * 2
+    regression = 2 * (width * (width + 1) + 64 * (2 * width + 1)) + 2048
+    assert kept_bytes(method_named("scan4_regression_64"), STEP) == (cache, scan + regression)
+    features = 4 * (64 * 65 + 2048 * 64)
+    assert kept_bytes(method_named("topk_phi"), STEP) == (cache, features)
+    assert kept_bytes(method_named("topk_phi_nosub"), STEP) == (cache, 4 * 64 * 65)
+    whole = Method("mine", WholeClusters(16), GroupSums())
+    assert kept_bytes(whole, STEP) == (cache, 2 * 64 * 128 + 2 * 2048 + 2 * 65 * 128)
+    values = 2048 * (width / 2 + 4)
+    assert kept_bytes(method_named("cache4"), STEP) == (20 * TOKEN, scan + values)
+
+
+@pytest.mark.parametrize(("tokens", "state", "held"), [(2048, 0.192, 0.368), (65_536, 0.146, 0.276)])
+def test_a_scan_with_regression_keeps_its_state_beside_the_cache(tokens: int, state: float, held: float) -> None:
+    method, step = method_named("scan4_regression_64"), STEP._replace(tokens=tokens)
+    assert kept_bytes(method, step).state / full_bytes(step) == pytest.approx(state, abs=1e-3)
+    keys = torch.randn(2, 2048, 64, generator=torch.Generator().manual_seed(0))
+    inside = torch.ones(2048, dtype=torch.bool)
+    scan, rest = method.selector.prepare(keys[0], inside), method.own.prepare(*keys, inside)
+    by_token = state_bytes(scan) + state_bytes((rest.cluster,))
+    found = by_token * tokens / 2048 + state_bytes(rest[:-1])
+    assert found / full_bytes(step) == pytest.approx(held, abs=1e-3), "as held: a byte a code, float32"
+
+
+@pytest.mark.parametrize(
+    ("bits", "read"), [((4, 4), 0.291), ((4, 3), 0.260), ((3, 3), 0.228), ((2, 2), 0.166)], ids=str
+)
+def test_a_quantised_cache_reads_and_keeps_its_codes(bits: tuple[int, int], read: float) -> None:
+    """And the exact keys and values of anchors: 1 % at 2k."""
+    method, step = Method("c", CacheOnly(QuantisedScan(bits[0])), QuantisedValues(bits[1])), STEP._replace(retrieved=0)
+    size = step_bytes(method, step)
+    assert size.total / full_bytes(step) == pytest.approx(read, abs=1e-3)
+    assert kept_bytes(method, step).total == size.total
 
 
 def test_no_more_tokens_are_retrieved_than_there_are() -> None:

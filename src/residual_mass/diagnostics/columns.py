@@ -15,7 +15,7 @@ STATE_DTYPE = (
 RESIDUAL_ERRORS = (
     "study backbone corpus length method maps budget_percent k error error_ci_low error_ci_high over_topk "
     "over_topk_ci_low over_topk_ci_high heads_below_topk heads_below_phi log_z_error recall tokens_read "
-    "scan_bytes row_bytes summary_bytes step_share state_bytes state_share "
+    "scan_bytes row_bytes summary_bytes step_share state_bytes state_share kept_share held_share "
     f"training_steps packs heads rows {_MAPS}"
 ).split()
 RESIDUAL_HEADS = (

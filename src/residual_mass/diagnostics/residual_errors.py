@@ -32,7 +32,7 @@ from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with
 from residual_mass.diagnostics.resampling import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio
 from residual_mass.files import csv_text, write_parquet, write_text
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.step_bytes import full_bytes, step_bytes
+from residual_mass.methods.step_bytes import feature_bytes, full_bytes, kept_bytes, step_bytes
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import ResidualErrorsSpec
 
@@ -56,8 +56,10 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
         out: CSV, one row per (corpus, method, budget), intervals by pack. `over_topk` is the ratio of mean errors,
             `heads_below_topk` and `heads_below_phi` are shares of (layer, query head). `scan_bytes`, `row_bytes` and
             `summary_bytes` are what a step reads per KV head and layer (`methods.step_bytes`), `step_share` their sum
-            over what full attention reads; `state_bytes` is what a method keeps of a prompt, `state_share` that in
-            units of a bfloat16 cache.
+            over what full attention reads; `state_bytes` is what a method keeps of a prompt besides keys and values,
+            `state_share` that in units of a bfloat16 cache. `kept_share` is all that is kept, packed
+            (`methods.step_bytes.kept_bytes`), and `held_share` all that is held here, with keys and values in
+            bfloat16 and states as they are (codes in a byte each), both in the same units.
     """
     record = Record("residual_errors", spec, [assets / MANIFEST, phi])
     _check(spec, phi)
@@ -236,23 +238,25 @@ def _lines(
         for b, budget in enumerate(spec.budgets):
             of_budget = {"budget_percent": f"{budget:g}", "k": _retrieved(spec)[b]}
             cells = {name: value[..., b] for name, value in measured.cells.items()}
-            read = _read(spec, backbone, maps, method, float(cells["tokens_read"][:, :, m].mean()))
+            read = _bytes(spec, backbone, maps, method, float(cells["tokens_read"][:, :, m].mean()), size)
             yield about | of_method | of_budget | read | _numbers(spec.methods, cells, m, drawn)
 
 
-def _read(
-    spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float
+def _bytes(
+    spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float, state: int
 ) -> dict[str, str]:
-    """What a step reads, given the mean of the tokens that are read exactly."""
+    """What a step reads, given the mean of the tokens that are read exactly, and what is kept."""
     shape, anchors = backbone.shape, _anchors(spec)
     step = Step(
         tokens_of(spec.length), shape.head_dim, shape.query_heads // shape.kv_heads, anchors, tokens_read - anchors
     )
     step = step if maps is None else step._replace(features=maps.map.d_phi)
-    read = step_bytes(method_named(method), step)
+    rule, cache = method_named(method), full_bytes(step)
+    read, kept = step_bytes(rule, step), kept_bytes(rule, step)
+    held = kept.cache + state + feature_bytes(rule, step, step.tokens)
     sizes = {"scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary}
-    shown = {"tokens_read": tokens_read, **sizes, "step_share": read.total / full_bytes(step)}
-    return {name: _text(value) for name, value in shown.items()}
+    shares = {"step_share": read.total / cache, "kept_share": kept.total / cache, "held_share": held / cache}
+    return {name: _text(value) for name, value in {"tokens_read": tokens_read, **sizes, **shares}.items()}
 
 
 def _of_maps(spec: ResidualErrorsSpec, maps: PhiMaps | None) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from residual_mass.methods.centroids import Centroids
 from residual_mass.methods.channels import Channels
-from residual_mass.methods.combined import PerGroup, Reranked
+from residual_mass.methods.combined import CacheOnly, PerGroup, Reranked, Rotated
 from residual_mass.methods.exact_mass import ExactMass
 from residual_mass.methods.first_order import FirstOrder
 from residual_mass.methods.gaussian import Gaussian
@@ -23,6 +23,7 @@ from residual_mass.methods.moments import Moments
 from residual_mass.methods.pages import Pages, PagesByMean
 from residual_mass.methods.phi import Phi, PhiDirection
 from residual_mass.methods.quantised_scan import QuantisedScan
+from residual_mass.methods.quantised_values import QuantisedValues
 from residual_mass.methods.sample import ImportanceSample, UniformSample
 from residual_mass.methods.scanned import GroupSums, ScanRegression
 from residual_mass.methods.topk import TopK
@@ -30,6 +31,7 @@ from residual_mass.methods.whole_clusters import WholeClusters
 
 __all__ = [
     "METHODS",
+    "CacheOnly",
     "Centroids",
     "Channels",
     "Choice",
@@ -48,8 +50,10 @@ __all__ = [
     "Phi",
     "PhiDirection",
     "QuantisedScan",
+    "QuantisedValues",
     "Reranked",
     "Residual",
+    "Rotated",
     "ScanRegression",
     "Seen",
     "Selector",
@@ -88,6 +92,8 @@ class Method:
             _require("residual", self.own, ("recipe", "needs_maps", "prepare", "update", "terms"))
         if self.selector is None and self.residual is not None:
             raise ValueError(f"method {self.name!r} reads the whole prompt, which leaves nothing for a residual")
+        if hasattr(self.selector, "replaces_cache") and not isinstance(self.residual, QuantisedValues):
+            raise ValueError(f"method {self.name!r} keeps no values: CacheOnly goes with QuantisedValues")
         if hasattr(self.residual, "fitted"):
             object.__setattr__(self, "residual", self.residual.fitted(self.selector))
 
@@ -200,6 +206,8 @@ METHODS = (
     Method("group4_regression", PerGroup(QuantisedScan(4)), ScanRegression()),
     Method("group4_regression_64", PerGroup(QuantisedScan(4)), ScanRegression(64)),
     Method("group2_regression_64", PerGroup(QuantisedScan(2)), ScanRegression(64)),
+    Method("cache4", CacheOnly(QuantisedScan(4)), QuantisedValues(4)),
+    Method("cache4_rotated", CacheOnly(Rotated(QuantisedScan(4))), QuantisedValues(4)),
     Method("channels", Channels(16)),
     Method("channels_regression_64", Channels(16), ScanRegression(64)),
     Method("mean_pages", PagesByMean()),

@@ -8,16 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from residual_mass.methods.interface import FLOAT32, Step
+from residual_mass.methods.interface import FLOAT32, INDEX, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from residual_mass.core.accounting import Terms
     from residual_mass.methods.interface import Seen
-
-CLUSTER = 2
-"""Bytes of the number of a cluster."""
 
 
 class Clusters(NamedTuple):
@@ -78,7 +75,11 @@ class Centroids:
 
     def summary_bytes(self, step: Step) -> float:
         """Centroids, counts and value sums, and the cluster of each token that was read."""
-        return FLOAT32 * self.clusters * (2 * step.width + 1) + CLUSTER * step.retrieved
+        return FLOAT32 * self.clusters * (2 * step.width + 1) + INDEX * step.retrieved
+
+    def kept_bytes(self, step: Step) -> float:
+        """The cluster of every token."""
+        return self.summary_bytes(step._replace(retrieved=step.tokens))
 
 
 def _clusters(keys: Tensor, values: Tensor, part: Tensor, clusters: int) -> Clusters:

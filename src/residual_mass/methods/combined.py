@@ -50,6 +50,76 @@ class Reranked:
     def scan_bytes(self, step: Step) -> float:
         return self.scan.scan_bytes(step) + BFLOAT16 * step.width * step.heads * self.margin
 
+    def kept_bytes(self, step: Step) -> float:
+        return self.scan.scan_bytes(step)
+
+
+@dataclass(frozen=True)
+class CacheOnly:
+    """What a scan keeps of the keys, in place of the keys: no token of the mid-region is read exactly, whatever the
+    budget. With `QuantisedValues` it is a quantised cache that every step reads whole, and no other is kept.
+    """
+
+    scan: Selector
+    recipe: ClassVar[int] = 1
+    reads_keys: ClassVar[bool] = False
+    replaces_cache: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.scan.reads_keys:
+            raise ValueError(f"CacheOnly needs a scan of what is kept in place of keys, not {type(self.scan).__name__}")
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        return self.scan.prepare(keys, mid)
+
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
+        return self.scan.update(state, keys, mid, start)
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        return self.scan.select(queries, scores, state, mid, k * 0, layout)
+
+    def scan_bytes(self, step: Step) -> float:
+        return self.scan.scan_bytes(step)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """A scan of keys and queries that are rotated first, which leaves their products as they are (QuaRot, arXiv
+    2404.00456): by Hadamard's matrix of the largest power of two that divides D, block by block.
+    """
+
+    scan: Selector
+    recipe: ClassVar[int] = 1
+
+    @property
+    def reads_keys(self) -> bool:
+        return self.scan.reads_keys
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        return self.scan.prepare(_rotated(keys), mid)
+
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
+        return self.scan.update(state, _rotated(keys), mid, start)
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        return self.scan.select(_rotated(queries), scores, state, mid, k, layout)
+
+    def scan_bytes(self, step: Step) -> float:
+        return self.scan.scan_bytes(step)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """[..., D], by the fast Walsh-Hadamard transform."""
+    import torch
+
+    width = x.shape[-1] & -x.shape[-1]
+    blocks, half = x.unflatten(-1, (-1, width)), 1
+    while half < width:
+        low, high = blocks.unflatten(-1, (-1, 2, half)).unbind(-2)
+        blocks = torch.stack((low + high, low - high), -2).flatten(-3)
+        half *= 2
+    return blocks.flatten(-2) * width**-0.5
+
 
 @dataclass(frozen=True)
 class PerGroup:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BFLOAT16, FLOAT32 = 2, 4
 """Bytes of a number."""
+INDEX = 2
+"""Bytes of the number of a token's cluster."""
 
 
 class Choice(NamedTuple):
@@ -83,7 +85,9 @@ class Selector(Protocol):
         """
 
     def scan_bytes(self, step: Step) -> float:
-        """Returns what a step reads to select, where keys have 2 bytes a number."""
+        """Returns what a step reads to select, where keys have 2 bytes a number; what is kept to select is the same, or
+        what a method `kept_bytes` returns.
+        """
 
 
 class Seen(NamedTuple):
@@ -142,7 +146,9 @@ class Residual(Protocol):
         """
 
     def summary_bytes(self, step: Step) -> float:
-        """Returns what a step reads of the summary, and of tokens besides those selected."""
+        """Returns what a step reads of the summary, and of tokens besides those selected; what is kept is the same, or
+        what a method `kept_bytes` returns.
+        """
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from residual_mass.methods.centroids import Centroids, Clusters
-from residual_mass.methods.interface import BFLOAT16, FLOAT32, Step
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,9 @@ class UniformSample:
 
     def summary_bytes(self, step: Step) -> float:
         return _row_bytes(self.draws, step)
+
+    def kept_bytes(self, step: Step) -> float:
+        return FLOAT32 * self.draws
 
 
 class DrawsFromClusters(NamedTuple):
@@ -102,6 +105,9 @@ class ImportanceSample:
     def summary_bytes(self, step: Step) -> float:
         """Centroids and counts, and the tokens drawn."""
         return FLOAT32 * self.clusters * (step.width + 1) + _row_bytes(self.draws, step)
+
+    def kept_bytes(self, step: Step) -> float:
+        return FLOAT32 * (self.clusters * (step.width + 1) + self.draws) + INDEX * step.tokens
 
 
 def _places(keys: Tensor, draws: int, seed: int) -> Tensor:

@@ -135,6 +135,10 @@ class ScanRegression:
         numbers = step.width * (step.width + 1) + self.clusters * (step.width + 1)
         return BFLOAT16 * numbers + cluster * step.tokens
 
+    def kept_bytes(self, step: Step) -> float:
+        """Mean keys besides, for tokens that join."""
+        return self.summary_bytes(step) + BFLOAT16 * self.clusters * step.width
+
 
 def _clustered(keys: Tensor, values: Tensor, part: Tensor, clusters: int) -> ClusteredMoments:
     """Summarises clusters, given that of every token, [..., L] int64, -1 for none."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from residual_mass.methods.blocks import check_size, in_order
-from residual_mass.methods.interface import BFLOAT16, Choice, Layout, Step
+from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,3 +70,7 @@ class WholeClusters:
 
     def scan_bytes(self, step: Step) -> float:
         return BFLOAT16 * step.width * -(-step.tokens // self.size)
+
+    def kept_bytes(self, step: Step) -> float:
+        """The cluster of every token besides."""
+        return self.scan_bytes(step) + INDEX * step.tokens

@@ -20,7 +20,7 @@ from residual_mass.diagnostics import residual_errors
 from residual_mass.diagnostics.columns import RESIDUAL_ERRORS, RESIDUAL_HEADS
 from residual_mass.diagnostics.packs import make_packs, visit_layers
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.step_bytes import full_bytes, step_bytes
+from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.study.specs import ResidualErrorsSpec
 
 LENGTH, QUERIES, PACKS = 90, 3, 3
@@ -114,6 +114,11 @@ def test_the_summary_is_what_the_heads_say(folder: Path, phi: Path, tmp_path: Pa
         read = step_bytes(method_named(line.method), step)
         assert (line.scan_bytes, line.row_bytes, line.summary_bytes) == pytest.approx(read, rel=1e-4)
         assert line.step_share == pytest.approx(read.total / full_bytes(step), rel=1e-4)
+        kept = kept_bytes(method_named(line.method), step)
+        assert line.kept_share == pytest.approx(kept.total / full_bytes(step), rel=1e-4)
+        features = 4 * step.features * LENGTH if line.method == "topk_phi" else 0
+        held = 1 + (line.state_bytes + features) / full_bytes(step)
+        assert line.held_share == pytest.approx(held, rel=1e-4)
         assert line.state_share == pytest.approx(line.state_bytes / (2 * LENGTH * HEAD_DIM * 2), rel=1e-5)
 
 
