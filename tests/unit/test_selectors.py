@@ -12,12 +12,14 @@ from residual_mass.core.accounting import exact_terms
 from residual_mass.core.parts import clusters_of
 from residual_mass.methods import (
     METHODS,
+    CacheOnly,
     Channels,
     Pages,
     PagesByMean,
     PerGroup,
     QuantisedScan,
     Reranked,
+    Rotated,
     Selector,
     TopK,
     WholeClusters,
@@ -221,7 +223,8 @@ def test_pages_are_read_whole_in_the_order_of_their_bounds() -> None:
 
 
 SELECTORS = [
-    *dict.fromkeys(one.selector for one in METHODS if one.selector is not None),
+    *dict.fromkeys(one.selector for one in METHODS if one.selector and not isinstance(one.selector, CacheOnly)),
+    Rotated(QuantisedScan(4)),
     Pages(200), PagesByMean(200), WholeClusters(200), QuantisedScan(4, block=200),  # one page for all
 ]  # fmt: skip
 
