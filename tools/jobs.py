@@ -7,7 +7,6 @@ python tools/jobs.py --checkout OTHER --directory FOLDER TARGET...
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -26,9 +25,9 @@ def main() -> None:
     parser.add_argument("--config", nargs="*", default=[], metavar="KEY=VALUE")
     given = parser.parse_args()
     config = dict(pair.split("=", 1) for pair in given.config)
-    with contextlib.redirect_stdout(sys.stderr):
-        jobs = planned(given.checkout.resolve(), given.directory or given.checkout, given.targets, config)
-    json.dump(jobs, sys.stdout)
+    printed, sys.stdout = sys.stdout, sys.stderr  # to the end: the workflow may say something when it ends
+    jobs = planned(given.checkout.resolve(), given.directory or given.checkout, given.targets, config)
+    json.dump(jobs, printed)
 
 
 def planned(checkout: Path, directory: Path, targets: list[str], config: dict[str, str]) -> list[dict[str, Any]]:

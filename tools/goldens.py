@@ -1,0 +1,78 @@
+"""Writes tests/golden/jobs_{study}.txt: what every job of a study reads, makes and is told, as the workflow plans it.
+
+python tools/goldens.py              all studies of config/studies/; read the difference before committing it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+LONG = 60
+"""Values of a spec with more characters are written once for all jobs of a rule."""
+
+
+def studies() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "config" / "studies").glob("*.yaml"))
+
+
+def golden_jobs(study: str) -> str:
+    """A block for each rule: its flags, what all its jobs are told (=), what several are told (@), and the jobs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / "tools" / "jobs.py", "--directory", folder, "--config", f"study={study}"]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        jobs = json.loads(printed.replace(f"{os.path.relpath(ROOT, folder)}/", ""))
+    blocks = [block(rule, list(group)) for rule, group in groupby(jobs, key=lambda job: job["rule"])]
+    return "\n".join(blocks)
+
+
+def block(rule: str, jobs: list[dict[str, Any]]) -> str:
+    specs = [json.loads(job["params"].get("spec", "{}")) for job in jobs]
+    shared = {key: value for key, value in specs[0].items() if all(spec.get(key, spec) == value for spec in specs)}
+    own = [{key: written(value) for key, value in spec.items() if key not in shared} for spec in specs]
+    long = sorted({value for spec in own for value in spec.values() if len(value) > LONG})
+    lines = [f"{rule} ({len(jobs)})", *sorted({f"  $ {flags(job['shell'])}" for job in jobs})]
+    lines += [f"  = {key}: {written(shared[key])}" for key in sorted(shared)]
+    lines += [f"  @{number} {value}" for number, value in enumerate(long)]
+    for job, spec in zip(jobs, own, strict=True):
+        lines += [f"  {' '.join(job['output'])}"] + [f"    < {path}" for path in runs(job["input"])]
+        told = [f"{key}: {f'@{long.index(value)}' if value in long else value}" for key, value in sorted(spec.items())]
+        lines += [f"    = {', '.join(told)}"] if told else []
+    return "\n".join(lines) + "\n"
+
+
+def written(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def flags(shell: str) -> str:
+    """The stage and its flags, without values and without what starts it on several GPUs."""
+    stage = re.search(r"-m residual_mass (\S+)(.*)", shell, re.DOTALL)
+    return " ".join([stage[1], *(word for word in shlex.split(stage[2]) if word.startswith("--"))]) if stage else shell
+
+
+def runs(paths: list[str]) -> list[str]:
+    """Sorted paths, those of one folder on one line; a few on one line altogether."""
+    found = [" ".join(group) for _, group in groupby(sorted(set(paths)), key=os.path.dirname)]
+    return found if len(found) > 6 else [" ".join(found)] * bool(found)
+
+
+def main() -> None:
+    for study in studies():
+        path = GOLDEN / f"jobs_{study}.txt"
+        path.write_text(golden_jobs(study), encoding="utf-8")
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
