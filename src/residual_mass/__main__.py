@@ -8,11 +8,15 @@ import sys
 def main() -> None:
     try:
         from residual_mass.cli import main as run
+
+        run()
     except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("residual_mass"):
+            raise
+        extra = "measure" if sys.argv[1:2] == ["measure"] else "pipeline"
         sys.exit(
-            f"residual-mass: error: the package {missing.name} is missing; run pip install '.[measure]' in a checkout"
+            f"residual-mass: error: the package {missing.name} is missing; run pip install '.[{extra}]' in a checkout"
         )
-    run()
 
 
 if __name__ == "__main__":

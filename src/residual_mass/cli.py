@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if came or isinstance(error, KeyboardInterrupt):
             number = came[0] if came else signal.SIGINT
-            print(f"residual_mass {options.name}: stopped by {number.name}; run it again to resume", file=sys.stderr)
+            print(f"{_called(options.name)}: stopped by {number.name}; run it again to resume", file=sys.stderr)
             sys.exit(128 + number)
         if isinstance(error, (ValueError, OSError)):
             _refuse(options.name, str(error))
@@ -98,8 +98,13 @@ def _refuse(stage: str, message: str) -> NoReturn:
     line = " ".join(message.split())
     if len(line) > LONGEST:  # a damaged file's fields can be that long; what is wrong stands first, the remedy last
         line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
-    print(f"residual_mass {stage}: error: {line}", file=sys.stderr)
+    print(f"{_called(stage)}: error: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def _called(stage: str) -> str:
+    """What a user types for a stage."""
+    return "residual-mass measure" if stage == "measure" else f"residual_mass {stage}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
         for flag in (*stage.reads.split(), *stage.writes.split()):
             _add_flag(sub, flag)
-    command.add_arguments(parsers.add_parser("measure", help="say how much of the cache a model may leave unread"))
+    about = "say how much of the cache a model may leave unread"
+    command.add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
     parsers.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
     parsers.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
     return parser

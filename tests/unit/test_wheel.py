@@ -108,6 +108,11 @@ def test_the_extra_brings_what_lm_eval_needs(wheel: Path, tmp_path: Path) -> Non
     assert "PartialKV" in run(code, installed(wheel, tmp_path, "lm-eval"))
 
 
+def test_the_extra_brings_what_measure_needs(wheel: Path, tmp_path: Path) -> None:
+    code = "import gguf, accelerate, residual_mass.cli, residual_mass.measure.answer\nprint('imported')"
+    assert "imported" in run(code, installed(wheel, tmp_path, "measure"))
+
+
 def test_the_wheel_holds_the_marker_of_types_and_the_data(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "residual_mass/py.typed" in names
