@@ -1,4 +1,4 @@
-"""Runs `python -m residual_mass` as forks of one process that has imported the large packages, for many short stages.
+"""Runs `python -m residual_mass` as forks of one process that has imported everything: stages are many and short.
 
 A folder on PATH holds a `python` that hands such commands, with their environment and open files, to that process; any
 other command runs as ever. Figures saved as PNG by a fork carry what was drawn, as JSON under the key `Points`.
@@ -7,8 +7,10 @@ other command runs as ever. Figures saved as PNG by a fork carry what was drawn,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ("transformers", "pandas", "pyarrow.parquet", "matplotlib.figure", "matplotlib.backends.backend_agg")
+IMPORTED = ("transformers.models.llama.modeling_llama", "matplotlib.backends.backend_agg", "pyarrow.parquet", "lm_eval")
 CLIENT = """\
 #!{python} -ISE
 import json, os, socket, sys
@@ -60,8 +62,12 @@ def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
 
 
 def serve(address: str) -> None:
-    for name in IMPORTED:
-        __import__(name)
+    import residual_mass
+
+    own = pkgutil.walk_packages(residual_mass.__path__, "residual_mass.", onerror=lambda _: None)
+    for name in (*IMPORTED, *(module.name for module in own if module.name != "residual_mass.__main__")):
+        with contextlib.suppress(ImportError):  # of a GPU
+            importlib.import_module(name)
     carry_points()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
