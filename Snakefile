@@ -108,3 +108,8 @@ onstart:
     if lacking := start.problems(plan, workflow):
         sys.exit("; ".join(lacking))
     start.write_jobs(plan, workflow)
+
+
+onsuccess:
+    if any(job.rule.name == "report" for job in workflow.dag.jobs):
+        print(*start.closing_lines(plan), sep="\n", file=sys.stderr)

@@ -46,6 +46,7 @@ def write_small_study(folder: Path) -> None:
     benchmarks["longbench"]["lengths"] = ["1k"]  # where two of its tasks are left out
     phi = {"steps": 6, "queries_per_step": 4, "checkpoint_every": 2, "eval_every": 3, "warmup_steps": 1}
     phi |= {
+        "held_out": ["wiki", "books"],
         "corpora": ["wiki", "pydoc"],
         "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
     }
@@ -54,9 +55,10 @@ def write_small_study(folder: Path) -> None:
         benchmarks=benchmarks, phi=phi,
         fidelity={
             "lengths": ["1k"], "corpora": ["wiki"], "documents": 3, "tokens": 5, "examples": 2,
-            "prompts_at": ["1k"], "methods": ["topk_moments_8"],
+            "prompts_at": ["1k"], "methods": ["topk_moments_8"], "benchmarks": ["ruler", "babilong"],
         },
-        mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]}, ablations={"backbones": ["tiny"]},
+        mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]},
+        ablations={"backbones": ["tiny"], "benchmarks": ["ruler", "babilong"]},
         diagnostics={
             "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
             "head": {"layer": 1, "head": 3},

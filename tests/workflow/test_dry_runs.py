@@ -78,7 +78,7 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 
 MINI = {
-    "assets": 1, "prompts": 5, "train": 3, "train_variants": 1, "generate": 8, "score": 5, "score_comparison": 5,
+    "assets": 1, "prompts": 4, "train": 3, "train_variants": 1, "generate": 6, "score": 4, "score_comparison": 3,
     "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 1,
     "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1,
     "numbers": 1, "figure": 14, "document": 1, "report": 1,

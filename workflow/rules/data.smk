@@ -39,6 +39,7 @@ rule prompts:
         "logs/prompts/{benchmark}_{tokenizer}_{length}.log",
     benchmark:
         "logs/prompts/{benchmark}_{tokenizer}_{length}.tsv"
+    priority: lambda wildcards: 30 * (wildcards.benchmark == "ruler")
     conda:
         "../../environment.yml"
     threads: 1

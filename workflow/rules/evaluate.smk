@@ -20,6 +20,7 @@ rule force:
         "logs/force/{backbone}_{length}.log",
     benchmark:
         "logs/force/{backbone}_{length}.tsv"
+    priority: 20  # the first figure
     conda:
         "../../environment.yml"
     threads: machine.half_of_the_cores
@@ -48,6 +49,7 @@ rule fidelity:
         "logs/fidelity/{backbone}_{length}.log",
     benchmark:
         "logs/fidelity/{backbone}_{length}.tsv"
+    priority: 40
     localrule: True
     conda:
         "../../environment.yml"
@@ -75,6 +77,7 @@ rule generate:
         "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.log",
     benchmark:
         "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.tsv"
+    priority: lambda wildcards: 20 * (wildcards.benchmark == "ruler" and wildcards.group == "main")  # the first table
     conda:
         "../../environment.yml"
     threads: machine.half_of_the_cores
@@ -103,6 +106,7 @@ rule score:
         "logs/score/{benchmark}_{backbone}_{length}.log",
     benchmark:
         "logs/score/{benchmark}_{backbone}_{length}.tsv"
+    priority: 40
     localrule: True
     conda:
         "../../environment.yml"

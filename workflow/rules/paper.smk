@@ -32,6 +32,7 @@ rule table:
         "logs/table/{study}_{label}.log",
     benchmark:
         "logs/table/{study}_{label}.tsv"
+    priority: 40
     localrule: True
     conda:
         "../../environment.yml"
@@ -154,6 +155,7 @@ rule figure:
         "logs/figure/{study}_{label}.log",
     benchmark:
         "logs/figure/{study}_{label}.tsv"
+    priority: 40
     localrule: True
     conda:
         "../../environment.yml"

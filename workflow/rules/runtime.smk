@@ -14,7 +14,7 @@ rule runtime:
         "logs/runtime/{backbone}.log",
     benchmark:
         "logs/runtime/{backbone}.tsv"
-    priority: 20  # first, while there are few other jobs: it takes the machine for itself
+    priority: 50  # first, while there are few other jobs: it takes the machine for itself
     conda:
         "../../environment.yml"
     threads: machine.all_of_the_cores

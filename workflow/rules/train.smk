@@ -21,6 +21,7 @@ rule train:
         "logs/train/{backbone}_{maps}.log",
     benchmark:
         "logs/train/{backbone}_{maps}.tsv"
+    priority: 30  # distances and scores, the first results, wait for it
     conda:
         "../../environment.yml"
     threads: machine.half_of_the_cores

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
-from residual_mass.core.settings import to_json
+from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.inputs.assets import PINS, read_pins
@@ -79,6 +80,24 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
         recorded = recorded_jobs(plan, workflow.rules)
         text = json.dumps({path: json.loads(to_json(job)) for path, job in recorded.items()}, indent=1, sort_keys=True)
         write_text(Path(paths.JOBS.format(target="verify")), text + "\n")
+
+
+def closing_lines(plan: Plan) -> list[str]:
+    """What a finished study says: how far three methods are from full attention, and where the page is."""
+    name = plan.configuration.main.study
+    study, backbone = plan.studies[name], plan.backbones_of(name)[0]
+    lines = [f"All results on one page: {Path(paths.REPORT).absolute()}"]
+    if not study.fidelity.lengths or not study.fidelity.corpora:
+        return lines
+    text, length = study.fidelity.corpora[0], max(study.fidelity.lengths, key=tokens_of)
+    shown = dict.fromkeys((*(method for method in ("topk", "topk_phi") if method in study.methods), study.methods[-1]))
+    with Path(paths.FIDELITY.format(backbone=backbone, length=length)).open(encoding="utf-8") as file:
+        place = {"text": text, "state": "own", "metric": "kl", "budget_percent": f"{study.diagnostics.budget:g}"}
+        rows = [row for row in csv.DictReader(file) if place.items() <= row.items()]
+    found = {row["method"]: row for row in rows if row["maps"] in ("", study.maps.main)}
+    numbers = (f"{method} {found[method]['value']}" for method in shown if method in found)
+    where = f"{backbone}, {text} at {length}, {study.diagnostics.budget:g} % read exactly"
+    return [f"KL from full attention in nats ({where}): {', '.join(numbers)}", *lines]
 
 
 def study_jobs(plan: Plan, rules: Any, study: str) -> StudyJobs:
