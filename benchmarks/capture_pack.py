@@ -95,10 +95,10 @@ def measured_pass(setting: Setting, backbone: Backbone, pack: Pack) -> None:
     maps = fresh_maps(backbone.shape, setting.d_emb).to(backbone.device)
     spec = CaptureSpec(
         study="benchmark", backbone=backbone.spec, corpus="wiki", length=str(setting.length), budgets=BUDGETS,
-        anchors=ANCHORS, maps=MapsSpec("untrained", setting.length), packs=1, queries=setting.queries, audited=0,
+        anchors=ANCHORS, maps=MapsSpec("untrained", setting.length), packs=1, queries=setting.queries,
         seed=0, recipe=0,
     )  # fmt: skip
-    captured = Captured(spec, backbone, maps, [])
+    captured = Captured(spec, backbone, maps)
     captured.add(0, pack)
     assert len(captured.heads) == backbone.shape.layers
     synchronise(backbone)

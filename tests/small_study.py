@@ -60,7 +60,7 @@ def write_small_study(folder: Path) -> None:
         mismatch={"backbones": ["tiny"], "maps": ["512", "1k"], "lengths": ["1k"]},
         ablations={"backbones": ["tiny"], "benchmarks": ["ruler", "babilong"]},
         diagnostics={
-            "backbones": ["tiny"], "packs": 2, "queries": 2, "audited": 3, "lengths": ["1k"],
+            "backbones": ["tiny"], "packs": 2, "queries": 2, "lengths": ["1k"],
             "head": {"layer": 1, "head": 3},
         },
         residuals={

@@ -188,11 +188,8 @@ STAGES = {
         "results+ mismatch? fidelity*", "out", specs.ScoreClaimsSpec,
     ),
     "capture": Stage(
-        "diagnostics.capture", "measure attention rows on held-out text", "assets phi prompts?", "heads mass rows",
+        "diagnostics.capture", "measure attention rows on held-out text", "assets phi prompts?", "heads mass",
         specs.CaptureSpec, True,
-    ),
-    "audit": Stage(
-        "diagnostics.audit", "measure stored attention rows again, in float64", "rows heads phi", "out", specs.AuditSpec
     ),
     "kernels": Stage(
         "diagnostics.kernels", "compare kernels with the scores of feature maps", "assets phi+ prompts?", "out",

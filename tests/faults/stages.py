@@ -49,7 +49,7 @@ FORCE = ForceSpec(
 )  # fmt: skip
 CAPTURE = CaptureSpec(
     study="test", backbone=BACKBONE, corpus="books", length="256", budgets=(10.0, 30.0), anchors=AnchorSpec(),
-    maps=MapsSpec("512", 512), packs=8, queries=4, audited=5, seed=0, recipe=1,
+    maps=MapsSpec("512", 512), packs=8, queries=4, seed=0, recipe=1,
 )  # fmt: skip
 
 
@@ -102,10 +102,10 @@ def force(assets: Path, prompts: Path, phi: Path) -> Stage:
 
 def capture(assets: Path, phi: Path, spec: CaptureSpec = CAPTURE) -> Stage:
     def arguments(out: Path) -> list[str]:
-        flags = flagged(out, heads="heads.parquet", mass="mass.parquet", rows="rows.safetensors")
+        flags = flagged(out, heads="heads.parquet", mass="mass.parquet")
         return ["capture", "--spec", to_json(spec), "--assets", str(assets), "--phi", str(phi), *flags]
 
-    return Stage("capture", arguments, ("heads.parquet", "mass.parquet", "rows.safetensors"))
+    return Stage("capture", arguments, ("heads.parquet", "mass.parquet"))
 
 
 def flagged(folder: Path, /, **names: str) -> list[str]:

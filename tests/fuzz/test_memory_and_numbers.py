@@ -279,7 +279,7 @@ MAPS, PLACE = (MapsSpec("1k", 1024),), {"corpus": "wiki", "length": "256"}
 DIAGNOSTICS: dict[str, Callable[[Path, Path, Path], None]] = {
     "capture": lambda assets, phi, out: capture.run(
         CaptureSpec(study="test", backbone=TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS[0], packs=1,
-                    queries=2, audited=2, seed=0, recipe=1),
+                    queries=2, seed=0, recipe=1),
         assets, phi, None, out / "heads.parquet", out / "mass.parquet", out / "rows.safetensors",
     ),
     "kernels": lambda assets, phi, out: kernels.run(

@@ -37,7 +37,7 @@ SPECS = {
     "prompts_spec": specs.PromptsSpec, "train_spec": specs.TrainSpec, "train_variants_spec": specs.TrainSpec,
     "generate_spec": specs.GenerateSpec, "force_spec": specs.ForceSpec, "fidelity_spec": specs.FidelitySpec,
     "score_spec": specs.ScoreSpec, "capture_spec": specs.CaptureSpec,
-    "audit_spec": specs.AuditSpec, "kernels_spec": specs.KernelsSpec, "findings_spec": specs.FindingsSpec,
+    "kernels_spec": specs.KernelsSpec, "findings_spec": specs.FindingsSpec,
     "map_errors_spec": specs.MapErrorsSpec, "residual_errors_spec": specs.ResidualErrorsSpec,
     "runtime_spec": specs.RuntimeSpec, "table_spec": specs.TableSpec,
     "comparison_spec": specs.ComparisonSpec, "document_spec": specs.DocumentSpec, "report_spec": specs.ReportSpec,

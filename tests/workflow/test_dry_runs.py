@@ -19,7 +19,6 @@ from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
 from residual_mass.study.labels import FIDELITY_TABLES, RESIDUAL_TABLE
 from residual_mass.study.sections.evaluation import Resampling
 from residual_mass.study.specs import (
-    AuditSpec,
     CaptureSpec,
     ComparisonSpec,
     DocumentSpec,
@@ -50,7 +49,6 @@ SPECS: dict[str, type[Any]] = {
     "map-errors": MapErrorsSpec,
     "residual-errors": ResidualErrorsSpec,
     "capture": CaptureSpec,
-    "audit": AuditSpec,
     "kernels": KernelsSpec,
     "findings": FindingsSpec,
     "table": TableSpec,
@@ -79,7 +77,7 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 MINI = {
     "assets": 1, "prompts": 4, "train": 3, "train_variants": 1, "generate": 6, "score": 4, "score_comparison": 3,
-    "mismatch": 1, "ablation": 2, "capture": 4, "audit": 4, "kernels": 2, "findings": 1, "map_errors": 1,
+    "mismatch": 1, "ablation": 2, "capture": 4, "kernels": 2, "findings": 1, "map_errors": 1,
     "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1,
     "numbers": 1, "figure": 14, "document": 1, "report": 1,
 }  # fmt: skip
@@ -87,7 +85,7 @@ GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 """RULER and BABILong at four lengths, LongBench at one; the mismatch on RULER at three; the ablations at one."""
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
-    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "audit": 4 + 1, "kernels": 2,
+    "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "kernels": 2,
     "findings": 1, "map_errors": 3, "residual_errors": 2, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2,
     "table": 15, "comparison": 1, "numbers": 1, "figure": 15, "document": 1, "report": 1,
 }  # fmt: skip
@@ -220,8 +218,7 @@ def by_place(run: Run, stage: str, cls: type[Any]) -> dict[tuple[str, str, str],
 
 
 def of_captures(name: str, places: list[str]) -> list[str]:
-    ending = {"rows": "safetensors", "audit": "csv"}.get(name, "parquet")
-    return [f"results/diagnostics/{name}_{place}.{ending}" for place in places]
+    return [f"results/diagnostics/{name}_{place}.parquet" for place in places]
 
 
 SETTINGS_1B = [f"1b_{corpus}_{length}" for corpus in ("wikitext", "cwe") for length in ("4k", "64k")]
@@ -234,19 +231,8 @@ def test_captures_see_the_main_maps_and_for_cwe_the_prompts(studies: dict[str, R
         assert told_to.maps == MapsSpec("64k", 65536)
         assert given["phi"] == [f"results/phi/{backbone}_64k.safetensors"]
         assert given["prompts"] == [f"results/prompts/ruler_llama32_{length}/manifest.json"] * (corpus == "cwe")
-        for name in ("heads", "mass", "rows"):
+        for name in ("heads", "mass"):
             assert given[name] == of_captures(name, [f"{backbone}_{corpus}_{length}"])
-
-
-def test_an_audit_reads_the_rows_heads_and_maps_of_one_capture(studies: dict[str, Run]) -> None:
-    captures = {tuple(given["rows"]): given for given in told(studies["paper"], "capture")}
-    audits = told(studies["paper"], "audit")
-    assert len(audits) == len(captures) == 5
-    for given in audits:
-        captured = captures[tuple(given["rows"])]
-        place = given["out"][0].removeprefix("results/diagnostics/audit_").removesuffix(".csv")
-        assert given["rows"] == of_captures("rows", [place])
-        assert (given["heads"], given["phi"]) == (captured["heads"], captured["phi"])
 
 
 def test_kernels_are_of_the_main_maps_and_at_the_ablations_length_of_theirs(
@@ -450,7 +436,7 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
 PAGE_SOURCES = (
     ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
     ("force", "out"), ("fidelity", "out"), ("fidelity", "pairs"),
-    ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("audit", "out"), ("map-errors", "out"),
+    ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("map-errors", "out"),
     ("residual-errors", "out"),
     ("findings", "claims"), ("runtime", "out"),
 )  # fmt: skip
@@ -583,20 +569,17 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     dry = functools.partial(dry_run, folder, "all", snakefile=checkout / "Snakefile")
     assert dry().commands == []
     everything = {figure.label for figure in specs(studies["mini"], "figure", FigureSpec)}
-    # All that shows rows waits for their audits.
     unread = {"fidelity", "fidelity_tokens", "fidelity_tokens_ruler"}
-    audited = everything - {"ablation_kernel_fidelity", "training_curves"} - unread
+    captured = everything - {"ablation_kernel_fidelity", "training_curves"} - unread
     rendered = {"table": 1, "comparison": 1, "numbers": 1, "document": 1, "report": 1}
-    jobs = {"audit": 4, "findings": 1, "figure": len(audited)} | rendered
-    assert of_smol(dry("--forcerun", "audit")) == (jobs, audited)
     set_section(checkout, "mini", "diagnostics", budget=8)
     of_several = {"fidelity", "entropy_gain", "mass_curves", "quartile_error", "training_curves"}
     one_budget = everything - of_several
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
-    jobs = {"capture": 4, "audit": 4, "map_errors": 1, "findings": 1, "figure": len(audited)} | rendered
-    assert of_smol(dry()) == (jobs, audited)
+    jobs = {"capture": 4, "map_errors": 1, "findings": 1, "figure": len(captured)} | rendered
+    assert of_smol(dry()) == (jobs, captured)
 
 
 def kept_files(run: Run, stage: str) -> list[str]:

@@ -16,7 +16,7 @@ from residual_mass.recipes import RECIPES
 
 RENDERED = {"table", "comparison", "numbers", "document", "report"}
 SCORED = {"score", "score_comparison", "mismatch", "ablation", "score_claims"} | RENDERED
-CAPTURED = {"capture", "audit", "findings", "figure"} | RENDERED
+CAPTURED = {"capture", "findings", "figure"} | RENDERED
 FIDELITY = {"fidelity", "figure", "score_claims"} | RENDERED - {"comparison"}  # the paper has no such table to compare
 FORCED = {"force"} | FIDELITY
 BUMPED = {
@@ -34,7 +34,6 @@ BUMPED = {
     "kernels": {"kernels", "figure", "document", "report"},
     "map_errors": {"map_errors", "report"},
     "residual_errors": {"residual_errors", "figure"} | RENDERED - {"comparison"},
-    "audit": CAPTURED - {"capture"},
     "findings": {"findings"} | RENDERED,
     "runtime": {"runtime", "table", "numbers", "document", "report"},  # the paper has no such table to compare
 }
@@ -68,7 +67,7 @@ def test_results_carried_into_a_fresh_checkout_run_nothing(finished: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name != "audit")) for name in RECIPES]
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name != "findings")) for name in RECIPES]
 )
 def test_a_bumped_recipe_runs_what_depends_on_it(recipe: str, finished: Path) -> None:
     path = finished / "src" / "residual_mass" / "recipes.py"
@@ -94,7 +93,7 @@ def test_a_bumped_recipe_runs_what_depends_on_it(recipe: str, finished: Path) ->
         ("results/diagnostics/claims_smol.csv", {"report": 1}),
         (
             "results/diagnostics/heads_smol_cwe_1k.parquet",
-            OF_A_TABLE | {"figure": 2, "audit": 1, "findings": 1},
+            OF_A_TABLE | {"figure": 2, "findings": 1},
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Per-head quantities on packed held-out text, and what is read out of them.
 
 Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
-Makes: results/diagnostics/: heads, mass, rows, kernels_{backbone}_{corpus}_{length}; audit_{backbone}_{corpus}_{length}.csv;
+Makes: results/diagnostics/: heads, mass, kernels_{backbone}_{corpus}_{length};
 accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv;
 residual_heads_{backbone}_{length}.parquet; and results/residual_errors_{backbone}_{length}.csv
 """
@@ -15,7 +15,6 @@ rule capture:
     output:
         heads=paths.HEADS,
         mass=paths.MASS,
-        rows=paths.ROWS,
     log:
         "logs/capture/{backbone}_{corpus}_{length}.log",
     benchmark:
@@ -33,34 +32,8 @@ rule capture:
         "Measuring every head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
     shell:
         'python -m residual_mass capture --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --phi {input.phi} --prompts {input.prompts} --heads {output.heads} --mass {output.mass} --rows {output.rows}"
+        " --phi {input.phi} --prompts {input.prompts} --heads {output.heads} --mass {output.mass}"
         " > {log} 2>&1"
-
-
-rule audit:
-    input:
-        rows=paths.ROWS,
-        heads=paths.HEADS,
-        phi=plan.main_phi,
-    output:
-        paths.AUDIT,
-    log:
-        "logs/audit/{backbone}_{corpus}_{length}.log",
-    benchmark:
-        "logs/audit/{backbone}_{corpus}_{length}.tsv"
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=machine.with_gpu(12000, 4000),  # the GPU's models have wider maps and longer rows; no GPU is used
-        runtime=60,
-    params:
-        spec=plan.audit_spec,
-    message:
-        "Measuring a sample of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length} again in float64"
-    shell:
-        "python -m residual_mass audit --spec {params.spec:q} --rows {input.rows} --heads {input.heads}"
-        " --phi {input.phi} --out {output} > {log} 2>&1"
 
 
 rule kernels:
@@ -94,7 +67,6 @@ rule findings:
     input:
         heads=plan.captured_by(paths.HEADS),
         mass=plan.captured_by(paths.MASS),
-        audits=plan.captured_by(paths.AUDIT),  # not read: rows that fail theirs become no table and no claim
     output:
         accounting=paths.ACCOUNTING,
         state_dtype=paths.STATE_DTYPE,

@@ -141,7 +141,6 @@ rule numbers:
 rule figure:
     input:
         data=plan.figure_data,
-        audits=plan.figure_audits,  # not read: rows that fail theirs become no figure
     output:
         pdf=paths.FIGURE_PDF,
         png=report(

@@ -8,12 +8,9 @@ Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per pack, 
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,7 +20,7 @@ from tqdm import tqdm
 
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.measured import grouped, layer_measures
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
+from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.measures import mass_curve
 from residual_mass.core.settings import tokens_of
@@ -35,19 +32,16 @@ from residual_mass.study.specs import CaptureSpec
 
 log = logging.getLogger(__name__)
 
-ROWS_HEADER = "residual_mass_rows"
-"""The only metadata key of stored rows: JSON of the scale and of the index and KV head of each row."""
 ROUND_DIGITS = (1, 1.5, 2, 3, 5, 7)
 """Leading digits of the K at which mass curves are sampled."""
 
 
-def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads: Path, mass: Path, rows: Path) -> None:
+def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads: Path, mass: Path) -> None:
     """The `capture` stage.
 
     Writes:
         heads: Parquet, `core.row_measures`, one row per (pack, layer, head, query, k).
         mass: Parquet, one row per (pack, layer, head, k): C_mid(K), mean over the pack's queries.
-        rows: safetensors, query, keys and values of a random sample of attention rows, for `audit`.
     """
     record = Record("capture", spec, [assets / MANIFEST, phi, prompts])
     length = tokens_of(spec.length)
@@ -62,41 +56,19 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
     maps = maps.to(backbone.device)
     packs = make_packs(spec.corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, prompts)
     log.info("%d packs of %s, %d + %d tokens, on %s", len(packs), spec.corpus, length, spec.queries, backbone.device)
-    captured = Captured(spec, backbone, maps, audited_rows(spec, len(packs), backbone.shape))
+    captured = Captured(spec, backbone, maps)
     for number, pack in enumerate(tqdm(packs, desc="capture", unit="pack")):
         captured.add(number, pack)
-    captured.write(heads, mass, rows)
-    for output in (heads, mass, rows):
+    captured.write(heads, mass)
+    for output in (heads, mass):
         record.write(output, device=backbone.device, identity=backbone.identity)
-
-
-class RowIndex(NamedTuple):
-    """An attention row; `head` is its query head."""
-
-    pack: int
-    layer: int
-    head: int
-    query: int
-
-
-def audited_rows(spec: CaptureSpec, packs: int, shape: HeadShape) -> list[RowIndex]:
-    """A random sample of at most `spec.audited` attention rows, spread evenly over the layers."""
-    rng = random.Random(f"{spec.seed}/audit")
-    layers = rng.sample(range(shape.layers), shape.layers)
-    wanted = min(spec.audited, packs * shape.layers * shape.query_heads * spec.queries)
-    chosen: set[RowIndex] = set()
-    while len(chosen) < wanted:
-        layer = layers[len(chosen) % shape.layers]
-        pack, head, query = rng.randrange(packs), rng.randrange(shape.query_heads), rng.randrange(spec.queries)
-        chosen.add(RowIndex(pack, layer, head, query))
-    return sorted(chosen)
 
 
 class Captured:
     """What has been measured so far."""
 
-    def __init__(self, spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, audited: Sequence[RowIndex]) -> None:
-        self.spec, self.backbone, self.maps, self.audited = spec, backbone, maps, audited
+    def __init__(self, spec: CaptureSpec, backbone: Backbone, maps: PhiMaps) -> None:
+        self.spec, self.backbone, self.maps = spec, backbone, maps
         self.length = tokens_of(spec.length)
         anchors = spec.anchors.sink + spec.anchors.tail
         self.ks = [retrieved_count(budget, self.length, anchors) for budget in spec.budgets]
@@ -107,15 +79,11 @@ class Captured:
         self.mass_ks = round_ks(self.length - anchors)
         self.heads: list[pd.DataFrame] = []
         self.mass: list[pd.DataFrame] = []
-        self.rows: dict[str, Tensor] = {}
-        self.scale = 1.0
 
     def add(self, number: int, pack: Pack) -> None:
         """Measures one pack."""
 
         def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-            self._store(number, layer, queries, keys, values)
-            self.scale = scale
             queries, keys, values = queries.float(), keys.float(), values.float()
             measures = layer_measures(self.maps, layer, queries, keys, values, scale, self.ks, self.spec.anchors)
             budgets = {"k": self.ks, "budget_percent": self.spec.budgets}
@@ -132,18 +100,8 @@ class Captured:
         curve = mass_curve(attention_scores(grouped(queries, keys.shape[0]), keys, scale), mid, self.mass_ks)
         return curve.reshape(*queries.shape[:2], -1).mean(1)
 
-    def _store(self, pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        group = queries.shape[0] // keys.shape[0]
-        for number, row in enumerate(self.audited):
-            if (row.pack, row.layer) == (pack, layer):
-                head, kv_head = row.head, row.head // group
-                kept = {"query": queries[head, row.query], "keys": keys[kv_head], "values": values[kv_head]}
-                self.rows |= {f"{number}.{name}": value.cpu().clone() for name, value in kept.items()}
-
-    def write(self, heads: Path, mass: Path, rows: Path) -> None:
-        spec, group = self.spec, self.backbone.shape.query_heads // self.backbone.shape.kv_heads
-        stored = [row._asdict() | {"kv_head": row.head // group} for row in self.audited]
-        write_safetensors(rows, self.rows, {ROWS_HEADER: json.dumps({"scale": self.scale, "rows": stored})})
+    def write(self, heads: Path, mass: Path) -> None:
+        spec = self.spec
         place = {"backbone": spec.backbone, "corpus": spec.corpus, "length": spec.length}
         origin = {
             "maps": spec.maps.label,

@@ -11,7 +11,6 @@ from typing import Any
 
 from snakemake.iocontainers import Wildcards
 
-from residual_mass.study import paths
 from residual_mass.study.jobs import Job
 from residual_mass.study.plan import Plan
 
@@ -29,7 +28,7 @@ def jobs_behind(rules: Iterable[Any], targets: Iterable[str]) -> Iterator[Job]:
         if path in seen or (job := job_of(rules, path)) is None:
             continue
         seen.update((path, *job.outputs))
-        left += job.inputs + job.waits_for
+        left += job.inputs
         yield job
 
 
@@ -44,11 +43,9 @@ def job_of(rules: Iterable[Any], path: str) -> Job | None:
         told = rule.params.spec(wildcards) if "spec" in rule.params.keys() else "{}"
     except SystemExit as refusal:
         return Job(rule.name, outputs=(path,), refused=str(refusal.code))
-    unread = tuple(map(str, inputs.get("audits", ())))
     return Job(
         rule.name,
-        inputs=tuple(path for path in map(str, inputs) if path not in unread),
-        waits_for=unread,
+        inputs=tuple(map(str, inputs)),
         outputs=tuple(map(str, rule.expand_output(wildcards)[0])),
         spec=json.loads(told),
     )
@@ -56,10 +53,9 @@ def job_of(rules: Iterable[Any], path: str) -> Job | None:
 
 def page_sources(plan: Plan, rules: Iterable[Any]) -> list[str]:
     """What the page's tables and figures are made of, whose hashes it names: prompts, feature maps, training logs,
-    generated texts, results and captured files; not captured rows, which only the audits read.
+    generated texts, results and captured files.
     """
     study = plan.configuration.main.study
     jobs = jobs_behind(rules, [*plan.results(study), *plan.rendered(study)])
-    unread = paths.ROWS.partition("{")[0]
     made = (path for job in jobs if job.rule != "assets" for path in job.outputs)
-    return [path for path in made if path.startswith("results/") and not path.startswith(unread)]
+    return [path for path in made if path.startswith("results/")]

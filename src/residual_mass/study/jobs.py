@@ -22,14 +22,12 @@ class Job(Settings):
     Attributes:
         rule: the rule's name.
         inputs: files that the job reads.
-        waits_for: files that must be there and that it does not read: rows that fail their audit become no figure.
         spec: what the job is told, as parsed JSON.
         refused: why the configuration no longer has such a job; empty where it has.
     """
 
     rule: str
     inputs: tuple[str, ...] = ()
-    waits_for: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     spec: dict[str, Any] = field(default_factory=dict)
     refused: str = ""

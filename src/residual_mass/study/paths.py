@@ -29,8 +29,6 @@ SCORE_CLAIMS = "results/score_claims_{backbone}.csv"
 
 HEADS = "results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet"
 MASS = "results/diagnostics/mass_{backbone}_{corpus}_{length}.parquet"
-ROWS = "results/diagnostics/rows_{backbone}_{corpus}_{length}.safetensors"
-AUDIT = "results/diagnostics/audit_{backbone}_{corpus}_{length}.csv"
 KERNELS = "results/diagnostics/kernels_{backbone}_{corpus}_{length}.parquet"
 MAP_ERRORS = "results/diagnostics/map_errors_{backbone}_{length}.csv"
 RESIDUAL_HEADS = "results/diagnostics/residual_heads_{backbone}_{length}.parquet"

@@ -216,12 +216,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             return expand(pattern, backbone=shown.backbone, maps=self.figure_maps(wildcards), length=length)
         return self._captured_for(wildcards, CAPTURED.get(wildcards.label, [paths.HEADS]))
 
-    def figure_audits(self, wildcards: Wildcards) -> list[str]:
-        """The audits of all captured rows that a figure shows."""
-        uncaptured = kind_of(wildcards.label) in UNCAPTURED
-        shows_rows = not uncaptured and paths.HEADS in CAPTURED.get(wildcards.label, [paths.HEADS])
-        return self._captured_for(wildcards, [paths.AUDIT]) if shows_rows else []
-
     def _captured_for(self, wildcards: Wildcards, patterns: list[str]) -> list[str]:
         """The files of the backbones, corpora and lengths that a figure shows."""
         shown = self.figure_of(wildcards)
@@ -350,7 +344,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
             *expand(paths.RESIDUAL_ERRORS, backbone=protocol.residuals.backbones, length=protocol.residuals.lengths),
             *expand(paths.SCORE_CLAIMS, backbone=names if protocol.benchmarks else []),
             *expand(paths.RUNTIME, backbone=names if protocol.runtime.contexts else []),
-            *expand(paths.AUDIT, backbone=captured.backbones, corpus=captured.corpora, length=captured.lengths),
             *expand(findings, backbone=captured.backbones),
         ]
 

@@ -193,22 +193,8 @@ class CaptureSpec(Sampling):
     budgets: tuple[float, ...]
     anchors: AnchorSpec
     maps: MapsSpec
-    audited: int
-    """Attention rows whose query, keys and values are stored, to be measured again in float64."""
     recipe: int
     allow_extrapolation: bool = False
-
-
-@dataclass(frozen=True)
-class AuditSpec(Settings):
-    """Recomputation of stored attention rows in float64, and the largest differences that it lets pass."""
-
-    anchors: AnchorSpec
-    error_tolerance: float
-    """Of relative errors, shares and entropies: absolute, and relative to those above 1."""
-    log_mass_tolerance: float
-    """Of log Z, in nats."""
-    recipe: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +16,6 @@ from transformers import PreTrainedModel
 
 from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import read_safetensors
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import capture
 from residual_mass.study.specs import CaptureSpec
@@ -29,7 +26,7 @@ LENGTH, QUERIES = 90, 3
 def make_spec(**changes: object) -> CaptureSpec:
     base = CaptureSpec(
         study="test", backbone=TINY, corpus="wiki", length=str(LENGTH), budgets=(25.0, 40.0), anchors=AnchorSpec(4, 16),
-        maps=MapsSpec("512", 512), packs=2, queries=QUERIES, audited=5, seed=0,
+        maps=MapsSpec("512", 512), packs=2, queries=QUERIES, seed=0,
         recipe=1,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
@@ -37,7 +34,7 @@ def make_spec(**changes: object) -> CaptureSpec:
 
 def captured(spec: CaptureSpec, folder: Path, phi: Path, out: Path) -> pd.DataFrame:
     """Rows of the heads; all three files lie in `out`."""
-    files = [out / name for name in ("heads.parquet", "mass.parquet", "rows.safetensors")]
+    files = [out / name for name in ("heads.parquet", "mass.parquet")]
     capture.run(spec, folder, phi, None, *files)
     return pd.read_parquet(files[0])
 
@@ -78,9 +75,7 @@ def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
 def test_groups_of_three_heads_and_other_anchors(folder: Path, tmp_path: Path) -> None:
     """As above, for every head; three heads read one KV head, and a prefix of 90 has 82 tokens between 3 and 5."""
     backbone, phi = with_groups_of_three(folder, tmp_path)
-    table = captured(
-        make_spec(packs=1, budgets=(40.0,), anchors=AnchorSpec(3, 5), audited=10_000), folder, phi, tmp_path
-    )
+    table = captured(make_spec(packs=1, budgets=(40.0,), anchors=AnchorSpec(3, 5)), folder, phi, tmp_path)
     assert len(table) == 6 * QUERIES and set(table.k) == {28}
     corpus = held_out_corpus("wiki", backbone.tokenizer, LENGTH + QUERIES, 0, folder)
     (weights,) = eager_attention(backbone.model, corpus.sequence(0))
@@ -92,9 +87,6 @@ def test_groups_of_three_heads_and_other_anchors(folder: Path, tmp_path: Path) -
         assert row.c_mid == pytest.approx(chosen.item(), rel=1e-3)
         left = ((1 - chosen) * p[3 : LENGTH - 5].sum() / p.sum()).item()
         assert row.residual_share == pytest.approx(left, rel=2e-3)
-    header, _ = read_safetensors(tmp_path / "rows.safetensors")
-    stored = json.loads(header[capture.ROWS_HEADER])["rows"]
-    assert {(row["head"], row["kv_head"]) for row in stored} == {(head, head // 3) for head in range(6)}
 
 
 def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
@@ -122,38 +114,6 @@ def test_the_grid_of_k_ends_with_the_mid_region(most: int, expected: list[int]) 
     assert capture.round_ks(most) == expected
 
 
-def test_stored_rows_are_those_of_the_model_and_of_the_sample(
-    tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
-) -> None:
-    """The stored query and keys give the scores that the model's own attention weights come from."""
-    spec = make_spec()
-    captured(spec, folder, phi, tmp_path)
-    header, tensors = read_safetensors(tmp_path / "rows.safetensors")
-    stored = json.loads(header[capture.ROWS_HEADER])
-    assert len(stored["rows"]) == 5 and len(tensors) == 15
-    corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
-    packs = [eager_attention(tiny_backbone.model, corpus.sequence(n)) for n in range(2)]
-    for number, row in enumerate(stored["rows"]):
-        assert row["kv_head"] == row["head"] // 2
-        query, keys, values = (tensors[f"{number}.{name}"] for name in ("query", "keys", "values"))
-        assert keys.shape == values.shape == (LENGTH, len(query))
-        weights = packs[row["pack"]][row["layer"]][row["head"], LENGTH + row["query"], :LENGTH]
-        p = (keys @ query * stored["scale"]).softmax(-1)
-        torch.testing.assert_close(p, weights / weights.sum(), rtol=1e-3, atol=1e-6)
-
-
-def test_a_sample_larger_than_all_rows_is_all_rows(tiny_backbone: Backbone) -> None:
-    rows = capture.audited_rows(make_spec(audited=10_000), 2, tiny_backbone.shape)
-    assert rows == list(product(range(2), range(3), range(4), range(QUERIES)))
-
-
-@pytest.mark.parametrize(("audited", "per_layer"), [(3, [1, 1, 1]), (7, [2, 2, 3]), (1, [0, 0, 1])])
-def test_the_sample_is_dealt_out_over_the_layers(tiny_backbone: Backbone, audited: int, per_layer: list[int]) -> None:
-    rows = capture.audited_rows(make_spec(audited=audited), 2, tiny_backbone.shape)
-    assert len(set(rows)) == len(rows) == audited
-    assert sorted(sum(layer == of for _, of, _, _ in rows) for layer in range(3)) == per_layer
-
-
 def test_constant_columns_say_what_the_rows_are_of(folder: Path, phi: Path, tmp_path: Path) -> None:
     table = captured(make_spec(packs=1), folder, phi, tmp_path)
     facts = {"backbone": TINY.name, "corpus": "wiki", "length": str(LENGTH), "maps": "512", "study": "test"}
@@ -174,7 +134,7 @@ def test_a_budget_within_the_anchors_and_one_of_everything(folder: Path, phi: Pa
 def test_bytes_repeat(folder: Path, phi: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         captured(make_spec(packs=1), folder, phi, tmp_path / name)
-    for file in ("heads.parquet", "mass.parquet", "rows.safetensors"):
+    for file in ("heads.parquet", "mass.parquet"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 

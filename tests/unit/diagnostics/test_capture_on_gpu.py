@@ -13,25 +13,22 @@ from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, make_spec
 
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.diagnostics.capture import Captured, audited_rows
+from residual_mass.diagnostics.capture import Captured
 from residual_mass.diagnostics.packs import make_packs
 
 pytestmark = [pytest.mark.gpu, needs(GPU)]
 
 
 def test_rows_equal_those_of_the_cpu(folder: Path, phi: Path) -> None:
-    spec, frames, stored = make_spec(), [], []
+    spec, frames = make_spec(), []
     for device in ("cpu", "cuda"):
         backbone = load_backbone(TINY, folder, torch.device(device))
-        captured = Captured(spec, backbone, PhiMaps.load(phi, device), audited_rows(spec, 1, backbone.shape))
+        captured = Captured(spec, backbone, PhiMaps.load(phi, device))
         (pack,) = make_packs("wiki", backbone, str(LENGTH), QUERIES, 1, 0, folder, None)
         captured.add(0, pack)
         frames.append(pd.concat(captured.heads, ignore_index=True))
-        stored.append(captured.rows)
     ours, expected = frames[1], frames[0]
     for name in expected.columns:
         # A few rows may retrieve another token where two scores are equal up to rounding.
         apart = (ours[name].astype(float) - expected[name].astype(float)).abs() > 1e-3
         assert apart.mean() < 0.01, name
-    for name, tensor in stored[0].items():
-        torch.testing.assert_close(stored[1][name], tensor, rtol=1e-3, atol=1e-4)

@@ -1,8 +1,7 @@
-"""Kernels of one head against the stored rows of the same pack, key by key in float64."""
+"""Kernels of one head against queries and keys of the same pack, key by key in float64."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 import torch
 from tests.conftest import TINY
 from tests.unit.diagnostics.conftest import with_groups_of_three
-from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, captured, eager_attention, make_spec
+from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, eager_attention
 
 from residual_mass.backbones.corpora import held_out_corpus
-from residual_mass.backbones.phi_maps import PhiMaps, read_safetensors
+from residual_mass.backbones.loading import Backbone
+from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec, MapsSpec
-from residual_mass.diagnostics import capture, kernels
+from residual_mass.diagnostics import kernels
 from residual_mass.study.specs import KernelsSpec
 from residual_mass.training.teacher import record_traces
 
@@ -37,25 +37,24 @@ def maps(phi: Path, hedgehog: Path) -> list[Path]:
     return [phi, hedgehog]
 
 
-def test_rows_equal_a_recomputation_key_by_key(folder: Path, phi: Path, maps: list[Path], tmp_path: Path) -> None:
+def test_rows_equal_a_recomputation_key_by_key(
+    tiny_backbone: Backbone, folder: Path, maps: list[Path], tmp_path: Path
+) -> None:
     kernels.run(make_kernels(), folder, maps, None, tmp_path / "kernels.parquet")
     table = pd.read_parquet(tmp_path / "kernels.parquet")
     assert len(table) == 2 * QUERIES * (LENGTH - 20) and set(table.k) == {16}
-    captured(make_spec(packs=1, audited=10_000), folder, phi, tmp_path)
-    header, tensors = read_safetensors(tmp_path / "rows.safetensors")
-    stored = json.loads(header[capture.ROWS_HEADER])
-    for number, row in enumerate(stored["rows"]):
-        if (row["layer"], row["head"]) != (LAYER, HEAD):
-            continue
-        query, keys = tensors[f"{number}.query"].double(), tensors[f"{number}.keys"].double()
-        scores = (keys @ query * stored["scale"]).tolist()
+    ids = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder).sequence(0)
+    trace = record_traces(tiny_backbone, ids, torch.arange(LENGTH, LENGTH + QUERIES), lambda trace: trace)[LAYER]
+    keys = trace.keys[HEAD // 2].double()
+    for number, query in enumerate(trace.queries[HEAD].double()):
+        scores = (keys @ query * trace.scale).tolist()
         mid = range(4, LENGTH - 16)
         top = sorted(mid, key=lambda j: -scores[j])[:16]
         for label, file in zip(("512", "64-hedgehog"), maps, strict=True):
             of_maps = PhiMaps.load(file).double()
             log_query = of_maps.query[LAYER](query.expand(4, 1, -1))[HEAD, 0]
-            log_key = of_maps.key[LAYER](keys.expand(2, *keys.shape))[row["kv_head"]]
-            rows = table[(table.maps == label) & (table["query"] == row["query"])].set_index("position")
+            log_key = of_maps.key[LAYER](keys.expand(2, *keys.shape))[HEAD // 2]
+            rows = table[(table.maps == label) & (table["query"] == number)].set_index("position")
             assert sorted(rows.index) == list(mid)
             for j in mid:
                 log_phi = math.log(sum(math.exp(x) for x in (log_query + log_key[j]).tolist()))

@@ -19,7 +19,6 @@ from residual_mass.study.protocol import Study
 from residual_mass.study.sections.diagnostics import Head, Latencies, Sampling
 from residual_mass.study.sections.evaluation import Resampling
 from residual_mass.study.specs import (
-    AuditSpec,
     CaptureSpec,
     FindingsSpec,
     KernelsSpec,
@@ -27,9 +26,6 @@ from residual_mass.study.specs import (
     ResidualErrorsSpec,
     RuntimeSpec,
 )
-
-ERROR_TOLERANCE, LOG_MASS_TOLERANCE = 1e-5, 1e-4
-"""Largest differences that the audit of captured rows lets pass."""
 
 
 def residual_maps(study: Study) -> list[str]:
@@ -58,15 +54,10 @@ class DiagnosticsJobs(EvaluationJobs):
             budgets=study.budgets,
             anchors=study.anchors,
             maps=maps,
-            audited=captured.audited,
             recipe=RECIPES["capture"],
             **shared(Sampling, captured),
         )
         return to_json(spec)
-
-    def audit_spec(self, wildcards: Wildcards) -> str:
-        anchors = self.study_of(wildcards).anchors
-        return to_json(AuditSpec(anchors, ERROR_TOLERANCE, LOG_MASS_TOLERANCE, RECIPES["audit"]))
 
     def kernel_maps(self, wildcards: Wildcards) -> list[str]:
         """Labels of the maps whose kernels are shown: the main ones, and at the ablations' point theirs as well."""

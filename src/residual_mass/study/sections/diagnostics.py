@@ -56,8 +56,6 @@ class Diagnostics(Sampling):
     budget: Percent
     """One of the budgets: what the table, the claims and the figures of a single K show."""
     head: Head
-    audited: Count
-    """Attention rows of each text and length that are measured a second time, in float64, spread over the layers."""
 
     def __post_init__(self) -> None:
         if (first := self.corpora[0]) in PROMPT_PACKS:

@@ -1,0 +1,124 @@
+"""What the diagnostics measure of attention rows, against sums over tokens in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from row_reference import ReferenceRow, log_features
+
+from residual_mass.backbones.measured import layer_measures
+from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
+from residual_mass.core.settings import AnchorSpec, MapSpec
+
+REZERO, HEDGEHOG = MapSpec(d_emb=20, d_phi=8), MapSpec("hedgehog", d_phi=8)
+LENGTH, QUERIES, DIM, SCALE = 96, 2, 16, 0.25
+ANCHORS = AnchorSpec(4, 16)
+MID = LENGTH - 20
+ESTIMATED = ("e_sub", "log_z_hat", "residual_share_hat")
+"""What rests on the difference of two sums of features."""
+UNSURE = (3e-7, 3e-6)
+"""Shares of the mid-region's estimated mass at which rounding decides whether the residual is dropped."""
+HELD = 1e-2
+"""Below this share tolerances grow in proportion, as the rounding of the two sums counts for more."""
+Compared = dict[tuple[int, str], list[tuple[float, float, float]]]
+
+
+def compare(
+    seed: int = 0,
+    map_spec: MapSpec = REZERO,
+    dtype: torch.dtype = torch.float32,
+    anchors: AnchorSpec = ANCHORS,
+    ks: Sequence[int] = (0, 1, 12, 40, MID, 90),
+    heads: int = 4,
+    kv_heads: int = 2,
+    spread: float = 3.0,
+) -> Compared:
+    """Measured value, reference and tolerance of every row, by K and quantity; the tolerance is NaN where rounding
+    decides a tie or whether a residual is dropped.
+    """
+    torch.manual_seed(seed)
+    maps = PhiMaps(HeadShape(layers=1, query_heads=heads, kv_heads=kv_heads, head_dim=DIM), map_spec)
+    for name, value in maps.named_parameters():
+        if name.endswith("alpha"):  # zero at the start, which would hide the block behind it
+            value.data.normal_()
+    queries = (torch.randn(heads, QUERIES, DIM) * spread).to(dtype).float()
+    keys, values = (torch.randn(kv_heads, LENGTH, DIM).to(dtype).float() for _ in range(2))
+    measured = layer_measures(maps, 0, queries, keys, values, SCALE, ks, anchors)
+    found: Compared = {}
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        key, value = keys[kv_head].double().numpy(), values[kv_head].double().numpy()
+        log_keys = log_features(maps.key[0], map_spec.kind, kv_head, key)
+        for number in range(QUERIES):
+            query = queries[head, number].double().numpy()
+            log_query = log_features(maps.query[0], map_spec.kind, head, query[None])[0]
+            row = ReferenceRow(query, key, value, SCALE, anchors, log_query, log_keys)
+            for place, k in enumerate(ks):
+                for name, reference in row.at(k).items():
+                    triple = float(measured[name][head, number, place]), reference, tolerance(row, k, name, reference)
+                    found.setdefault((k, name), []).append(triple)
+    return found
+
+
+def tolerance(row: ReferenceRow, k: int, name: str, reference: float) -> float:
+    share = row.share_left(k)
+    if row.near_tie(k) or (name in ESTIMATED and UNSURE[0] < share < UNSURE[1]):
+        return math.nan
+    size = abs(reference) if math.isfinite(reference) else 1.0
+    allowed = 1e-5 + 1e-6 * size if name.startswith("log_z") else 1e-5 * max(1.0, size)
+    return allowed * max(1, HELD / share) if name in ESTIMATED and share >= UNSURE[1] else allowed
+
+
+def require_agreement(found: Compared) -> None:
+    """Requires nearly all values to be judged, and these to agree."""
+    triples = [triple for each in found.values() for triple in each]
+    judged = [triple for triple in triples if not math.isnan(triple[2])]
+    assert len(judged) > 0.9 * len(triples)
+    for (k, name), each in found.items():
+        for value, reference, allowed in each:
+            if not math.isnan(allowed):
+                same = value == reference or (math.isnan(value) and math.isnan(reference))
+                assert same or abs(value - reference) <= allowed, (k, name, value, reference)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("map_spec", [REZERO, HEDGEHOG], ids=["rezero", "hedgehog"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_they_agree(seed: int, map_spec: MapSpec, dtype: torch.dtype) -> None:
+    require_agreement(compare(seed, map_spec, dtype))
+
+
+def test_they_agree_where_one_score_dominates() -> None:
+    require_agreement(compare(spread=60.0))
+
+
+def test_nothing_and_everything_retrieved() -> None:
+    found = compare(ks=(0, MID, 90))
+    require_agreement(found)
+    for k in (MID, 90):
+        for name in ("log_z_hat", "log_z_true"):
+            assert {value for value, *_ in found[k, name]} == {-math.inf}
+        for name in ("residual_share_hat", "residual_share", "e_exact_sub", "e_topk", "e_sub"):
+            assert max(value for value, *_ in found[k, name]) < 1e-6
+        assert min(value for value, *_ in found[k, "c_mid"]) == pytest.approx(1)
+    assert {value for value, *_ in found[0, "c_mid"]} == {0}
+    without, subtracted = ([value for value, *_ in found[0, name]] for name in ("e_nosub", "e_sub"))
+    np.testing.assert_allclose(without, subtracted, rtol=0, atol=1e-5)
+    assert max(value for value, *_ in found[0, "e_exact_nosub"]) < 1e-6
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)], ids=["groups of 3", "of 1", "of 4"])
+@pytest.mark.parametrize("anchors", [AnchorSpec(3, 5), AnchorSpec(0, 9)], ids=["3 + 5", "0 + 9"])
+def test_other_groups_of_heads_and_other_anchors(anchors: AnchorSpec, heads: int, kv_heads: int) -> None:
+    require_agreement(compare(anchors=anchors, ks=(0, 7, 40), heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("anchors", [AnchorSpec(40, 56), AnchorSpec(40, 55), AnchorSpec(200, 200), AnchorSpec(0, 0)])
+def test_a_mid_region_of_no_token_of_one_and_of_all(anchors: AnchorSpec) -> None:
+    found = compare(anchors=anchors, ks=(0, 1, 5))
+    require_agreement(found)
+    assert all(math.isnan(value) == (anchors.sink > 0) for value, *_ in found[0, "h_mid"])
