@@ -175,7 +175,7 @@ STAGES = {
         specs.ForceSpec, True,
     ),
     "fidelity": Stage(
-        "benchmarks.fidelity", "read distances from full attention out of given continuations", "forced", "out pairs",
+        "benchmarks.fidelity", "read distances from full attention out of given continuations", "forced", "out",
         specs.FidelitySpec,
     ),
     "score": Stage(

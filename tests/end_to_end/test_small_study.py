@@ -151,8 +151,6 @@ def check_fidelity(folder: Path) -> None:
     assert set(means[means.text == "wiki"].documents) == {3} and set(means[means.text == "wiki"].tokens) == {15}
     assert set(means[means.text == "wiki"].maps) == {"", "1k", "512"} and "full" not in set(means.method)
     assert (table.loc["first"].query("method == 'full' and continuation == 'greedy'").value.astype(float) == 1).all()
-    pairs = pd.read_csv(folder / "fidelity_pairs_tiny_1k.csv", na_filter=False)
-    assert set(pairs.metric) == {"kl", "nll", "kept"} and (pairs.p.astype(float) <= pairs.p_holm.astype(float)).all()
 
 
 def check_diagnostics(folder: Path) -> None:

@@ -20,7 +20,6 @@ from residual_mass import cli
 MADE_BY = {
     "capture": ("heads", "mass", "rows"),
     "comparison": ("out", "picture"),
-    "fidelity": ("out", "pairs"),
     "figure": ("pdf", "png"),
     "findings": ("accounting", "state_dtype", "claims"),
     "force": ("out", "store"),

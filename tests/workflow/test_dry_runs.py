@@ -435,7 +435,7 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
 
 PAGE_SOURCES = (
     ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
-    ("force", "out"), ("fidelity", "out"), ("fidelity", "pairs"),
+    ("force", "out"), ("fidelity", "out"),
     ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("map-errors", "out"),
     ("residual-errors", "out"),
     ("findings", "claims"), ("runtime", "out"),

@@ -3,7 +3,7 @@ generates from one prefill.
 
 Needs: the assets, frozen prompts, feature maps, the backbone.
 Makes: results/forced/{backbone}_{length}.parquet, results/fidelity_{backbone}_{length}.csv,
-results/fidelity_pairs_{backbone}_{length}.csv, results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
+results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
 results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv,
 results/score_claims_{backbone}.csv
 """
@@ -43,8 +43,7 @@ rule fidelity:
     input:
         paths.FORCED,
     output:
-        fidelity=paths.FIDELITY,
-        pairs=paths.FIDELITY_PAIRS,
+        paths.FIDELITY,
     log:
         "logs/fidelity/{backbone}_{length}.log",
     benchmark:
@@ -62,8 +61,7 @@ rule fidelity:
     message:
         "Fidelity of {wildcards.backbone} at {wildcards.length}"
     shell:
-        "python -m residual_mass fidelity --spec {params.spec:q} --forced {input} --out {output.fidelity}"
-        " --pairs {output.pairs} > {log} 2>&1"
+        "python -m residual_mass fidelity --spec {params.spec:q} --forced {input} --out {output} > {log} 2>&1"
 
 
 rule generate:

@@ -18,7 +18,3 @@ FIDELITY = (
     "text backbone length task continuation state method budget_percent maps metric value stderr ci_low ci_high "
     "gain gain_ci_low gain_ci_high gain_p documents tokens k_mean study model_id revision phi_sha weights"
 ).split()
-FIDELITY_PAIRS = (
-    "text backbone length continuation state metric budget_percent method maps other other_maps "
-    "difference ci_low ci_high p p_holm documents study model_id revision weights"
-).split()

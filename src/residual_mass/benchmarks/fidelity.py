@@ -8,7 +8,6 @@ Shape letters: A = arms, N = tokens of all documents, D = documents, R = resampl
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.columns import FIDELITY, FIDELITY_PAIRS, FOLLOWING, FORCED, GOLD, GREEDY
+from residual_mass.benchmarks.columns import FIDELITY, FORCED, GREEDY
 from residual_mass.benchmarks.statistics import (
     Comparison,
     MeanScore,
@@ -30,7 +29,6 @@ from residual_mass.benchmarks.statistics import (
     skewed_interval,
 )
 from residual_mass.files import csv_text, read_parquet, write_text
-from residual_mass.holm import holm
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import DELTA_P_RMS, FIRST, KEPT, KL, LOG_PPL_RATIO, NLL, QUANTILES, SAME_TOP, Metric
 from residual_mass.provenance import Record
@@ -40,10 +38,6 @@ log = logging.getLogger(__name__)
 
 PERMUTATIONS = 20_000
 """Random signs behind a p-value: many tests are corrected together, so single ones must be fine."""
-PAIRED = {FOLLOWING: (KL,), GOLD: (KL, NLL), GREEDY: (KL, KEPT)}
-"""Metrics by which every pair of arms is compared, by continuation."""
-FAMILY = ("metric", "text", "continuation", "state")
-"""Tests of pairs that are corrected together."""
 FULL = ArmSpec("full")
 
 
@@ -107,12 +101,11 @@ BY_DOCUMENT: dict[Metric, Callable[[Tokens], np.ndarray]] = {
 """Values [A, D] of each metric that is a mean over documents."""
 
 
-def run(spec: FidelitySpec, forced: Path, out: Path, pairs: Path) -> None:
-    """The `fidelity` stage: a CSV row per text, task, arm, state and metric, and one per pair of arms."""
+def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
+    """The `fidelity` stage: a CSV row per text, task, arm, state and metric."""
     record = Record("fidelity", spec, [forced])
     frame = read_parquet(forced, FORCED, "force")
     lines: list[dict[str, Any]] = []
-    compared: list[dict[str, Any]] = []
     for (text, continuation, state), rows in frame.groupby(["text", "continuation", "state"], sort=False):
         place = {"text": text, "continuation": continuation, "state": state}
         tasks = {str(task): Tokens.of(part) for task, part in rows.groupby("task", sort=False)}
@@ -122,23 +115,8 @@ def run(spec: FidelitySpec, forced: Path, out: Path, pairs: Path) -> None:
         for task, tokens in tasks.items() if len(tasks) > 1 else ():
             lines += _lines(spec, place | {"task": task}, {task: tokens}, name)
         lines += _lines(spec, place | {"task": "all"}, tasks, name, quantiles=True)
-        compared += _pairs(spec, place, tasks, name, str(continuation))
-    _correct(compared)
     write_text(out, csv_text(FIDELITY, map(_written, lines)))
-    write_text(pairs, csv_text(FIDELITY_PAIRS, map(_written, compared)))
     record.write(out)
-    record.write(pairs)
-
-
-def _correct(pairs: Sequence[dict[str, Any]]) -> None:
-    """Corrects p-values over the pairs and budgets of a metric on a text, in one kind of continuation and state."""
-    families: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in pairs:
-        if row["p"] is not None:
-            families.setdefault(tuple(row[name] for name in FAMILY), []).append(row)
-    for rows in families.values():
-        for row, adjusted in zip(rows, holm([row["p"] for row in rows]), strict=True):
-            row["p_holm"] = adjusted
 
 
 def _about(spec: FidelitySpec, tasks: Mapping[str, Tokens]) -> dict[str, Any]:
@@ -300,32 +278,6 @@ def _compare(
         resampling = spec.bootstrap_resamples, spec.seed, f"{name} {task}"
         by_task.append(compare_arms(differences, *resampling, permutations=PERMUTATIONS))
     return [compare_over_tasks(of_pair) for of_pair in zip(*by_task, strict=True)]
-
-
-def _pairs(
-    spec: FidelitySpec, place: Mapping[str, str], tasks: Mapping[str, Tokens], name: str, continuation: str
-) -> Iterator[dict[str, Any]]:
-    """Every pair of arms of the same budget."""
-    about, alone = place | _about(spec, tasks), _alone(tasks)
-    arms = [arm for arm in next(iter(tasks.values())).arms if arm != FULL]
-    pairs = [(a, b) for b, a in itertools.combinations(arms, 2) if a.budget_percent == b.budget_percent]
-    for metric in PAIRED[continuation]:
-        for (arm, other), each in zip(pairs, _compare(spec, tasks, name, metric, pairs), strict=True):
-            low, high = (None, None) if alone else each.mean.interval
-            yield {
-                **about,
-                "metric": metric.name,
-                "budget_percent": f"{arm.budget_percent:g}",
-                "method": arm.method,
-                "maps": arm.maps or "",
-                "other": other.method,
-                "other_maps": other.maps or "",
-                "difference": each.mean.value,
-                "ci_low": low,
-                "ci_high": high,
-                "p": None if alone else each.p,
-                "p_holm": None,
-            }
 
 
 def _alone(tasks: Mapping[str, Tokens]) -> bool:

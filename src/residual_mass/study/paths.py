@@ -24,7 +24,6 @@ ABLATION = "results/ablation_{ablation}_{backbone}.csv"
 FORCED = "results/forced/{backbone}_{length}.parquet"
 FORCED_STORE = "results/forced/_store/{backbone}_{length}.jsonl"
 FIDELITY = "results/fidelity_{backbone}_{length}.csv"
-FIDELITY_PAIRS = "results/fidelity_pairs_{backbone}_{length}.csv"
 SCORE_CLAIMS = "results/score_claims_{backbone}.csv"
 
 HEADS = "results/diagnostics/heads_{backbone}_{corpus}_{length}.parquet"

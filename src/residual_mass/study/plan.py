@@ -328,7 +328,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         compared = [*mismatch.lengths] * bool(mismatch.backbones) + [ablations.length] * bool(ablations.backbones)
         findings = [paths.ACCOUNTING, paths.STATE_DTYPE, paths.CLAIMS]
         return [
-            *expand([paths.FIDELITY, paths.FIDELITY_PAIRS], backbone=names, length=protocol.fidelity.lengths),
+            *expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths),
             *(path for benchmark in protocol.benchmarks for path in self._benchmark_results(study, benchmark)),
             *expand(paths.MISMATCH, backbone=mismatch.backbones),
             *expand(

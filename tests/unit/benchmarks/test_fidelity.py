@@ -17,7 +17,7 @@ from tests.records import record
 from tests.unit.benchmarks.test_statistics import signs_p
 
 from residual_mass.benchmarks import fidelity
-from residual_mass.benchmarks.columns import FIDELITY, FIDELITY_PAIRS, FORCED
+from residual_mass.benchmarks.columns import FIDELITY, FORCED
 from residual_mass.benchmarks.fidelity import token_quantiles
 from residual_mass.benchmarks.force import token_measures
 from residual_mass.benchmarks.statistics import resampled
@@ -57,14 +57,12 @@ def rows_of(
     ]
 
 
-def result_of(rows: Sequence[Row], folder: Path) -> tuple[list[Line], list[Line]]:
-    """What the stage makes of them: its two files."""
+def result_of(rows: Sequence[Row], folder: Path) -> list[Line]:
+    """What the stage makes of them."""
     write_parquet(forced := folder / "forced.parquet", pd.DataFrame(rows, columns=list(FORCED)))
     record(forced)
-    files = folder / "fidelity.csv", folder / "pairs.csv"
-    fidelity.run(SPEC, forced, *files)
-    lines, pairs = (list(csv.DictReader(file.read_text().splitlines())) for file in files)
-    return lines, pairs
+    fidelity.run(SPEC, forced, out := folder / "fidelity.csv")
+    return list(csv.DictReader(out.read_text().splitlines()))
 
 
 def line_of(lines: Sequence[Line], **where: str) -> Line:
@@ -99,7 +97,7 @@ def test_values_are_those_of_llama_cpp(tmp_path: Path) -> None:
         for spec, log_p in ((FULL, full), (TOPK, arm))
         for row in rows_of(spec, index, token_measures(full[some], log_p[some], answer[some]))
     ]
-    lines, _ = result_of(rows, tmp_path)
+    lines = result_of(rows, tmp_path)
     first, fourth, third = KLS[0], KLS[3], KLS[2]
     expected = {
         "kl": sum(KLS) / 4,
@@ -134,7 +132,7 @@ def test_kept_is_the_share_before_the_first_other_token(tmp_path: Path) -> None:
             for row in rows_of(TOPK, index, dict.fromkeys(MEASURES[:3], [0.5] * len(same)) | {
                 "same_top": same, "first": same}, place)
         ]  # fmt: skip
-        lines, _ = result_of(rows, tmp_path)
+        lines = result_of(rows, tmp_path)
         kept = [line["value"] for line in lines if line["metric"] == "kept"]
         assert kept == (["0.5"] if continuation == "greedy" else [])  # (1/2 + 0 + 1 + 1/2) / 4
 
@@ -155,7 +153,7 @@ def test_resampled_quantiles_are_those_of_the_documents_written_out(digits: int)
             assert drawn == pytest.approx(np.quantile(written_out, share), abs=1e-12)
 
 
-# ---- means, gains and pairs, against a slow reference ----------------------------------------------------------------
+# ---- means, and gains, against a slow reference ----------------------------------------------------------------
 
 MEASURES = ("nll", "full_nll", "kl", "same_top", "first")
 PLACES = {
@@ -187,7 +185,7 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def result(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Line], list[Line]]:
+def result(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
     return result_of(rows, tmp_path_factory.mktemp("fidelity"))
 
 
@@ -264,9 +262,9 @@ def minus(rows: list[Row], line: Line, arm: ArmSpec, other: ArmSpec) -> dict[str
     return {task: [a - b for a, b in zip(first[task], second[task], strict=True)] for task in first}
 
 
-def test_there_is_a_line_for_each_task_arm_and_metric(result: tuple[list[Line], list[Line]]) -> None:
-    lines, pairs = result
-    assert ",".join(lines[0]) == ",".join(FIDELITY) and ",".join(pairs[0]) == ",".join(FIDELITY_PAIRS)
+def test_there_is_a_line_for_each_task_arm_and_metric(result: list[Line]) -> None:
+    lines = result
+    assert ",".join(lines[0]) == ",".join(FIDELITY)
     assert list(dict.fromkeys((x["text"], x["continuation"], x["state"], x["task"]) for x in lines)) == [
         ("wiki", "following", "own", "all"), ("wiki", "following", "dense", "all"),
         *(("ruler", c, "own", task) for c in ("gold", "greedy") for task in ("vt", "cwe", "all")),
@@ -285,8 +283,8 @@ def test_there_is_a_line_for_each_task_arm_and_metric(result: tuple[list[Line], 
     assert {arm_of(x) for x in lines if x["state"] == "dense"} == set(ARMS) - {FULL}
 
 
-def test_means_over_documents_and_tasks(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
-    for line in (line for line in result[0] if line["metric"] in OF_DOCUMENT):
+def test_means_over_documents_and_tasks(rows: list[Row], result: list[Line]) -> None:
+    for line in (line for line in result if line["metric"] in OF_DOCUMENT):
         by_task = means(documents_of(rows, line, arm_of(line)), line["metric"])
         if line["metric"] == "kl":
             expected = [np.mean([np.mean(values) for values in by_task.values()]), *ends_of_kl(list(by_task.values()))]
@@ -297,8 +295,8 @@ def test_means_over_documents_and_tasks(rows: list[Row], result: tuple[list[Line
         assert close(line["stderr"], sqrt(sum(e**2 for e in errors)) / len(errors))
 
 
-def test_quantiles_and_rms_over_tokens(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
-    lines = [line for line in result[0] if line["metric"] not in OF_DOCUMENT and arm_of(line) == PHI]
+def test_quantiles_and_rms_over_tokens(rows: list[Row], result: list[Line]) -> None:
+    lines = [line for line in result if line["metric"] not in OF_DOCUMENT and arm_of(line) == PHI]
     for line in lines:
         measure = "delta_p" if line["metric"].startswith("delta_p") else "kl"
         end = line["metric"].removeprefix(f"{measure}_")
@@ -323,8 +321,8 @@ def test_quantiles_and_rms_over_tokens(rows: list[Row], result: tuple[list[Line]
     assert len(lines) == 4 * 12
 
 
-def test_gains_are_over_topk_at_the_same_budget(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
-    gained = [line for line in result[0] if line["gain"]]
+def test_gains_are_over_topk_at_the_same_budget(rows: list[Row], result: list[Line]) -> None:
+    gained = [line for line in result if line["gain"]]
     assert {arm_of(line) for line in gained} == {arm for arm in ARMS if arm.needs_maps}
     for line in gained:
         differences = minus(rows, line, arm_of(line), ArmSpec("topk", float(line["budget_percent"])))
@@ -332,57 +330,25 @@ def test_gains_are_over_topk_at_the_same_budget(rows: list[Row], result: tuple[l
         assert close(line["gain_p"], signs_p(list(differences.values())))
 
 
-def test_pairs_of_the_same_budget_are_compared(rows: list[Row], result: tuple[list[Line], list[Line]]) -> None:
-    pairs, paired = result[1], {"following": ["kl"], "gold": ["kl", "nll"], "greedy": ["kl", "kept"]}
-    compared = [(TOPK, PHI), (TOPK, NOSUB), (PHI, NOSUB), (ArmSpec("topk", 7.5), ArmSpec("topk_phi", 7.5, "1k"))]
-    for (continuation, metric, _), some in itertools.groupby(
-        pairs, lambda x: (x["continuation"], x["metric"], x["state"])
-    ):
-        assert metric in paired[continuation]
-        arms = [(arm_of(x, "other", "other_maps"), arm_of(x)) for x in some]
-        assert sorted(map(str, arms)) == sorted(map(str, compared))
-    assert len(pairs) == 4 * (2 + 2 + 2)
-    for line in pairs:
-        differences = minus(rows, line, arm_of(line), arm_of(line, "other", "other_maps"))
-        check_mean([line[name] for name in ("difference", "ci_low", "ci_high")], line, differences)
-        assert close(line["p"], signs_p(list(differences.values())))
-
-
-def test_p_values_of_a_family_are_corrected_together(result: tuple[list[Line], list[Line]]) -> None:
-    """Step-down by definition: the largest, over those up to each p, of p times the number from it on."""
-
-    def family(line: Line) -> tuple[str, ...]:
-        return tuple(line[name] for name in ("metric", "text", "continuation", "state"))
-
-    for one in {family(line) for line in result[1]}:
-        found = [(float(x["p"]), float(x["p_holm"])) for x in result[1] if family(x) == one]
-        ordered = sorted(p for p, _ in found)
-        for p, adjusted in found:
-            steps = [(len(ordered) - i) * each for i, each in enumerate(ordered) if each <= p]
-            assert adjusted == pytest.approx(min(1, max(steps)), rel=1e-5)
-    assert {x["metric"] for x in result[1]} == {"kl", "nll", "kept"}
-
-
-def test_what_lines_say_of_their_documents_and_arms(result: tuple[list[Line], list[Line]]) -> None:
+def test_what_lines_say_of_their_documents_and_arms(result: list[Line]) -> None:
     def said(**where: str) -> list[str]:
-        line = line_of(result[0], text="ruler", continuation="gold", metric="nll", **where)
+        line = line_of(result, text="ruler", continuation="gold", metric="nll", **where)
         return [line[name] for name in ("documents", "tokens", "k_mean", "budget_percent", "maps", "phi_sha")]
 
     assert said(task="vt", method="full") == ["3", "10", "41", "", "", ""]  # 40, 41 and 42
     assert said(task="all", method="full") == ["5", "15", "40.75", "", "", ""]  # of means by task
     assert said(task="cwe", method="topk_phi", budget_percent="7.5") == ["2", "5", "7", "7.5", "1k", "f00"]
-    for line in (*result[0], *result[1]):
+    for line in result:
         assert [line[name] for name in ("backbone", "length", "study", "model_id", "revision", "weights")] == [
             "tiny", "1k", "test", BACKBONE.model_id, "r1", "random"
         ]  # fmt: skip
-    assert {x["documents"] for x in result[1] if x["text"] == "ruler"} == {"5"}
 
 
 def test_one_document_has_a_value_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And so have several tasks as soon as one of them has one document."""
     rows = [row for row in random_rows((TOPK, PHI)) if row["index"] == 0 or row["task"] == "vt"]
     with caplog.at_level(logging.WARNING):
-        lines, pairs = result_of(rows, tmp_path)
+        lines = result_of(rows, tmp_path)
     assert [r.getMessage() for r in caplog.records] == [
         f"{name}: one document only, so no interval and no test"
         for name in ("wiki, following", "wiki, following", "ruler, gold", "ruler, greedy")
@@ -393,23 +359,19 @@ def test_one_document_has_a_value_alone(tmp_path: Path, caplog: pytest.LogCaptur
         alone = line["task"] != "vt"
         assert not alone or not any(line[name] for name in empty), line
         assert alone or all(line[name] for name in empty[:3])
-    for line in pairs:
-        assert line["difference"] and not any(line[name] for name in ("ci_low", "ci_high", "p", "p_holm"))
 
 
 def test_the_same_rows_give_the_same_bytes_and_arms_do_not_depend_on_each_other(
-    rows: list[Row], result: tuple[list[Line], list[Line]], tmp_path: Path
+    rows: list[Row], result: list[Line], tmp_path: Path
 ) -> None:
     def by_arm(lines: Sequence[Line]) -> dict[str, Line]:
         keys = ("text", "continuation", "state", "task", "method", "budget_percent", "maps", "metric")
         return {str([line[key] for key in keys]): line for line in lines}
 
     result_of(rows, tmp_path)
-    first = [(tmp_path / name).read_bytes() for name in ("fidelity.csv", "pairs.csv")]
+    first = (tmp_path / "fidelity.csv").read_bytes()
     assert result_of(rows, tmp_path) == result
-    assert [(tmp_path / name).read_bytes() for name in ("fidelity.csv", "pairs.csv")] == first
-    lines, pairs = result_of(list(random_rows(ARMS[::-1])), tmp_path)
-    assert by_arm(lines) == by_arm(result[0])
-    assert sorted(x["p_holm"] for x in pairs) == sorted(x["p_holm"] for x in result[1])
-    fewer, _ = result_of(list(random_rows((TOPK, PHI))), tmp_path)
-    assert by_arm(fewer).items() <= by_arm(result[0]).items()
+    assert (tmp_path / "fidelity.csv").read_bytes() == first
+    assert by_arm(result_of(list(random_rows(ARMS[::-1])), tmp_path)) == by_arm(result)
+    fewer = result_of(list(random_rows((TOPK, PHI))), tmp_path)
+    assert by_arm(fewer).items() <= by_arm(result).items()
