@@ -196,8 +196,8 @@ STAGES = {
         specs.KernelsSpec, True,
     ),
     "findings": Stage(
-        "diagnostics.findings", "read means, precision and claims out of captured rows", "heads+ mass+",
-        "accounting state-dtype claims", specs.FindingsSpec,
+        "diagnostics.findings", "read means and claims out of captured rows", "heads+ mass+",
+        "accounting claims", specs.FindingsSpec,
     ),
     "map-errors": Stage(
         "diagnostics.map_errors", "compare feature maps on held-out text", "assets phi+", "out",

@@ -21,7 +21,7 @@ MADE_BY = {
     "capture": ("heads", "mass", "rows"),
     "comparison": ("out", "picture"),
     "figure": ("pdf", "png"),
-    "findings": ("accounting", "state_dtype", "claims"),
+    "findings": ("accounting", "claims"),
     "force": ("out", "store"),
     "generate": ("out", "store"),
     "residual-errors": ("heads", "out"),

@@ -2,7 +2,7 @@
 
 Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
 Makes: results/diagnostics/: heads, mass, kernels_{backbone}_{corpus}_{length};
-accounting, state_dtype, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv;
+accounting, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv;
 residual_heads_{backbone}_{length}.parquet; and results/residual_errors_{backbone}_{length}.csv
 """
 
@@ -69,7 +69,6 @@ rule findings:
         mass=plan.captured_by(paths.MASS),
     output:
         accounting=paths.ACCOUNTING,
-        state_dtype=paths.STATE_DTYPE,
         claims=report(
             paths.CLAIMS,
             caption="../report/claims.rst",
@@ -92,7 +91,7 @@ rule findings:
         "Means and claims out of the rows of {wildcards.backbone}"
     shell:
         "python -m residual_mass findings --spec {params.spec:q} --heads {input.heads} --mass {input.mass}"
-        " --accounting {output.accounting} --state-dtype {output.state_dtype} --claims {output.claims} > {log} 2>&1"
+        " --accounting {output.accounting} --claims {output.claims} > {log} 2>&1"
 
 
 rule map_errors:

@@ -100,7 +100,6 @@ def row_measures(
     subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are
     the estimated and the true log Z_R (-inf where nothing is left), residual_share* their shares of the total, h_mid
     and c_mid the teacher's entropy and mass recovery; clamped is True where the subtraction left only rounding errors.
-    Entries that depend on the summaries are repeated as *_bf16 with summaries rounded to bfloat16.
 
     Args:
         scores: [..., R, L].
@@ -115,7 +114,6 @@ def row_measures(
     wanted = torch.full(scores.shape[-2:-1], max(ks), device=scores.device)
     most = exhaustive_topk(scores, masks.mid, wanted)
     gathered = gather_retrieved(features, values, most)
-    states = {"": state, "_bf16": in_bfloat16(state)}
     of_k: list[dict[str, Tensor]] = []
     for k in ks:
         # Slots are in descending order of score, so the first k are the top k.
@@ -124,28 +122,18 @@ def row_measures(
         retrieved = selected.mask(scores.shape[-1])
         exact = exact_terms(scores, values, masks.anchors | retrieved)
         rest = exact_terms(scores, values, masks.mid & ~retrieved)
-        rows = shared | {
+        estimate = residual_terms(state, log_query, of_selected)
+        of_k.append(shared | {
             "e_topk": rel_l1(merge(exact), full),
             "e_exact_sub": rel_l1(merge(exact, rest), full),
             "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
             "log_z_true": rest.log_mass(),
             "residual_share": residual_share(exact, rest),
             "c_mid": mass_recovery(scores, masks.mid, retrieved),
-        }
-        for suffix, stored in states.items():
-            estimate = residual_terms(stored, log_query, of_selected)
-            rows |= {
-                f"e_sub{suffix}": rel_l1(merge(exact, estimate), full),
-                f"e_nosub{suffix}": rel_l1(merge(exact, residual_terms(stored, log_query)), full),
-                f"log_z_hat{suffix}": estimate.log_mass(),
-                f"residual_share_hat{suffix}": residual_share(exact, estimate),
-                f"clamped{suffix}": (estimate.denominator == 0) & (rest.denominator > 0),
-            }
-        of_k.append(rows)
+            "e_sub": rel_l1(merge(exact, estimate), full),
+            "e_nosub": rel_l1(merge(exact, residual_terms(state, log_query)), full),
+            "log_z_hat": estimate.log_mass(),
+            "residual_share_hat": residual_share(exact, estimate),
+            "clamped": (estimate.denominator == 0) & (rest.denominator > 0),
+        })  # fmt: skip
     return {name: torch.stack([rows[name] for rows in of_k], dim=-1) for name in of_k[0]}
-
-
-def in_bfloat16(state: SummaryState) -> SummaryState:
-    """Rounds the summed S and u to bfloat16, as the paper stores them; the shift is only a unit and stays exact."""
-    numerator, mass = (x.bfloat16().to(x.dtype) for x in (state.numerator, state.mass))
-    return SummaryState(numerator, mass, state.log_shift)

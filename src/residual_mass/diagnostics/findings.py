@@ -1,12 +1,11 @@
-"""Captured rows summed up: means with intervals, the effect of the summaries' precision, and which of the paper's
-statements about its diagnostics hold.
+"""Captured rows summed up: means with intervals, and which of the paper's statements about its diagnostics hold.
 
 Intervals come from a two-way bootstrap over heads and packs, see `resampling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +31,8 @@ ALL = "all"
 DECIMALS = "z.6f"
 
 
-def run(
-    spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], accounting: Path, state_dtype: Path, claims: Path
-) -> None:
-    """The `findings` stage: three CSV files about one backbone.
+def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], accounting: Path, claims: Path) -> None:
+    """The `findings` stage: two CSV files about one backbone.
 
     `clamped_share` is the share of rows whose residual was dropped.
 
@@ -44,8 +41,6 @@ def run(
 
     Writes:
         accounting: one row per (setting, budget).
-        state_dtype: one row per (setting, budget, dtype of the summaries). `change`, `change_in_wins` and
-            `change_in_log_z` are what bfloat16 adds to nosub_minus_sub, heads_nosub_wins and log Z hat.
         claims: one row per (setting, claim), then one per claim about all settings, whose `packs` are the fewest of
             any setting.
     """
@@ -56,7 +51,6 @@ def run(
     pairs = list(zip(as_is, drawn, strict=True))
     texts = {
         accounting: csv_text(columns.ACCOUNTING, [row for pair in pairs for row in _accounting_rows(*pair)]),
-        state_dtype: csv_text(columns.STATE_DTYPE, [row for pair in pairs for row in _state_dtype_rows(*pair)]),
         claims: csv_text(statements.COLUMNS, list(_claim_rows(spec, as_is, drawn))),
     }
     for path, text in texts.items():
@@ -75,41 +69,6 @@ def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[dict[str, object]
         row["e_exact_nosub"] = _text(as_is.mean("e_exact_nosub", budget)[0])
         row["clamped_share"] = _text(as_is.mean("clamped", budget)[0])
         yield row | {"packs": len(setting.packs), "heads": len(setting.heads), "rows": setting.rows}
-
-
-def _state_dtype_rows(as_is: Sample, drawn: Sample) -> Iterator[dict[str, object]]:
-    setting = as_is.setting
-    for budget, k in setting.ks.items():
-        for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16")):
-            row: dict[str, object] = {**setting.facts, "budget_percent": f"{budget:g}", "k": k, "state_dtype": dtype}
-            for name in ("e_sub", "e_nosub"):
-                row[name] = _text(as_is.mean(f"{name}{suffix}", budget)[0])
-            row |= _with_interval("nosub_minus_sub", estimate(_lead, as_is, drawn, budget, suffix))
-            row |= _with_interval("heads_nosub_wins", estimate(_nosub_wins, as_is, drawn, budget, suffix))
-            if dtype != "float32":
-                row |= _with_interval("change", estimate(_change, as_is, drawn, _lead, budget, suffix))
-                row |= _with_interval("change_in_wins", estimate(_change, as_is, drawn, _nosub_wins, budget, suffix))
-                row |= _with_interval("change_in_log_z", estimate(Sample.log_z_error, as_is, drawn, budget, "_change"))
-            row["log_z_error"] = _text(as_is.log_z_error(budget, suffix)[0])
-            row["clamped_share"] = _text(as_is.mean(f"clamped{suffix}", budget)[0])
-            yield row
-
-
-def _lead(sample: Sample, budget: float, suffix: str) -> np.ndarray:
-    """By how much subtraction lowers the mean error: [B]."""
-    return -sample.mean(f"delta{suffix}", budget)
-
-
-def _nosub_wins(sample: Sample, budget: float, suffix: str) -> np.ndarray:
-    """The share of heads with a lower error without subtraction: [B]."""
-    return sample.over_heads(sample.by_head(f"delta{suffix}", budget) > 0)
-
-
-def _change(
-    sample: Sample, number: Callable[[Sample, float, str], np.ndarray], budget: float, suffix: str
-) -> np.ndarray:
-    """What another dtype of the summaries adds to a number: [B]."""
-    return number(sample, budget, suffix) - number(sample, budget, "")
 
 
 def _claim_rows(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[dict[str, object]]:

@@ -71,9 +71,9 @@ class Sample:
         """[B]."""
         return self.over_heads(self.by_head(name, budget))
 
-    def log_z_error(self, budget: float | None = None, of: str = "") -> np.ndarray:
-        """[B]: the mean log-Z error over the rows where it is defined, else NaN; `of` is the suffix of cells."""
-        return ratio(self.mean(f"log_z_sum{of}", budget), self.mean(f"log_z_count{of}", budget))
+    def log_z_error(self, budget: float | None = None) -> np.ndarray:
+        """[B]: the mean log-Z error over the rows where it is defined, else NaN."""
+        return ratio(self.mean("log_z_sum", budget), self.mean("log_z_count", budget))
 
     def spearman(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """[B, H] twice -> [B]: rank correlation over the heads drawn among all; 0 where either is constant."""

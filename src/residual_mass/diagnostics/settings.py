@@ -18,11 +18,8 @@ PROVENANCE = ("study", "backbone", "maps", "model_id", "revision", "weights", "p
 PLACE = ("backbone", "corpus", "length")
 HEADS_ORDER = ["budget_percent", "layer", "head", "pack", "query"]
 MASS_ORDER = ["k", "layer", "head", "pack"]
-MEANS = (
-    "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped e_sub_bf16 e_nosub_bf16 "
-    "clamped_bf16"
-).split()
-LOGARITHMS = ("log_z_hat", "log_z_true", "log_z_hat_bf16")
+MEANS = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped".split()
+LOGARITHMS = ("log_z_hat", "log_z_true")
 QUARTILES = 4
 
 
@@ -34,9 +31,8 @@ class CapturedSetting:
         facts: `PROVENANCE`, corpus and length.
         ks: K of every budget, in ascending order of budgets.
         cells: by budget, then by name, [H, P]: means over queries of `MEANS`, of gain = e_topk - e_sub and delta =
-            e_sub - e_nosub, and sum and count of the defined log-Z errors (log_z_sum, log_z_count); delta, log_z_sum
-            and log_z_count also under bfloat16 summaries (delta_bf16, ...), and the sum and count of what these change
-            in log_z_hat (log_z_sum_change, ...). Heads are ordered by layer, then head.
+            e_sub - e_nosub, and sum and count of the defined log-Z errors (log_z_sum, log_z_count). Heads are ordered
+            by layer, then head.
         mass: by K of the grid, [H, P]: the mean share of the mid-region's mass that K tokens hold.
         rows: captured rows at each budget.
         quartiles: heads in four groups of ascending mean h_mid, whose sizes differ by one at most; ties keep the order
@@ -129,18 +125,12 @@ def _cells(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """[H, P] of rows [H, P, Q] at one budget; see `CapturedSetting`."""
     cells = {name: rows[name].mean(axis=-1) for name in MEANS}
     cells["gain"] = (rows["e_topk"] - rows["e_sub"]).mean(axis=-1)
-    for dtype in ("", "_bf16"):
-        cells[f"delta{dtype}"] = (rows[f"e_sub{dtype}"] - rows[f"e_nosub{dtype}"]).mean(axis=-1)
-        cells |= _differences(dtype, rows[f"log_z_hat{dtype}"], rows["log_z_true"])
-    return cells | _differences("_change", rows["log_z_hat_bf16"], rows["log_z_hat"])
-
-
-def _differences(suffix: str, first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
-    """Sum and count over queries of `first - second` where both are defined."""
-    defined = np.isfinite(first) & np.isfinite(second)
-    differences = np.subtract(first, second, where=defined, out=np.zeros_like(first))
-    sums = {f"log_z_sum{suffix}": differences.sum(axis=-1)}
-    return sums | {f"log_z_count{suffix}": defined.sum(axis=-1).astype(np.float64)}
+    cells["delta"] = (rows["e_sub"] - rows["e_nosub"]).mean(axis=-1)
+    defined = np.isfinite(rows["log_z_hat"]) & np.isfinite(rows["log_z_true"])
+    errors = np.subtract(rows["log_z_hat"], rows["log_z_true"], where=defined, out=np.zeros_like(rows["log_z_hat"]))
+    cells["log_z_sum"] = errors.sum(axis=-1)
+    cells["log_z_count"] = defined.sum(axis=-1).astype(np.float64)
+    return cells
 
 
 def _check_spec(path: Path, setting: CapturedSetting, spec: FindingsSpec) -> None:

@@ -33,7 +33,6 @@ MAP_ERRORS = "results/diagnostics/map_errors_{backbone}_{length}.csv"
 RESIDUAL_HEADS = "results/diagnostics/residual_heads_{backbone}_{length}.parquet"
 RESIDUAL_ERRORS = "results/residual_errors_{backbone}_{length}.csv"
 ACCOUNTING = "results/diagnostics/accounting_{backbone}.csv"
-STATE_DTYPE = "results/diagnostics/state_dtype_{backbone}.csv"
 CLAIMS = "results/diagnostics/claims_{backbone}.csv"
 
 RUNTIME = "results/runtime_{backbone}.csv"

@@ -326,7 +326,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         protocol, names = self.studies[study], self.backbones_of(study)
         mismatch, ablations, captured = protocol.mismatch, protocol.ablations, protocol.diagnostics
         compared = [*mismatch.lengths] * bool(mismatch.backbones) + [ablations.length] * bool(ablations.backbones)
-        findings = [paths.ACCOUNTING, paths.STATE_DTYPE, paths.CLAIMS]
+        findings = [paths.ACCOUNTING, paths.CLAIMS]
         return [
             *expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths),
             *(path for benchmark in protocol.benchmarks for path in self._benchmark_results(study, benchmark)),

@@ -48,12 +48,9 @@ def make_rows(
         rows[name] = rng.random(len(rows)).astype(np.float32)
     rows.loc[rows["head"] == 0, "residual_share_hat"] = 0  # ties among ranks
     rows["e_exact_sub"] = rng.random(len(rows)) * 2e-6
-    for name in ("log_z_hat", "log_z_true", "log_z_hat_bf16"):
+    for name in ("log_z_hat", "log_z_true"):
         rows[name] = np.where(rng.random(len(rows)) < 1 / 8, -np.inf, rng.normal(size=len(rows)))
-    for name in ("e_sub", "e_nosub"):
-        rows[f"{name}_bf16"] = (rows[name] + rng.normal(size=len(rows)) / 50).astype(np.float32)
-    for name in ("clamped", "clamped_bf16"):
-        rows[name] = rng.random(len(rows)) < 0.2
+    rows["clamped"] = rng.random(len(rows)) < 0.2
     place = ["pack", "layer", "head", "query"]
     entropies = rows[place].drop_duplicates()
     rows = rows.merge(entropies.assign(h_mid=rng.random(len(entropies)).astype(np.float32)), on=place)

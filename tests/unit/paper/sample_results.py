@@ -162,14 +162,13 @@ def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 
     frame = frame.assign(**{name: pd.Categorical([value] * len(frame)) for name, value in constant.items()})
     frame["budget_percent"] = frame["k"].map({1: 2.0, 21: 4.0})
     measures = (
-        "e_topk e_sub e_nosub e_exact_sub e_exact_nosub log_z_hat log_z_true residual_share_hat residual_share c_mid "
-        "e_sub_bf16 e_nosub_bf16 log_z_hat_bf16"
+        "e_topk e_sub e_nosub e_exact_sub e_exact_nosub log_z_hat log_z_true residual_share_hat residual_share c_mid"
     ).split()
     for name in measures:
         frame[name] = generator.random(len(frame), dtype=np.float32)
     rows = frame.groupby(["pack", "layer", "head", "query"]).ngroup()
     frame["h_mid"] = generator.random(len(frame), dtype=np.float32)[rows]  # the same at every K
-    frame["clamped"] = frame["clamped_bf16"] = False
+    frame["clamped"] = False
     return frame.sample(frac=1, random_state=1, ignore_index=True)
 
 
