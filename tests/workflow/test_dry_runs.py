@@ -261,7 +261,7 @@ def test_findings_read_every_capture_in_one_order(studies: dict[str, Run]) -> No
     assert given["mass"] == of_captures("mass", SETTINGS_1B)
     assert (told_to.study, told_to.corpus, told_to.length, told_to.budget_percent) == ("paper", "wikitext", "64k", 1)
     written = [f"results/diagnostics/{name}_1b.csv" for name in ("accounting", "claims")]
-    assert given["accounting"] + given["state-dtype"] + given["claims"] == written
+    assert given["accounting"] + given["claims"] == written
 
 
 MAIN = "1b_wikitext_64k"

@@ -136,7 +136,7 @@ def tabulate_latencies_of_a_foreign_backbone(study: dict[str, Any]) -> None:
 
 
 def go_below_every_task(study: dict[str, Any]) -> None:
-    study["lengths"] = ["512"]
+    study["benchmarks"]["babilong"]["lengths"] = ["512"]
 
 
 def compare_untrained_maps(study: dict[str, Any]) -> None:
@@ -145,6 +145,7 @@ def compare_untrained_maps(study: dict[str, Any]) -> None:
 
 def ablate_beyond_the_benchmark(study: dict[str, Any]) -> None:
     study["benchmarks"]["babilong"]["lengths"] = ["2k"]
+    study["ablations"]["benchmarks"] = ["babilong"]
 
 
 def ablate_at_another_budget(study: dict[str, Any]) -> None:
