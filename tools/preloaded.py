@@ -47,8 +47,9 @@ def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
     client.parent.mkdir(parents=True)
     client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
-    # One thread: jobs run side by side, and sums then have one order.
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # One thread: jobs run side by side, and sums then have one order. `runtime` takes more, which must not spin.
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= {"HF_HUB_OFFLINE": "1"}
     server = subprocess.Popen([sys.executable, __file__, address], env=environment, stdout=subprocess.PIPE)
     try:
         if not server.stdout.readline():
