@@ -37,8 +37,6 @@ OF_TOPK = (
     "topk_centroids",
 )  # fmt: skip
 """Methods that read the same tokens."""
-COMPARED_WITH = ("topk", "topk_phi", "topk_moments", "scan4_regression_64")
-"""What the others are told apart from, or the table has hundreds of rows; learned maps are those of 2k."""
 BYTES_OF = (
     "full", "topk", "topk_moments", "scan4", "scan4_moments", "scan4_regression_64", "scan3_regression_32",
     "group4_regression_64", "pages_centroids", "clusters_sums", "clusters_moments",
@@ -142,36 +140,6 @@ def kept(folder: Path) -> str:
     return over_lengths(folder, ("ruler", "babilong"), metric="kept", continuation="greedy")
 
 
-@table
-def told_apart(folder: Path) -> str:
-    """Pairs of arms with one of some methods, and whether their KL differs after Holm's correction over all pairs."""
-    lines = []
-    for length in LENGTHS:
-        rows = read(folder, f"fidelity_pairs_{BACKBONE}_{length}.csv")
-        rows = rows[(rows.metric == "kl") & (rows.continuation == "following") & (rows.state == "own")]
-        for (method, maps, other, other_maps), pair in rows.groupby(
-            ["method", "maps", "other", "other_maps"], sort=False
-        ):
-            if other not in COMPARED_WITH or other_maps not in ("", "2k"):
-                continue
-            first, second = (
-                arm_title(pd.Series({"method": m, "maps": label}), "2k")
-                for m, label in ((method, maps), (other, other_maps))
-            )
-            cells = []
-            for budget in ("2", "4", "8"):
-                texts = [_sign(row) for _, row in pair[pair.budget_percent == budget].iterrows()]
-                cells.append(" ".join(texts))
-            lines.append([length, first, second, *cells])
-    return markdown(["length", "method", "against", "2 %", "4 %", "8 %"], lines)
-
-
-def _sign(row: pd.Series) -> str:
-    if float(row.p_holm) >= 0.05:
-        return "·"
-    return "better" if float(row.difference) < 0 else "worse"
-
-
 def scores(folder: Path, benchmark: str, lengths: Sequence[str]) -> str:
     lines = []
     for length in lengths:
@@ -199,15 +167,14 @@ def longbench(folder: Path) -> str:
 
 @table
 def attention_error(folder: Path) -> str:
-    rows = read(folder, f"diagnostics/map_errors_{BACKBONE}_1k.csv")
-    rows = rows[rows.maps == "2k"]
+    rows = read(folder, f"diagnostics/accounting_{BACKBONE}.csv")
+    rows = rows[(rows.corpus == "wiki") & (rows.length == "1k")]
     return markdown(
-        ["K", "TopK", "TopK+phi", "less error", "NoSub", "heads that gain"],
+        ["K", "TopK", "TopK+phi", "less error", "NoSub"],
         [
             [
                 row.k, *(f"{float(row[name]):.3f}" for name in ("e_topk", "e_sub")),
                 f"{1 - float(row.e_sub) / float(row.e_topk):.0%}", f"{float(row.e_nosub):.3f}",
-                f"{float(row.heads_below_topk):.0%}",
             ]
             for _, row in rows.iterrows()
         ],
@@ -215,33 +182,15 @@ def attention_error(folder: Path) -> str:
 
 
 @table
-def map_errors(folder: Path) -> str:
-    lines = []
-    for length in LENGTHS:
-        rows = read(folder, f"diagnostics/map_errors_{BACKBONE}_{length}.csv")
-        for maps, arm in rows.groupby("maps", sort=False):
-            cells = [
-                f"{float(row.e_topk):.3f} -> {float(row.e_sub):.3f} ({float(row.log_z_error):+.2f}, "
-                f"{float(row.heads_below_topk):.0%})"
-                for _, row in arm.iterrows()
-            ]
-            lines.append([length, maps, *cells])
-    return markdown(["length", "maps trained at", "2 %", "4 %", "8 %"], lines)
-
-
-@table
 def ablations(folder: Path) -> str:
-    errors = read(folder, f"diagnostics/map_errors_{BACKBONE}_1k.csv")
-    errors = errors[errors.budget_percent == "4"].set_index("maps").e_sub
     rows = pd.concat([read(folder, f"ablation_{name}_{BACKBONE}.csv") for name in ("loss", "dphi")])
     rows = rows[(rows.task == "all") & (rows.benchmark == "ruler")].drop_duplicates(["method", "maps"])
     return markdown(
-        ["maps", "RULER 1k", "gain, p", "attention error"],
+        ["maps", "RULER 1k", "gain, p"],
         [
             [
                 row.maps or TITLES[row.method], with_interval(row, ".3f"),
                 f"{float(row.gain):+.3f}, {float(row.gain_p):.3f}" if row.gain else "",
-                f"{float(errors[row.maps]):.3f}" if row.maps in errors else "",
             ]
             for _, row in rows.iterrows()
         ],

@@ -32,7 +32,6 @@ LESS_MEMORY = {
     "force": "lower fidelity.tokens",
     "capture": "lower diagnostics.queries",
     "kernels": "lower diagnostics.queries",
-    "map-errors": "lower diagnostics.queries",
     "residual-errors": "lower residuals.queries",
     "measure": "lower --tokens, or leave out methods",
     "runtime": "leave the longest contexts out of runtime.contexts",
@@ -198,10 +197,6 @@ STAGES = {
     "findings": Stage(
         "diagnostics.findings", "read means and claims out of captured rows", "heads+ mass+",
         "accounting claims", specs.FindingsSpec,
-    ),
-    "map-errors": Stage(
-        "diagnostics.map_errors", "compare feature maps on held-out text", "assets phi+", "out",
-        specs.MapErrorsSpec, True,
     ),
     "residual-errors": Stage(
         "diagnostics.residual_errors", "compare methods head by head on held-out text", "assets phi?", "heads out",

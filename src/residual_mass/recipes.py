@@ -3,7 +3,7 @@ Snakemake reruns it.
 """
 
 RECIPES = {
-    "prompts": 3, "generate": 6, "score": 4, "train": 3, "capture": 5, "kernels": 5, "map_errors": 6,
+    "prompts": 3, "generate": 6, "score": 4, "train": 3, "capture": 5, "kernels": 5,
     "findings": 2, "runtime": 4, "force": 4, "fidelity": 2, "score_claims": 1,
     "residual_errors": 5,
 }  # fmt: skip

@@ -72,8 +72,6 @@ def test_everything_is_made_and_a_second_run_does_nothing(study: Path) -> None:
     longbench = pd.read_csv(study / "results/longbench_tiny_1k.csv")
     assert set(longbench.task) == {"longbench_gov_report", "longbench_qmsum", "all"}
     assert set(longbench.data) == {"stand-in"} and set(longbench.metric) == {"rouge_score"}
-    errors = pd.read_csv(study / "results/diagnostics/map_errors_tiny_1k.csv")
-    assert sorted(set(errors.maps)) == ["1k", "1k-dphi_4", "1k-kl_only", "512"]
     labels = yaml.safe_load((study / "config/studies/mini.yaml").read_text())["tables"]
     assert len(labels) == 15
     for label in labels:

@@ -18,7 +18,7 @@ from tests.small_study import write_small_study
 from residual_mass import cli
 
 MADE_BY = {
-    "capture": ("heads", "mass", "rows"),
+    "capture": ("heads", "mass"),
     "comparison": ("out", "picture"),
     "figure": ("pdf", "png"),
     "findings": ("accounting", "claims"),
@@ -42,7 +42,6 @@ ASSETS_OF = {
     "runtime": MODEL,
     "capture wiki": (*MODEL, *TEXT),
     "kernels": (*MODEL, *TEXT),
-    "map-errors": (*MODEL, *TEXT),
     "residual-errors": (*MODEL, *TEXT),
 }
 """What stages read of the assets."""

@@ -25,7 +25,7 @@ from residual_mass.provenance import beside
 
 KINDS = (
     "train", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
-    "score", "score-claims", "join", "capture wiki", "kernels", "findings", "map-errors",
+    "score", "score-claims", "join", "capture wiki", "kernels", "findings",
     "residual-errors", "runtime",
     "comparison", "numbers", "document", "report",
     "table ruler_sweep", "table exact_accounting", "table phi_param_count", "table training_cost_64k",

@@ -22,7 +22,7 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.benchmarks import generate, prompts
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
-from residual_mass.diagnostics import capture, kernels, map_errors, residual_errors
+from residual_mass.diagnostics import capture, kernels, residual_errors
 from residual_mass.files import read_jsonl
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import (
@@ -30,7 +30,6 @@ from residual_mass.study.specs import (
     CaptureSpec,
     GenerateSpec,
     KernelsSpec,
-    MapErrorsSpec,
     PromptsSpec,
     ResidualErrorsSpec,
 )
@@ -280,17 +279,12 @@ DIAGNOSTICS: dict[str, Callable[[Path, Path, Path], None]] = {
     "capture": lambda assets, phi, out: capture.run(
         CaptureSpec(study="test", backbone=TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS[0], packs=1,
                     queries=2, seed=0, recipe=1),
-        assets, phi, None, out / "heads.parquet", out / "mass.parquet", out / "rows.safetensors",
+        assets, phi, None, out / "heads.parquet", out / "mass.parquet",
     ),
     "kernels": lambda assets, phi, out: kernels.run(
         KernelsSpec(study="test", backbone=TINY, **PLACE, budget_percent=25.0, anchors=AnchorSpec(), maps=MAPS, layer=1,
                     head=0, queries=2, seed=0, recipe=1),
         assets, [phi], None, out / "kernels.parquet",
-    ),
-    "map-errors": lambda assets, phi, out: map_errors.run(
-        MapErrorsSpec(backbone=TINY, **PLACE, budgets=(25.0,), anchors=AnchorSpec(), maps=MAPS, packs=1, queries=2,
-                      seed=0, recipe=1),
-        assets, [phi], out / "errors.csv",
     ),
     "residual-errors": lambda assets, phi, out: residual_errors.run(
         ResidualErrorsSpec(study="test", backbone=TINY, corpora=("wiki",), length="256", methods=("topk", "topk_phi"),
@@ -322,9 +316,7 @@ def test_diagnostics_name_the_layer_that_is_not_finite(
     DIAGNOSTICS[stage](folder, phi, tmp_path / "whole")
     assert any((tmp_path / "whole").iterdir())
     backbone.model.model.layers[1].self_attn.q_proj.weight.data[2, 2] = float("nan")
-    module = {"capture": capture, "kernels": kernels, "map-errors": map_errors, "residual-errors": residual_errors}[
-        stage
-    ]
+    module = {"capture": capture, "kernels": kernels, "residual-errors": residual_errors}[stage]
     monkeypatch.setattr(module, "load_backbone", lambda *_: backbone)
     with pytest.raises(ValueError) as caught:
         DIAGNOSTICS[stage](folder, phi, tmp_path / "out")

@@ -38,7 +38,7 @@ SPECS = {
     "generate_spec": specs.GenerateSpec, "force_spec": specs.ForceSpec, "fidelity_spec": specs.FidelitySpec,
     "score_spec": specs.ScoreSpec, "capture_spec": specs.CaptureSpec,
     "kernels_spec": specs.KernelsSpec, "findings_spec": specs.FindingsSpec,
-    "map_errors_spec": specs.MapErrorsSpec, "residual_errors_spec": specs.ResidualErrorsSpec,
+    "residual_errors_spec": specs.ResidualErrorsSpec,
     "runtime_spec": specs.RuntimeSpec, "table_spec": specs.TableSpec,
     "comparison_spec": specs.ComparisonSpec, "document_spec": specs.DocumentSpec, "report_spec": specs.ReportSpec,
 }  # fmt: skip

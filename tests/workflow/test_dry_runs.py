@@ -28,7 +28,6 @@ from residual_mass.study.specs import (
     ForceSpec,
     GenerateSpec,
     KernelsSpec,
-    MapErrorsSpec,
     NumbersSpec,
     PromptsSpec,
     ReportSpec,
@@ -46,7 +45,6 @@ SPECS: dict[str, type[Any]] = {
     "force": ForceSpec,
     "fidelity": FidelitySpec,
     "score": ScoreSpec,
-    "map-errors": MapErrorsSpec,
     "residual-errors": ResidualErrorsSpec,
     "capture": CaptureSpec,
     "kernels": KernelsSpec,
@@ -77,7 +75,7 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 
 MINI = {
     "assets": 1, "prompts": 4, "train": 3, "train_variants": 1, "generate": 6, "score": 4, "score_comparison": 3,
-    "mismatch": 1, "ablation": 2, "capture": 4, "kernels": 2, "findings": 1, "map_errors": 1,
+    "mismatch": 1, "ablation": 2, "capture": 4, "kernels": 2, "findings": 1,
     "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1,
     "numbers": 1, "figure": 14, "document": 1, "report": 1,
 }  # fmt: skip
@@ -86,7 +84,7 @@ GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "kernels": 2,
-    "findings": 1, "map_errors": 3, "residual_errors": 2, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2,
+    "findings": 1, "residual_errors": 2, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2,
     "table": 15, "comparison": 1, "numbers": 1, "figure": 15, "document": 1, "report": 1,
 }  # fmt: skip
 
@@ -436,7 +434,7 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
 PAGE_SOURCES = (
     ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
     ("force", "out"), ("fidelity", "out"),
-    ("capture", "heads"), ("findings", "mass"), ("kernels", "out"), ("map-errors", "out"),
+    ("capture", "heads"), ("findings", "mass"), ("kernels", "out"),
     ("residual-errors", "out"),
     ("findings", "claims"), ("runtime", "out"),
 )  # fmt: skip
@@ -578,7 +576,7 @@ def test_what_is_captured_is_made_again_only_where_it_changes(
     jobs = {"kernels": 2, "findings": 1, "figure": len(one_budget)} | rendered
     assert of_smol(dry()) == (jobs, one_budget)
     set_section(checkout, "mini", "diagnostics", budget=4, packs=9)
-    jobs = {"capture": 4, "map_errors": 1, "findings": 1, "figure": len(captured)} | rendered
+    jobs = {"capture": 4, "findings": 1, "figure": len(captured)} | rendered
     assert of_smol(dry()) == (jobs, captured)
 
 

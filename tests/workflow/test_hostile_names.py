@@ -115,7 +115,7 @@ def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: 
     stages = {words[1] for words in given}
     assert stages >= {
         "assets", "prompts", "train", "generate", "force", "fidelity", "score", "score-claims", "join", "capture",
-        "kernels", "findings", "map-errors", "residual-errors", "runtime", "table", "comparison", "numbers",
+        "kernels", "findings", "residual-errors", "runtime", "table", "comparison", "numbers",
         "figure", "document", "report",
     }  # fmt: skip
     specs = [json.loads(words[words.index("--spec") + 1]) for words in given if "--spec" in words]

@@ -21,10 +21,7 @@ FIDELITY = {"fidelity", "figure", "score_claims"} | RENDERED - {"comparison"}  #
 FORCED = {"force"} | FIDELITY
 BUMPED = {
     "prompts": {"prompts", "generate"} | SCORED | FORCED | CAPTURED,  # captured on RULER's prompts
-    "train": {"train", "train_variants", "generate", "kernels", "map_errors", "residual_errors"}
-    | SCORED
-    | FORCED
-    | CAPTURED,
+    "train": {"train", "train_variants", "generate", "kernels", "residual_errors"} | SCORED | FORCED | CAPTURED,
     "generate": {"generate"} | SCORED,
     "score": SCORED,
     "force": FORCED,
@@ -32,7 +29,6 @@ BUMPED = {
     "score_claims": {"score_claims", "report"},
     "capture": CAPTURED,
     "kernels": {"kernels", "figure", "document", "report"},
-    "map_errors": {"map_errors", "report"},
     "residual_errors": {"residual_errors", "figure"} | RENDERED - {"comparison"},
     "findings": {"findings"} | RENDERED,
     "runtime": {"runtime", "table", "numbers", "document", "report"},  # the paper has no such table to compare

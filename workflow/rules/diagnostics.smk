@@ -2,7 +2,7 @@
 
 Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
 Makes: results/diagnostics/: heads, mass, kernels_{backbone}_{corpus}_{length};
-accounting, claims_{backbone}.csv; map_errors_{backbone}_{length}.csv;
+accounting, claims_{backbone}.csv;
 residual_heads_{backbone}_{length}.parquet; and results/residual_errors_{backbone}_{length}.csv
 """
 
@@ -92,32 +92,6 @@ rule findings:
     shell:
         "python -m residual_mass findings --spec {params.spec:q} --heads {input.heads} --mass {input.mass}"
         " --accounting {output.accounting} --claims {output.claims} > {log} 2>&1"
-
-
-rule map_errors:
-    input:
-        assets=plan.assets,
-        phi=plan.phi_at,
-    output:
-        paths.MAP_ERRORS,
-    log:
-        "logs/map_errors/{backbone}_{length}.log",
-    benchmark:
-        "logs/map_errors/{backbone}_{length}.tsv"
-    conda:
-        "../../environment.yml"
-    threads: machine.half_of_the_cores
-    resources:
-        gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
-        runtime=machine.with_gpu(240, 60),
-    params:
-        spec=plan.map_errors_spec,
-    message:
-        "Comparing the feature maps of {wildcards.backbone} at {wildcards.length}"
-    shell:
-        'python -m residual_mass map-errors --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --phi {input.phi} --out {output} > {log} 2>&1"
 
 
 rule residual_errors:

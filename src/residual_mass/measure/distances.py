@@ -148,7 +148,7 @@ def measure(asked: Asked) -> Measured:
     settings = json.loads(json.dumps(settings, default=str))
     folder = _folder(asked, settings)
 
-    forced, distances, pairs = (folder / name for name in ("forced.parquet", "fidelity.csv", "pairs.csv"))
+    forced, distances = folder / "forced.parquet", folder / "fidelity.csv"
     record = Record("force", spec, [])
     documents = [each for text in texts for each in following(spec, text.name, text.sequences, spec.rows_of_answer)]
     identity = backbone_identity(backbone, asked.assets)
@@ -159,7 +159,7 @@ def measure(asked: Asked) -> Measured:
         study=inputs.STUDY, backbone=backbone, length=asked.length, recipe=RECIPES["fidelity"],
         bootstrap_resamples=RESAMPLES, seed=asked.seed,
     )  # fmt: skip
-    fidelity.run(about, forced, distances, pairs)
+    fidelity.run(about, forced, distances)
 
     tail, name = "kl_p99_9", "99.9 % point"
     if min(len(text.sequences) for text in texts) * asked.tokens < TAIL:

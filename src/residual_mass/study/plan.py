@@ -325,7 +325,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         """Every result CSV that `all` makes."""
         protocol, names = self.studies[study], self.backbones_of(study)
         mismatch, ablations, captured = protocol.mismatch, protocol.ablations, protocol.diagnostics
-        compared = [*mismatch.lengths] * bool(mismatch.backbones) + [ablations.length] * bool(ablations.backbones)
         findings = [paths.ACCOUNTING, paths.CLAIMS]
         return [
             *expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths),
@@ -335,11 +334,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
                 paths.ABLATION,
                 ablation=dataclasses.asdict(self.configuration.main.ablations),
                 backbone=ablations.backbones,
-            ),
-            *expand(
-                paths.MAP_ERRORS,
-                backbone=mismatch.backbones or ablations.backbones,
-                length=dict.fromkeys(compared),
             ),
             *expand(paths.RESIDUAL_ERRORS, backbone=protocol.residuals.backbones, length=protocol.residuals.lengths),
             *expand(paths.SCORE_CLAIMS, backbone=names if protocol.benchmarks else []),

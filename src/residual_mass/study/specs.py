@@ -228,19 +228,6 @@ class FindingsSpec(Resampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapErrorsSpec(Sampling):
-    """Attention-output errors of several feature maps on one and the same held-out text."""
-
-    backbone: BackboneSpec
-    corpus: str
-    length: str
-    budgets: tuple[float, ...]
-    anchors: AnchorSpec
-    maps: tuple[MapsSpec, ...]
-    recipe: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResidualErrorsSpec(Sampling):
     """Attention-output errors of every method, head by head, on one and the same held-out texts."""
 

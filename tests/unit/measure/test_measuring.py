@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_a_study(
     of_study = FidelitySpec(
         study="test", backbone=backbone_spec, length="256", recipe=1, bootstrap_resamples=1000, seed=0
     )
-    fidelity.run(of_study, forced, out, tmp_path / "pairs.csv")
+    fidelity.run(of_study, forced, out)
     rows = [row for row in read_csv(out, ["text"], "test") if row["state"] == "own" and row["method"] != "full"]
     numbers = {(row["metric"], row["method"], float(row["budget_percent"])): row for row in rows}
     table = found.table[found.table["text"] == "books"]

@@ -22,7 +22,6 @@ from residual_mass.study.specs import (
     CaptureSpec,
     FindingsSpec,
     KernelsSpec,
-    MapErrorsSpec,
     ResidualErrorsSpec,
     RuntimeSpec,
 )
@@ -105,32 +104,6 @@ class DiagnosticsJobs(EvaluationJobs):
             length=max(captured.lengths, key=tokens_of),
             recipe=RECIPES["findings"],
             **shared(Resampling, study.score),
-        )
-        return to_json(spec)
-
-    def maps_at(self, wildcards: Wildcards) -> list[str]:
-        """Labels of all maps that a study evaluates for a backbone at a length."""
-        study = self.study_of(wildcards)
-        labels = [*(study.mismatch.maps if wildcards.backbone in study.mismatch.backbones else ()), study.maps.main]
-        if wildcards.backbone in study.ablations.backbones and wildcards.length == study.ablations.length:
-            labels += [wildcards.length, *self.group_maps(study, "ablation")]
-        return list(dict.fromkeys(labels))
-
-    def phi_at(self, wildcards: Wildcards) -> list[str]:
-        return expand(paths.PHI, backbone=wildcards.backbone, maps=self.maps_at(wildcards))
-
-    def map_errors_spec(self, wildcards: Wildcards) -> str:
-        study = self.study_of(wildcards)
-        captured = study.diagnostics
-        spec = MapErrorsSpec(
-            backbone=self.backbone_of(wildcards),
-            corpus=captured.corpora[0],
-            length=wildcards.length,
-            budgets=study.budgets,
-            anchors=study.anchors,
-            maps=maps_specs(self.maps_at(wildcards)),
-            recipe=RECIPES["map_errors"],
-            **shared(Sampling, captured),
         )
         return to_json(spec)
 
