@@ -43,9 +43,7 @@ class Undisturbed:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Without what a training writes only where the package tensorboard is installed."""
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-    return {name for name in found if not name.startswith("_tensorboard")}
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="session")

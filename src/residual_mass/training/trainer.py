@@ -28,7 +28,6 @@ from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import TrainSpec
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 from residual_mass.training.columns import COLUMNS
-from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
 from residual_mass.training.passes import Passes
@@ -136,7 +135,6 @@ class Trainer:
             self._evaluate(log_csv)
         else:
             self._write_log(log_csv)  # Snakemake deleted it with the other outputs of the interrupted job
-        curves = Curves(checkpoint) if self.group.leads else None
         started = self.seconds
         with self.stop, tqdm(
             total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
@@ -148,12 +146,8 @@ class Trainer:
                 rate = read / (self.seconds - started)
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s of text", refresh=False)
                 bar.update()
-                if curves is not None:
-                    curves.add(self.step, loss)
                 if self.step % spec.eval_every == 0 or self.step == spec.steps:
-                    rows = self._evaluate(log_csv)
-                    if curves is not None:
-                        curves.add_rows(rows)
+                    self._evaluate(log_csv)
                 stopping = self.agreed or (self.group.world == 1 and self.stop.asked)
                 if self.step % spec.checkpoint_every == 0 or stopping:
                     self.save_checkpoint(checkpoint)
@@ -212,10 +206,10 @@ class Trainer:
                 raise ValueError(f"{label}: {problem}, step {self.step} ({kept}); lower phi.learning_rate")
         raise ValueError(f"process {self.group.rank}: another one stopped at step {self.step}; its message says why")
 
-    def _evaluate(self, log_csv: Path) -> list[dict[str, Any]]:
-        """Measures every variant on the held-out texts; returns the new rows and writes the whole log."""
+    def _evaluate(self, log_csv: Path) -> None:
+        """Measures every variant on the held-out texts and writes the whole log."""
         if not self.group.leads:
-            return []
+            return
         rows: list[dict[str, Any]] = []
         for learner in self.learners:
             head = {"recipe": self.spec.name, "variant": learner.label, "seed": self.spec.seed, "step": self.step}
@@ -231,7 +225,6 @@ class Trainer:
                 )
         self.log_rows += rows
         self._write_log(log_csv)
-        return rows
 
     def _write_log(self, log_csv: Path) -> None:
         if self.group.leads:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from residual_mass.files import read_csv
 from residual_mass.study.sections.training import CurriculumSpec, ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
-from residual_mass.training.curves import Curves
 from residual_mass.training.held_out import HeldOut
 from residual_mass.training.initialise import positive_random_features
 from residual_mass.training.learner import learning_rate
@@ -146,22 +144,6 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
         assert logged(second) == log
         assert all(torch.equal(p, expected[name]) for name, p in parameters(second).items())
     assert [row["step"] for row in read_csv(files[1], COLUMNS, "train")] == [str(row["step"]) for row in log]
-
-
-def test_curves_that_cannot_be_written_are_given_up_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class FullDisk:
-        def add_scalar(self, *_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-    for give in (lambda curves: curves.add(1, 0.5), lambda curves: curves.add_rows([defaultdict(int, layer="all")])):
-        caplog.clear()
-        curves = Curves(tmp_path / "_checkpoints" / "maps.safetensors")
-        curves.writer = FullDisk()
-        give(curves)
-        give(curves)
-        assert caplog.text.count("no more curves for TensorBoard") == 1 and curves.writer is None
 
 
 def test_a_stop_that_only_another_process_was_asked_for_takes_effect_where_signals_are_ignored() -> None:
