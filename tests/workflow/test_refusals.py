@@ -246,7 +246,7 @@ def continue_prompts_as_a_text(study: dict[str, Any]) -> None:
 
 
 def train_on_held_out_text(study: dict[str, Any]) -> None:
-    study["phi"]["corpora"] = ["tables"]
+    study["phi"]["corpora"] = ["code"]
 
 
 def tabulate_no_diagnostics(study: dict[str, Any]) -> None:
@@ -319,7 +319,7 @@ def draw_more_pairs_than_fit(study: dict[str, Any]) -> None:
 
 
 def tabulate_nothing_that_both_have(study: dict[str, Any]) -> None:
-    study["residuals"]["corpora"] = ["tables"]
+    study["residuals"]["corpora"] = ["books"]
 
 
 def show_an_unmeasured_text(study: dict[str, Any]) -> None:
@@ -360,10 +360,10 @@ STUDY_SLIPS = [
     ),
     (
         continue_an_unknown_text,
-        "fidelity.corpora.1: poems is not one of sotu, wiki, pydoc, books, code, tables, wikitext",
+        "fidelity.corpora.1: poems is not one of sotu, wiki, pydoc, books, code, wikitext",
     ),
     (continue_prompts_as_a_text, "fidelity.corpora.0: needles is not one of sotu, wiki, "),
-    (train_on_held_out_text, "phi.corpora.0: tables is not one of sotu, wiki, pydoc, fineweb, arxiv, bigpatent"),
+    (train_on_held_out_text, "phi.corpora.0: code is not one of sotu, wiki, pydoc, fineweb, arxiv, bigpatent"),
     (tabulate_no_diagnostics, "tables: exact_accounting needs a backbone in diagnostics.backbones"),
     (break_down_without_a_length, "figures.fixedk_breakdown_other.length: missing key"),
     (capture_a_text_twice, "diagnostics.corpora: has wiki twice; remove one"),

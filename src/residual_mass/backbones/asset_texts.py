@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from residual_mass.backbones.asset_tables import TABLES
 from residual_mass.files import read_json, read_text
 from residual_mass.inputs.assets import require_whole
 from residual_mass.inputs.books import books_of
@@ -15,16 +14,13 @@ MAKE = "run the assets stage"
 SEPARATOR = "\n\n"
 """Separates documents, and the paragraphs of a document."""
 RUN_CHARACTERS = 20_000
-"""Minimum length of a document made of consecutive paragraphs or rows, about 5,000 tokens."""
+"""Minimum length of a document made of consecutive paragraphs, about 5,000 tokens."""
 
 
 def read_documents(name: str, assets: Path) -> list[str]:
     """Reads the documents of a corpus; raises ValueError if its files are missing or changed."""
-    readers = {
-        "sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts, "code": _modules,
-        "tables": _tables,
-    }  # fmt: skip
-    require_whole(assets, f"corpora/{name}", *(["qa/hotpotqa.json"] if name in ("wiki", "tables") else []))
+    readers = {"sotu": _speeches, "wiki": _paragraphs, "pydoc": _topics, "books": _book_parts, "code": _modules}
+    require_whole(assets, f"corpora/{name}", *(["qa/hotpotqa.json"] if name == "wiki" else []))
     return readers[name](assets)
 
 
@@ -54,11 +50,11 @@ def _topics(assets: Path) -> list[str]:
 def _book_parts(assets: Path) -> list[str]:
     """Returns runs of paragraphs in order, so that a sequence longer than a run continues in the same book."""
     files = _files(assets / "corpora" / "books", "*.txt")
-    return [part for file in files for book in books_of(read_text(file, MAKE)) for part in _runs(book, SEPARATOR)]
+    return [part for file in files for book in books_of(read_text(file, MAKE)) for part in _runs(book)]
 
 
-def _runs(parts: Sequence[str], separator: str) -> list[str]:
-    """Joins consecutive parts to documents of at least RUN_CHARACTERS; the last may be shorter."""
+def _runs(parts: Sequence[str]) -> list[str]:
+    """Joins consecutive paragraphs to documents of at least RUN_CHARACTERS; the last may be shorter."""
     runs: list[list[str]] = []
     size = RUN_CHARACTERS
     for part in parts:
@@ -66,19 +62,13 @@ def _runs(parts: Sequence[str], separator: str) -> list[str]:
             runs.append([])
             size = 0
         runs[-1].append(part)
-        size += len(part) + len(separator)
-    return [separator.join(run) for run in runs]
+        size += len(part) + len(SEPARATOR)
+    return [SEPARATOR.join(run) for run in runs]
 
 
 def _modules(assets: Path) -> list[str]:
     """Returns the source files of a Python package, those of a folder one after another."""
     return [read_text(file, MAKE) for file in _files(assets / "corpora" / "code", "*.py")]
-
-
-def _tables(assets: Path) -> list[str]:
-    """Returns runs of rows under the head of their table."""
-    paragraphs = _paragraphs(assets)
-    return [f"{table.head}\n{rows}" for table in TABLES for rows in _runs(table.rows(paragraphs), "\n")]
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

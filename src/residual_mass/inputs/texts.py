@@ -10,7 +10,6 @@ ASSETS = {
     "pydoc": "Python's language reference, as it comes with the interpreter",
     "books": "books of Project Gutenberg",
     "code": "source files of a Python package",
-    "tables": "Markdown tables of people, films, albums and places, made of the paragraphs of `wiki`",
 }
 """What the corpora of the assets are."""
 ASSET_CORPORA = ("sotu", "wiki", "pydoc")

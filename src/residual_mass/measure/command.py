@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default=EMBEDDED,
         help="folder of a model or OWNER/NAME on the hub (default: %(default)s, the embedded SmolLM2-135M-Instruct); "
         "a file here is a text for the embedded model")  # fmt: skip
-    add("texts", nargs="*", metavar="text", help="text files, folders of them, or wiki, books, code, tables (embedded)")
+    add("texts", nargs="*", metavar="text", help="text files, folders of them, or wiki, books or code (embedded)")
     add("--length", default="1k", help="tokens of prompt: 512, 1k, 64k, ... (default: %(default)s)")
     add("--documents", type=int, default=6, help="documents of each text (default: %(default)s)")
     add("--tokens", type=int, default=32, help="tokens that follow each prompt (default: %(default)s)")

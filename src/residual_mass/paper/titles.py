@@ -13,7 +13,7 @@ from residual_mass.study.specs import TableSpec
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 CORPUS_TITLES = {
-    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "tables": "Tables", "cwe": "CWE",
+    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "cwe": "CWE",
     "needles": "Needles",
 }  # fmt: skip
 FULL, TOPK, PHI = Marked("Full"), Marked("Top-$K$"), Marked(r"Top-$K{+}\phi$")

@@ -96,12 +96,12 @@ def test_bad_corpora_are_named(assets: Path) -> None:
         training_corpus(["poems"], TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'poems' is unknown; known are sotu"):
         held_out_corpus("poems", TOKENIZER, 100, 0, assets)
-    for name in ("wikitext", "books", "code", "tables"):
+    for name in ("wikitext", "books", "code"):
         with pytest.raises(ValueError, match=f"'{name}' is held out"):
             training_corpus([name], TOKENIZER, 100, 0, assets)
     with pytest.raises(
         ValueError,
-        match="'fineweb' is trained on, none is held out; choose sotu, wiki, pydoc, books, code, tables or wikitext",
+        match="'fineweb' is trained on, none is held out; choose sotu, wiki, pydoc, books, code or wikitext",
     ):
         held_out_corpus("fineweb", TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'text' is empty"):
@@ -120,7 +120,7 @@ def test_corpora_are_checked_without_a_tokenizer(assets: Path, tmp_path: Path) -
         check_corpora(["sotu"], assets, ["arxiv"])
     nothing = tmp_path / "nothing"
     for name, missing in (
-        ("sotu", "corpora/sotu"), ("wiki", "qa/hotpotqa.json"), ("tables", "qa/hotpotqa.json"),
+        ("sotu", "corpora/sotu"), ("wiki", "qa/hotpotqa.json"),
         ("books", "corpora/books"), ("code", "corpora/code"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{re.escape(str(nothing / missing))}: no .* run the assets stage$"):
@@ -145,51 +145,6 @@ def test_code_is_held_out_whole_file_by_file(assets: Path) -> None:
     for ids in independent_sequences(corpus, 3):
         told = [int(number) for number in re.findall(r"def f_(\d+)", TOKENIZER.decode(ids))]
         assert len(told) > 1 and all(b == (a + 1) % 12 for a, b in zip(told, told[1:], strict=False))
-
-
-def test_tables_have_a_row_for_each_paragraph_of_a_known_form(tmp_path: Path) -> None:
-    paragraphs = {
-        "Ada Moreau": "Ada Moreau (born 3 May 1931) is a French engineer, known for bridges.",
-        "Jan Beck | elder": "Jan Beck (Turku, June 5, 1802 – 7 July 1880) was a keeper of lighthouses. He sang.",
-        "&quot;Glass&quot;": "Glass is a 2004 Danish drama film directed by Lena M. Holt and Emil Strand. "
-        "It stars Mina Sol, A. B. Reyl and others.",
-        "Old Glass": "Old Glass is the second studio album by the band Harrow, released on March 3, 1999 by "
-        "Tarn Records.",
-        "Besh, Ohio": "Besh is a town in Salt County, Ohio, United States. In 2010, the population was 12,345.",
-        "1999 Tarn Race": "The race (May 3, 1999 – May 9, 1999) was a stage race.",
-        "Salt Road": "The Salt Road joined the port of Besh to the inland markets.",
-    }  # fmt: skip
-    (tmp_path / "qa").mkdir()
-    items = [{"context": [[title, [text]] for title, text in paragraphs.items()]}]
-    (tmp_path / "qa" / "hotpotqa.json").write_text(json.dumps(items))
-    assert [document.splitlines() for document in asset_texts.read_documents("tables", tmp_path)] == [
-        ["| Name | Born | Died | Known as |", "| --- | --- | --- | --- |",
-         "| Ada Moreau | 3 May 1931 |  | French engineer |",
-         "| Jan Beck / elder | June 5, 1802 | 7 July 1880 | keeper of lighthouses |"],
-        ["| Film | Year | Kind | Director | Cast |", "| --- | --- | --- | --- | --- |",
-         '| "Glass" | 2004 | Danish drama film | Lena M. Holt and Emil Strand | Mina Sol, A. B. Reyl |'],
-        ["| Album | Kind | Artist | Released | Label |", "| --- | --- | --- | --- | --- |",
-         "| Old Glass | second studio album | the band Harrow | March 3, 1999 | Tarn Records |"],
-        ["| Place | Kind | In | Population |", "| --- | --- | --- | --- |",
-         "| Besh, Ohio | town | Salt County, Ohio, United States | 12,345 |"],
-    ]  # fmt: skip
-
-
-def test_no_row_is_in_two_tables_and_each_has_its_head(tmp_path: Path) -> None:
-    (tmp_path / "qa").mkdir()
-    items = [
-        {
-            "context": [
-                [f"Person {'x' * n}", [f"Somebody (born {1 + n % 28} May 1931) is a painter of nets and of boats."]]
-            ]
-        }
-        for n in range(400)
-    ]
-    (tmp_path / "qa" / "hotpotqa.json").write_text(json.dumps(items))
-    documents = [document.splitlines() for document in asset_texts.read_documents("tables", tmp_path)]
-    rows = [row for document in documents for row in document[2:]]
-    assert len(documents) > 2 and len(rows) == len(set(rows)) == 400
-    assert len({tuple(document[:2]) for document in documents}) == 1
 
 
 def test_slots_of_documents_share_out_the_sequences(assets: Path) -> None:
