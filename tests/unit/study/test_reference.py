@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
-from residual_mass.study.reference import SCHEMAS, schema_of, schema_text, with_tables
+from residual_mass.study.reference import FIGURES, SCHEMAS, SEVERAL, main, schema_of
 
 ROOT = Path(__file__).parents[3]
-REMEDY = "run `python -m residual_mass.study.reference`"
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_schemas_are_up_to_date(name: str) -> None:
-    text = (ROOT / f"config/schemas/{name}.schema.json").read_text()
-    assert text == schema_text(SCHEMAS[name]), REMEDY
+def keys_of(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of a file as the reference names them."""
+    for name, value in content.items():
+        if isinstance(value, dict) and name != "variants":
+            of_each = f"{prefix}{name}.<name>." if name in ("backbones", "benchmarks") else f"{prefix}{name}."
+            for inner in value.values() if name in ("backbones", "benchmarks") else [value]:
+                yield from keys_of(inner, of_each)
+        else:
+            yield prefix + name
 
 
-def test_the_tables_of_the_readme_are_up_to_date() -> None:
-    readme = (ROOT / "config/README.md").read_text()
-    assert readme == with_tables(readme, ROOT), REMEDY
+@pytest.mark.parametrize("file", ["config", "studies/mini", "studies/paper", "studies/methods"])
+def test_every_key_of_a_file_is_explained(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    told = dict(re.findall(r"^  (\S+)(?: \(.*?\))?: (.+)$", capsys.readouterr().out, re.MULTILINE))
+    content = yaml.safe_load((ROOT / f"config/{file}.yaml").read_text())
+    content.pop("figures", None)
+    for kind in FIGURES:
+        assert f"figures.{kind}_<anything>" in told if kind in SEVERAL else f"figures.{kind}" in told
+    unexplained = [key for key in keys_of(content) if key not in told]
+    assert not unexplained and len(told) > 100, unexplained
+    assert "wikitext" in told
 
 
 @pytest.mark.parametrize(
     ("name", "file"), [("config", "config"), ("study", "studies/mini"), ("study", "studies/paper")]
 )
-def test_an_editor_accepts_the_files_and_refuses_a_typo(name: str, file: str) -> None:
+def test_an_editor_accepts_the_files_and_refuses_a_typo(
+    name: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = yaml.safe_load((ROOT / f"config/{file}.yaml").read_text())
-    validator = jsonschema.Draft202012Validator(schema_of(SCHEMAS[name]))
+    main(name)
+    validator = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     validator.validate(content)
     assert not validator.is_valid(content | {"lenghts": []})
 

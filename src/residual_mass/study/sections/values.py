@@ -1,4 +1,4 @@
-"""Types of the configuration's values; a `title` is what config/README.md calls the type."""
+"""Types of the configuration's values; a `title` is what `study.reference` calls the type."""
 
 from __future__ import annotations
 
