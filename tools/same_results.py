@@ -36,8 +36,10 @@ TIMED_COLUMNS = r"(^|_)(seconds|hours|ms|mib|bandwidth_gb_s|device|hardware)$"
 """Columns and keys of measured times, and of the machine that was measured."""
 TIMED_FILES = r"(^|/)(runtime_|training_cost_|recipe_costs|report\.html)"
 """Files in which every number is masked."""
-TIMED_ROWS = r"\b(runtime_|training_cost_)"
+TIMED_ROWS = r"\b(runtime_|training_cost_)|seconds\b"
 """Rows of other files in which every number is masked."""
+TIME = r"\d[\d.,]* (?=(ms|s|min|h)\b)|\b[0-9a-f]{12,64}\b"
+"""A measured time within a text, or the hash of a file, as such files have them."""
 TOOLS = Path(__file__).parent
 Values = dict[str, Any]
 """Where in the file -> the value there."""
@@ -214,8 +216,9 @@ def same(one: Any, other: Any, rtol: float) -> bool:
 
 
 def masked(value: Any) -> str:
-    """A text without its numbers, bold type and machine."""
-    return re.sub(r"[-+−]?\d[\d.,]*(e-?\d+)?|nan", "#", re.sub(r"\\textbf\{(.*?)\}", r"\1", str(value)))
+    """A text without its numbers and bold type."""
+    text = re.sub(rf"\\textbf\{{(.*?)\}}|{TIME}", r"\1", str(value))
+    return re.sub(r"[-+−]?\d[\d.,]*(e-?\d+)?|nan", "#", text)
 
 
 def read_csv(path: Path) -> Values:
@@ -253,8 +256,9 @@ def flat(content: Any) -> Values:
     def flatten(value: Any, place: str) -> None:
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         if not inner:
-            found[place] = value
-        for key, each in inner:
+            found[place] = re.sub(TIME, "", value) if isinstance(value, str) else value
+        timed = isinstance(value, dict) and re.search(TIMED_ROWS, str(value.get("place")))  # of a table's cell
+        for key, each in () if timed else inner:
             if not re.search(TIMED_COLUMNS, str(key)):
                 flatten(each, f"{place}/{key}")
 
@@ -267,7 +271,10 @@ def read_tex(path: Path) -> Values:
     text = path.read_text("utf-8")
     tabulars = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", text, re.DOTALL)
     lines = "\n".join(tabulars or [text]).splitlines()
-    return {f"line {n}": masked(line) if re.search(TIMED_ROWS, line) else line for n, line in enumerate(lines, 1)}
+    return {
+        f"line {n}": masked(line) if re.search(TIMED_ROWS, line) else re.sub(TIME, "", line)
+        for n, line in enumerate(lines, 1)
+    }
 
 
 def read_figure(path: Path) -> Values:
