@@ -29,12 +29,12 @@ sys.path.insert(0, SOURCE)
 if set(SOURCE) & set(":{}\n"):
     sys.exit(f"{SOURCE!r}: PYTHONPATH and Snakemake misread a colon, a brace and a line break in it; move the checkout")
 
-from residual_mass.inputs.assets import PINS, read_pins
 from residual_mass.paper import published as of_the_paper
 from residual_mass.study import paths, start
 from residual_mass.study.dag import page_sources
 from residual_mass.study.plan import load
 from residual_mass.study.resources import JobSize, launcher
+from residual_mass.texts.assets import PINS, read_pins
 
 
 configfile: ROOT / "config/config.yaml"

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from shared_prefill import SMOL
 from torch import Tensor
 
-from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.backbones.prefill import Prefill, prefill
@@ -38,6 +37,7 @@ from residual_mass.runtime.measure import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Traffic, copy_bandwidth, step_traffic
 from residual_mass.study.labels import METHODS
+from residual_mass.texts.corpora import held_out_corpus
 
 ANCHORS, SCANNED = AnchorSpec(), QuantisedScan(4)
 MOMENTS, SCAN = "topk_moments", "scan4_moments"

@@ -12,13 +12,13 @@ from shared_prefill import ARMS, SMOL
 from timing import alternate, report
 from torch import Tensor
 
-from residual_mass.backbones.corpora import held_out_corpus
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.forced import ForcedDecoder
 from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.texts.corpora import held_out_corpus
 
 TOLERANCE = 1e-3
 """Of log-probabilities: float32 through 30 layers, in different orders of summation."""

@@ -11,7 +11,7 @@ import yaml
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
 from residual_mass.files import sha256_of
-from residual_mass.inputs.assets import PINS, read_pins
+from residual_mass.texts.assets import PINS, read_pins
 
 ROOT = Path(__file__).parents[1]
 

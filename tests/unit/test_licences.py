@@ -14,8 +14,8 @@ import pytest
 import yaml
 from tests.needs import LOCKED
 
-from residual_mass.inputs.assets import PINS, SOURCES, read_pins
-from residual_mass.inputs.hub_data import BABILONG, HUB, LONGBENCH
+from residual_mass.texts.assets import PINS, SOURCES, read_pins
+from residual_mass.texts.names import BABILONG, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def test_every_source_of_the_assets_is_listed() -> None:
 def test_everything_of_the_hub_is_listed() -> None:
     backbones = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())["backbones"].values()
     models = {backbone["model_id"] for backbone in backbones if backbone["source"] == "hub"}
-    wanted = {*models, *(text.path for text in HUB.values()), BABILONG, LONGBENCH, "baber/paul_graham_essays"}
+    wanted = {*models, *(text.data_set for text in HUB.values()), BABILONG, LONGBENCH, "baber/paul_graham_essays"}
     assert {cells[0] for cells in rows("Models and data from the Hugging Face hub")} == wanted
 
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import ast
-import json
 import pickle
 import re
-import stat
-import warnings
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tests.conftest import TINY
-from tests.unit.inputs.test_assets import make_wheel
 
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps, open_safetensors
-from residual_mass.inputs import assets
 from residual_mass.study.specs import BackboneSpec
 
 ROOT = Path(__file__).parents[2]
@@ -121,69 +115,3 @@ def zipped_pickle(folder: Path) -> bytes:
     """As torch saves."""
     torch.save({"weights": Payload(folder / "pwned")}, folder / "saved.pt")
     return (folder / "saved.pt").read_bytes()
-
-
-def test_a_link_in_a_wheel_leads_nowhere(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("not yours")
-    wheel = make_wheel(tmp_path, "evil-data", {})
-    link = zipfile.ZipInfo("d/link.txt")
-    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
-    with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr(link, str(secret))
-    (copied,) = assets.extract(wheel, "d/*", tmp_path / "target")
-    assert not copied.is_symlink() and copied.read_text() == str(secret)
-
-
-def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
-    wheel = make_wheel(tmp_path, "evil-data", {"d/data.txt": "harmless"})
-    with warnings.catch_warnings(action="ignore"), zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("d/data.txt", "another")
-    with pytest.raises(ValueError, match="equal or invalid names"):
-        assets.extract(wheel, "d/*", tmp_path / "target")
-
-
-def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = make_wheel(tmp_path, "evil-data", {})
-    with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("d/zeros.txt", bytes(5_000_000))
-    assert wheel.stat().st_size < 20_000
-    monkeypatch.setattr(assets, "LARGEST", 4_999_999)
-    with pytest.raises(ValueError, match=r"evil_data-1\.0.*: unpacks to 5,000,000 bytes.*check the pin"):
-        assets.extract(wheel, "d/*", tmp_path / "target")
-    assert list((tmp_path / "target").iterdir()) == []
-
-
-def test_a_bomb_that_lies_about_its_size_is_cut_off(tmp_path: Path) -> None:
-    """No more is read than a member's header says, and then the checksum is wrong."""
-    wheel = make_wheel(tmp_path, "evil-data", {})
-    with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("d/zeros.txt", bytes(5_000_000))
-    size = (5_000_000).to_bytes(4, "little")
-    assert wheel.read_bytes().count(size) == 2
-    wheel.write_bytes(wheel.read_bytes().replace(size, (10).to_bytes(4, "little")))
-    with pytest.raises(ValueError, match="not a readable wheel"):
-        assets.extract(wheel, "d/*", tmp_path / "target")
-    assert list((tmp_path / "target").iterdir()) == []
-
-
-def test_an_encrypted_member_is_told_in_one_line(tmp_path: Path) -> None:
-    wheel = make_wheel(tmp_path, "evil-data", {"d/data.txt": "text"})
-    data = bytearray(wheel.read_bytes())
-    for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        at = -1
-        while (at := data.find(signature, at + 1)) >= 0:
-            data[at + flags] |= 1
-    wheel.write_bytes(data)
-    with pytest.raises(ValueError, match="not a readable wheel") as caught:
-        assets.extract(wheel, "d/*", tmp_path / "target")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path) -> None:
-    """As the stage writes it, whatever a wheel calls its files."""
-    wheel = make_wheel(tmp_path, "evil-data", {"d/../../escaped.txt": "x"})
-    source = assets.WheelFiles("evil-data", "d/*", "corpora/evil", "none", "text")
-    (entry,) = assets.take(source, "1.0", wheel.parent, tmp_path / "content")
-    assert entry["path"] == "corpora/evil/......escaped.txt" and json.dumps(entry).isascii()
-    assert [path for path in tmp_path.rglob("*escaped.txt")] == [tmp_path / "content" / entry["path"]]

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from residual_mass.backbones.hook import text_config
 from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
-from residual_mass.inputs.assets import model_folder, require_listed, require_whole
-from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.specs import BackboneSpec
+from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_whole
+from residual_mass.texts.corpora import special_prefix
 
 TEMPLATE_DATE = "26 Jul 2024"
 """Date for chat templates that contain one (Llama 3's do), so that prompts do not change from day to day."""
@@ -101,12 +101,6 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
     return ids, front
 
 
-def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns [BOS] for tokenizers that add one, else []."""
-    first = tokenizer("a").input_ids[0]
-    return [first] if first == tokenizer.bos_token_id else []
-
-
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
     """Loads the backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
@@ -181,14 +175,14 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
         file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
         with open_safetensors(file):  # reports a damaged file in one line, transformers on a page
             weights = sha256_of(file)
-        require_listed(assets, file, weights)
+        if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), weights) != weights:
+            raise ValueError(f"{file}: not the file that {assets / MANIFEST} lists (sha256); {MAKE} again")
     return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
     if source == "hub":
-        prefetched = HubFolder(assets).model(model_id, revision)
-        return (str(prefetched), {"local_files_only": True}) if prefetched else (model_id, {"revision": revision})
+        return model_id, {"revision": revision}
     folder = assets / model_folder(model_id)
     if not (folder / "config.json").is_file():
         raise ValueError(

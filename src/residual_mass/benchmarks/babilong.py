@@ -16,16 +16,14 @@ from typing import Any
 from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
-    ExampleSource,
     harness_config,
     harness_requests,
-    hub_rows,
     seeded,
 )
 from residual_mass.benchmarks.stories import Story, tell
-from residual_mass.inputs.books import books_of
-from residual_mass.inputs.hub_data import BABILONG, HubPart
-from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.texts.corpora import books_of
+from residual_mass.texts.hub import hub_rows
+from residual_mass.texts.names import BABILONG, HubPart
 
 SLACK = 2
 """Tokens by which a prompt may miss its length where no run of words fills it exactly."""
@@ -37,7 +35,9 @@ SENTENCES = re.compile(r"(?!CHAPTER )[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
 """A paragraph that begins and ends like a sentence, unlike headings."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
+def build_examples(
+    task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str = "assets"
+) -> list[Doc]:
     """The first `count` examples of a task: `{"input", "question", "target"}`, with assets also the story's `"facts"`.
 
     The data set on the hub may hold fewer at this nominal length.
@@ -45,10 +45,10 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     Raises:
         DoesNotFitError: the facts and the harness's template take more than `length` tokens.
     """
-    if isinstance(source, HubFolder):
-        return _published_examples(task, length, count, source)
+    if data_source == "hub":
+        return _published_examples(task, length, count)
     kind, base = task.removeprefix("babilong_"), seeded(seed, task, length)
-    paragraphs, split = read_paragraphs(source / "corpora" / "books"), sentence_splitter(source / "nltk_data")
+    paragraphs, split = read_paragraphs(assets / "corpora" / "books"), sentence_splitter(assets / "nltk_data")
     rngs = [
         Random(f"{base} {index}") for index in range(count)
     ]  # one each, so that examples do not depend on their number
@@ -62,12 +62,12 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     return docs
 
 
-def _published_examples(task: str, length: int, count: int, hub: HubFolder) -> list[Doc]:
+def _published_examples(task: str, length: int, count: int) -> list[Doc]:
     """Rows of the data set that the harness itself loads."""
     if length % 1024:
         raise ValueError(f"length {length}: BABILong's data set has lengths in whole k only; choose 1k, 2k, 4k, ...")
     split = harness_config("babilong", task)["test_split"]
-    rows = hub_rows(hub, HubPart(BABILONG, f"{length // 1024}k", split))
+    rows = hub_rows(HubPart(BABILONG, f"{length // 1024}k", split))
     return rows.select(range(min(count, len(rows)))).to_list()
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from residual_mass.inputs.hub_data import BABILONG, ESSAYS, LONGBENCH, HubPart
 from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric, metric_of_mean
+from residual_mass.texts.names import BABILONG, ESSAYS, LONGBENCH, HubPart
 
 Data = Literal["original", "simulated", "stand-in"]
 """Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's

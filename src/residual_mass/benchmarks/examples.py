@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from residual_mass.inputs.hub_commits import commit_of
-from residual_mass.inputs.hub_data import HubPart
-from residual_mass.inputs.hub_folder import HubFolder, NotPrefetchedError, reader_of
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from typing import Any
 
 Doc = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
@@ -21,8 +13,6 @@ Request = tuple[str, dict[str, Any]]
 
 FILES = {"babilong": "babilong_{}"}
 """Names of the harness's YAML files, where these are not the task's name without that of the benchmark."""
-ExampleSource = Path | HubFolder
-"""The pinned files of an assets folder, or the benchmark's own data on the hub, possibly prefetched."""
 
 
 class DoesNotFitError(Exception):
@@ -56,31 +46,6 @@ def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[Request
     built = harness_task(benchmark, task, docs)
     built.build_all_requests()
     return [instance.args for instance in built.instances]
-
-
-def hub_rows(hub: HubFolder, part: HubPart) -> Dataset:
-    """All rows of a part of a data set, from its prefetched copy or the hub.
-
-    Raises:
-        ValueError: it cannot be read; in one line.
-    """
-    import datasets
-
-    try:
-        if (stored := hub.part(part)) is not None:
-            files = stored.files()
-            patterns = {part.split: [glob.escape(str(file)) for file in files]}  # the library takes names for patterns
-            return datasets.load_dataset(reader_of(files[0]), data_files=patterns, split=part.split)
-        commit = commit_of(part.data_set, hub)
-        return datasets.load_dataset(part.data_set, name=part.configuration, split=part.split, revision=commit)
-    except NotPrefetchedError:
-        raise
-    except (OSError, ValueError) as error:  # unreachable, or only other parts are prefetched
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(
-            f"data set {part.data_set} ({part.configuration}) cannot be read ({reason}); check the network, or log in "
-            "with `hf auth login`"
-        ) from None
 
 
 def seeded(seed: int, task: str, length: int) -> int:

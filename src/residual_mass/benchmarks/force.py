@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from residual_mass.backbones.corpora import check_corpora, held_out_corpus, independent_sequences
 from residual_mass.backbones.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY
@@ -35,6 +34,7 @@ from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
+from residual_mass.texts.corpora import held_out_corpus
 
 if TYPE_CHECKING:
     from residual_mass.backbones.forced import ForcedDecoder
@@ -125,7 +125,6 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     require_one_file_each(phi, spec.maps)
     maps = {each.label: path for each, path in zip(spec.maps, phi, strict=True)}
     require_maps_of((*spec.arms, *spec.arms_of_documents), maps)
-    check_corpora([], assets, spec.corpora)
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     texts = documents(spec, spec.rows_of_document, tokenizer, assets)
@@ -190,7 +189,7 @@ def documents(
     length = tokens_of(spec.length)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
-        found = independent_sequences(texts, spec.documents)
+        found = texts.disjoint(spec.documents)
         if len(found) < spec.documents:
             log.warning("%d documents instead of %d: corpus %s holds no more", len(found), spec.documents, corpus)
         yield from following(spec, corpus, found, rows)

@@ -34,14 +34,12 @@ from typing import Any, NamedTuple
 from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
-    ExampleSource,
     harness_config,
-    hub_rows,
     seeded,
 )
 from residual_mass.files import read_json
-from residual_mass.inputs.hub_data import LONGBENCH, HubPart
-from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.texts.hub import hub_rows
+from residual_mass.texts.names import LONGBENCH, HubPart
 
 ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3
@@ -79,7 +77,9 @@ class Draft:
     needed: int
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
+def build_examples(
+    task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str = "assets"
+) -> list[Doc]:
     """Examples in the fields of the hub's data set.
 
     The first `count`, or all where there are fewer. Those built from assets take at most `length` tokens with their
@@ -90,14 +90,15 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
         ValueError: the data cannot be read.
     """
     config = harness_config("longbench", task)
-    if isinstance(source, HubFolder):
-        return _hub_examples(config, count, source)
+    if data_source == "hub":
+        rows = hub_rows(HubPart(LONGBENCH, config["dataset_name"], config["test_split"]))
+        return rows.select(range(min(count, len(rows)))).to_list()
 
     def tokens(text: str) -> int:
         return len(tokenizer(text).input_ids)
 
     docs: list[Doc] = []
-    for draft in DRAFTS[task](source, length, Random(seeded(seed, task, length))):
+    for draft in DRAFTS[task](assets, length, Random(seeded(seed, task, length))):
         doc = _longest_that_fits(draft, config, tokens, length)
         docs += [doc] if doc else []
         if len(docs) == count:
@@ -105,11 +106,6 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     if not docs:
         raise DoesNotFitError(f"none of its examples fits {length} tokens with this tokenizer")
     return docs
-
-
-def _hub_examples(config: dict[str, Any], count: int, hub: HubFolder) -> list[Doc]:
-    rows = hub_rows(hub, HubPart(LONGBENCH, config["dataset_name"], config["test_split"]))
-    return rows.select(range(min(count, len(rows)))).to_list()
 
 
 def _longest_that_fits(draft: Draft, config: dict[str, Any], tokens: Callable[[str], int], length: int) -> Doc | None:

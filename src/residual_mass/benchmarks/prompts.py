@@ -11,15 +11,14 @@ from typing import Any, Protocol
 
 from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, ExampleSource, Request, harness_requests
+from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, harness_requests
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, write_text
 from residual_mass.frozen_prompts import table_sha256
-from residual_mass.inputs.assets import require_whole
-from residual_mass.inputs.hub_commits import commits_of
-from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import PromptsSpec
+from residual_mass.texts.assets import require_whole
+from residual_mass.texts.hub import commits_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Builder(Protocol):
     """Builds the examples of a benchmark's task."""
 
     def __call__(
-        self, task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource
+        self, task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str
     ) -> list[Doc]:
         """At most `count` examples (a data set may hold fewer), of `length` tokens.
 
@@ -61,13 +60,12 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     length = tokens_of(spec.length)
     names, left_out = tasks_of(spec.benchmark, length), too_long(spec.benchmark, length)
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
-    source = assets if spec.data_source == "assets" else HubFolder(assets)
     require_whole(assets, *(ASSET_PLACES if spec.data_source == "assets" else ["nltk_data"]))
-    tasks: dict[str, dict[str, Any]] = {}
+    build, tasks = BUILDERS[spec.benchmark], {}
     for name in names:
         logger.info("%s at %s: building %d examples", name, spec.length, spec.examples)
         try:
-            docs = BUILDERS[spec.benchmark](name, tokenizer, length, spec.examples, spec.seed, source)
+            docs = build(name, tokenizer, length, spec.examples, spec.seed, assets, spec.data_source)
         except DoesNotFitError as error:
             left_out[name] = str(error)
             continue
@@ -79,8 +77,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
         logger.warning("%s at %s is left out: %s", name, spec.length, reason)
     _write_manifest(spec, tasks, left_out, out)
     parts = parts_of(spec.benchmark, length) if spec.data_source == "hub" else []
-    commits = commits_of((part.data_set for part in parts), HubFolder(assets))
-    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()), data_sets=commits)
+    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()), data_sets=commits_of(parts))
 
 
 def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -> Iterator[dict[str, Any]]:

@@ -18,14 +18,12 @@ from typing import Any
 from residual_mass.benchmarks.examples import (
     Doc,
     DoesNotFitError,
-    ExampleSource,
     harness_config,
-    hub_rows,
     seeded,
 )
 from residual_mass.files import read_json, sha256_of
-from residual_mass.inputs.hub_data import ESSAYS
-from residual_mass.inputs.hub_folder import HubFolder
+from residual_mass.texts.hub import hub_rows
+from residual_mass.texts.names import ESSAYS
 
 Scope = dict[str, Any]
 Replacements = Callable[[Scope], Scope]
@@ -49,7 +47,9 @@ MARGIN = 32
 """Tokens by which two draws of the same size may differ."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, source: ExampleSource) -> list[Doc]:
+def build_examples(
+    task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str = "assets"
+) -> list[Doc]:
     """The first `count` examples of a task, from the data of an assets folder or the harness's downloads.
 
     The generators leave out samples that do not fit, so more are drawn until there are enough. Samples are drawn in
@@ -58,7 +58,7 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     Raises:
         DoesNotFitError: too few samples fit the length.
     """
-    data = harness_data(source) if isinstance(source, HubFolder) else assets_data(source)
+    data = harness_data(assets) if data_source == "hub" else assets_data(assets)
     generator = harness_config("ruler", task)["custom_dataset"]
     samples = count
     while samples <= 4 * count + 64:
@@ -69,7 +69,7 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     raise DoesNotFitError(f"fewer than {count} of its examples fit {length} tokens with this tokenizer")
 
 
-def harness_data(hub: HubFolder) -> Replacements:
+def harness_data(assets: Path) -> Replacements:
     """The harness's downloads: its essays on the hub and both QA sets, of which the assets hold exact copies.
 
     Raises:
@@ -77,12 +77,12 @@ def harness_data(hub: HubFolder) -> Replacements:
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    _use_sentence_tables(hub.assets)
-    copies = {name: hub.assets / "qa" / name for name in QUESTIONS}
+    _use_sentence_tables(assets)
+    copies = {name: assets / "qa" / name for name in QUESTIONS}
     same = {name: path for name, path in copies.items() if path.is_file() and sha256_of(path) == QUESTIONS[name]}
     if HF_HUB_OFFLINE and (other := sorted(set(copies) - set(same))):
         raise ValueError(f"{copies[other[0]]}: not the file that the harness downloads (sha256); run the assets stage")
-    return _replacements(same, lambda: " ".join(hub_rows(hub, ESSAYS)["text"]))
+    return _replacements(same, lambda: " ".join(hub_rows(ESSAYS)["text"]))
 
 
 def assets_data(assets: Path) -> Replacements:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.backbones.corpora import held_out_corpus, independent_sequences
 from residual_mass.backbones.hook import attention_hook, exact_attention
-from residual_mass.backbones.loading import Backbone, special_prefix
+from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.prefill import model_at_fault
 from residual_mass.backbones.windows import window_of
 from residual_mass.core.settings import tokens_of
@@ -25,6 +24,7 @@ from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
 from residual_mass.gold import gold_continuation
 from residual_mass.study.specs import BackboneSpec
+from residual_mass.texts.corpora import held_out_corpus, special_prefix
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def make_packs(
             raise ValueError(f"corpus {corpus} is made of RULER's prompts; pass their manifest to --prompts")
         return prompt_packs(prompts, PROMPT_PACKS[corpus], backbone.tokenizer, length, queries, packs)
     texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
-    made = independent_sequences(texts, packs)
+    made = texts.disjoint(packs)
     if len(made) < packs:
         log.warning("%d packs instead of %d: corpus %s holds no more text", len(made), packs, corpus)
     return made

@@ -12,16 +12,14 @@ from importlib import metadata
 from pathlib import Path
 
 from residual_mass.estimate import time_left
-from residual_mass.inputs.assets import model_folder
-from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.machine.gpus import device_files
-from residual_mass.prefetch import missing
-from residual_mass.prefetch.needs import needs_of
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.jobs import read_studies
+from residual_mass.study.prefetch import missing
 from residual_mass.study.specs import BackboneSpec
+from residual_mass.texts.assets import model_folder
+from residual_mass.texts.hub import is_cached
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 CLOCKS_APART = 60
 """Tolerated clock difference in seconds between machines that share files."""
 
@@ -38,7 +36,7 @@ def run(jobs: Path, assets: Path, results: Path) -> None:
         unmade = [job for job in study.jobs if not all(Path(path).exists() for path in job.outputs)]
         found = problems(study.backbones, assets, asks_hub=not constants.HF_HUB_OFFLINE) if unmade else []
         if unmade and constants.HF_HUB_OFFLINE:
-            found += missing.problems(needs_of(study), assets)
+            found += missing([job.spec for job in unmade], assets)
         for line in (*(found or ["can run here"]), time_left(unmade, results)):
             print(f"{study.name}: {line}")
 
@@ -94,21 +92,16 @@ def has_slurm() -> bool:
 
 def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
     if backbone.source == "hub":
-        prefetched = backbone.model_id in HubFolder(assets).content()["models"]
-        return [] if prefetched or _on_hub(backbone) or _is_public(backbone) else [_no_access(backbone)]
+        from huggingface_hub import get_token
+
+        here = is_cached(backbone.model_id, backbone.revision) or get_token() is not None
+        return [] if here or _is_public(backbone) else [_no_access(backbone)]
     folder = assets / model_folder(backbone.model_id)
     if (assets / MANIFEST).exists() and not (folder / "config.json").is_file():
         return [
             f"backbone {backbone.name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"
         ]
     return []
-
-
-def _on_hub(backbone: BackboneSpec) -> bool:
-    from huggingface_hub import get_token, try_to_load_from_cache
-
-    cached = (try_to_load_from_cache(backbone.model_id, name, revision=backbone.revision) for name in WEIGHTS)
-    return get_token() is not None or any(isinstance(path, str) for path in cached)
 
 
 def _is_public(backbone: BackboneSpec) -> bool:

@@ -12,17 +12,15 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from residual_mass.backbones.asset_texts import SEPARATOR
-from residual_mass.backbones.corpora import held_out_corpus, independent_sequences
 from residual_mass.backbones.hook import require_attention_alone
-from residual_mass.backbones.loading import Backbone, load_backbone, one_line_errors, special_prefix
+from residual_mass.backbones.loading import Backbone, load_backbone, one_line_errors
 from residual_mass.files import sha256_text
-from residual_mass.inputs import assets
-from residual_mass.inputs.hub_errors import asking
-from residual_mass.inputs.texts import ASSETS
 from residual_mass.measure.command import EMBEDDED
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.specs import BackboneSpec
+from residual_mass.texts import assets, hub
+from residual_mass.texts.corpora import SEPARATOR, held_out_corpus, special_prefix
+from residual_mass.texts.names import ASSETS
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +116,7 @@ def _commit(model: str) -> str:
         )
     from huggingface_hub import hf_hub_download
 
-    with asking(model, "check the name and the network, or name a folder"):
+    with hub.one_line_errors(model, "check the name and the network, or name a folder"):
         return Path(hf_hub_download(model, "config.json")).parent.name
 
 
@@ -150,7 +148,7 @@ def read_texts(
     for name in names:
         if name in ASSETS:
             require_assets(folder)
-            sequences = independent_sequences(held_out_corpus(name, tokenizer, size, seed, folder), documents)
+            sequences = held_out_corpus(name, tokenizer, size, seed, folder).disjoint(documents)
             found.append(Text(name, sequences, len(sequences)))
         elif Path(name).is_dir():
             found.append(_cut(name, list(_texts_in(Path(name))), tokenizer, size, documents))

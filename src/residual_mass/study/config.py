@@ -71,7 +71,7 @@ class Main(Settings):
     assets: Annotated[str, Field(pattern=r"^[^{}\x00-\x1f\x7f-][^{}\x00-\x1f\x7f]*$", title="folder")]
     """Folder of the downloaded data and models; one that was made elsewhere is used as it is."""
     offline: bool
-    """Whether to run without network, from the assets folder alone, which the target `prefetch` fills."""
+    """Whether to run without network, from the assets folder and the hub's cache, which the target `prefetch` fills."""
     backbones: Annotated[dict[ShortName, RegisteredBackbone], Field(min_length=1)]
     """Language models by the short name that file names carry."""
     variants: dict[Label, VariantChanges]

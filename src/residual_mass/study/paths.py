@@ -51,7 +51,7 @@ REPORT = "results/report.html"
 """Of the study that the configuration names."""
 
 TEMPLATE = "paper_tables/templates/{name}.tex.j2"
-PINS = "src/residual_mass/inputs/wheels.txt"
+PINS = "src/residual_mass/texts/wheels.txt"
 PUBLISHED_VALUES = "src/residual_mass/paper/published/{label}.csv"
 
 JOBS = "logs/{target}.json"

@@ -21,14 +21,13 @@ from pydantic import TypeAdapter
 
 from residual_mass.core import settings
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.inputs.hub_data import HUB
-from residual_mass.inputs.texts import ASSETS, MEASURED, TRAINED
 from residual_mass.study import config, protocol
 from residual_mass.study.config import Main
 from residual_mass.study.parsing import adapter
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections import backbones, diagnostics, evaluation, training
 from residual_mass.study.sections.figures import FIGURES, SEVERAL
+from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
 DECLARED_IN = (backbones, training, evaluation, diagnostics, protocol, config, settings)
 """The modules of the classes that describe the two files."""
@@ -90,7 +89,7 @@ def _reference() -> Iterator[str]:
         yield f"\n{file}"
         yield from _lines(schema, schema.get("$defs", {}), "  ")
     yield "\nTexts"
-    what = ASSETS | {name: f"`{text.path}` on the hub" for name, text in HUB.items()}
+    what = ASSETS | {name: f"`{text.data_set}` on the hub" for name, text in HUB.items()}
     for name, meaning in what.items():
         uses = [use for use, names in (("training", TRAINED), ("measurements", MEASURED)) if name in names]
         yield f"  {name} ({', '.join(uses)}): {meaning}"

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 
 from residual_mass.benchmarks.columns import DENSE, OWN
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
-from residual_mass.inputs.hub_data import HubPart
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.backbones import BackboneSettings
@@ -259,41 +258,6 @@ class RuntimeSpec(Latencies):
     recipe: int
     own_methods: tuple[str, ...] = ()
     """Methods that the paper lacks, which are measured in our implementation alone."""
-
-
-@dataclass(frozen=True)
-class ModelNeed(Settings):
-    """A model on the hub."""
-
-    model_id: str
-    revision: str
-
-
-@dataclass(frozen=True)
-class StreamNeed(Settings):
-    """How far trainings read into a corpus on the hub."""
-
-    corpus: str
-    tokenizer: str
-    """Label of what counts the tokens: the tokenizer of the model below; its fields are those of BackboneSpec."""
-    model_id: str
-    revision: str
-    source: Literal["assets", "hub", "random"]
-    seed: int
-    slots: int
-    """Parallel streams; `tokens` are those of each."""
-    tokens: int
-
-
-@dataclass(frozen=True)
-class PrefetchSpec(Settings):
-    """What the jobs of a study read of the hub."""
-
-    study: str
-    models: tuple[ModelNeed, ...]
-    parts: tuple[HubPart, ...]
-    """Parts of data sets that are read whole."""
-    streams: tuple[StreamNeed, ...]
 
 
 @dataclass(frozen=True)

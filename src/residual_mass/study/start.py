@@ -11,16 +11,15 @@ from typing import Any
 from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.estimate import time_left
 from residual_mass.files import write_text
-from residual_mass.inputs.assets import PINS, read_pins
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import typesetting
-from residual_mass.prefetch import missing
-from residual_mass.prefetch.needs import hub_needs
 from residual_mass.provenance import SUFFIX
 from residual_mass.study import paths
 from residual_mass.study.dag import job_of, jobs_behind
 from residual_mass.study.jobs import Job, StudyJobs
 from residual_mass.study.plan import Plan
+from residual_mass.study.prefetch import missing
+from residual_mass.texts.assets import PINS, read_pins
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
@@ -34,7 +33,7 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     backbones = [plan.backbone_spec(name) for name in plan.configuration.main.backbones if name in running]
     found = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
     if offline and any(plan.assets_manifest in (*job.input, *job.output) for job in jobs):
-        found += missing.problems(hub_needs(plan.configuration.main.study, specs), assets)
+        found += missing(specs, assets)
     if any(job.rule.name == "document_pdf" for job in jobs):
         found += typesetting.problems()
     if workflow.executor_plugin.name == "slurm":

@@ -11,17 +11,16 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from residual_mass.backbones.corpora import Corpus
 from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_text
 from residual_mass.study.sections.training import ReplaySpec
 from residual_mass.study.specs import TrainSpec
+from residual_mass.texts.corpora import Cycle
 from residual_mass.training.losses import ON_OUTPUTS, with_targets
 from residual_mass.training.side_by_side import side_by_side
 from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
@@ -34,11 +33,9 @@ Consume = Callable[[int, LayerTrace], None]
 class Passes:
     """The passes of one of a step's parallel sequences."""
 
-    def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Corpus, slot: int):
+    def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
         self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
         self.pool: dict[int, Traces] = {}
-        self.starts: dict[int, Any] = {}
-        """Positions in the corpus of the pooled passes, which a resumed run repeats."""
         self.tokens = 0
         """Number of tokens that the teacher has read."""
 
@@ -63,23 +60,8 @@ class Passes:
         return time.perf_counter() - started
 
     def first(self) -> Traces:
-        """Returns the first pass, for initial values, without consuming its text."""
-        if self._replays():
-            return self._replayed(0)
-        start = self.corpus.position()
-        traces = self._recorded(0, 0)
-        self.corpus.seek(start)
-        return traces
-
-    def position(self, step: int) -> Any:
-        """Returns the position in the corpus for a run that continues at `step`."""
-        if self._replays() and (wanted := self._wanted(step)).start in self.starts:
-            return self.starts[wanted.start]
-        return self.corpus.position()
-
-    def seek(self, position: Any) -> None:
-        self.pool.clear()
-        self.corpus.seek(position)
+        """Returns the first pass, for initial values."""
+        return self._replayed(0) if self._replays() else self._recorded(0, 0)
 
     def length(self, step: int) -> int:
         """Returns the number of tokens used of a sequence at this step."""
@@ -114,10 +96,8 @@ class Passes:
         wanted = self._wanted(step)
         for index in wanted:
             if index not in self.pool:
-                self.starts[index] = self.corpus.position()
                 self.pool[index] = self._recorded(index, index * self.spec.replay.reuse)
         self.pool = {index: self.pool[index] for index in wanted}
-        self.starts = {index: self.starts[index] for index in wanted}
         return self.pool[random.Random(self._seed("pass", step)).choice(wanted)]
 
     def _recorded(self, index: int, step: int) -> Traces:

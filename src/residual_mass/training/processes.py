@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,14 +58,6 @@ class Processes:
         dist.all_reduce(together)
         for gradient, total in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
-
-    def gather(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Returns the union of all processes' entries."""
-        if self.world == 1:
-            return mine
-        parts: list[Any] = [None] * self.world
-        dist.all_gather_object(parts, mine)
-        return {name: value for part in parts for name, value in part.items()}
 
     def wait(self) -> None:
         """Waits until every process has arrived here."""

@@ -17,15 +17,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from residual_mass.backbones.corpora import Corpus, check_corpora, training_corpus
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
-from residual_mass.inputs.hub_commits import commits_of
-from residual_mass.inputs.hub_data import HUB
-from residual_mass.inputs.hub_folder import HubFolder
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import TrainSpec
+from residual_mass.texts.corpora import Cycle, training_corpus
+from residual_mass.texts.hub import commits_of
+from residual_mass.texts.names import HUB
 from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 from residual_mass.training.columns import COLUMNS
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
@@ -50,7 +49,6 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
     """
     record = Record("train", spec, [assets / MANIFEST])
     _check(spec, outs)
-    check_corpora(spec.corpora, assets, spec.held_out)
     with processes() as group, claimed(checkpoint) if group.leads else nullcontext():
         slots = group.share(spec.sequences_per_step)
         backbone = load_backbone(spec.backbone, assets, group.device())
@@ -68,10 +66,10 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        data_sets = [HUB[name].path for name in (*spec.corpora, *spec.held_out) if name in HUB]
+        parts = [HUB[name] for name in (*spec.corpora, *spec.held_out) if name in HUB]
         ran = {
             "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps,
-            "data_sets": commits_of(data_sets, HubFolder(assets)),
+            "data_sets": commits_of(parts),
         }  # fmt: skip
         for learner, out in zip(trainer.learners, outs, strict=True):
             learner.maps.save(out)
@@ -108,7 +106,7 @@ class Trainer:
         self,
         spec: TrainSpec,
         backbone: Backbone,
-        corpora: dict[int, Corpus],
+        corpora: dict[int, Cycle],
         held_out: list[HeldOut],
         group: Processes | None = None,
     ):
@@ -235,22 +233,17 @@ class Trainer:
 
         All processes wait for the file: torchrun kills the one that writes it 30 s after another one exits.
         """
-        corpora = self.group.gather({str(slot): passes.position(self.step) for slot, passes in self.passes.items()})
         if self.group.leads:
-            self._write_checkpoint(path, corpora)
+            tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
+            facts = {
+                "step": self.step,
+                "spec": self._spec_hash(),
+                "log": self.log_rows,
+                "seconds": self.seconds,
+                "own_seconds": [learner.seconds for learner in self.learners],
+            }
+            write_checkpoint(path, facts, tensors)
         self.group.wait()
-
-    def _write_checkpoint(self, path: Path, corpora: dict[str, Any]) -> None:
-        tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
-        facts = {
-            "step": self.step,
-            "spec": self._spec_hash(),
-            "log": self.log_rows,
-            "seconds": self.seconds,
-            "own_seconds": [learner.seconds for learner in self.learners],
-            "corpora": corpora,
-        }
-        write_checkpoint(path, facts, tensors)
 
     def resume(self, path: Path) -> None:
         """Continues from a checkpoint of the same spec; logs and ignores one of another spec.
@@ -268,8 +261,8 @@ class Trainer:
         for learner, seconds in zip(self.learners, facts["own_seconds"], strict=True):
             learner.restore(tensors, self.step)
             learner.seconds = seconds
-        for slot, passes in self.passes.items():
-            passes.seek(facts["corpora"][str(slot)])
+        for passes in self.passes.values():
+            passes.pool.clear()  # a retry in the same process
         log.info("resumed from %s at step %d", path, self.step)
 
     def _spec_hash(self) -> str:

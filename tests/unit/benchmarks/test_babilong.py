@@ -12,7 +12,6 @@ import pytest
 from residual_mass.benchmarks import babilong, ruler
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, harness_requests
-from residual_mass.inputs.hub_folder import HubFolder
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("babilong", 1024)
@@ -201,17 +200,16 @@ def test_what_cannot_fit_is_told(task: str, tokenizer: Any, benchmark_assets: Pa
 
 
 def test_of_the_hub_the_rows_are_those_of_the_data_set(hub: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
-    source = HubFolder(tmp_path)
     hub["rows"] = [{"input": f"Mary is {n}.", "question": "Where?", "target": "office"} for n in range(5)]
-    assert babilong.build_examples("babilong_qa3", tokenizer, 4096, 3, 0, source) == hub["rows"][:3]
+    assert babilong.build_examples("babilong_qa3", tokenizer, 4096, 3, 0, tmp_path, "hub") == hub["rows"][:3]
     assert hub["asked"] == ("RMT-team/babilong-1k-samples", "4k", "qa3")
-    assert babilong.build_examples("babilong_qa1", tokenizer, 65536, 99, 0, source) == hub["rows"]
+    assert babilong.build_examples("babilong_qa1", tokenizer, 65536, 99, 0, tmp_path, "hub") == hub["rows"]
     assert hub["asked"][1:] == ("64k", "qa1")
 
 
 def test_a_length_that_the_data_set_lacks_is_refused(error_line: ErrorLine) -> None:
     with pytest.raises(ValueError) as error:
-        babilong.build_examples("babilong_qa1", None, 1500, 3, 0, HubFolder(Path("nothing")))
+        babilong.build_examples("babilong_qa1", None, 1500, 3, 0, Path("nothing"), "hub")
     assert "length 1500" in error_line(error)
 
 

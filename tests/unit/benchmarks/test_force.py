@@ -17,7 +17,6 @@ from tests.records import recorded
 from tests.small_assets import freeze_prompts
 from tests.unit.backbones.test_forced import MaskedTopK
 
-from residual_mass.backbones.corpora import held_out_corpus, independent_sequences
 from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
@@ -30,6 +29,7 @@ from residual_mass.frozen_prompts import load_prompts
 from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
+from residual_mass.texts.corpora import held_out_corpus
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 FULL, TOPK, PHI = ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k")
@@ -143,7 +143,7 @@ def begun(stage: Stage, undisturbed: Stage) -> Stage:
 
 def documents(spec: ForceSpec, backbone: Backbone, assets: Path) -> list[list[int]]:
     corpus = held_out_corpus("books", backbone.tokenizer, 1024 + 1 + T, spec.seed, assets)
-    return independent_sequences(corpus, spec.documents)
+    return corpus.disjoint(spec.documents)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from tests.small_assets import HAYSTACK
 from residual_mass.benchmarks import longbench
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.benchmarks.examples import Doc, DoesNotFitError, harness_requests, harness_task
-from residual_mass.inputs.hub_folder import HubFolder
 
 TASKS = tuple(task.name for task in BENCHMARKS["longbench"])
 QUESTION_TASKS = ("longbench_musique", "longbench_hotpotqa")
@@ -229,8 +228,8 @@ def test_hub_examples_come_in_order_and_uncut(
         return datasets.Dataset.from_list(docs)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert longbench.build_examples(task, tokenizer, 64, 3, 0, HubFolder(library)) == docs[:3]
-    assert longbench.build_examples(task, tokenizer, 64, 500, 0, HubFolder(library)) == docs
+    assert longbench.build_examples(task, tokenizer, 64, 3, 0, library, "hub") == docs[:3]
+    assert longbench.build_examples(task, tokenizer, 64, 500, 0, library, "hub") == docs
     assert set(asked) == {("Xnhyacinth/LongBench", task.removeprefix("longbench_"), "test")}
 
 
@@ -241,5 +240,5 @@ def test_hub_out_of_reach_is_told_in_one_line(
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError) as error:
-        longbench.build_examples("longbench_qmsum", tokenizer, 1024, 1, 0, HubFolder(tmp_path))
-    assert "data set Xnhyacinth/LongBench (qmsum) cannot be read" in error_line(error)
+        longbench.build_examples("longbench_qmsum", tokenizer, 1024, 1, 0, tmp_path, "hub")
+    assert "Xnhyacinth/LongBench: cannot be fetched" in error_line(error)

@@ -376,10 +376,10 @@ def test_feature_maps_take_part(
 def test_errors_of_the_hub_are_one_line(error_line: Callable[[pytest.ExceptionInfo[ValueError]], str]) -> None:
     from huggingface_hub import errors
 
-    from residual_mass.inputs.hub_errors import asking
+    from residual_mass.texts.hub import one_line_errors
 
     def answered(error: type[Exception]) -> str:
-        with pytest.raises(ValueError) as found, asking("org/model", "check the network"):
+        with pytest.raises(ValueError) as found, one_line_errors("org/model", "check the network"):
             raise error.__new__(error)
         return error_line(found)
 

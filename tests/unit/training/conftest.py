@@ -11,11 +11,11 @@ import torch
 from tests.conftest import TINY
 from torch import Tensor
 
-from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
+from residual_mass.texts.corpora import Cycle, PackedDocuments
 from residual_mass.training.held_out import QUERIES, HeldOut
 from residual_mass.training.losses import with_targets
 from residual_mass.training.teacher import LayerTrace, record_traces
@@ -31,9 +31,9 @@ SPEC = TrainSpec(
 )  # fmt: skip
 
 
-def corpus(backbone: Backbone, length: int = LENGTH, slot: int = 0, slots: int = 1) -> PackedDocuments:
+def corpus(backbone: Backbone, length: int = LENGTH, slot: int = 0, slots: int = 1) -> Cycle:
     documents = [f"Document {i} says {i * 7919 % 10007} things about {chr(97 + i % 26) * 9}." * 3 for i in range(40)]
-    return PackedDocuments("text", documents, backbone.tokenizer, length, 0, slot, slots)
+    return Cycle([PackedDocuments("text", documents, backbone.tokenizer, length, 0)], slot, slots)
 
 
 def parameters(trainer: Trainer, learner: int = 0) -> dict[str, Tensor]:

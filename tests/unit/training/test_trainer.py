@@ -24,7 +24,6 @@ from tests.records import give_manifest
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 from torch import Tensor
 
-from residual_mass.backbones.corpora import PackedDocuments
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec, to_json
@@ -86,7 +85,6 @@ def test_replayed_passes_are_kept_in_the_dtype_of_the_model(make: Make, tiny_bac
     passes = t.passes[0]
     passes.backbone = replace(tiny_backbone, model=copy.deepcopy(tiny_backbone.model).bfloat16())
     ids, positions = passes._sequence(0, 0), passes._positions(0, 0, 3 * SPEC.queries_per_step)
-    passes.corpus.seek(corpus(tiny_backbone, LENGTH, 0, 1).position())
     expected = record_traces(passes.backbone, ids, positions, lambda trace: trace)
     consumed: dict[int, LayerTrace] = {}
     passes.run(0, consumed.__setitem__)
@@ -157,31 +155,13 @@ def test_a_stop_that_only_another_process_was_asked_for_takes_effect_where_signa
     assert done.returncode == -signal.SIGTERM, done.stderr
 
 
-class Forward(PackedDocuments):
-    """Knows only how to go on, like a stream."""
-
-    at = 0
-
-    def sequence(self, index: int) -> list[int]:
-        assert index == self.at, f"sequence {index} is asked for at {self.at}"
-        self.at += 1
-        return super().sequence(index)
-
-    def position(self) -> int:  # type: ignore[override]
-        return self.at
-
-    def seek(self, position: int) -> None:
-        self.at = position
-
-
 @pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(1, 4), ReplaySpec(3, 2), ReplaySpec(2, 5)])
-def test_a_resumed_run_finds_its_place_in_a_stream(
+def test_a_run_resumes_after_every_step(
     tiny_backbone: Backbone, files: Files, tmp_path: Path, replay: ReplaySpec
 ) -> None:
     def trainer() -> Trainer:
-        text = Forward("text", corpus(tiny_backbone).documents, tiny_backbone.tokenizer, LENGTH, 0)
         spec = replace(SPEC, replay=replay, checkpoint_every=1)
-        return Trainer(spec, tiny_backbone, {0: text}, [])
+        return Trainer(spec, tiny_backbone, {0: corpus(tiny_backbone)}, [])
 
     undisturbed = trainer()
     undisturbed.train(*files)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.inputs.texts import MEASURED, TRAINED
 from residual_mass.study.sections.fields import AfterValidator, Field
+from residual_mass.texts.names import MEASURED, TRAINED
 
 
 def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:

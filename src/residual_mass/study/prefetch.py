@@ -1,0 +1,65 @@
+"""What the jobs of a study read of the hub: the `prefetch` stage, and what an offline run lacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from residual_mass.benchmarks.catalogue import parts_of
+from residual_mass.core.settings import tokens_of
+from residual_mass.provenance import MANIFEST
+from residual_mass.study.jobs import read_studies
+from residual_mass.texts import hub
+from residual_mass.texts.assets import changed_files, listed_in
+from residual_mass.texts.names import HUB, HubPart
+
+
+def run(jobs: Path, assets: Path) -> None:
+    """The `prefetch` stage, for all studies in `jobs`, which `study.start` writes.
+
+    Raises:
+        ValueError: something cannot be fetched, or the assets folder is damaged; offline, something is missing.
+    """
+    for study in read_studies(jobs):
+        models = [{"backbone": asdict(backbone)} for backbone in study.backbones]
+        hub.prefetch(*hub_needs([*models, *(job.spec for job in study.jobs)]))
+    for file in changed_files(assets):
+        raise ValueError(f"{file}: missing, or not the file that {assets / MANIFEST} lists (sha256); fetch it again")
+
+
+def missing(specs: Iterable[dict[str, Any]], assets: Path) -> list[str]:
+    """Returns what jobs lack for a run without network, one line each; sha256 are compared when files are used."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's libraries are imported, for the first time below
+    listed = listed_in(assets / MANIFEST) or {MANIFEST: ""}
+    lacking = [str(assets / name) for name in listed if not (assets / name).is_file()]
+    found = [f"offline, and the assets folder lacks {', '.join(lacking)}; copy it from a machine with network"]
+    try:
+        hub.prefetch(*hub_needs(specs))
+    except ValueError as error:
+        return [*(found if lacking else []), str(error)]
+    return found if lacking else []
+
+
+def hub_needs(specs: Iterable[dict[str, Any]]) -> tuple[list[hub.Model], list[HubPart]]:
+    """Returns the models and the parts of data sets that jobs read from the hub, each once.
+
+    Args:
+        specs: specs of the jobs as parsed JSON; specs of other stages add nothing.
+    """
+    models: dict[hub.Model, None] = {}
+    parts: dict[HubPart, None] = {}
+    for spec in specs:
+        backbone = spec.get("backbone")
+        if isinstance(backbone, dict) and backbone["source"] == "hub":
+            models[backbone["model_id"], backbone["revision"]] = None
+        if spec.get("tokenizer_source") == "hub":
+            models[spec["model_id"], spec["revision"]] = None
+        if "tokenizer_source" in spec and spec["data_source"] == "hub":
+            parts |= dict.fromkeys(parts_of(spec["benchmark"], tokens_of(spec["length"])))
+        corpora = [*spec.get("corpora", []), *spec.get("held_out", [])]
+        corpora += [spec["corpus"]] if backbone and "corpus" in spec else []
+        parts |= dict.fromkeys(HUB[name] for name in corpora if name in HUB)
+    return list(models), list(parts)

@@ -1,0 +1,221 @@
+"""Texts as token sequences of a fixed length. Sequence i is a function of (seed, i), so a run resumes anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from residual_mass.files import read_json, read_text
+from residual_mass.texts.assets import MAKE, require_whole
+from residual_mass.texts.hub import hub_rows
+from residual_mass.texts.names import HELD_OUT_ONLY, HUB
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEPARATOR = "\n\n"
+"""Separates documents, and the paragraphs of a document."""
+RUN_CHARACTERS = 20_000
+"""Minimum length of a document made of consecutive paragraphs, about 5,000 tokens."""
+HELD_OUT_SHARE = 20
+"""One document in this many is held out of training."""
+DRAWS = 20
+"""Sequences that are drawn for each one wanted, in search of those that share no document."""
+BOOK_BEGINS = re.compile(r"\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG", re.IGNORECASE)
+BOOK_ENDS = re.compile(
+    r"The Project Gutenberg eBook of|End of (the )?Project Gutenberg|\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG",
+    re.IGNORECASE,
+)
+
+
+class PackedDocuments:
+    """Sequences that begin at a random document, or at a random offset within one that is long enough."""
+
+    def __init__(self, name: str, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, seed: int):
+        if not len(documents):
+            raise ValueError(f"corpus {name!r} is empty; choose another one")
+        self.name, self.documents, self.tokenizer, self.length, self.seed = name, documents, tokenizer, length, seed
+
+    def sequence(self, index: int) -> list[int]:
+        """Returns the token ids of the index-th sequence; raises ValueError if the corpus holds fewer tokens."""
+        return self._drawn(index)[0]
+
+    def disjoint(self, count: int) -> list[list[int]]:
+        """Returns `count` sequences of which no two share a document, or fewer where the corpus has no more."""
+        return list(itertools.islice(self._disjoint(count * DRAWS), count))
+
+    def _disjoint(self, draws: int) -> Iterator[list[int]]:
+        used: set[int] = set()
+        for ids, documents in map(self._drawn, range(draws)):
+            if not documents & used:
+                used |= documents
+                yield ids
+
+    def _drawn(self, index: int) -> tuple[list[int], set[int]]:
+        """Returns the token ids of the index-th sequence, and the documents that they are of."""
+        rng = random.Random(f"{self.seed}/{self.name}/{index}")
+        front = special_prefix(self.tokenizer)
+        wanted = self.length - len(front)
+        start = rng.randrange(len(self.documents))
+        ids: list[int] = []
+        for step in range(len(self.documents)):
+            document = self.documents[(start + step) % len(self.documents)]
+            more = self.tokenizer(document + SEPARATOR, add_special_tokens=False).input_ids
+            if not ids and len(more) > wanted:
+                offset = rng.randrange(len(more) - wanted + 1)
+                more = more[offset:]
+            ids += more
+            if len(ids) >= wanted:
+                used = {(start + number) % len(self.documents) for number in range(step + 1)}
+                return front + ids[:wanted], used
+        raise ValueError(
+            f"corpus {self.name!r} holds {len(ids)} tokens, fewer than one sequence of {wanted}; choose a shorter "
+            "length or another corpus"
+        )
+
+
+class HubDocuments(Sequence[str]):
+    """The documents of a corpus on the hub, read from disk one at a time."""
+
+    def __init__(self, name: str):
+        self.rows, self.column = hub_rows(HUB[name]), HUB[name].column
+        if self.column not in self.rows.column_names:
+            raise ValueError(
+                f"corpus {name!r}: data set {HUB[name]} has no column {self.column!r}, only "
+                f"{', '.join(self.rows.column_names)}; name the one with the text in texts/names.py"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> str:
+        return self.rows[index][self.column] or ""
+
+
+class Cycle:
+    """The paper's 1:1:1 mixture for one of `slots` parallel readers.
+
+    Sequence i of a reader is of corpus i mod n, and readers share no sequence.
+    """
+
+    def __init__(self, corpora: Sequence[PackedDocuments], slot: int = 0, slots: int = 1):
+        assert 0 <= slot < slots
+        self.corpora, self.slot, self.slots = corpora, slot, slots
+
+    def sequence(self, index: int) -> list[int]:
+        turn, place = divmod(index, len(self.corpora))
+        return self.corpora[place].sequence(turn * self.slots + self.slot)
+
+
+def training_corpus(
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    seed: int,
+    assets: Path,
+    slot: int = 0,
+    slots: int = 1,
+) -> Cycle:
+    """Builds the cycle over the named corpora, of TRAINED, for one of `slots` parallel readers.
+
+    Raises:
+        ValueError: files of a corpus are missing or changed.
+    """
+
+    def corpus(name: str) -> PackedDocuments:
+        documents = read_documents(name, assets)
+        kept = documents if name in HUB else [text for text in documents if not is_held_out(text)]
+        return PackedDocuments(name, kept, tokenizer, length, seed)
+
+    return Cycle([corpus(name) for name in names], slot, slots)
+
+
+def held_out_corpus(
+    name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path
+) -> PackedDocuments:
+    """Builds a corpus, of MEASURED, that is never trained on: its held-out documents, or all where none is trained on.
+
+    Raises:
+        ValueError: files of the corpus are missing or changed.
+    """
+    documents = read_documents(name, assets)
+    held_out = documents if name in HELD_OUT_ONLY else [text for text in documents if is_held_out(text)]
+    return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)
+
+
+def is_held_out(document: str) -> bool:
+    """Whether a document is held out; depends only on its text, not on order or other documents."""
+    return hashlib.sha256(document.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns [BOS] for tokenizers that add one, else []."""
+    first = tokenizer("a").input_ids[0]
+    return [first] if first == tokenizer.bos_token_id else []
+
+
+def read_documents(name: str, assets: Path) -> Sequence[str]:
+    """Reads the documents of a corpus; raises ValueError if its files are missing or changed."""
+    if name in HUB:
+        return HubDocuments(name)
+    if name == "pydoc":  # the sections of Python's language reference, as shipped with the interpreter
+        from pydoc_data.topics import topics
+
+        return [text for _, text in sorted(topics.items())]
+    if name == "wiki":
+        return _paragraphs(assets)
+    require_whole(assets, f"corpora/{name}")
+    folder = assets / "corpora" / name
+    files = sorted(folder.glob("*.py" if name == "code" else "*.txt"))
+    if not files:
+        raise ValueError(f"{folder}: no texts in it; {MAKE}")
+    texts = [read_text(file, MAKE) for file in files]
+    if name == "books":  # runs of paragraphs in order, so that a long sequence continues in the same book
+        return [run for text in texts for book in books_of(text) for run in _runs(book)]
+    return texts
+
+
+def books_of(text: str) -> list[list[str]]:
+    """Returns the paragraphs of each book in a file, without Project Gutenberg's own text."""
+    books: list[list[str]] = [[]]
+    inside = True  # the first book may have lost its header
+    for line in text.splitlines():
+        if BOOK_BEGINS.match(line):
+            inside = True
+            books.append([])
+        elif BOOK_ENDS.match(line):
+            inside = False
+        elif inside:
+            books[-1].append(line)
+    return [re.split(r"\n\s*\n", "\n".join(lines).strip()) for lines in books if any(lines)]
+
+
+def _paragraphs(assets: Path) -> list[str]:
+    """Returns the distinct Wikipedia paragraphs in HotpotQA's contexts, with their titles."""
+    file = assets / "qa" / "hotpotqa.json"
+    require_whole(assets, "qa/hotpotqa.json")
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; {MAKE}")
+    try:
+        items = read_json(file)
+        return sorted({f"{title}\n{''.join(sentences)}" for item in items for title, sentences in item["context"]})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: holds no questions of HotpotQA ({error!r}); {MAKE}") from None
+
+
+def _runs(paragraphs: Sequence[str]) -> list[str]:
+    """Joins consecutive paragraphs to documents of at least RUN_CHARACTERS; the last may be shorter."""
+    runs: list[list[str]] = []
+    size = RUN_CHARACTERS
+    for paragraph in paragraphs:
+        if size >= RUN_CHARACTERS:
+            runs.append([])
+            size = 0
+        runs[-1].append(paragraph)
+        size += len(paragraph) + len(SEPARATOR)
+    return [SEPARATOR.join(run) for run in runs]

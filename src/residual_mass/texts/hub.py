@@ -1,0 +1,138 @@
+"""Models and data sets of the Hugging Face hub, in the cache of its own libraries (`HF_HOME`).
+
+`prefetch` fills the cache; with HF_HUB_OFFLINE=1 the libraries read it and ask no network.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from residual_mass.texts.names import REVISIONS, HubPart
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+MODEL_FILES = (
+    "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "LICENSE*", "NOTICE*",
+    "USE_POLICY*",
+)  # fmt: skip
+"""Patterns of the files that are fetched of a model: no pickles, no code."""
+AGAIN = "check the network and run prefetch again, which resumes"
+Model = tuple[str, str]
+"""Name and revision."""
+
+
+def prefetch(models: Iterable[Model], parts: Iterable[HubPart]) -> None:
+    """Fetches models and data sets into the cache, and reads the data sets once; offline, checks that they are there.
+
+    Raises:
+        ValueError: some cannot be fetched, or offline are missing; names all of them in one line.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    problems = []
+    for name, revision in models:
+        try:
+            if HF_HUB_OFFLINE:
+                problems += [] if is_cached(name, revision) else [f"model {name} at {revision}"]
+                continue
+            log.info("model %s", name)
+            with one_line_errors(name):
+                snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
+            if not is_cached(name, revision):
+                raise ValueError(f"{name}: has no safetensors weights; choose another model")
+        except ValueError as error:
+            problems.append(str(error))
+    for part in parts:
+        try:
+            log.info("data set %s", part)
+            log.info("data set %s: %d rows at commit %s", part, len(rows := hub_rows(part)), commit_of(rows))
+        except ValueError as error:
+            problems.append(f"data set {part}" if HF_HUB_OFFLINE else str(error))
+    if problems and HF_HUB_OFFLINE:
+        remedy = "run the target `prefetch` on a machine with network, with the same HF_HOME or a copy of it"
+        raise ValueError(f"offline, and the cache of the hub lacks: {'; '.join(problems)}: {remedy}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def is_cached(model: str, revision: str) -> bool:
+    """Whether configuration and all weights of a model are in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def cached(name: str) -> Path | None:
+        path = try_to_load_from_cache(model, name, revision=revision)
+        return Path(path) if isinstance(path, str) else None
+
+    index = cached("model.safetensors.index.json")
+    weights = ["model.safetensors"] if index is None else json.loads(index.read_text())["weight_map"].values()
+    return all(cached(name) is not None for name in {"config.json", *weights})
+
+
+def hub_rows(part: HubPart) -> Dataset:
+    """Reads a part of a data set, memory-mapped from the cache, which is filled where it lacks the part.
+
+    Raises:
+        ValueError: it cannot be read; in one line.
+    """
+    import datasets
+
+    with one_line_errors(part.data_set):
+        return datasets.load_dataset(
+            part.data_set, part.configuration, split=part.split, revision=REVISIONS.get(part.data_set)
+        )
+
+
+def commit_of(rows: Dataset) -> str:
+    """Returns the commit that a data set was read at: the library's cache has a folder for each."""
+    return Path(rows.cache_files[0]["filename"]).parent.name
+
+
+def commits_of(parts: Iterable[HubPart]) -> dict[str, str]:
+    """Returns the commits at which data sets are read, for records."""
+    return {part.data_set: commit_of(hub_rows(part)) for part in parts}
+
+
+@contextmanager
+def one_line_errors(repository: str, remedy: str = AGAIN) -> Iterator[None]:
+    """Turns errors of the hub's libraries into a ValueError of one line without the token.
+
+    Wrap only their calls in it, because it catches all exceptions: the libraries raise a dozen unrelated classes.
+
+    Args:
+        remedy: what to do about errors other than of access and names.
+    """
+    from huggingface_hub import get_token
+
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        message = _message(repository, error, remedy)
+        raise ValueError(message.replace(token, "(the token)") if (token := get_token()) else message) from None
+
+
+def _message(repository: str, error: Exception, remedy: str) -> str:
+    from huggingface_hub import errors
+
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    reason = f"{type(error).__name__}: {first}"
+    if isinstance(error, errors.GatedRepoError) or "gated dataset" in first:
+        access = "accept its licence on its page on the hub, then set HF_TOKEN or run `hf auth login`"
+        return f"{repository}: access is restricted: {access}"
+    if isinstance(error, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
+        return f"{repository}: the hub no longer has the commit, or a file of it ({reason}); choose another"
+    if isinstance(error, errors.RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
+        return f"{repository}: not on the hub, or private: check the name, or log in with `hf auth login`"
+    return f"{repository}: cannot be fetched ({reason}); {remedy}"

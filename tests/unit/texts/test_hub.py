@@ -1,0 +1,269 @@
+"""Prefetching from a small hub on this machine: offline is what was online, and what is missing is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import lm_eval.tasks
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers.utils.hub
+from tests.conftest import byte_tokenizer, tiny_llama
+from tests.small_hub import Repository, SmallHub, serving
+
+from residual_mass.backbones.loading import load_backbone
+from residual_mass.benchmarks import babilong, longbench, ruler
+from residual_mass.benchmarks.catalogue import BENCHMARKS, parts_of
+from residual_mass.benchmarks.examples import harness_config
+from residual_mass.files import sha256_of, write_json
+from residual_mass.study.prefetch import hub_needs, missing
+from residual_mass.study.specs import BackboneSpec
+from residual_mass.texts.corpora import held_out_corpus, training_corpus
+from residual_mass.texts.hub import commits_of, one_line_errors, prefetch
+from residual_mass.texts.names import BABILONG, ESSAYS, HUB, LONGBENCH, REVISIONS, HubPart
+
+TOKEN = "hf_never_to_be_seen"
+COMMIT = "c0ffee" + "0" * 34
+MODEL = "org/Small-Llama"
+SPEC = BackboneSpec("paper", MODEL, COMMIT, "hub", "float32", "bytes", 2048, False, name="small")
+PARTS = [HUB["fineweb"], HUB["wikitext"], HubPart(BABILONG, "4k", "qa1"), HubPart(LONGBENCH, "gov_report", "test")]
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), stream)
+    return stream.getvalue()
+
+
+def card(**configurations: dict[str, str]) -> bytes:
+    """A data set's README, which says what the files of each configuration are."""
+    listed = [
+        {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in files.items()]}
+        for name, files in configurations.items()
+    ]
+    return f"---\nconfigs: {json.dumps(listed)}\n---\n".encode()
+
+
+@pytest.fixture(scope="session")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Repository]:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(layers=1).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    model = {file.name: file.read_bytes() for file in folder.iterdir()}
+    model |= {"original/consolidated.00.pth": b"not wanted", "pytorch_model.bin": b"nor this", "LICENSE.txt": b"yes"}
+    text = {f"sample/{n}.parquet": parquet([{"text": f"<{n}.{i}:{'x' * 40}>"} for i in range(20)]) for n in range(3)}
+    lines = {"lines/test-0.parquet": parquet([{"text": f"Line {number}.\n"} for number in range(80)])}
+    stories = {
+        f"data/{task}/4k.parquet": parquet([{"input": f"{task} {n}", "question": "?", "target": "x"} for n in range(4)])
+        for task in ("qa1", "qa2")
+    }
+    report = {"gov_report/test.jsonl": b'{"context": "a", "answers": ["b"]}\n' * 3}
+    return {
+        f"models/{MODEL}": Repository(COMMIT, model),
+        f"datasets/{HUB['fineweb'].data_set}": Repository(
+            COMMIT, {"README.md": card(**{"sample-10BT": {"train": "sample/*"}}), **text}
+        ),
+        f"datasets/{HUB['wikitext'].data_set}": Repository(
+            REVISIONS[HUB["wikitext"].data_set],
+            {"README.md": card(**{"wikitext-103-raw-v1": {"test": "lines/test-*"}}), **lines},
+        ),
+        f"datasets/{BABILONG}": Repository(
+            COMMIT, {"README.md": card(**{"4k": {task: f"data/{task}/4k*" for task in ("qa1", "qa2")}}), **stories}
+        ),
+        f"datasets/{LONGBENCH}": Repository(
+            COMMIT, {"README.md": card(gov_report={"test": "gov_report/test*"}), **report}
+        ),
+        f"datasets/{ESSAYS.data_set}": Repository(
+            COMMIT, {"essays.parquet": parquet([{"text": "One  essay."}, {"text": "Another."}])}
+        ),
+    }
+
+
+@pytest.fixture
+def hub(repositories: dict[str, Repository], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
+    """The libraries' hub for one test, with empty caches."""
+    with serving(SmallHub({name: replace(each) for name, each in repositories.items()})) as small:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", small.address)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # kept, with another test's hub
+        monkeypatch.setattr(
+            huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+            small.address + "/{repo_id}/resolve/{revision}/{filename}",
+        )  # fmt: skip
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub cache"))
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", small.address)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
+        monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield small
+
+
+@pytest.fixture
+def shut(monkeypatch: pytest.MonkeyPatch) -> Callable[[SmallHub], None]:
+    """Shuts the network: the libraries' own switch, and a hub that would only fail."""
+
+    def close(hub: SmallHub) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        hub.status = 500
+        hub.fetched.clear()
+        hub.tokens.clear()
+
+    return close
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+    return str(caught.value)
+
+
+def test_offline_equals_online(
+    hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read() -> dict[str, Any]:
+        trained = training_corpus(["fineweb"], byte_tokenizer(), 64, 0, tmp_path)
+        held_out = held_out_corpus("wikitext", byte_tokenizer(), 50, 0, tmp_path)
+        backbone = load_backbone(SPEC, tmp_path, torch.device("cpu"))
+        return {
+            "train": [trained.sequence(i) for i in range(20)],
+            "held out": held_out.disjoint(3),
+            "weights": {name: tensor.sum().item() for name, tensor in backbone.model.state_dict().items()},
+            "tokens": backbone.encode("Some text."),
+            "identity": backbone.identity,
+            "stories": babilong.build_examples("babilong_qa1", None, 4096, 3, 0, tmp_path, "hub"),
+            "reports": longbench.build_examples("longbench_gov_report", None, 4096, 9, 0, tmp_path, "hub"),
+            "commits": commits_of(PARTS),
+        }
+
+    with caplog.at_level(logging.INFO):
+        prefetch([(MODEL, COMMIT)], PARTS)
+    online = read()
+    assert online["stories"] == [{"input": f"qa1 {n}", "question": "?", "target": "x"} for n in range(3)]
+    wikitext = HUB["wikitext"].data_set
+    assert online["commits"] == {part.data_set: REVISIONS.get(part.data_set, COMMIT) for part in PARTS}
+    assert online["commits"][wikitext] != COMMIT and "60 rows at commit c0ffee" in caplog.text
+    shut(hub)
+    assert read() == online
+    prefetch([(MODEL, COMMIT)], PARTS)  # now a check
+    assert hub.fetched == [] and hub.tokens == set()  # nobody so much as asked
+    cached = {path.name for path in (tmp_path / "hub cache").rglob("*")}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "LICENSE.txt"} <= cached
+    assert not {"pytorch_model.bin", "consolidated.00.pth"} & cached
+    written = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert TOKEN not in caplog.text + "".join(path.read_text("latin-1") for path in written)
+
+
+def test_an_interrupted_prefetch_goes_on(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
+    hub.cut_at, hub.cuts = 1000, 50
+    line = error_of(lambda: prefetch([(MODEL, COMMIT)], []))
+    assert line.startswith(f"{MODEL}: cannot be fetched (") and line.endswith("prefetch again, which resumes")
+    hub.cuts = 0
+    hub.fetched.clear()
+    prefetch([(MODEL, COMMIT)], [])
+    again = {name for name, _ in hub.fetched}
+    assert f"{MODEL}/model.safetensors" in again and f"{MODEL}/config.json" not in again
+
+
+def test_everything_that_is_missing_offline_is_one_line(
+    hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path
+) -> None:
+    write_json(tmp_path / "manifest.json", {"pins": {}, "files": [{"path": "qa/squad.json", "sha256": "0"}]})
+    prefetch([], [HUB["wikitext"]])
+    shut(hub)
+    backbone = {"model_id": MODEL, "revision": COMMIT, "source": "hub"}
+    folder, cache = missing([{"backbone": backbone, "corpora": ["fineweb"], "held_out": ["wikitext"]}], tmp_path)
+    assert (
+        folder == f"offline, and the assets folder lacks {tmp_path}/qa/squad.json; copy it from a machine with network"
+    )
+    assert cache.startswith(
+        f"offline, and the cache of the hub lacks: model {MODEL} at {COMMIT}; data set HuggingFaceFW"
+    )
+    assert "wikitext" not in cache and "the same HF_HOME or a copy of it" in cache
+    write_json(tmp_path / "manifest.json", {"pins": {}, "files": []})
+    assert missing([{"backbone": backbone | {"source": "assets"}, "corpora": ["wiki"]}], tmp_path) == []
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_everything_that_asks_for_access_is_named_at_once(
+    token: str, hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    hub.repositories[f"models/{MODEL}"].gated = True
+    del hub.repositories[f"datasets/{LONGBENCH}"]
+    line = error_of(lambda: prefetch([(MODEL, COMMIT)], PARTS))
+    assert f"{MODEL}: access is restricted: accept its licence" in line and "HF_TOKEN" in line
+    assert f"{LONGBENCH}: not on the hub, or private" in line and BABILONG not in line
+
+
+def test_weights_must_be_safetensors(hub: SmallHub) -> None:
+    hub.repositories[f"models/{MODEL}"].files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
+    assert "has no safetensors weights; choose another" in error_of(lambda: prefetch([(MODEL, COMMIT)], []))
+
+
+def test_errors_do_not_hold_the_token(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.status = 503
+    line = error_of(lambda: prefetch([(MODEL, COMMIT)], []))
+    assert line.startswith(f"{MODEL}: cannot be fetched (")
+
+    def ask() -> None:
+        with one_line_errors(MODEL):
+            raise ConnectionError(f"the proxy refused Bearer {TOKEN}")
+
+    assert "the proxy refused Bearer (the token)" in error_of(ask)
+
+
+def test_needs_are_read_from_the_specs_of_jobs() -> None:
+    backbone = {"model_id": MODEL, "revision": COMMIT, "source": "hub", "tokenizer": "bytes"}
+    train = {"backbone": backbone, "length": "1k", "corpora": ["sotu", "fineweb"], "held_out": ["wikitext", "books"]}
+    prompts = {"benchmark": "babilong", "length": "4k", "tokenizer_source": "assets", "data_source": "hub"}
+    scored = {"benchmark": "ruler", "data_source": "hub", "backbone": backbone, "length": "4k"}
+    force = {"backbone": {"source": "assets"}, "corpora": ["wikitext", "books"]}
+    figure = {"corpus": "fineweb", "length": "4k"}  # read out of captured files
+    models, parts = hub_needs([train, prompts, scored, force, figure])
+    assert models == [(MODEL, COMMIT)]
+    assert parts == [HUB["fineweb"], HUB["wikitext"], *(HubPart(BABILONG, "4k", f"qa{n}") for n in range(1, 6))]
+    assert hub_needs([figure, {"backbone": backbone | {"source": "assets"}}]) == ([], [])
+
+
+def test_parts_are_those_that_the_harness_reads() -> None:
+    for task in BENCHMARKS["longbench"]:
+        config = harness_config("longbench", task.name)
+        part = HubPart(config["dataset_path"], config["dataset_name"], config["test_split"])
+        assert part in parts_of("longbench", 65536)
+    config = harness_config("babilong", "babilong_qa3")
+    assert HubPart(config["dataset_path"], "64k", config["test_split"]) in parts_of("babilong", 65536)
+    assert parts_of("ruler", 4096) == [ESSAYS]
+    haystack = Path(lm_eval.tasks.__file__).with_name("ruler") / "prepare_niah.py"
+    assert f'load_dataset("{ESSAYS.data_set}", split="{ESSAYS.split}")' in haystack.read_text()
+
+
+@pytest.mark.slow
+def test_ruler_of_the_hub_reads_the_prefetched_essays(
+    hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nltk_data/tokenizers/punkt_tab/english").mkdir(parents=True)
+    prefetch([], [ESSAYS])
+    shut(hub)
+    line = error_of(lambda: ruler.harness_data(tmp_path))
+    assert line.endswith("hotpotqa.json: not the file that the harness downloads (sha256); run the assets stage")
+    (tmp_path / "qa").mkdir()
+    for name in ruler.QUESTIONS:
+        (tmp_path / "qa" / name).write_text(name)
+    monkeypatch.setattr(ruler, "QUESTIONS", {name: sha256_of(tmp_path / "qa" / name) for name in ruler.QUESTIONS})
+    replaced = ruler.harness_data(tmp_path)({"get_haystack": str.upper})
+    assert replaced["get_haystack"]("essay") == ["One", "essay.", "Another."]
+    assert replaced["get_haystack"]("repeat") == "REPEAT"
