@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from residual_mass.files import read_json, read_text
 from residual_mass.texts.assets import MAKE, require_whole
 from residual_mass.texts.hub import hub_rows
-from residual_mass.texts.names import HELD_OUT_ONLY, HUB
+from residual_mass.texts.names import HELD_OUT_ONLY, HUB, MEASURED, TRAINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,11 +121,14 @@ def training_corpus(
     slot: int = 0,
     slots: int = 1,
 ) -> Cycle:
-    """Builds the cycle over the named corpora, of TRAINED, for one of `slots` parallel readers.
+    """Builds the cycle over the named corpora for one of `slots` parallel readers.
 
     Raises:
-        ValueError: files of a corpus are missing or changed.
+        ValueError: a corpus is not in TRAINED, or its files are missing or changed.
     """
+    for name in names:
+        if name not in TRAINED:
+            raise ValueError(f"corpus {name!r} is not one to train on; choose {', '.join(TRAINED)}")
 
     def corpus(name: str) -> PackedDocuments:
         documents = read_documents(name, assets)
@@ -138,11 +141,13 @@ def training_corpus(
 def held_out_corpus(
     name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path
 ) -> PackedDocuments:
-    """Builds a corpus, of MEASURED, that is never trained on: its held-out documents, or all where none is trained on.
+    """Builds a corpus that is never trained on: its held-out documents, or all where none is trained on.
 
     Raises:
-        ValueError: files of the corpus are missing or changed.
+        ValueError: the corpus is not in MEASURED, or its files are missing or changed.
     """
+    if name not in MEASURED:
+        raise ValueError(f"corpus {name!r} has no held-out text; choose {', '.join(MEASURED)}")
     documents = read_documents(name, assets)
     held_out = documents if name in HELD_OUT_ONLY else [text for text in documents if is_held_out(text)]
     return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)

@@ -25,7 +25,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     served: dict[str, Any] = {}
 
-    def load_dataset(path: str, *, name: str, split: str, revision: str | None = None) -> Any:
+    def load_dataset(path: str, name: str, split: str, revision: str | None = None) -> Any:
         served["asked"] = (path, name, split)
         return datasets.Dataset.from_list(served["rows"])
 

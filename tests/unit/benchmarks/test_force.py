@@ -415,8 +415,8 @@ def test_unsuitable_inputs_are_refused_before_a_model_is_loaded(
     for change, complaint in (
         ({"length": "16k"}, r"corpus 'books \(held out\)' holds \d+ tokens, fewer than one sequence of 16390; "),
         ({"corpora": ("wiki",)}, r"corpus 'wiki \(held out\)' (is empty|holds \d+ tokens, fewer than one sequence)"),
-        ({"corpora": ("poems",)}, r"corpus 'poems' is unknown; known are "),
-        ({"corpora": ("fineweb",)}, r"all of corpus 'fineweb' is trained on, none is held out; choose "),
+        ({"corpora": ("poems",)}, r"corpus 'poems' has no held-out text; choose "),
+        ({"corpora": ("fineweb",)}, r"corpus 'fineweb' has no held-out text; choose "),
         ({"maps": spec.maps[:1]}, r"arm topk_phi: maps '512' is not in spec\.maps, which has 1k"),
     ):
         with pytest.raises(ValueError, match=complaint) as error:

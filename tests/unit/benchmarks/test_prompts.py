@@ -24,7 +24,7 @@ TASKS = tasks_of("ruler", 2048)
 
 
 @pytest.fixture
-def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Serves the small data where the unmodified harness would fetch its own."""
     import datasets
     import requests
@@ -36,8 +36,10 @@ def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch) -
         file = benchmark_assets / "qa" / ("squad.json" if "SQuAD" in url else "hotpotqa.json")
         return types.SimpleNamespace(raise_for_status=lambda: None, json=lambda: json.loads(file.read_text()))
 
+    datasets.Dataset.from_list([{"text": essays}]).save_to_disk(str(tmp_path / "cache" / "commit"))
+    rows = datasets.load_from_disk(str(tmp_path / "cache" / "commit"))
     monkeypatch.setattr(requests, "get", get)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": [essays]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     questions = harness_config("ruler", "ruler_qa_squad")["custom_dataset"].__globals__
     for fetched in (
         prepare_niah.get_haystack,

@@ -121,6 +121,12 @@ def test_what_cannot_be_read_is_one_line(assets: Path, tmp_path: Path, fineweb: 
         training_corpus(["wiki"], TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'arxiv': data set ccdv/arxiv.* has no column 'article', only text; name the"):
         training_corpus(["arxiv"], TOKENIZER, 100, 0, assets)
+    for name in ("fineweb", "poems"):  # all of the first is trained on
+        with pytest.raises(ValueError, match=f"'{name}' has no held-out text; choose sotu, "):
+            held_out_corpus(name, TOKENIZER, 100, 0, assets)
+    for name in ("books", "wikitext"):
+        with pytest.raises(ValueError, match=f"'{name}' is not one to train on; choose sotu, "):
+            training_corpus([name], TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'text' is empty"):
         PackedDocuments("text", [], TOKENIZER, 100, 0)
     with pytest.raises(ValueError, match="'text' holds 7 tokens, fewer than one sequence of 100; choose a shorter"):

@@ -578,7 +578,6 @@ def test_specs_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             trainer_module.run(replace(SPEC, **changes), tmp_path, tmp_path / "c", [tmp_path / "o"], tmp_path / "l")
 
-    refused("'poems' is unknown", corpora=("poems",))
     refused("longer than the context", length="4k")
     refused("phi.curriculum.length", curriculum=CurriculumSpec("128", 0.5))
     refused("--out has 1 files", variants=(OURS, replace(OURS, label="b")))
