@@ -9,7 +9,7 @@ snakemake --cores 1 published                    the paper's own twelve tables, 
 snakemake --cores 1 doctor                       what this machine lacks for each study, and how long one takes
 snakemake --cores 1 estimate                     what the study will cost
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
-snakemake --cores 1 verify                       whether results are as recorded, and of this code and configuration
+snakemake --cores 1 verify                       whether results are as recorded
 snakemake all --report report.zip                what was made and how, of a finished run, to look at in a browser
 """
 

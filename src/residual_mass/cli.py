@@ -237,8 +237,7 @@ STAGES = {
     "prefetch": Stage("study.prefetch", "fetch what a study reads of the hub, or say what is missing", "jobs assets"),
     "verify": Stage(
         "verify",
-        "say whether results are as recorded and of this code; exits with status 1 if one is not",
-        "expected?",
+        "say which results are not as recorded; exits with status 1 if one is not",
     ),
 }  # fmt: skip
 

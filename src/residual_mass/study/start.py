@@ -13,13 +13,11 @@ from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import typesetting
-from residual_mass.provenance import SUFFIX
 from residual_mass.study import paths
-from residual_mass.study.dag import job_of, jobs_behind
-from residual_mass.study.jobs import Job, StudyJobs
+from residual_mass.study.dag import jobs_behind
+from residual_mass.study.jobs import StudyJobs
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
-from residual_mass.texts.assets import PINS, read_pins
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
@@ -75,10 +73,6 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
     for target in sorted(running & set(studies)):
         found = [study_jobs(plan, workflow.rules, name) for name in studies[target]]
         write_text(Path(paths.JOBS.format(target=target)), json.dumps([json.loads(to_json(each)) for each in found]))
-    if "verify" in running:
-        recorded = recorded_jobs(plan, workflow.rules)
-        text = json.dumps({path: json.loads(to_json(job)) for path, job in recorded.items()}, indent=1, sort_keys=True)
-        write_text(Path(paths.JOBS.format(target="verify")), text + "\n")
 
 
 def closing_lines(plan: Plan) -> list[str]:
@@ -103,14 +97,3 @@ def study_jobs(plan: Plan, rules: Any, study: str) -> StudyJobs:
     """All jobs of a study."""
     targets = [*plan.results(study), *plan.rendered(study)]
     return StudyJobs(study, plan.backbone_specs(study), tuple(jobs_behind(rules, targets)))
-
-
-def recorded_jobs(plan: Plan, rules: Any) -> dict[str, Job]:
-    """By result with a record, of all studies, the job that would make it."""
-    rules = list(rules)
-    folders = (Path("results"), Path("paper_tables"), plan.assets_folder)
-    records = [str(path) for folder in folders for path in folder.rglob(f"*{SUFFIX}")]
-    made = {path.removesuffix(SUFFIX): job_of(rules, path.removesuffix(SUFFIX)) for path in records}
-    pins = {"pins": read_pins(PINS)}
-    made[plan.assets_manifest] = Job("assets", outputs=(plan.assets_manifest,), spec=pins)
-    return {path: job for path, job in made.items() if job}
