@@ -34,7 +34,7 @@ from residual_mass.core.settings import MapSpec
 from residual_mass.study.sections.training import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import training_corpus
-from residual_mass.training.losses import PRECISIONS
+from residual_mass.training.learner import PRECISIONS
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
 OBJECTIVE = ObjectiveSpec()

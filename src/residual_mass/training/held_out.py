@@ -22,8 +22,7 @@ from residual_mass.core.support import retrieved_count
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.training.columns import MEASURES
-from residual_mass.training.losses import by_kv_head, with_targets
-from residual_mass.training.teacher import LayerTrace, record_traces
+from residual_mass.training.teacher import LayerTrace, by_kv_head, record_traces, with_targets
 
 PACKS, QUERIES = 3, 4
 """Packs per corpus, and queries per pack, right after its prefix."""

@@ -1,15 +1,20 @@
-"""Processes that train one set of maps together under torchrun; a single one without it."""
+"""Processes that train one set of maps together under torchrun, and signals that ask them to stop."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Sent by batch systems before they kill a job, and by Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +91,37 @@ def processes() -> Iterator[Processes]:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     yield Processes(dist.get_rank(), world, local_rank)
     dist.destroy_process_group()  # not after an error: it might deadlock with processes that wait for this one
+
+
+class StopSignals:
+    """Context that defers `SIGNALS`. Several signals count as one, because torchrun repeats those that a batch system
+    sends to all processes.
+
+    Attributes:
+        asked: whether a signal has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._first: int = signal.SIGTERM  # used if only another process was asked
+        self.asked = False
+
+    def __enter__(self) -> StopSignals:
+        self.asked = False
+        heeded = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+        self._former = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def take_effect(self) -> None:
+        """Delivers the first signal to its original handler."""
+        signal.signal(self._first, self._former.get(self._first, signal.SIG_DFL))
+        signal.raise_signal(self._first)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self.asked, self._first = True, number

@@ -1,19 +1,44 @@
-"""Teacher traces: queries, keys and values of the frozen backbone on a text, layer by layer.
+"""The frozen teacher: its queries, keys and values on a text, the targets that follow from them, and which text and
+query positions a step trains on.
 
-Shape letters: Hq / Hkv = query / KV heads, Q = sampled query positions, L = keys, D = head dimension.
+A pass runs one sequence through the teacher. Without replay, every step has its own pass and stores nothing: the maps
+of a layer train as soon as the teacher reaches it. With replay, each step draws a pass from a pool of the newest ones.
+Everything is a function of (seed, step), so a resumed run sees the same data as an uninterrupted one.
+
+Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = sampled query positions, L = keys, D = head dimension, S =
+supports.
 """
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residual_mass.backbones.hook import attention_hook, exact_attention
 from residual_mass.backbones.loading import Backbone
-from residual_mass.core.output_matching import Targets
+from residual_mass.core.output_matching import (
+    Targets,
+    Window,
+    exact_targets,
+)
+from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.core.support import retrieved_count
+from residual_mass.files import sha256_text
+from residual_mass.study.sections.training import ReplaySpec
+from residual_mass.study.specs import TrainSpec
+from residual_mass.texts.corpora import Cycle
+
+ON_OUTPUTS = ("lolcats", "residual")
+"""Objectives that need values and the teacher's targets."""
+SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
+"""Query-key pairs scored at once for the targets."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +71,11 @@ class LayerTrace:
         targets = None if self.targets is None else Targets(*(x.to(device) for x in self.targets))
         queries, keys, values = (x.to(device) for x in (self.queries, self.keys, self.values))
         return LayerTrace(queries, keys, values, self.positions.to(device), self.scale, targets)
+
+
+Traces = list[LayerTrace]
+"""Every layer's trace of one teacher pass."""
+Consume = Callable[[int, LayerTrace], None]
 
 
 def widened(x: Tensor) -> Tensor:
@@ -91,3 +121,161 @@ def record_traces(
     traces: list[LayerTrace] = []
     stream_traces(backbone, ids, positions, lambda _, trace: traces.append(prepare(trace)))
     return traces
+
+
+def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float]) -> LayerTrace:
+    """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
+    seen = int(trace.positions.max()) + 1
+    at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
+    whole = trace.widened()
+    parts = [_targets(whole.at(rows), seen, anchors, budgets) for rows in _indices(trace.positions).split(at_once)]
+    most = max(targets.best.shape[-1] for targets in parts)
+    parts = [t._replace(best=F.pad(t.best, (0, most - t.best.shape[-1]))) for t in parts]
+    by_head = (torch.cat(part, 1) for part in zip(*(targets[:5] for targets in parts), strict=True))
+    return replace(trace, targets=Targets(*by_head, torch.cat([targets.ks for targets in parts])))
+
+
+def _targets(trace: LayerTrace, seen: int, anchors: AnchorSpec, budgets: Sequence[float]) -> Targets:
+    keys, values = trace.keys[:, :seen], trace.values[:, :seen]
+    queries = by_kv_head(trace.queries, keys.shape[0])
+    scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
+    window = Window(trace.positions, anchors.sink, anchors.tail)
+    return exact_targets(scores, values, window, retrieved(trace.positions, anchors, budgets))
+
+
+def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
+    """Returns K of every support for queries that see the keys up to their position: [Q, S]."""
+    num_anchors = anchors.sink + anchors.tail
+    counts = [[retrieved_count(budget, p + 1, num_anchors) for budget in budgets] for p in positions.tolist()]
+    return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
+
+
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """Groups query heads by KV head: [Hq, Q, C] -> [Hkv, Q, G, C]."""
+    return x.unflatten(0, (kv_heads, -1)).transpose(1, 2)
+
+
+def _indices(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+class TeacherPool:
+    """The passes of one of a step's parallel sequences."""
+
+    def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
+        self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
+        self.pool: dict[int, Traces] = {}
+        self.tokens = 0
+        """Number of tokens that the teacher has read."""
+
+    def run(self, step: int, consume: Consume) -> float:
+        """Calls `consume` with every layer's trace of the step; replayed traces in parallel, so in any order.
+
+        Returns:
+            Wall-clock seconds spent in `consume`.
+        """
+        if not self._replays():
+            return self._streamed(step, consume)
+        traces = self._replayed(step)
+        rng = torch.Generator().manual_seed(self._seed("queries", step))
+        chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
+        chosen = chosen.to(self.backbone.device)
+        started = time.perf_counter()
+
+        def one(layer: int) -> None:
+            consume(layer, traces[layer].at(chosen))
+
+        parallel_layers(len(traces), one, self.backbone.device)
+        return time.perf_counter() - started
+
+    def first(self) -> Traces:
+        """Returns the first pass, for initial values."""
+        return self._replayed(0) if self._replays() else self._recorded(0, 0)
+
+    def length(self, step: int) -> int:
+        """Returns the number of tokens used of a sequence at this step."""
+        early = self.spec.curriculum
+        if early is not None and step < round(early.share * self.spec.steps):
+            return tokens_of(early.length)
+        return tokens_of(self.spec.length)
+
+    def _streamed(self, step: int, consume: Consume) -> float:
+        seconds = 0.0
+
+        def timed(layer: int, trace: LayerTrace) -> None:
+            nonlocal seconds
+            trace = self._prepared(trace)
+            started = time.perf_counter()
+            consume(layer, trace)
+            seconds += time.perf_counter() - started
+
+        positions = self._positions(step, step, self.spec.queries_per_step)
+        stream_traces(self.backbone, self._sequence(step, step), positions, timed)
+        return seconds
+
+    def _replays(self) -> bool:
+        return self.spec.replay != ReplaySpec(pool=1, reuse=1)
+
+    def _wanted(self, step: int) -> range:
+        """Returns the indices of the passes in the pool."""
+        newest = step // self.spec.replay.reuse
+        return range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
+
+    def _replayed(self, step: int) -> Traces:
+        wanted = self._wanted(step)
+        for index in wanted:
+            if index not in self.pool:
+                self.pool[index] = self._recorded(index, index * self.spec.replay.reuse)
+        self.pool = {index: self.pool[index] for index in wanted}
+        return self.pool[random.Random(self._seed("pass", step)).choice(wanted)]
+
+    def _recorded(self, index: int, step: int) -> Traces:
+        count = self.spec.queries_per_step * self.spec.replay.reuse
+        sequence, positions = self._sequence(index, step), self._positions(index, step, count)
+        return record_traces(self.backbone, sequence, positions, self._prepared)
+
+    def _sequence(self, index: int, step: int) -> list[int]:
+        ids = self.corpus.sequence(index)[: self.length(step)]
+        self.tokens += len(ids)
+        return ids
+
+    def _positions(self, index: int, step: int, count: int) -> Tensor:
+        """Draws distinct query positions of a pass, uniformly over the final share of the sequence."""
+        length = self.length(step)
+        window = min(length, max(1, round(length * self.spec.query_window)))
+        rng = torch.Generator().manual_seed(self._seed("positions", index))
+        return (torch.randperm(window, generator=rng)[:count] + length - window).to(self.backbone.device)
+
+    def _prepared(self, trace: LayerTrace) -> LayerTrace:
+        """Adds targets if an objective needs them, otherwise drops the values, which are then unused."""
+        if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
+            return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
+        return replace(trace, values=trace.values[:, :0].clone())  # a view would keep all values alive
+
+    def _seed(self, what: str, index: int) -> int:
+        """Returns a 60-bit seed that is the same on every machine and in every process."""
+        global_index = index * self.spec.sequences_per_step + self.slot
+        return int(sha256_text(f"{self.spec.seed}/{what}/{global_index}")[:15], 16)
+
+
+def training_budgets(spec: TrainSpec) -> tuple[float, ...]:
+    """Returns all budgets whose supports a variant trains on, in ascending order."""
+    residual = [v.objective for v in spec.variants if v.objective.name == "residual"]
+    return tuple(sorted({b for objective in residual for b in objective.budgets or spec.eval_budgets}))
+
+
+def parallel_layers(count: int, work: Callable[[int], None], device: torch.device) -> None:
+    """Calls `work` with 0 to `count - 1` in any order; raises the error of the first call that fails.
+
+    Each call runs on one core, so results do not depend on the number of cores. On a GPU, calls run one after another.
+    """
+    cores = torch.get_num_threads()
+    if device.type != "cpu" or cores == 1:
+        for index in range(count):
+            work(index)
+        return
+    try:
+        with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(work, range(count)))
+    finally:
+        torch.set_num_threads(cores)  # a thread's setting partly applies to the whole process

@@ -8,16 +8,21 @@ processes split a step's sequences and add up their gradients.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.backbones.phi_maps import read_safetensors, write_safetensors
 from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
 from residual_mass.provenance import MANIFEST, Record
@@ -25,16 +30,15 @@ from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle, training_corpus
 from residual_mass.texts.hub import commits_of
 from residual_mass.texts.names import HUB
-from residual_mass.training.checkpoints import read_checkpoint, write_checkpoint
 from residual_mass.training.columns import COLUMNS
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
-from residual_mass.training.passes import Passes
-from residual_mass.training.processes import Processes, processes
-from residual_mass.training.stopping import StopSignals
-from residual_mass.training.teacher import LayerTrace
+from residual_mass.training.processes import Processes, StopSignals, processes
+from residual_mass.training.teacher import LayerTrace, TeacherPool
 
 log = logging.getLogger(__name__)
+
+HEADER, DIGEST = "residual_mass_checkpoint", "residual_mass_digest"
 
 
 def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], log_csv: Path) -> None:
@@ -112,7 +116,7 @@ class Trainer:
     ):
         """Takes the corpora of this process's sequences by their index in the step."""
         self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group or Processes()
-        self.passes = {slot: Passes(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
+        self.passes = {slot: TeacherPool(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
         self.step, self.log_rows = 0, []
         self.seconds = 0.0
         """Training time of all variants together, without evaluations."""
@@ -267,3 +271,30 @@ class Trainer:
 
     def _spec_hash(self) -> str:
         return sha256_text(to_json(self.spec) + self.backbone.identity)
+
+
+def write_checkpoint(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes the file atomically; raises OSError naming it on failure."""
+    header, on_cpu = json.dumps(facts), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    write_safetensors(path, on_cpu, {HEADER: header, DIGEST: _digest(header, on_cpu)})
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Reads facts and tensors.
+
+    Raises:
+        ValueError: the file is damaged; names it.
+    """
+    metadata, tensors = read_safetensors(path)
+    header = metadata.get(HEADER, "")
+    if metadata.get(DIGEST) != _digest(header, tensors):
+        raise ValueError(f"{path}: damaged checkpoint; delete it, training begins anew")
+    return json.loads(header), tensors
+
+
+def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -17,8 +17,7 @@ from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import Cycle, PackedDocuments
 from residual_mass.training.held_out import QUERIES, HeldOut
-from residual_mass.training.losses import with_targets
-from residual_mass.training.teacher import LayerTrace, record_traces
+from residual_mass.training.teacher import LayerTrace, record_traces, with_targets
 from residual_mass.training.trainer import Trainer
 
 LENGTH = 96

@@ -17,9 +17,9 @@ from residual_mass.core.score_matching import Weights
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.study.sections.training import ObjectiveSpec
-from residual_mass.training import losses
-from residual_mass.training.losses import row_losses, with_targets
-from residual_mass.training.teacher import LayerTrace, record_traces
+from residual_mass.training import learner, teacher
+from residual_mass.training.learner import row_losses
+from residual_mass.training.teacher import LayerTrace, record_traces, with_targets
 
 ANCHORS = AnchorSpec(4, 16)
 POSITIONS = torch.tensor([95, 60, 71])
@@ -96,8 +96,8 @@ def test_blocks_of_keys_and_of_rows_change_nothing(
         return [p.grad.clone() for p in maps.parameters() if p.grad is not None]
 
     whole = gradients()
-    monkeypatch.setitem(losses.ACTIVATIONS_AT_ONCE, "cpu", 26 * 20)
-    monkeypatch.setitem(losses.SCORES_AT_ONCE, "cpu", 4 * 96)
+    monkeypatch.setitem(learner.ACTIVATIONS_AT_ONCE, "cpu", 26 * 20)
+    monkeypatch.setitem(teacher.SCORES_AT_ONCE, "cpu", 4 * 96)
     in_blocks = gradients()
     assert len(whole) == len(in_blocks) == 18
     for ours, expected in zip(in_blocks, whole, strict=True):

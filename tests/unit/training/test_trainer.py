@@ -33,11 +33,8 @@ from residual_mass.study.sections.training import CurriculumSpec, ObjectiveSpec,
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.held_out import HeldOut
-from residual_mass.training.initialise import positive_random_features
-from residual_mass.training.learner import learning_rate
-from residual_mass.training.losses import row_losses
-from residual_mass.training.passes import Passes
-from residual_mass.training.teacher import LayerTrace, record_traces, stream_traces
+from residual_mass.training.learner import learning_rate, positive_random_features, row_losses
+from residual_mass.training.teacher import LayerTrace, TeacherPool, record_traces, stream_traces
 from residual_mass.training.trainer import COLUMNS, Trainer
 
 Files = tuple[Path, Path]
@@ -147,7 +144,7 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
 def test_a_stop_that_only_another_process_was_asked_for_takes_effect_where_signals_are_ignored() -> None:
     """As under nohup, or where a launcher has its own handlers: there is no former handler to put back."""
     code = (
-        "import signal; from residual_mass.training.stopping import StopSignals\n"
+        "import signal; from residual_mass.training.processes import StopSignals\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "with StopSignals() as stop: stop.take_effect()"
     )
@@ -325,8 +322,8 @@ def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
     )
     together = make(variants=variants, replay=pool)
     passes = []
-    sequence = Passes._sequence
-    monkeypatch.setattr(Passes, "_sequence", lambda self, i, step: passes.append(i) or sequence(self, i, step))
+    sequence = TeacherPool._sequence
+    monkeypatch.setattr(TeacherPool, "_sequence", lambda self, i, step: passes.append(i) or sequence(self, i, step))
     together.train(*files)
     streamed = pool == ReplaySpec(1, 1)
     assert sorted(passes) == sorted([0, *range(12)] if streamed else range(6))
