@@ -15,7 +15,7 @@ from residual_mass.machine import preflight, slurm
 from residual_mass.paper import typesetting
 from residual_mass.study import paths
 from residual_mass.study.dag import jobs_behind
-from residual_mass.study.jobs import StudyJobs
+from residual_mass.study.jobs import Job, StudyJobs
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
 
