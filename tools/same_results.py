@@ -107,7 +107,7 @@ def run_tiny(checkout: Path, made: Path) -> None:
     """Runs the tiny study in a copy of the checkout."""
     write = "import sys; from pathlib import Path; from tests.small_study import write_small_study as write"
     path = {"PYTHONPATH": f"{checkout / 'src'}:{checkout}", "PATH": "/usr/bin:/bin"}
-    subprocess.run([sys.executable, "-c", f"{write}; write(Path(sys.argv[1]))", str(made)], env=path, check=True)
+    subprocess.run([sys.executable, "-P", "-c", f"{write}; write(Path(sys.argv[1]))", str(made)], env=path, check=True)
     study = made / "config" / "studies" / "mini.yaml"
     protocol = yaml.safe_load(study.read_text())
     protocol["runtime"] |= {"contexts": ["512"], "batches": [1]}  # times, which are not compared
