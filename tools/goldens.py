@@ -1,6 +1,7 @@
-"""Writes tests/golden/jobs_{study}.txt: what every job of a study reads, makes and is told, as the workflow plans it.
+"""Writes what tests/golden/ holds; read the difference before committing it.
 
-python tools/goldens.py              all studies of config/studies/; read the difference before committing it
+python tools/goldens.py                      jobs_{study}.txt: what every job of each study reads, makes and is told
+python tools/goldens.py --numbers [STUDY]    numbers.csv as well, from the tiny study: a finished one, or run for this
 """
 
 from __future__ import annotations
@@ -16,8 +17,26 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from same_results import run_tiny
+
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
+QUANTITIES = {
+    "ruler_tiny_1k.csv": ("task == 'all'", "method budget_percent", "value k_mean"),
+    "babilong_tiny_1k.csv": ("task == 'all'", "method budget_percent", "value k_mean"),
+    "longbench_tiny_1k.csv": ("task == 'all'", "method budget_percent", "value k_mean"),
+    "fidelity_tiny_1k.csv": (
+        "task == 'all' and metric in ('kl', 'nll')",
+        "text continuation state method budget_percent maps metric",
+        "value",
+    ),
+    "residual_errors_tiny_1k.csv": ("budget_percent in (2, 8)", "method budget_percent", "error recall state_share"),
+    "training_tiny_1k.csv": ("layer == 'all'", "corpus step k", "e_topk e_sub e_nosub kl log_z_error"),
+    "training_tiny_1k-variants.csv": ("layer == 'all' and step == 6", "variant corpus k", "e_sub kl"),
+    "diagnostics/accounting_tiny.csv": ("", "corpus budget_percent", "e_topk e_sub e_nosub e_exact_nosub log_z_error"),
+}  # fmt: skip
+"""Of results of the tiny study: which rows, the columns that name them, and the numbers that are compared."""
 LONG = 60
 """Values of a spec with more characters are written once for all jobs of a rule."""
 
@@ -67,11 +86,29 @@ def runs(paths: list[str]) -> list[str]:
     return found if len(found) > 6 else [" ".join(found)] * bool(found)
 
 
+def golden_numbers(results: Path) -> pd.DataFrame:
+    """One row for each number of QUANTITIES, from the results/ of the tiny study."""
+    parts = []
+    for name, (rows, places, numbers) in QUANTITIES.items():
+        table = pd.read_csv(results / name, dtype={"budget_percent": float, "maps": str, "layer": str})
+        table = table.query(rows) if rows else table
+        place = table[places.split()].astype(object).fillna("-").astype(str).agg(" ".join, axis=1)
+        parts += [pd.DataFrame({"file": name, "place": place, "number": column, "value": table[column].astype(float)})
+                  for column in numbers.split()]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
+
+
 def main() -> None:
     for study in studies():
         path = GOLDEN / f"jobs_{study}.txt"
         path.write_text(golden_jobs(study), encoding="utf-8")
         print(path.relative_to(ROOT))
+    if sys.argv[1:2] == ["--numbers"]:
+        with tempfile.TemporaryDirectory() as folder:
+            finished = Path(*sys.argv[2:] or [folder, "made"])
+            if not sys.argv[2:]:
+                run_tiny(ROOT, finished)
+            golden_numbers(finished / "results").to_csv(GOLDEN / "numbers.csv", index=False)
 
 
 if __name__ == "__main__":
