@@ -41,7 +41,7 @@ def test_it_works_on_a_bare_machine_and_keeps_the_token_to_itself(tmp_path: Path
     assert run.code == 0, run.output
     said = re.findall(r"^(mini|paper): (.+)$", run.output, re.MULTILINE)
     of_paper = [line for study, line in said if study == "paper"]
-    assert of_paper[0].startswith(GPU) and of_paper[-2].startswith("offline, and the assets folder lacks: ")
+    assert of_paper[0].startswith(GPU) and of_paper[-2].startswith("offline, and the cache of the hub lacks: ")
     assert of_paper[-1].endswith("jobs that train or decode, no rate measured here yet")
     assert (tmp_path / "logs" / "doctor.log").read_text().count("paper: ") == len(of_paper)
     assert not (tmp_path / "results").exists()
