@@ -33,13 +33,13 @@ TITLES = {
     for name, title in METHOD_TITLES.items()
 }
 OF_TOPK = (
-    "topk", "topk_phi", "topk_phi_nosub", "topk_phi_moments", "topk_moments", "topk_moments_8", "topk_moments_shared",
+    "topk", "topk_phi", "topk_phi_nosub", "topk_moments", "topk_moments_8", "topk_moments_shared",
     "topk_centroids",
 )  # fmt: skip
 """Methods that read the same tokens."""
 BYTES_OF = (
     "full", "topk", "topk_moments", "scan4", "scan4_moments", "scan4_regression_64", "scan3_regression_32",
-    "group4_regression_64", "pages_centroids", "clusters_sums", "clusters_moments",
+    "group4_regression_64", "clusters_sums",
 )  # fmt: skip
 MODELS = {"Llama-3.2-1B": (16, 8, 64, 4), "Llama-3.2-3B": (28, 8, 128, 3), "Llama-3.1-8B": (32, 8, 128, 4)}
 """Layers, KV heads, width of a head, and query heads of a KV head."""
@@ -322,7 +322,7 @@ def front_kl(folder: Path) -> str:
 def selectors(folder: Path) -> str:
     """Attention errors over TopK's at 2k, by what is read, on the mean of all texts."""
     rows = read(folder, f"residual_errors_{BACKBONE}_2k.csv")
-    rows = rows[~rows.method.isin(["topk_phi", "topk_phi_nosub", "topk_phi_moments"])]
+    rows = rows[~rows.method.isin(["topk_phi", "topk_phi_nosub"])]
     numbers = rows.assign(**{name: pd.to_numeric(rows[name]) for name in ("step_share", "error", "recall")})
     means = numbers.groupby(["method", "budget_percent"], sort=False)[["step_share", "error", "recall"]].mean()
     lines = []

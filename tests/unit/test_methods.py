@@ -16,6 +16,8 @@ from residual_mass.core.parts import blocks, clusters
 from residual_mass.methods import (
     METHODS,
     Centroids,
+    FirstOrder,
+    Gaussian,
     GroupMoments,
     ImportanceSample,
     Method,
@@ -28,7 +30,16 @@ from residual_mass.methods import (
     state_bytes,
 )
 
-OWN = [one for one in METHODS if one.own is not None]
+COMPOSED = (
+    Method("phi_direction", residual=PhiDirection()),
+    Method("moments_of_blocks", residual=Moments(4, "blocks")),
+    Method("moments_of_the_rest", residual=Moments(takes_out=True)),
+    Method("moments_bf16", residual=Moments(dtype="bfloat16")),
+    Method("first_order", residual=FirstOrder()),
+    Method("gaussian", residual=Gaussian()),
+    Method("uniform_sample", residual=UniformSample(32)),
+)
+OWN = [*(one for one in METHODS if one.own is not None), *COMPOSED]
 
 
 def queries_of(rows: int, seed: int = 1) -> Tensor:
@@ -239,7 +250,7 @@ def test_identities_tell_methods_apart_and_leave_the_papers_alone() -> None:
     identities = [str(one.identity) for one in METHODS]
     assert len(set(identities)) == len(METHODS)
     assert method_named("topk_moments_8").identity["residual"]["parts"] == 8
-    scan = method_named("group4").identity["selector"]["scan"]
+    scan = method_named("group4_regression_64").identity["selector"]["scan"]
     assert scan == {"name": "QuantisedScan", "recipe": 1, "bits": 4, "block": 64}
     assert Method("topk_moments_8", residual=Moments(9)).identity != method_named("topk_moments_8").identity
 

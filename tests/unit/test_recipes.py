@@ -12,13 +12,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 from tests.unit.definitions import PACKAGE, Package
 
+from residual_mass import methods
 from residual_mass.cli import STAGES
-from residual_mass.methods import METHODS, Moments, TopK
+from residual_mass.methods import Method, Moments, TopK
 from residual_mass.recipes import RECIPES
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -56,7 +58,7 @@ def _without_docstrings(tree: ast.stmt) -> ast.stmt:
 
 def current(source: Path = SOURCE) -> dict[str, dict[str, int | str]]:
     package = Package(source)
-    parts = {type(part) for one in METHODS for part in (one.selector, one.residual) if part is not None}
+    parts = {one for one in map(methods.__dict__.get, methods.__all__) if is_dataclass(one) and one is not Method}
     code = {stage: (RECIPES[stage], stage_code(package, stage)) for stage in RECIPES}
     for part in sorted(parts, key=lambda one: one.__name__):  # the paper's parts change with the stages
         code[part.__name__] = getattr(part, "recipe", RECIPES["generate"]), part_code(package, part)

@@ -224,8 +224,8 @@ def test_pages_are_read_whole_in_the_order_of_their_bounds() -> None:
 
 SELECTORS = [
     *dict.fromkeys(one.selector for one in METHODS if one.selector and not isinstance(one.selector, CacheOnly)),
-    Rotated(QuantisedScan(4)),
-    Pages(200), PagesByMean(200), WholeClusters(200), QuantisedScan(4, block=200),  # one page for all
+    Rotated(QuantisedScan(4)), QuantisedScan(8), Reranked(QuantisedScan(2), 16), PerGroup(QuantisedScan(2)),
+    PagesByMean(), Pages(200), PagesByMean(200), WholeClusters(200), QuantisedScan(4, block=200),  # one page for all
 ]  # fmt: skip
 
 

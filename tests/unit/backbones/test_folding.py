@@ -11,22 +11,36 @@ from residual_mass.backbones.loading import Backbone
 from residual_mass.backbones.partial import PartialSession, partial_kv
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import partition
-from residual_mass.methods import METHODS
+from residual_mass.methods import (
+    METHODS,
+    GroupMoments,
+    Method,
+    Moments,
+    PagesByMean,
+    QuantisedScan,
+    ScanRegression,
+    UniformSample,
+)
 
 ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 40, 8
 IN_ORDER = (
-    "topk_moments_4b", "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance",
-    "scan4_moments_shared", "pages_centroids", "pages_importance", "scan4_regression_64", "scan3_regression_32",
-    "scan2_regression_64", "rerank2_regression_64", "group4_regression_64", "group2_regression_64",
-    "channels_regression_64", "mean_pages_centroids", "mean_pages_moments", "clusters_moments",
+    "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance", "scan4_regression_64",
+    "scan3_regression_32", "group4_regression_64", "channels_regression_64", "moments_of_blocks", "moments_of_pages",
 )  # fmt: skip
 """Their parts depend on the order in which tokens came."""
-OWN = [one.name for one in METHODS if one.own is not None and not one.needs_maps]
+COMPOSED = (
+    Method("moments_bf16", residual=Moments(dtype="bfloat16")),
+    Method("moments_of_blocks", residual=Moments(4, "blocks")),
+    Method("uniform_sample", residual=UniformSample(32)),
+    Method("regression", QuantisedScan(4), ScanRegression()),
+    Method("moments_of_pages", PagesByMean(), GroupMoments()),
+)
+OWN = [*(one for one in METHODS if one.own is not None), *COMPOSED]
 
 
 def generated(
-    backbone: Backbone, fold: int | None, method: str = "topk", budget: float = 0.3, cache: Cache | None = None
+    backbone: Backbone, fold: int | None, method: str | Method = "topk", budget: float = 0.3, cache: Cache | None = None
 ) -> tuple[PartialSession, Tensor]:
     """The session and the tokens of a left-padded batch: rows of 60 and of 41 tokens."""
     generator = torch.Generator().manual_seed(3)
@@ -52,8 +66,8 @@ def test_reading_everything_is_full_attention_however_much_is_folded(tiny_backbo
         assert torch.equal(generated(tiny_backbone, fold, "topk", 1.0)[1], full)
 
 
-@pytest.mark.parametrize("method", OWN)
-def test_states_are_those_of_prompt_and_folded_tokens(method: str, tiny_backbone: Backbone) -> None:
+@pytest.mark.parametrize("method", OWN, ids=lambda one: one.name)
+def test_states_are_those_of_prompt_and_folded_tokens(method: Method, tiny_backbone: Backbone) -> None:
     """Older tokens and the anchors that they push on are in the mid-region; where a state depends on the order in which
     tokens came, it has as many of them.
     """
@@ -70,10 +84,10 @@ def test_states_are_those_of_prompt_and_folded_tokens(method: str, tiny_backbone
     ((residual, state),) = layer.states.items()
     keys, values = (x[:, :, :length] for x in (cache.layers[1].keys, cache.layers[1].values))
     at_once = residual.prepare(keys, values, mid[:, None])
-    if method in IN_ORDER:
+    if method.name in IN_ORDER:
         assert torch.equal(state.count.sum(-1), mid.sum(-1, keepdim=True).expand(2, 2).float())
         return
-    loose = 2e-2 if "bf16" in method or "regression" in method else 1e-4
+    loose = 2e-2 if method.name in ("moments_bf16", "regression") else 1e-4
     for ours, theirs in zip(state, at_once, strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=loose, atol=loose)
 

@@ -29,9 +29,9 @@ def phi(tiny_backbone: Backbone) -> PhiMaps:
 
 
 def test_methods_with_truncated_moments_and_scans_of_4_bits_are_among_them() -> None:
-    assert {"topk_phi", "topk_moments", "topk_moments_4b", "topk_moments_8"} < set(METHODS)
-    assert {"scan4", "scan4_moments", "scan4_moments_shared"} < set(METHODS)
-    assert not {"scan2_moments", "pages", "topk_centroids"} & set(METHODS)
+    assert {"topk_phi", "topk_moments", "topk_moments_8"} < set(METHODS)
+    assert {"scan4", "scan4_moments"} < set(METHODS)
+    assert not {"scan3_regression_32", "pages", "topk_centroids"} & set(METHODS)
 
 
 def prompt_of(length: int) -> Tensor:
@@ -100,7 +100,7 @@ def test_end_tokens_of_the_call_are_those_of_generate(place: int, tiny_backbone:
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not above 0"),
         ({"phi": None}, r"method topk_phi needs phi maps: pass phi=PhiMaps.load\(...\)"),
         ({"method": "magic"}, "magic"),
-        ({"method": "topk_gaussian"}, "method topk_gaussian has no fast decode step; use partial_kv"),
+        ({"method": "topk_centroids"}, "method topk_centroids has no fast decode step; use partial_kv"),
         ({"budget": 1.5}, "budget=1.5 is not a share"),
     ],
 )

@@ -127,11 +127,10 @@ def test_errors_are_those_of_every_row_by_itself(
         assert found == pytest.approx(gap, abs=2e-3) if math.isfinite(gap) else not math.isfinite(found)
 
 
-@pytest.mark.parametrize("method", [name for name in names()[1:] if name != "rerank2_regression_64"])
+@pytest.mark.parametrize("method", names()[1:])
 def test_terms_are_those_of_the_engine(
     method: str, read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor], maps: PhiMaps
 ) -> None:
-    """All but the re-ranked scan: two bits of 8 channels give tokens equal scores, of which it may keep any."""
     queries, keys, values = (x[None] for x in tokens)
     query_map, key_map = maps.folded()[0]
     layer = build_prefix(keys, values, torch.ones(1, LENGTH, dtype=torch.bool), ANCHORS)

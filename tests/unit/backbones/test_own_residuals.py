@@ -112,7 +112,7 @@ def test_the_papers_methods_come_first() -> None:
     assert tuple(one.name for one in METHODS)[: len(OF_THE_PAPER)] == OF_THE_PAPER
 
 
-OWN = [one.name for one in METHODS if one.name not in OF_THE_PAPER and not one.needs_maps]
+OWN = [one.name for one in METHODS if one.name not in OF_THE_PAPER]
 
 
 def test_every_method_without_maps_is_the_same_in_any_company(

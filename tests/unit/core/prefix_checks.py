@@ -26,7 +26,7 @@ from residual_mass.methods.arms import ArmSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAPERS = ["topk", "topk_phi", "topk_phi_nosub"]
-MOMENTS = ["topk_moments", "topk_moments_4b", "topk_moments_shared"]
+MOMENTS = ["topk_moments", "topk_moments_8", "topk_moments_shared"]
 ANCHORS = AnchorSpec(2, 3)
 
 

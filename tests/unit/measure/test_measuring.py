@@ -34,7 +34,7 @@ from residual_mass.measure.inputs import Text, find_model, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
 
-METHODS = ("topk", "topk_moments", "scan4_regression")
+METHODS = ("topk", "topk_moments", "scan4_regression_64")
 ARMS = (ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS for budget in (10.0, 20.0)))
 
 

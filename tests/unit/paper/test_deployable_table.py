@@ -56,7 +56,7 @@ def distances(**facts: Any) -> list[Row]:
             distance_row(method, budget, value=0, state="dense") | facts,
             distance_row(method, budget, value=0, text="ruler", continuation="gold") | facts,
         ]
-    return [*rows, distance_row("topk_phi", 2, value=0, maps="512"), distance_row("topk_gaussian", 2, value=0)]
+    return [*rows, distance_row("topk_phi", 2, value=0, maps="512"), distance_row("topk_centroids", 2, value=0)]
 
 
 def files(folder: Path, **facts: Any) -> list[Path]:

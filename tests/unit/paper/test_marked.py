@@ -59,7 +59,7 @@ def test_other_latex_is_refused_in_one_line(text: str) -> None:
     [
         ("topk", "Top-$K$", ""),
         ("topk_phi_nosub", "Top-$K$", r"$\phi$ (NoSub)"),
-        ("scan4_moments_shared", "4-bit scan", "moments, 64 clusters"),
+        ("topk_moments_shared", "Top-$K$", "moments, 64 clusters"),
         ("mine_own", "mine_own", ""),
     ],
 )

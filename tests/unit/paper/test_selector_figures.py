@@ -28,11 +28,11 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 RECALL = FigureSpec(label="selection_recall", title="Costs $5 & more_", texts=("wiki", "books"))
 BYTES = FigureSpec(label="fidelity_by_bytes", title="Costs $5 & more_", texts=("wiki", "books"))
-METHODS = names()[1 : names().index("scan8")]
+METHODS = [name for name in names()[1:] if name.startswith(("topk", "scan", "pages"))]
 BUDGETS, LENGTHS = (16, 0.5, 2), ("512", "2k")
-MEASURED = ("topk", "topk_phi", "scan4_moments", "pages_centroids")
+MEASURED = ("topk", "topk_phi", "scan4_moments", "pages")
 """Methods whose next tokens are measured as well."""
-SELECTORS = {"scan4": "4-bit scan", "scan2_moments": "2-bit scan", "pages": "Pages"}
+SELECTORS = {"scan4": "4-bit scan", "scan3_regression_32": "3-bit scan", "pages": "Pages"}
 """The first method of each selector but the exact one, and its title."""
 DECODED = [one for one in KNOWN if not one.whole_prefix]
 
@@ -90,7 +90,7 @@ def test_each_selector_has_a_line_of_what_it_misses(files: list[Path]) -> None:
     assert len(figure.axes) == 4
     for axis, (length, corpus) in zip(figure.axes, product(LENGTHS, ("wiki", "books")), strict=True):
         assert len(axis.lines) == len(SELECTORS)
-        for line, method in zip(axis.lines, ("scan4", "scan2_moments", "pages"), strict=True):
+        for line, method in zip(axis.lines, ("scan4", "scan3_regression_32", "pages"), strict=True):
             expected = [(budget, missed(length, corpus, method, budget)) for budget in (2, 16)]
             np.testing.assert_allclose(line.get_xydata(), expected, err_msg=f"{length} {corpus} {method}")
         assert axis.get_title() == f"{ {'wiki': 'Wikipedia', 'books': 'Books'}[corpus] }, {length}: 4 packs"

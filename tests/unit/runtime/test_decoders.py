@@ -76,7 +76,7 @@ def test_both_decode_what_the_engine_decodes(
 
 
 @pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
-@pytest.mark.parametrize("method", ["topk_moments", "topk_moments_4b", "topk_moments_8", "scan4_moments"])
+@pytest.mark.parametrize("method", ["topk_moments", "topk_moments_8", "scan4_moments"])
 def test_moments_are_decoded_without_maps(
     method: str, budget: float, tiny_backbone: Backbone, prompts: list[list[int]]
 ) -> None:

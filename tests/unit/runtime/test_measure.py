@@ -180,8 +180,8 @@ def test_bytes_of_the_tiny_backbone_counted_by_hand(tiny_backbone: Backbone) -> 
     moments = traffic_of(tiny_backbone, "fused", "topk_moments")
     assert moments["state"] == 2 * 3 * 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4
     assert moments["total"] - topk["total"] == moments["state"]
-    blocks = traffic_of(tiny_backbone, "fused", "topk_moments_4b")
-    assert blocks["state"] == 4 * moments["state"]
+    clusters = traffic_of(tiny_backbone, "fused", "topk_moments_8")
+    assert clusters["state"] == 8 * moments["state"]
     scan = traffic_of(tiny_backbone, "fused", "scan4_moments")
     codes = 2 * 3 * 2 * 1000 * 16 * (64 // 2 + 2 * 2) // 64  # half a byte each, and two scales of two bytes a block
     assert scan["keys"] == codes + topk["values"]
