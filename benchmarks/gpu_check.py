@@ -55,7 +55,7 @@ METHOD_TITLES = {
     "topk_moments": "TopK+moments", "scan4_moments": "4-bit scan+moments",
 }  # fmt: skip
 
-STEPS = ("steps", "compiled", "prototype")
+STEPS = ("steps", "prototype")
 """Groups of parts that measure decode steps."""
 
 Row = dict[str, str]
@@ -145,8 +145,6 @@ def plan(device: str) -> list[Part]:
         where = ("--shape", shape, "--contexts", contexts[0], "--dtype", dtype)
         parts.append(part(device, f"agreement-{dtype}", f"Whole steps agree, {shape} in {dtype}", 60, *where))
     parts.append(steps(shape, 180))
-    title = f"Steps, {shape}, the model's own operations compiled"
-    parts.append(part(device, f"compiled-{shape}", title, 100, "--shape", shape, *longest, *many, "--compiled"))
     parts.append(part(device, "tests", "Tests that need a GPU", 150))
     parts.append(part(device, f"evaluation-{shape}", f"An evaluation, {shape}", 60, "--shape", shape, *longest))
     short = "8k" if on_gpu else contexts[0]
@@ -295,7 +293,7 @@ def snapshot(device: str, facts: str, outcomes: Sequence[Outcome]) -> Iterator[s
 
 def aims(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """What was aimed at, beside what was measured; one line each."""
-    yield from step_aims(rows_of(outcomes, "steps", "compiled"))
+    yield from step_aims(rows_of(outcomes, "steps"))
     hours = {row["backbone"]: row for row in rows_of(outcomes, "evaluation")}
     for backbone, most in RULER_AIM.items():
         what = f"{backbone}, all arms of RULER at {LONGEST}: at most {most:g} GPU-hours"

@@ -99,7 +99,6 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--prototype", action="store_true", help="steps of the prototype in place of ours")
-    parser.add_argument("--compiled", action="store_true", help="steps of ours with a compiled model")
     parser.add_argument("--compare", action="store_true", help="training beside a straightforward implementation")
     parser.add_argument("--rows", type=Path, required=True)
     options = parser.parse_args()
@@ -318,7 +317,7 @@ def steps(options: argparse.Namespace) -> Iterator[str]:
     rows: list[dict[str, object]] = []
     yield "| context | batch | method | step ms | end to end ms | recording ms | peak GiB | attention kernels, ms |"
     yield "|---|---|---|---|---|---|---|---|"
-    side: Implementation = "prototype" if options.prototype else "compiled" if options.compiled else "fused"
+    side: Implementation = "prototype" if options.prototype else "fused"
     for row in measure(spec, backbone.model, (side,)):
         rows.append(facts | row)
         write_text(options.rows, csv_text(RUNTIME, rows))

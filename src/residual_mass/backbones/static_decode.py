@@ -10,8 +10,8 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +81,6 @@ class StaticDecoder:
         k: retrieved tokens per query head; unused by `full`.
         phi: required by methods with feature maps.
         steps: tokens after the first, at most the room of the buffers.
-        compiled: whether torch compiles what the model computes between attentions, at the first run; logits then
-            round otherwise. Needs a C++ compiler, on a GPU for Triton.
 
     Raises:
         ValueError: the method is not known or has no fast step; maps are missing or of another shape.
@@ -98,9 +96,7 @@ class StaticDecoder:
         anchors: AnchorSpec,
         phi: PhiMaps | None,
         steps: int,
-        compiled: bool = False,
     ) -> None:
-        self.compiled = compiled
         self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
         self.query_maps: list[Map] | None = None
@@ -172,7 +168,7 @@ class StaticDecoder:
         if self.device.type != "cuda" or self.graphs:
             return
         steps = range(1 if self.sizes_on_device else self.steps)
-        with self._hooked():
+        with attention_hook(self.model, self):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -196,7 +192,7 @@ class StaticDecoder:
         """
         self._begin(first)
         ended, end_tokens = torch.zeros_like(first, dtype=torch.bool), first.new_tensor(list(ends))
-        with nullcontext() if self.graphs else self._hooked():
+        with nullcontext() if self.graphs else attention_hook(self.model, self):
             for step in range(self.steps):
                 if self.graphs:
                     self.graphs[step % len(self.graphs)].replay()
@@ -207,19 +203,6 @@ class StaticDecoder:
                     if ended.all():
                         return self.tokens[:, : step + 1]
         return self.tokens
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """Routes the model's attention here, and compiles the rest of its layers if asked to."""
-        layers = self.model.get_decoder().layers if self.compiled else []
-        with attention_hook(self.model, self):
-            for layer in layers:
-                layer.compile(dynamic=False)  # all share the compiled code of the first
-            try:
-                yield
-            finally:
-                for layer in layers:
-                    layer._compiled_call_impl = None
 
     def _begin(self, first: Tensor) -> None:
         self.token.copy_(first.unsqueeze(1))

@@ -280,9 +280,8 @@ def _timed_decoding(
         if setting.implementation == "prototype":
             decoder = PrototypeDecoder(model, _together(copies), setting.method, setting.k, spec.anchors, phi, STEPS)
         else:
-            compiled = setting.implementation == "compiled"
             caches = fill_buffers(copies, STEPS)
-            decoder = StaticDecoder(model, caches, setting.method, setting.k, spec.anchors, phi, STEPS, compiled)
+            decoder = StaticDecoder(model, caches, setting.method, setting.k, spec.anchors, phi, STEPS)
         build = _now(device) - started
     assert decoder is not None
     if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run

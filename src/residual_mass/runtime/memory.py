@@ -13,7 +13,7 @@ from residual_mass.core.settings import MapSpec
 from residual_mass.methods import method_named
 from residual_mass.runtime.traffic import FLOAT32, Implementation, prompt_bytes
 
-INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2, "compiled": 2}
+INNER: dict[Implementation, int] = {"prototype": 5, "fused": 2}
 """Activations of a map's inner width in memory at once: layer by layer (prototype) and folded (fused)."""
 
 

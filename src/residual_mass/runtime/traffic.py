@@ -17,8 +17,7 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, Step, method_named
 from residual_mass.methods.step_bytes import StepBytes, step_bytes
 
-Implementation = Literal["prototype", "fused", "compiled"]
-"""`compiled` is `fused` with the model's own operations compiled by torch."""
+Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4
 COPIES = 4
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY
-from tests.needs import COMPILER, GPU, needs
+from tests.needs import GPU, needs
 
 from residual_mass.backbones.engine import SharedPrefillEngine
 from residual_mass.backbones.loading import Backbone, load_backbone
@@ -153,27 +153,3 @@ def test_graphs_replay_what_runs_without_them(
     prototype = PrototypeDecoder(backbone.model, fresh(read), *arguments)
     prototype.prepare()
     assert torch.equal(prototype.run(read.next_token), plain.run(read.next_token))
-
-
-@pytest.mark.slow  # compiling takes some seconds
-@needs(COMPILER)
-@pytest.mark.parametrize("method", ["full", "topk_moments"])
-def test_a_compiled_model_decodes_the_same(method: str, tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
-    model = tiny_backbone.model
-    reads = [prefill(model, [prompt]) for prompt in prompts]
-    first = torch.cat([read.next_token for read in reads])
-
-    def decoder(compiled: bool) -> StaticDecoder:
-        caches = fill_buffers([fresh(read) for read in reads], STEPS)
-        return StaticDecoder(model, caches, method, 20, ANCHORS, None, STEPS, compiled)
-
-    plain, ours = decoder(False), decoder(True)
-    expected = plain.run(first).clone()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    assert torch.equal(ours.run(first), expected)
-    torch.testing.assert_close(ours.logits, plain.logits, rtol=0, atol=1e-4)
-    frames = torch._dynamo.utils.counters["frames"]["ok"]
-    assert 0 < frames < 3 * len(model.model.layers), "layers share what is compiled: five frames, of attention and MLP"
-    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
-    assert model(torch.tensor(prompts[:1])).logits.isfinite().all()
