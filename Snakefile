@@ -31,7 +31,6 @@ if set(SOURCE) & set(":{}\n"):
 
 from residual_mass.paper import published as of_the_paper
 from residual_mass.study import paths, start
-from residual_mass.study.dag import page_sources
 from residual_mass.study.plan import load
 from residual_mass.study.resources import JobSize, launcher
 from residual_mass.texts.assets import PINS, read_pins

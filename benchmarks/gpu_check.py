@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from residual_mass.files import csv_text, write_text
-from residual_mass.paper.readers.runtime_file import Latency
 
 PARTS = Path(__file__).with_name("gpu_parts.py")
 ROOT = Path(__file__).parents[1]
@@ -337,7 +336,7 @@ def step_aims(rows: Sequence[Row]) -> Iterator[str]:
 
 def _beside(row: Row, full: Row | None, most: float) -> tuple[str, bool]:
     """Where Full does not even fit, there is nothing to be slower than."""
-    if full is None or not Latency(full).measured:
+    if full is None or full["not_measured"]:
         return f"{_step(row)}, Full not measured", full is not None
     step, other = float(row["per_step_ms"]), float(full["per_step_ms"])
     ratio = step / other
@@ -352,7 +351,7 @@ def _fastest(row: Row) -> str:
 
 
 def _aim(what: str, row: Row | None, judged: Callable[[Row], tuple[str, bool]]) -> str:
-    if row is None or not Latency(row).measured:
+    if row is None or row["not_measured"]:
         return f"* {what}: not measured" + (f" ({row['not_measured']})" if row else "")
     measured, met = judged(row)
     return f"* {what}: {measured}, {'met' if met else 'missed'}"
@@ -364,7 +363,7 @@ def floors(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         head = [*_place(row)[:3], row["implementation"], METHOD_TITLES[row["method"]] + _fastest(row)]
-        if Latency(row).measured:
+        if not row["not_measured"]:
             cells = [_step(row).removesuffix(" ms"), row["floor_ms"], f"{_over_floor(row):.2f}"]
         else:
             cells = [row["not_measured"], row["floor_ms"], "--"]
@@ -381,7 +380,8 @@ def _step(row: Row) -> str:
 
 
 def _over_floor(row: Row) -> float:
-    return float(row["per_step_ms"]) / Latency(row).floor
+    floor = int(row["step_bytes"]) / float(row["bandwidth_gb_s"]) / 1e6  # not rounded, as in the file
+    return float(row["per_step_ms"]) / floor
 
 
 if __name__ == "__main__":

@@ -182,10 +182,6 @@ STAGES = {
         specs.ScoreSpec,
     ),
     "join": Stage("benchmarks.scoring", "join result CSVs", "results+", "out", function="join"),
-    "score-claims": Stage(
-        "paper.score_claims", "check the paper's statements about scores, on scores and on right answers' likelihood",
-        "results+ mismatch? fidelity*", "out", specs.ScoreClaimsSpec,
-    ),
     "capture": Stage(
         "diagnostics.capture", "measure attention rows on held-out text", "assets phi prompts?", "heads mass",
         specs.CaptureSpec, True,
@@ -207,28 +203,28 @@ STAGES = {
         specs.RuntimeSpec, True,
     ),
     "table": Stage(
-        "paper.tables.render", "render a table from results", "results+ template", "out cells data", specs.TableSpec
+        "paper.document", "render a table from results", "results+ template", "out cells", specs.TableSpec
     ),
     "comparison": Stage(
-        "paper.comparison.by_cell", "compare a study's tables with the paper's values", "tables+", "out picture",
+        "paper.comparison", "compare a study's tables with the paper's values", "tables+", "out picture",
         specs.ComparisonSpec,
     ),
     "numbers": Stage(
-        "paper.numbers", "make LaTeX macros of the numbers in a study's tables", "tables+ template", "out",
-        specs.NumbersSpec,
+        "paper.document", "make LaTeX macros of the numbers in a study's tables", "tables+ template", "out",
+        specs.NumbersSpec, function="run_numbers",
     ),
     "figure": Stage("paper.figures.render", "draw a figure", "data+", "pdf png", specs.FigureSpec),
     "document": Stage(
         "paper.document", "put all tables and figures of a study into a LaTeX document",
-        "tables* figures* numbers? template", "out", specs.DocumentSpec,
+        "tables* figures* numbers? template", "out", specs.DocumentSpec, function="run_document",
     ),
     "pdf": Stage("paper.typesetting", "compile a LaTeX document", "document", "out"),
     "report": Stage(
-        "paper.report.page", "put all results of a study on one page for a browser",
-        "tables* figures* comparison? picture? claims* sources* deviations template", "out", specs.ReportSpec,
+        "paper.page", "put all results of a study on one page for a browser",
+        "tables* figures* comparison? template", "out", specs.ReportSpec,
     ),
     "published": Stage(
-        "paper.tables.render", "render a table with the paper's own values", "template", "out", function="run_published"
+        "paper.document", "render a table with the paper's own values", "template", "out", function="run_published"
     ),
     "estimate": Stage("estimate", "say what the jobs of a study will cost, from rates measured here", "jobs results"),
     "doctor": Stage(

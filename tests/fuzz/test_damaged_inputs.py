@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 from damage import CERTAIN, CUT, FLIPPED, Damage, damaged
 from finished import Job, finished_study, job_of
-from sample_report import sample_study
+from samples import made, study_rows, written
 
 from residual_mass import cli
 from residual_mass.benchmarks import babilong
@@ -25,7 +25,7 @@ from residual_mass.provenance import beside
 
 KINDS = (
     "train", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
-    "score", "score-claims", "join", "capture wiki", "kernels", "findings",
+    "score", "join", "capture wiki", "kernels", "findings",
     "residual-errors", "runtime",
     "comparison", "numbers", "document", "report",
     "table ruler_sweep", "table exact_accounting", "table phi_param_count", "table training_cost_64k",
@@ -124,7 +124,7 @@ def chosen(job: Job) -> list[Path]:
 
 def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path) -> None:
     """One stage without the study, for the quick suite."""
-    table = sample_study(tmp_path).table("ruler_sweep")
+    table = written(tmp_path, made("ruler_sweep", *study_rows()))
     with contextlib.chdir(tmp_path):
         flags = ["--tables", table.name, "--out", "out/comparison.csv", "--picture", "out/picture.csv"]
         job = job_of(["comparison", "--spec", '{"study": "paper", "settings": {}}', *flags])

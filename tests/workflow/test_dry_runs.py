@@ -11,12 +11,10 @@ import pytest
 import yaml
 from runs import ROOT, Run, dry_run, made, snakemake
 
-from residual_mass.benchmarks.decoding import decoding_settings
 from residual_mass.cli import _parser
 from residual_mass.core.settings import MapsSpec, to_json, tokens_of
-from residual_mass.paper.comparison.by_cell import COMPARED
-from residual_mass.paper.published.protocol import DECODING, PROTOCOL, text_of
-from residual_mass.study.labels import FIDELITY_TABLES, RESIDUAL_TABLE
+from residual_mass.paper.comparison import COMPARED
+from residual_mass.paper.tables import TABLES
 from residual_mass.study.sections.evaluation import Resampling
 from residual_mass.study.specs import (
     CaptureSpec,
@@ -76,7 +74,7 @@ def told(run: Run, stage: str) -> list[dict[str, list[str]]]:
 MINI = {
     "assets": 1, "prompts": 4, "train": 3, "train_variants": 1, "generate": 6, "score": 4, "score_comparison": 3,
     "mismatch": 1, "ablation": 2, "capture": 4, "kernels": 2, "findings": 1,
-    "residual_errors": 2, "force": 2, "fidelity": 2, "score_claims": 1, "runtime": 1, "table": 13, "comparison": 1,
+    "residual_errors": 2, "force": 2, "fidelity": 2, "runtime": 1, "table": 13, "comparison": 1,
     "numbers": 1, "figure": 14, "document": 1, "report": 1,
 }  # fmt: skip
 GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
@@ -84,7 +82,7 @@ GENERATE_1B = 4 * (13 + 5) + 4 + 3 * 13 + 13 + 5
 PAPER = {
     "assets": 1, "prompts": 9, "train": 5, "train_variants": 1, "generate": GENERATE_1B + 4 * (13 + 5) + 4, "score": 18,
     "score_comparison": 3 + 4, "mismatch": 1, "ablation": 2, "capture": 4 + 1, "kernels": 2,
-    "findings": 1, "residual_errors": 2, "force": 8, "fidelity": 8, "score_claims": 2, "runtime": 2,
+    "findings": 1, "residual_errors": 2, "force": 8, "fidelity": 8, "runtime": 2,
     "table": 15, "comparison": 1, "numbers": 1, "figure": 15, "document": 1, "report": 1,
 }  # fmt: skip
 
@@ -344,11 +342,7 @@ def test_costs_are_those_of_the_main_maps_and_of_one_backbone_each(studies: dict
     for study, main, backbones in (("mini", "2k", ["smol"]), ("paper", "64k", ["1b", "3b"])):
         protocol = yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())
         given = {Path(each["out"][0]).stem: each for each in told(studies[study], "table")}
-        assert sorted(given["training_cost_64k"]["results"]) == sorted(
-            path
-            for name in backbones
-            for path in (f"results/phi/{name}_{main}.safetensors", f"results/training_{name}_{main}.csv")
-        )
+        assert given["training_cost_64k"]["results"] == [f"results/training_{name}_{main}.csv" for name in backbones]
         told_to = parse_spec(TableSpec, given["training_cost_64k"]["spec"][0])
         assert (list(told_to.backbones), told_to.budgets, told_to.benchmarks) == (backbones, (), ())
         for name in backbones:
@@ -376,7 +370,8 @@ def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
     assert run.jobs == {"published_table": 12, "published": 1, "total": 13}, run.output
     given = {each["label"][0]: each for each in told(run, "published")}
     tables = yaml.safe_load((ROOT / "config" / "studies" / "paper.yaml").read_text())["tables"]
-    assert set(given) == set(tables) - {*FIDELITY_TABLES, RESIDUAL_TABLE}
+    own = {label for label, table in TABLES.items() if table.of in ("fidelity", "answers", "residuals")}
+    assert set(given) == set(tables) - own
     for label, each in given.items():
         _parser().parse_args(["published", *(word for flag in each for word in (f"--{flag}", *each[flag]))])
         assert each["out"] == [f"paper_tables/published/{label}.tex"]
@@ -401,13 +396,11 @@ def test_a_comparison_reads_every_table_that_the_paper_has_cells_for(studies: di
 
 
 def test_the_paper_study_is_told_to_be_under_the_papers_protocol(studies: dict[str, Run]) -> None:
-    as_the_papers = {
-        study: [decoding_settings(spec.decoding) == DECODING[spec.benchmark] for spec in specs(run, "score", ScoreSpec)]
-        for study, run in studies.items()
-    }
-    assert all(as_the_papers["paper"]) and not any(as_the_papers["mini"])
     (paper,), (mini,) = (specs(studies[name], "comparison", ComparisonSpec) for name in ("paper", "mini"))
-    assert paper.settings == {key: text_of(value) for key, value in PROTOCOL.items()}
+    assert mini.paper == paper.paper == paper.settings != mini.settings
+    kept = {"phi.steps": "200000", "anchors.tail": "16", "phi.map.d_phi": "64", "backbones.1b.dtype": "bfloat16",
+            "truncate_to": "64k", "benchmarks.longbench.budget_length": "real", "phi.curriculum": "null"}  # fmt: skip
+    assert kept.items() <= paper.settings.items()
     other = {key for key in mini.settings if mini.settings[key] != paper.settings[key]}
     assert {"phi.steps", "phi.corpora", "phi.map.d_emb", "phi.schedule", "phi.objective.lambda_kl"} < other
     assert paper.settings.keys() - mini.settings.keys() == {"backbones.1b.dtype", "backbones.3b.dtype"}
@@ -424,46 +417,27 @@ def test_a_document_shows_all_tables_and_figures_of_a_study(studies: dict[str, R
         assert given["out"] == [f"paper_tables/{study}/main.tex"]
         (numbers,) = told(run, "numbers")
         assert numbers["out"] == given["numbers"] == [f"paper_tables/{study}/numbers.tex"]
-        assert sorted(numbers["tables"]) == sorted(each["data"][0] for each in told(run, "table"))
+        assert sorted(numbers["tables"]) == sorted(each["cells"][0] for each in told(run, "table"))
         (told_to,) = specs(run, "document", DocumentSpec)
         titles = {figure.label: figure.title for figure in specs(run, "figure", FigureSpec)}
         assert (told_to.study, told_to.figure_titles) == (study, titles)
         assert [backbone.study for backbone in told_to.backbones] == [study] * len(told_to.backbones)
 
 
-PAGE_SOURCES = (
-    ("prompts", "out"), ("train", "out"), ("train", "log-csv"), ("generate", "out"), ("score", "out"),
-    ("force", "out"), ("fidelity", "out"),
-    ("capture", "heads"), ("findings", "mass"), ("kernels", "out"),
-    ("residual-errors", "out"),
-    ("findings", "claims"), ("runtime", "out"),
-)  # fmt: skip
-"""Stages and their flags with files whose hashes a page names."""
-
-
 def test_a_page_shows_all_that_a_study_makes(studies: dict[str, Run]) -> None:
     for study, run in studies.items():
         (given,) = told(run, "report")
         (shown,) = told(run, "document")
-        assert given["tables"] == [path.replace(".tex", ".json") for path in shown["tables"]]
+        assert given["tables"] == [path.replace(".tex", ".csv") for path in shown["tables"]]
         figures = [path.replace(".pdf", ".png") for path in shown["figures"]]
         assert (given["figures"], given["out"]) == (figures, ["results/report.html"])
-        compared = told(run, "comparison") or [{"out": [], "picture": []}]
-        assert [given["comparison"], given["picture"]] == [compared[0]["out"], compared[0]["picture"]]
-        claims = [each["claims"][0] for each in told(run, "findings")]
-        assert given["claims"] == [*claims, *(each["out"][0] for each in told(run, "score-claims"))]
-        made = {path for stage, flag in PAGE_SOURCES for each in told(run, stage) for path in each[flag]}
-        joined = {path for path in made if path.startswith("results/compared/")}  # parts of result files
-        assert made - joined <= set(given["sources"]) and len(given["sources"]) == len(set(given["sources"]))
-        for variant in (
-            yaml.safe_load((ROOT / "config" / "config.yaml").read_text())["variants"] if compared[0]["out"] else ()
-        ):
-            assert any(path.endswith(f"-{variant}.safetensors") for path in given["sources"])
+        compared = told(run, "comparison") or [{"out": []}]
+        assert given["comparison"] == compared[0]["out"]
         (told_to,), (document,) = specs(run, "report", ReportSpec), specs(run, "document", DocumentSpec)
         assert (told_to.study, told_to.backbones) == (study, document.backbones)
         assert told_to.figure_titles == document.figure_titles
         kept = yaml.safe_load((ROOT / "config" / "studies" / f"{study}.yaml").read_text())
-        assert told_to.budgets == tuple(kept["budgets"]) and set(kept["lengths"]) <= set(told_to.lengths)
+        assert told_to.budgets == tuple(kept["budgets"]) and told_to.recommended == kept["methods"][-1]
 
 
 @pytest.mark.parametrize(("study", "jobs"), [("mini", MINI), ("paper", PAPER)])

@@ -12,11 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 from runs import ROOT, Run, dry_run, snakemake
 from tests.small_assets import MODEL_ID, REVISION, write_assets
-from tests.unit.paper.printed import printed_cells
+from tests.unit.paper.sample_residuals import distance_row
+from tests.unit.paper.sample_residuals import write_rows as write_fidelity
 from tests.unit.paper.sample_results import result_rows, sweep_arms, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
@@ -48,7 +50,7 @@ def examples(title: str) -> list[Example]:
 
 def test_the_page_has_examples_for_everything_it_lists() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert [len(examples(title)) for title in titles[:5]] == [1, 2, 3, 2, 3]
+    assert [len(examples(title)) for title in titles[:5]] == [1, 2, 3, 2, 4]
     assert sum(len(examples(title)) for title in titles) == PAGE.count("\n```") / 2
     assert "(docs/extending.md)" in (ROOT / "README.md").read_text()
 
@@ -209,19 +211,27 @@ def test_an_estimator_and_a_task(copy: Path) -> None:
 
 
 def test_a_table(copy: Path) -> None:
-    """Rendered by Snakemake out of results that are there."""
+    """Rendered by Snakemake out of results that are there, without a word in the study's file."""
     apply(copy, "A table")
     mini = yaml.safe_load((ROOT / "config" / "studies" / "mini.yaml").read_text())
-    assert plan(copy, "all").jobs["table"] == len(mini["tables"]) + 1
     tasks = tuple(task.name for task in BENCHMARKS["ruler"])
     own = [(method, budget, "") for method in mini["methods"] if method not in METHODS for budget in mini["budgets"]]
     (copy / "results").mkdir()
     for length, fitting in (("1k", tasks[:-1]), ("2k", tasks)):
         rows = result_rows({("ruler_vt", "topk", 4.0): 0.75}, [*sweep_arms(), *own], tasks=fitting, length=length)
         write_rows(copy / "results" / f"ruler_smol_{length}.csv", rows)
-    run = snakemake(copy, "--cores", "1", "paper_tables/mini/ruler_tasks.tex", snakefile=copy / "Snakefile")
-    assert run.code == 0 and "Finished jobid: 0 (Rule: table)" in run.output, run.output
-    cells = printed_cells((copy / "paper_tables/mini/ruler_tasks.tex").read_text())
-    assert len(cells) == len(tasks) * len(mini["methods"]) * 3
-    (column,) = {column for (task, _, column), cell in cells.items() if cell.text == "0.750" and task == "vt"}
-    assert column == 1
+        of_texts = [
+            (name, *text) for name in ("topk", "scan4") for text in (("wiki", 0.1), ("code", 0.3), ("books", 0.2))
+        ]
+        forced = [distance_row(name, 4, text=text, length=length, value=value) for name, text, value in of_texts]
+        write_fidelity(copy / "results", "fidelity", forced, length)
+    targets = ["paper_tables/mini/ruler_tasks.tex", "paper_tables/mini/median_kl.csv"]
+    run = snakemake(copy, "--cores", "1", *targets, snakefile=copy / "Snakefile")
+    assert run.code == 0, run.output
+    lines = (copy / "paper_tables/mini/ruler_tasks.tex").read_text().splitlines()
+    found = [line for line in lines if "0.750" in line]
+    assert len(found) == 1 and found[0].count(r"\textbf") == 3 and "Top-$K$" in found[0]
+    cells = pd.read_csv(copy / "paper_tables/mini/ruler_tasks.csv", dtype=str)
+    assert len(cells) == len(tasks) * (1 + 3 * (len(mini["methods"]) - 1))
+    medians = pd.read_csv(copy / "paper_tables/mini/median_kl.csv", dtype=str)
+    assert medians["text"].tolist() == ["0.200"] * 4 and medians["n"].tolist() == ["3"] * 4

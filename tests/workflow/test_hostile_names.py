@@ -114,7 +114,7 @@ def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: 
     given = run_recorded(checkout, tmp_path, "all", "--config", f"assets={assets}")
     stages = {words[1] for words in given}
     assert stages >= {
-        "assets", "prompts", "train", "generate", "force", "fidelity", "score", "score-claims", "join", "capture",
+        "assets", "prompts", "train", "generate", "force", "fidelity", "score", "join", "capture",
         "kernels", "findings", "residual-errors", "runtime", "table", "comparison", "numbers",
         "figure", "document", "report",
     }  # fmt: skip

@@ -5,7 +5,6 @@ Needs: the assets, frozen prompts, feature maps, the backbone.
 Makes: results/forced/{backbone}_{length}.parquet, results/fidelity_{backbone}_{length}.csv,
 results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
 results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv,
-results/score_claims_{backbone}.csv
 """
 
 
@@ -165,35 +164,3 @@ use rule mismatch as ablation with:
         "logs/join/ablation_{ablation}_{backbone}.tsv"
     message:
         "Ablation {wildcards.ablation} of {wildcards.backbone}"
-
-
-rule score_claims:
-    input:
-        results=plan.claimed_results,
-        mismatch=plan.claimed_mismatch,
-        fidelity=plan.claimed_fidelity,
-    output:
-        report(
-            paths.SCORE_CLAIMS,
-            caption="../report/claims.rst",
-            category="Claims",
-            labels={"backbone": "{backbone}"},
-        ),
-    log:
-        "logs/score_claims/{backbone}.log",
-    benchmark:
-        "logs/score_claims/{backbone}.tsv"
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
-    params:
-        spec=plan.score_claims_spec,
-    message:
-        "Claims about the scores of {wildcards.backbone}"
-    shell:
-        "python -m residual_mass score-claims --spec {params.spec:q} --results {input.results}"
-        " --mismatch {input.mismatch} --fidelity {input.fidelity} --out {output} > {log} 2>&1"

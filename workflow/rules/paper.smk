@@ -1,7 +1,7 @@
 """Tables and figures of the paper.
 
 Needs: result tables, diagnostics, training logs, feature maps.
-Makes: paper_tables/{study}/{label}.tex, .csv and .json, paper_tables/{study}/figures/{label}.pdf and .png,
+Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png,
 paper_tables/published/{label}.tex, paper_tables/{study}/comparison.csv and comparison_picture.csv,
 paper_tables/{study}/numbers.tex, paper_tables/{study}/main.tex and, where LaTeX is installed, main.pdf
 """
@@ -27,7 +27,6 @@ rule table:
             subcategory="{study}",
             labels={"table": "{label}", "file": "cells"},
         ),
-        data=paths.TABLE_DATA,
     log:
         "logs/table/{study}_{label}.log",
     benchmark:
@@ -46,7 +45,7 @@ rule table:
         "Table {wildcards.label} of study {wildcards.study}"
     shell:
         "python -m residual_mass table --spec {params.spec:q} --results {input.results}"
-        " --template {input.template:q} --out {output.tex} --cells {output.cells} --data {output.data} > {log} 2>&1"
+        " --template {input.template:q} --out {output.tex} --cells {output.cells} > {log} 2>&1"
 
 
 rule published_table:

@@ -1,20 +1,15 @@
 """All results of the study that config.yaml names on one page, complete in itself.
 
-Needs: its tables, figures, comparison and claims, and for their hashes what these were made of: prompts, feature maps,
-training logs, generated texts, results and captured files.
+Needs: its tables, figures and comparison.
 Makes: results/report.html
 """
 
 
 rule report:
     input:
-        tables=lambda _: plan.of_page(paths.TABLE_DATA),
+        tables=lambda _: plan.of_page(paths.CELLS),
         figures=lambda _: plan.page_figures(),
         comparison=lambda _: plan.of_page(paths.COMPARISON, compared=True),
-        picture=lambda _: plan.of_page(paths.PICTURE, compared=True),
-        claims=lambda _: plan.page_claims(),
-        sources=lambda _: page_sources(plan, workflow.rules),
-        deviations=plan.here("docs/deviations.md"),
         template=plan.here("paper_tables/templates/report.html.j2"),
     output:
         paths.REPORT,
@@ -35,6 +30,5 @@ rule report:
         "Page of the study"
     shell:
         "python -m residual_mass report --spec {params.spec:q} --tables {input.tables}"
-        " --figures {input.figures} --comparison {input.comparison} --picture {input.picture}"
-        " --claims {input.claims} --sources {input.sources} --deviations {input.deviations:q}"
+        " --figures {input.figures} --comparison {input.comparison}"
         " --template {input.template:q} --out {output} > {log} 2>&1"

@@ -1,94 +1,188 @@
-"""All tables and figures of a study in one LaTeX document."""
+"""LaTeX of a study: its tables, the numbers in them as macros, and a document with all tables and figures."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from residual_mass.files import write_text
-from residual_mass.paper.latex import Latex, render
-from residual_mass.paper.marked import Marked, marked
-from residual_mass.paper.tables.captions import model_warnings
+from residual_mass.paper import published
+from residual_mass.paper.cells import LEFT_OUT, key_columns, load, read_frame, to_csv
+from residual_mass.paper.figures import caption_of
+from residual_mass.paper.latex import Latex, escape, grids, render
+from residual_mass.paper.published import MODELS
+from residual_mass.paper.tables import find
 from residual_mass.provenance import Record
-from residual_mass.study.sections.figures import kind_of
-from residual_mass.study.specs import DocumentSpec
+from residual_mass.study.labels import PUBLISHED
+from residual_mass.study.specs import BackboneSpec, DocumentSpec, NumbersSpec, TableSpec
 
-CAPTIONS = {
-    "fidelity": Marked(
-        r"Distance of the next token from that of full attention, on continuations that every method is given: the "
-        r"Kullback-Leibler divergence, averaged over tokens and documents, against the budget. Corpora go on as they "
-        r"do; the prompts of benchmarks are continued by the right answer. Feature maps are those of the study, unless "
-        r"the legend names the length that they were trained at."
-    ),
-    "fidelity_tokens": Marked(
-        r"The distance from full attention token by token at one budget: the share of tokens at least so far off (a), "
-        r"and its mean over quarters of the tokens by their probability under full attention (b), over tokens of which "
-        r"the prompt has nothing, the token, or the bigram that it ends (c), and over places in the continuation (d). "
-        r"Intervals are over documents."
-    ),
-    "error_by_k": Marked(
-        r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by "
-        r"method and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more."
-    ),
-    "selection_recall": Marked(
-        r"Share of the attention mass of the $K$ tokens with the largest scores that a selector does not choose, "
-        r"averaged over heads and queries, against the budget; a panel for each length and text. Top-$K$ by exact "
-        r"scores misses nothing, and budgets for anchors alone have no $K$."
-    ),
-    "fidelity_by_bytes": Marked(
-        r"Distance from full attention against the bytes that a decode step reads of a bfloat16 cache and of "
-        r"summaries, as a share of all keys and values: the Kullback-Leibler divergence of the next token (left), "
-        r"which is measured for fewer methods, and the relative $\ell_1$ error of the attention output (right), by "
-        r"length and text. Colours are selectors, marks are what is added for the unread tokens, thin lines join the "
-        r"budgets of a method. The black line is the least distance that any method has with at most so many bytes; "
-        r"the exact mass, an oracle, is left out of it."
-    ),
-    "entropy_gain": Marked(
-        r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
-        r"mid-normalised entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the "
-        r"residual estimate helps the head."
-    ),
-    "entropy_heatmap": Marked(
-        r"Mid-normalised entropy $H_{\mathrm{mid}}$ of every query head (a), and against it the share of the "
-        r"attention mass that the feature maps estimate for the tokens that are not read (b)."
-    ),
-    "fixedk_breakdown": Marked(
-        r"Errors of every query head at one budget against its mid-normalised entropy $H_{\mathrm{mid}}$: of Top-$K$ "
-        r"(a), of Top-$K{+}\phi$ (b), and the first less the second (c)."
-    ),
-    "quartile_error": Marked(
-        r"Errors of Top-$K$ and Top-$K{+}\phi$ at every budget, with the heads in four groups of equal size by their "
-        r"mid-normalised entropy $H_{\mathrm{mid}}$, from the most concentrated (a) to the most diffuse (d)."
-    ),
-    "mass_curves": Marked(
-        r"Share $C_{\mathrm{mid}}(K)$ of the mid-region's attention mass that its $K$ largest kernels hold: of single "
-        r"heads with low and with high entropy, and the median and the middle half of all heads."
-    ),
-    "logz_calibration": Marked(
-        r"Estimated against true residual mass of attention rows, $\log\hat Z_{\mathcal{R}}-\log Z_{\mathcal{R}}$, "
-        r"for every text and length. Below zero the mass of the tokens that are not read is underestimated."
-    ),
-    "fullsub_nosub_delta": Marked(
-        r"Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less that of the same without "
-        r"subtracting the retrieved tokens' share. Below zero subtraction helps."
-    ),
-    "kernel_sanity": Marked(
-        r"One head seen closely: the feature maps' score of a key against its exact kernel (a), both by rank of the "
-        r"exact kernel (b), and the errors of its attention rows without and with completion (c)."
-    ),
-    "ablation_kernel_fidelity": Marked(
-        r"Scores of unretrieved keys against their exact kernels, under the study's own feature maps and under those "
-        r"of each ablation, for one head. On the line, a score equals the kernel."
-    ),
-    "training_curves": Marked(
-        r"Errors on held-out text while the feature maps train, by trained length and budget, beside those of "
-        r"Top-$K$; and the divergence of the estimated from the true attention weights."
-    ),
+FRAME = "frame.tex.j2"
+"""The template that all templates of tables extend."""
+COUNTED = ("examples", "documents", "packs")
+"""What is counted behind a value that prose would quote."""
+SMALLEST_P = 0.001
+"""P-values below it are printed as such: more digits say nothing about so few resamples."""
+KINDS = {
+    "simulated": "Examples called simulated were made here after the benchmark's definition.",
+    "stand-in": "Examples called stand-in are other real text in the benchmark's format.",
 }
-"""What a figure shows, by its kind."""
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: Path) -> None:
+    """The `table` stage: writes table `spec.label` as LaTeX to `out`, and a CSV with one line per cell to `cells`.
+
+    Raises:
+        ValueError: the label is unknown, a cell of the study is missing, or a file is not what was recorded; names it.
+    """
+    record = Record("table", spec, results, sources=[template, template.with_name(FRAME)])
+    made = find(spec.label).cells(load(results), spec)
+    write_text(out, latex(made, template))
+    write_text(cells, to_csv(made))
+    for path in (out, cells):
+        record.write(path)
+
+
+def run_published(label: str, template: Path, out: Path) -> None:
+    """Writes table `label` with the paper's values. Raises ValueError when the paper has no such table."""
+    rows, spec = published.results(label)
+    write_text(out, latex(find(label).cells(rows, spec), template))
+
+
+def latex(cells: pd.DataFrame, template: Path) -> str:
+    """A table as its template sets it. Raises ValueError as `render`."""
+    return render(template, **context(cells))
+
+
+def context(cells: pd.DataFrame) -> dict[str, Any]:
+    """What templates of tables are given."""
+    label = cells["table"].iloc[0]
+    of = {name: list(dict.fromkeys(text for text in cells.get(name, ()) if text)) for name in cells}
+    return {
+        "table": label, "label": Latex(f"tab:{label}"), "heads": find(label).heads, "grids": grids(cells),
+        "grouped": bool(of["group"]), "study": "".join(of["study"][:1]), "sources": of["source"], "notes": notes(cells),
+        "budget": ", ".join(f"{budget}%" for budget in of.get("budget_percent", ())),
+        "lengths": ", ".join(of.get("length", ())),
+        "backbone": ", ".join(map(model_name, of["model_id"] or of["backbone"])),
+    }  # fmt: skip
+
+
+def notes(cells: pd.DataFrame) -> list[str]:
+    """Sentences that end a caption: models, sample sizes, tests, and what a reader must not overlook."""
+    values = cells[cells["value"] != ""]
+    if PUBLISHED in set(values["study"]):
+        return ["All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here."]
+    models = dict(zip(values["model_id"], values["weights"], strict=True))
+    found = [f"Study {values['study'].iloc[0]}, backbone {', '.join(models)}.", *warnings(models)]
+    kinds = {kind for data in values["data"] for kind in data.split("+")}
+    found += [sentence for kind, sentence in KINDS.items() if kind in kinds]
+    for counted, sizes in values[values["n"] != ""].groupby("counted", sort=False)["n"]:
+        low, high = sizes.astype(int).min(), sizes.astype(int).max()
+        found.append(
+            f"Behind a value: {low} {counted}." if low == high else f"Behind a value: {low} to {high} {counted}."
+        )
+    if tested := int((values["gain_p_holm"] != "").sum()):
+        above, below = ((values["mark"] == side).sum() for side in ("above", "below"))
+        found.append(
+            f"Of {tested} paired comparisons with Top-$K$ at the same budget, {above + below} remain at $p < 0.05$ "
+            rf"after Holm's correction ({above} above, $\dagger$; {below} below, $\ddagger$)."
+        )
+    if floor := int(values["flags"].str.contains("floor").sum()):
+        found.append(
+            f"At the floor, where methods cannot be told apart, are {floor} of {len(values)} values; they win nothing."
+        )
+    if alarms := int(values["flags"].str.contains("beats_full").sum()):
+        found.append(f"Alarm: {alarms} values beat Full by more than chance; suspect the evaluation before the method.")
+    if cells["row"].str.contains("{*}", regex=False).any() or cells["column"].str.contains("{*}", regex=False).any():
+        found.append("Titles with $^{*}$ are our additions to the paper's table; they are never bold.")
+    if "device" in cells and any(cells["device"]):
+        found.append(f"Measured on {', '.join(dict.fromkeys(filter(None, cells['device'])))} with random feature maps.")
+    if (cells["text"] == LEFT_OUT).any():
+        found.append("A dash stands for what the study does not evaluate or could not measure.")
+    return found
+
+
+def warnings(models: dict[str, str]) -> Iterator[str]:
+    """What a reader must know of these models, by id with their weights, before the values."""
+    if random := [model for model, weights in models.items() if weights == "random"]:
+        yield f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
+    if others := [model for model in models if model not in MODELS.values()]:
+        yield f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
+
+
+def model_name(model_id: str) -> str:
+    return MODELS.get(model_id, model_id).split("/")[-1]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: Path) -> None:
+    """The `numbers` stage: writes macros that look up the values of tables' cells, each by its key.
+
+    Raises:
+        ValueError: a file is not what was recorded, or a key holds what TeX may not read; names it.
+    """
+    record = Record("numbers", spec, tables, sources=[template])
+    keyed = [pair for path in tables for pair in keyed_cells(read_frame(path))]
+    if not keyed:
+        raise ValueError(f"study {spec.study}: no table with a number; give one")
+    entries = [(kind, key, text) for key, cell in keyed for kind, text in _facts(cell)]
+    example = next((key for key, cell in keyed if cell["gain_p_holm"]), keyed[0][0])
+    write_text(out, render(template, study=spec.study, example=example, entries=entries))
+    record.write(out)
+
+
+def keyed_cells(cells: pd.DataFrame) -> list[tuple[Latex, dict[str, str]]]:
+    """Every cell with a value and its key: the fields before `text` without the empty ones, with slashes between. All
+    quantities of a measurement stand together.
+    """
+    keys = key_columns(cells)
+    measured = [name for name in keys if name not in ("quantity", "maps")]
+    order = cells.groupby(
+        [*measured, cells["maps"] if "maps" in keys else cells["text"].map(lambda _: "")], sort=False
+    ).ngroup()
+    cells = cells.iloc[order.argsort(kind="stable")]
+    found = []
+    for cell in cells[cells["value"] != ""].to_dict("records"):
+        parts = [cell[name] for name in keys if cell[name]]
+        for part in parts:
+            if not re.fullmatch(r"[A-Za-z0-9._+-]+", part):
+                raise ValueError(f"{part!r}: no key of a cell can hold it; use letters, digits, . _ + -")
+        found.append((Latex("/".join(parts)), cell))
+    return found
+
+
+def _facts(cell: dict[str, str]) -> Iterator[tuple[str, Latex]]:
+    """What is known of a cell, by the macro that prints it."""
+    text, decimals = cell["text"], len(cell["text"].partition(".")[2])
+    signed = re.fullmatch(r"[+-][0-9.]+", text)  # a hyphen is no minus
+    yield "value", Latex(f"${text}$") if signed else escape(text)
+    if cell["ci_low"]:
+        yield "interval", _interval(cell["ci_low"], cell["ci_high"], decimals)
+    if cell["counted"] in COUNTED and cell["n"]:
+        yield "count", Latex(cell["n"])
+    if cell["gain_p_holm"]:
+        yield "gain", Latex(f"${float(cell['gain']):+z.{decimals}f}$")
+        yield "gaininterval", _interval(cell["gain_ci_low"], cell["gain_ci_high"], decimals)
+        p = float(cell["gain_p_holm"])
+        yield "gainp", Latex(rf"$p < {SMALLEST_P}$" if p < SMALLEST_P else f"$p = {p:.3f}$")
+
+
+def _interval(low: str, high: str, decimals: int) -> Latex:
+    """Both bounds with as many decimals as the value has in print."""
+    return Latex(f"$[{float(low):z.{decimals}f}, {float(high):z.{decimals}f}]$")
+
+
+# ---- document --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,11 +192,11 @@ class Part:
     name: str
     path: Latex
     label: Latex
-    caption: Marked = Marked()
+    caption: str = ""
     """Of figures; tables bring theirs along."""
 
 
-def run(
+def run_document(
     spec: DocumentSpec,
     tables: Sequence[Path],
     figures: Sequence[Path],
@@ -116,8 +210,7 @@ def run(
         numbers: macros of the tables' numbers (.tex), for whoever writes text into a copy; None where there are none.
 
     Raises:
-        ValueError: there are none of either, a file is not what was recorded or has a name that LaTeX cannot read, or a
-            figure is unknown.
+        ValueError: there are none of either, a file is not what was recorded or has a name that LaTeX cannot read.
     """
     if not tables and not figures:
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
@@ -127,23 +220,24 @@ def run(
         study=spec.study,
         backbones=spec.backbones,
         numbers=_place(numbers, out.parent) if numbers else None,
-        warnings=list(model_warnings((backbone.model_id, backbone.weights) for backbone in spec.backbones)),
+        warnings=list(warnings_of(spec.backbones)),
         tables=[Part(path.stem, _place(path, out.parent), Latex(f"tab:{path.stem}")) for path in tables],
-        figures=[_figure(path, out.parent, spec.figure_titles) for path in figures],
+        figures=[
+            Part(
+                path.stem,
+                _place(path, out.parent),
+                Latex(f"fig:{path.stem}"),
+                caption_of(path.stem, spec.figure_titles),
+            )
+            for path in figures
+        ],
     )
     write_text(out, text)
     record.write(out)
 
 
-def figure_caption(label: str, titles: Mapping[str, str]) -> Marked:
-    """What a figure shows and, where `titles` says so, what of. Raises ValueError when the figure is unknown."""
-    caption = CAPTIONS[kind_of(label)]
-    return Marked(f"{caption} {marked(titles[label])}.") if titles.get(label) else caption
-
-
-def _figure(path: Path, folder: Path, titles: Mapping[str, str]) -> Part:
-    caption = figure_caption(path.stem, titles)
-    return Part(path.stem, _place(path, folder), Latex(f"fig:{path.stem}"), caption)
+def warnings_of(backbones: Sequence[BackboneSpec]) -> Iterator[str]:
+    return warnings({backbone.model_id: backbone.weights for backbone in backbones})
 
 
 def _place(path: Path, folder: Path) -> Latex:

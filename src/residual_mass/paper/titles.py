@@ -1,78 +1,74 @@
-"""What tables call benchmarks, tasks, methods and variants of the feature maps."""
+"""What tables call benchmarks, tasks, methods and variants of the feature maps: text with mathematics in dollars."""
 
 from __future__ import annotations
 
 import re
 
-from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.core.settings import length_and_variant
-from residual_mass.metrics import METRICS, QA_F1, ROUGE
-from residual_mass.paper.marked import Marked, marked
-from residual_mass.paper.table import ALL_TASKS, Place
-from residual_mass.study.specs import TableSpec
+from residual_mass.metrics import QA_F1, ROUGE
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 CORPUS_TITLES = {
-    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "cwe": "CWE",
+    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "tables": "Tables", "cwe": "CWE",
     "needles": "Needles",
 }  # fmt: skip
-FULL, TOPK, PHI = Marked("Full"), Marked("Top-$K$"), Marked(r"Top-$K{+}\phi$")
+FULL, TOPK, PHI = "Full", "Top-$K$", r"Top-$K{+}\phi$"
 METHOD_TITLES = {
     "full": FULL,
     "topk": TOPK,
     "topk_phi": PHI,
-    "topk_phi_nosub": Marked(rf"{PHI} (NoSub)"),
-    "topk_moments": Marked(rf"{TOPK}+moments"),
-    "topk_moments_8": Marked(rf"{TOPK}+moments, 8 clusters"),
-    "topk_moments_shared": Marked(rf"{TOPK}+moments, 64 clusters"),
-    "topk_centroids": Marked(rf"{TOPK}+centroids"),
-    "topk_mean": Marked(rf"{TOPK}+mean"),
-    "topk_importance": Marked(rf"{TOPK}+importance sample"),
-    "topk_exact_mass": Marked(rf"{TOPK}+exact mass"),
-    "scan4": Marked("4-bit scan"),
-    "scan4_moments": Marked("4-bit scan+moments"),
-    "pages": Marked("Pages"),
-    "scan4_regression_64": Marked("4-bit scan+regression, 64 clusters"),
-    "scan3_regression_32": Marked("3-bit scan+regression, 32 clusters"),
-    "group4_regression_64": Marked("4-bit scan per group+regression, 64 clusters"),
-    "cache4": Marked("4-bit cache"),
-    "cache4_rotated": Marked("4-bit cache, rotated"),
-    "channels_regression_64": Marked("16 channels+regression, 64 clusters"),
-    "clusters_sums": Marked("Whole clusters+sums"),
+    "topk_phi_nosub": rf"{PHI} (NoSub)",
+    "topk_moments": rf"{TOPK}+moments",
+    "topk_moments_8": rf"{TOPK}+moments, 8 clusters",
+    "topk_moments_shared": rf"{TOPK}+moments, 64 clusters",
+    "topk_centroids": rf"{TOPK}+centroids",
+    "topk_mean": rf"{TOPK}+mean",
+    "topk_importance": rf"{TOPK}+importance sample",
+    "topk_exact_mass": rf"{TOPK}+exact mass",
+    "scan4": "4-bit scan",
+    "scan4_moments": "4-bit scan+moments",
+    "pages": "Pages",
+    "scan4_regression_64": "4-bit scan+regression, 64 clusters",
+    "scan3_regression_32": "3-bit scan+regression, 32 clusters",
+    "group4_regression_64": "4-bit scan per group+regression, 64 clusters",
+    "cache4": "4-bit cache",
+    "cache4_rotated": "4-bit cache, rotated",
+    "channels_regression_64": "16 channels+regression, 64 clusters",
+    "clusters_sums": "Whole clusters+sums",
 }
 SELECTOR_TITLES = {
-    "TopK": Marked(rf"{TOPK} by exact scores"),
-    "QuantisedScan": Marked("scan of few bits"),
-    "Pages": Marked("pages by bounds"),
-    "PerGroup": Marked("scan per KV group"),
-    "CacheOnly": Marked("quantised cache"),
-    "Channels": Marked("principal channels"),
-    "WholeClusters": Marked("whole clusters"),
+    "TopK": rf"{TOPK} by exact scores",
+    "QuantisedScan": "scan of few bits",
+    "Pages": "pages by bounds",
+    "PerGroup": "scan per KV group",
+    "CacheOnly": "quantised cache",
+    "Channels": "principal channels",
+    "WholeClusters": "whole clusters",
 }
 """Kinds of selectors, by their class."""
 RESIDUAL_TITLES = {
-    "NoneType": Marked("nothing added"),
-    "Phi": Marked(r"$\phi$"),
-    "Moments": Marked("moments"),
-    "Centroids": Marked("centroids"),
-    "Mean": Marked("mean"),
-    "ImportanceSample": Marked("importance sample"),
-    "ExactMass": Marked("exact mass"),
-    "ScanRegression": Marked("regression on the scan"),
-    "QuantisedValues": Marked("quantised values"),
-    "GroupSums": Marked("sums of pages or clusters"),
+    "NoneType": "nothing added",
+    "Phi": r"$\phi$",
+    "Moments": "moments",
+    "Centroids": "centroids",
+    "Mean": "mean",
+    "ImportanceSample": "importance sample",
+    "ExactMass": "exact mass",
+    "ScanRegression": "regression on the scan",
+    "QuantisedValues": "quantised values",
+    "GroupSums": "sums of pages or clusters",
 }
 """Kinds of residuals, by their class."""
-OURS = Marked("Ours")
+OURS = "Ours"
 """The feature maps of a study's own recipe."""
-OWN_ROW = Marked(r"$^{*}$")
+OWN_ROW = r"$^{*}$"
 """Marks the title of a row that the paper's table lacks."""
 VARIANT_TITLES = {
-    "hedgehog_map": Marked("Hedgehog-style map"),
-    "lolcats_loss": Marked("LoLCATs-style loss"),
-    "kl_only": Marked("KL only"),
-    "aux_only": Marked("Auxiliary only"),
-    "residual_loss": Marked("Residual objective"),
+    "hedgehog_map": "Hedgehog-style map",
+    "lolcats_loss": "LoLCATs-style loss",
+    "kl_only": "KL only",
+    "aux_only": "Auxiliary only",
+    "residual_loss": "Residual objective",
 }
 FAMILIES = {ROUGE: "Summarisation", QA_F1: "Question answering"}
 """LongBench's tasks by their metric."""
@@ -83,20 +79,15 @@ def model_name(model_id: str) -> str:
     return model_id.split("/")[-1]
 
 
-def backbone_title(spec: TableSpec, backbone: str, model_id: str) -> str:
-    """The backbone's title in the spec, or else the model's name."""
-    return spec.backbone_titles.get(backbone, model_name(model_id))
-
-
-def method_title(method: str) -> Marked:
+def method_title(method: str) -> str:
     """A method's title, or its name where it has none."""
-    return METHOD_TITLES.get(method, marked(method))
+    return METHOD_TITLES.get(method, method)
 
 
-def title_parts(method: str) -> tuple[Marked, Marked]:
+def title_parts(method: str) -> tuple[str, str]:
     """What a method's title calls its selector, and its residual; the second is empty where it adds nothing."""
     selector, _, residual = method_title(method).replace("{+}", "$+$").partition("+")
-    return Marked(selector), Marked(residual)
+    return selector, residual
 
 
 def benchmark_title(benchmark: str) -> str:
@@ -107,35 +98,19 @@ def corpus_title(corpus: str) -> str:
     return CORPUS_TITLES.get(corpus, corpus)
 
 
-def task_title(benchmark: str, task: str) -> str:
-    """The catalogue's title of a task; the benchmark's for the mean over its tasks."""
-    return benchmark_title(benchmark) if task == ALL_TASKS else task_named(benchmark, task).title
-
-
-def family_title(place: Place) -> str:
-    """The kind of task that a score is counted under: a LongBench task's family, otherwise its benchmark. Values of
-    another metric than the benchmark's own are counted apart.
-    """
-    if place.quantity in METRICS:
-        return f"{benchmark_title(place.benchmark)}, {place.metric.title}"
-    if place.benchmark == "longbench" and place.task != ALL_TASKS:
-        return FAMILIES[place.metric]
-    return benchmark_title(place.benchmark)
-
-
-def trained_at_title(maps: str) -> Marked:
+def trained_at_title(maps: str) -> str:
     """Names feature maps by the length that they were trained at."""
     _, variant = length_and_variant(maps)
-    return Marked(f"{PHI} ({marked(maps)})" if variant else f"{PHI} ({marked(maps)}-trained)")
+    return f"{PHI} ({maps})" if variant else f"{PHI} ({maps}-trained)"
 
 
-def variant_title(maps: str) -> Marked:
+def variant_title(maps: str) -> str:
     """Names feature maps by how they were made: by the variant's title, or its label where it has none."""
     _, variant = length_and_variant(maps)
     if width := re.fullmatch(r"dphi_(\d+)", variant):
         return width_title(int(width[1]))
-    return VARIANT_TITLES.get(variant, marked(maps)) if variant else OURS
+    return VARIANT_TITLES.get(variant, maps) if variant else OURS
 
 
-def width_title(d_phi: int) -> Marked:
-    return Marked(rf"$d_\phi{{=}}{d_phi}$")
+def width_title(d_phi: int) -> str:
+    return rf"$d_\phi{{=}}{d_phi}$"

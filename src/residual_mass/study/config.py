@@ -16,12 +16,9 @@ from pydantic import AfterValidator, BaseModel, Field, create_model
 from residual_mass.core.settings import Settings, tokens_of
 from residual_mass.study.checks import listed, unknown
 from residual_mass.study.labels import (
-    FIDELITY_TABLES,
     KERNEL_FIDELITY,
     PUBLISHED,
     RESIDUAL_FIGURES,
-    RESIDUAL_TABLES,
-    RUNTIME_TABLES,
 )
 from residual_mass.study.parsing import Parsed, Slip, parsed
 from residual_mass.study.protocol import Study
@@ -160,12 +157,9 @@ class Configuration:
 
 def tables_for(backbones: Iterable[str]) -> list[str]:
     """Labels of the tables that a study of these backbones may show."""
-    from residual_mass.paper import published  # only here, for tables are told what they show by specs
-    from residual_mass.paper.tables.layouts import LAYOUTS
+    from residual_mass.paper.tables import RUNTIME, TABLES  # only here, for tables are told what they show by specs
 
-    of_paper = [label for label in published.labels() if not label.startswith(RUNTIME_TABLES)]
-    latencies = (f"{RUNTIME_TABLES}{backbone}" for backbone in backbones)
-    return list(dict.fromkeys([*of_paper, *LAYOUTS, *FIDELITY_TABLES, *RESIDUAL_TABLES, *latencies]))
+    return [*(label for label in TABLES if label != RUNTIME), *(f"{RUNTIME}{backbone}" for backbone in backbones)]
 
 
 def file_of(study: str) -> str:

@@ -1,6 +1,6 @@
 """The jobs behind a study's files, as Snakemake's own rules make them, whether or not they have been run.
 
-What only looks at a study (`estimate`, `doctor`, `prefetch`, `verify`, the page's list of sources) asks here.
+What only looks at a study (`estimate`, `doctor`, `prefetch`, `verify`) asks here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from snakemake.iocontainers import Wildcards
 
 from residual_mass.study.jobs import Job
-from residual_mass.study.plan import Plan
 
 
 def jobs_behind(rules: Iterable[Any], targets: Iterable[str]) -> Iterator[Job]:
@@ -49,13 +48,3 @@ def job_of(rules: Iterable[Any], path: str) -> Job | None:
         outputs=tuple(map(str, rule.expand_output(wildcards)[0])),
         spec=json.loads(told),
     )
-
-
-def page_sources(plan: Plan, rules: Iterable[Any]) -> list[str]:
-    """What the page's tables and figures are made of, whose hashes it names: prompts, feature maps, training logs,
-    generated texts, results and captured files.
-    """
-    study = plan.configuration.main.study
-    jobs = jobs_behind(rules, [*plan.results(study), *plan.rendered(study)])
-    made = (path for job in jobs if job.rule != "assets" for path in job.outputs)
-    return [path for path in made if path.startswith("results/")]

@@ -5,15 +5,6 @@ METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 TOPK = METHODS[1]
 ORACLES = ("topk_exact_mass",)
 """Methods whose residual uses scores of tokens that they do not read; they do not compete with the others."""
-ABLATION_TABLES = {"dphi_ablation": "dphi", "loss_ablation": "loss"}
-"""The ablation that each of these tables shows."""
-ACCOUNTING_TABLE = "exact_accounting"
-FIDELITY_TABLE, FIDELITY_ANSWERS = FIDELITY_TABLES = "fidelity", "fidelity_answers"
-"""Of held-out texts, and of the answers to a benchmark's prompts."""
-RESIDUAL_TABLE, DEPLOYABLE_TABLE = RESIDUAL_TABLES = "residual_estimators", "deployable"
-"""Of all methods, and of those that no other one beats in bytes and in distance."""
-RUNTIME_TABLES = "runtime_"
-"""What the tables of latencies begin with; the backbone follows."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, in place of a study's name."""
 ERROR_BY_K, SELECTION_RECALL, FIDELITY_BY_BYTES = RESIDUAL_FIGURES = (

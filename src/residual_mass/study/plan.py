@@ -15,30 +15,17 @@ from snakemake.io import expand
 
 from residual_mass.core.settings import maps_label, to_json, tokens_of
 from residual_mass.paper import published
-from residual_mass.paper.comparison.by_cell import COMPARED as COMPARED_TABLES
-from residual_mass.paper.published.protocol import settings_of
-from residual_mass.paper.tables.layouts import LAYOUTS
-from residual_mass.paper.tables.parameter_table import LABEL as PARAMETER_TABLE
-from residual_mass.paper.tables.training_cost_table import LABEL as TRAINING_TABLE
+from residual_mass.paper.comparison import COMPARED as COMPARED_TABLES
+from residual_mass.paper.comparison import settings_of
+from residual_mass.paper.tables import RUNTIME, Table, find
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
 from residual_mass.study.computed.diagnostics import DiagnosticsJobs, residual_maps
 from residual_mass.study.computed.fidelity import FidelityJobs
 from residual_mass.study.computed.registry import Wildcards, known
-from residual_mass.study.config import file_of
+from residual_mass.study.config import file_of, tables_for
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.labels import (
-    ABLATION_TABLES,
-    ACCOUNTING_TABLE,
-    ERROR_BY_K,
-    FIDELITY_ANSWERS,
-    FIDELITY_BY_BYTES,
-    FIDELITY_TABLE,
-    KERNEL_FIDELITY,
-    RESIDUAL_TABLES,
-    RUNTIME_TABLES,
-    SELECTION_RECALL,
-)
+from residual_mass.study.labels import ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.figures import Figure, kind_of
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
@@ -74,38 +61,44 @@ class Plan(FidelityJobs, DiagnosticsJobs):
 
     def template(self, wildcards: Wildcards) -> str:
         """Latencies of all backbones share one."""
-        name = "runtime" if wildcards.label.startswith(RUNTIME_TABLES) else wildcards.label
+        name = "runtime" if wildcards.label.startswith(RUNTIME) else wildcards.label
         return self.here(paths.TEMPLATE.format(name=name))
 
     def published_values(self, wildcards: Wildcards) -> str:
         label = known("table", wildcards.label, published.labels(), "the paper")
         return self.here(paths.PUBLISHED_VALUES.format(label=label))
 
-    def table_results(self, wildcards: Wildcards) -> list[str]:
-        """The result CSVs that a table shows, the feature maps that it counts, or both with their logs."""
+    def shown_table(self, wildcards: Wildcards) -> tuple[Study, Table]:
+        """The study and the table of a job; any registered table may be asked for, listed in the study or not."""
         study = self.study_named(wildcards)
-        label = known("table", wildcards.label, study.tables, file_of(wildcards.study))
-        backbones = self.backbones_of(wildcards.study)
-        if label == FIDELITY_TABLE:
-            return expand(paths.FIDELITY, backbone=backbones, length=study.fidelity.lengths)
-        if label == FIDELITY_ANSWERS:
-            return expand(paths.FIDELITY, backbone=backbones, length=self._answered(study))
-        if label in RESIDUAL_TABLES:
-            return self._residual_results(study)
-        if label == "cross_length_mismatch":
-            return expand(paths.MISMATCH, backbone=study.mismatch.backbones)
-        if label == ACCOUNTING_TABLE:
-            return expand(paths.ACCOUNTING, backbone=study.diagnostics.backbones)
-        if label == PARAMETER_TABLE:
-            return [path for backbone in backbones for path in self._sized_phi(study, backbone)]
-        if label == TRAINING_TABLE:
-            return expand([paths.PHI, paths.TRAINING_LOG], backbone=backbones, maps=study.maps.main)
-        if label.startswith(RUNTIME_TABLES):
-            return [paths.RUNTIME.format(backbone=label.removeprefix(RUNTIME_TABLES))]
-        if comparison := ABLATION_TABLES.get(label):
-            return expand(paths.ABLATION, ablation=comparison, backbone=study.ablations.backbones)
-        shown = [name for name in LAYOUTS[label].benchmarks if name in study.benchmarks]
-        return [path for benchmark in shown for path in self._benchmark_results(wildcards.study, benchmark)]
+        options = tables_for(self.backbones_of(wildcards.study))
+        return study, find(known("table", wildcards.label, options, file_of(wildcards.study)))
+
+    def table_results(self, wildcards: Wildcards) -> list[str]:
+        """The files that a table shows, by what of a study it is of."""
+        study, table = self.shown_table(wildcards)
+        names = self.backbones_of(wildcards.study)
+        match table.of:
+            case "scores":
+                shown = [name for name in table.benchmarks if name in study.benchmarks]
+                return [path for name in shown for path in self._benchmark_results(wildcards.study, name)]
+            case "fidelity":
+                return expand(paths.FIDELITY, backbone=names, length=study.fidelity.lengths)
+            case "answers":
+                return expand(paths.FIDELITY, backbone=names, length=self._answered(study))
+            case "residuals":
+                return self._residual_results(study)
+            case "mismatch":
+                return expand(paths.MISMATCH, backbone=study.mismatch.backbones)
+            case "diagnostics":
+                return expand(paths.ACCOUNTING, backbone=study.diagnostics.backbones)
+            case "maps":
+                return [path for name in names for path in self._sized_phi(study, name)]
+            case "training":
+                return expand(paths.TRAINING_LOG, backbone=names, maps=study.maps.main)
+            case "runtime":
+                return [paths.RUNTIME.format(backbone=wildcards.label.removeprefix(RUNTIME))]
+        return expand(paths.ABLATION, ablation=table.of, backbone=study.ablations.backbones)
 
     @staticmethod
     def _residual_results(study: Study) -> list[str]:
@@ -136,68 +129,73 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         return expand(paths.RESULTS, **place, length=self.studies[study].lengths_of(benchmark))
 
     def table_spec(self, wildcards: Wildcards) -> str:
-        study, label, names = self.studies[wildcards.study], wildcards.label, self.backbones_of(wildcards.study)
-        benchmarks = LAYOUTS[label].benchmarks if label in LAYOUTS else ()
-        lengths_of = {name: study.lengths_of(name) for name in benchmarks if name in study.benchmarks}
-        lengths = sorted({length for lengths in lengths_of.values() for length in lengths}, key=tokens_of)
-        shown: dict[str, Any] = {
-            "backbones": names, "lengths": lengths, "lengths_of": lengths_of, "budgets": study.budgets,
-            "benchmarks": sorted(study.benchmarks),
-        }  # fmt: skip
-        mismatch, ablations, captured = study.mismatch, study.ablations, study.diagnostics
-        if label in LAYOUTS:
-            shown |= {"own_methods": self.own_methods(study)}
-        if label == FIDELITY_TABLE:
-            shown |= {"lengths": study.fidelity.lengths, "benchmarks": [], "maps": self.forced_maps(study, names)}
-        if label == FIDELITY_ANSWERS:
-            asked = {name: study.answered_lengths(name) for name in study.fidelity.benchmarks}
-            shown |= {"lengths": self._answered(study), "lengths_of": asked, "benchmarks": study.fidelity.benchmarks}
-            shown |= {"maps": [study.maps.main]}
-        if label in RESIDUAL_TABLES:
-            names = study.residuals.backbones
-            shown |= {"backbones": names, "lengths": study.residuals.lengths, "benchmarks": []}
-        if label == "cross_length_mismatch":
-            shown |= {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "maps": mismatch.maps}
-            shown |= {"budgets": [mismatch.budget], "benchmarks": ["ruler"]}
-            shown |= {"own_methods": self.own_methods(study, mismatch.budget)}
-        if comparison := ABLATION_TABLES.get(label):
-            shown |= {"backbones": ablations.backbones, "benchmarks": ablations.benchmarks}
-            shown |= {"lengths": [ablations.length], "budgets": [ablations.budget]}
-            shown |= {"maps": self.compared_maps(study, comparison)}
-            shown |= {"own_methods": self.own_methods(study, ablations.budget)}
-        if label == ACCOUNTING_TABLE:
-            shown |= {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
-        if label in (PARAMETER_TABLE, TRAINING_TABLE):
-            shown |= {"budgets": [], "benchmarks": []}
-        if label.startswith(RUNTIME_TABLES):
-            names = [label.removeprefix(RUNTIME_TABLES)]
-            shown |= {"backbones": names, "lengths": study.runtime.contexts, "budgets": [], "benchmarks": []}
-        return to_json(TableSpec(study=wildcards.study, label=label, backbone_titles=self.titles(names), **shown))
+        study, table = self.shown_table(wildcards)
+        shown: dict[str, Any] = {"backbones": self.backbones_of(wildcards.study), "budgets": study.budgets}
+        shown |= {"lengths": (), "benchmarks": ()} | self._shown_by(study, table, wildcards.label)
+        titles = self.titles(shown["backbones"])
+        return to_json(TableSpec(study=wildcards.study, label=wildcards.label, backbone_titles=titles, **shown))
+
+    def _shown_by(self, study: Study, table: Table, label: str) -> dict[str, Any]:
+        """What a table shows of its section of a study."""
+        forced, mismatch, ablations, captured = study.fidelity, study.mismatch, study.ablations, study.diagnostics
+        names = self.configuration.backbones_of(next(name for name, each in self.studies.items() if each is study))
+        match table.of:
+            case "scores":
+                of = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
+                lengths = sorted({length for each in of.values() for length in each}, key=tokens_of)
+                found = {"lengths": lengths, "lengths_of": of, "benchmarks": sorted(study.benchmarks)}
+                return found | {"own_methods": self.own_methods(study)}
+            case "fidelity":
+                return {"lengths": forced.lengths, "maps": self.forced_maps(study, names)}
+            case "answers":
+                of = {name: study.answered_lengths(name) for name in forced.benchmarks}
+                found = {"lengths": self._answered(study), "lengths_of": of, "benchmarks": forced.benchmarks}
+                return found | {"maps": [study.maps.main]}
+            case "residuals":
+                return {"backbones": study.residuals.backbones, "lengths": study.residuals.lengths}
+            case "mismatch":
+                found = {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "maps": mismatch.maps}
+                found |= {"budgets": [mismatch.budget], "benchmarks": ["ruler"]}
+                return found | {"own_methods": self.own_methods(study, mismatch.budget)}
+            case "diagnostics":
+                return {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
+            case "runtime":
+                backbone = label.removeprefix(RUNTIME)
+                return {"backbones": [backbone], "lengths": study.runtime.contexts, "budgets": ()}
+            case "maps" | "training":
+                return {"budgets": ()}
+        found = {"backbones": ablations.backbones, "benchmarks": ablations.benchmarks, "lengths": [ablations.length]}
+        found |= {"budgets": [ablations.budget], "maps": self.compared_maps(study, table.of)}
+        return found | {"own_methods": self.own_methods(study, ablations.budget)}
 
     def compared_tables(self, wildcards: Wildcards) -> list[str]:
         """The tables of a study that the paper has as well."""
         labels = [label for label in self.study_named(wildcards).tables if label in COMPARED_TABLES]
         if not labels:
             sys.exit(f"{file_of(wildcards.study)}: tables: has none to compare with the paper's; add one")
-        return expand(paths.TABLE_DATA, study=wildcards.study, label=labels)
+        return expand(paths.CELLS, study=wildcards.study, label=labels)
 
     def comparison_spec(self, wildcards: Wildcards) -> str:
-        backbones = {each.name: dataclasses.asdict(each) for each in self.backbone_specs(wildcards.study)}
-        study = dataclasses.asdict(self.studies[wildcards.study]) | {"backbones": backbones}
         variants = self.configuration.main.variants
         spec = ComparisonSpec(
             study=wildcards.study,
-            settings=settings_of(study),
+            settings=self._settings(wildcards.study),
+            paper=self._settings("paper") if "paper" in self.studies else {},
             variants={label: settings_of({"phi": changes}) for label, changes in variants.items()},
         )
         return to_json(spec)
+
+    def _settings(self, study: str) -> dict[str, str]:
+        """What values of a study depend on; the paper's protocol is that of its own study."""
+        backbones = {each.name: dataclasses.asdict(each) for each in self.backbone_specs(study)}
+        return settings_of(dataclasses.asdict(self.studies[study]) | {"backbones": backbones})
 
     def all_tables(self, wildcards: Wildcards) -> list[str]:
         """All tables of a study."""
         tables = self.study_named(wildcards).tables
         if not tables:
             sys.exit(f"{file_of(wildcards.study)}: tables: has none whose numbers could be quoted; add one")
-        return expand(paths.TABLE_DATA, study=wildcards.study, label=tables)
+        return expand(paths.CELLS, study=wildcards.study, label=tables)
 
     def numbers_spec(self, wildcards: Wildcards) -> str:
         return to_json(NumbersSpec(wildcards.study))
@@ -300,21 +298,14 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         study = self.configuration.main.study
         return expand(paths.FIGURE_PNG, study=study, label=self.figures_of(study))
 
-    def page_claims(self) -> list[str]:
-        name = self.configuration.main.study
-        return [
-            *expand(paths.CLAIMS, backbone=self.studies[name].diagnostics.backbones),
-            *expand(paths.SCORE_CLAIMS, backbone=self.backbones_of(name) if self.studies[name].benchmarks else []),
-        ]
-
     def report_spec(self, _: Wildcards) -> str:
         name = self.configuration.main.study
         study = self.studies[name]
         spec = ReportSpec(
             study=name,
             backbones=self.backbone_specs(name),
-            lengths=tuple(study.evaluated_lengths),
             budgets=study.budgets,
+            recommended=study.methods[-1],
             figure_titles=self.figure_titles(name),
         )
         return to_json(spec)
@@ -336,7 +327,6 @@ class Plan(FidelityJobs, DiagnosticsJobs):
                 backbone=ablations.backbones,
             ),
             *expand(paths.RESIDUAL_ERRORS, backbone=protocol.residuals.backbones, length=protocol.residuals.lengths),
-            *expand(paths.SCORE_CLAIMS, backbone=names if protocol.benchmarks else []),
             *expand(paths.RUNTIME, backbone=names if protocol.runtime.contexts else []),
             *expand(findings, backbone=captured.backbones),
         ]

@@ -301,12 +301,14 @@ class TableSpec(Settings):
 class ComparisonSpec(Settings):
     """A study's tables beside the paper's values, and the settings that decide whether the two can be compared.
 
-    Keys and values are as `paper.published.protocol.settings_of` gives them.
+    Keys and values are as `paper.comparison.settings_of` gives them.
     """
 
     study: str
     settings: dict[str, str]
     """Those of the study."""
+    paper: dict[str, str] = field(default_factory=dict)
+    """The paper's protocol: those of config/studies/paper.yaml."""
     variants: dict[str, dict[str, str]] = field(default_factory=dict)
     """What variants of the feature maps change of them, by label."""
 
@@ -316,15 +318,6 @@ class NumbersSpec(Settings):
     """The numbers of a study's tables, for prose."""
 
     study: str
-
-
-@dataclass(frozen=True)
-class ScoreClaimsSpec(Settings):
-    """The paper's statements about task scores."""
-
-    budget_percent: float
-    """The budget at which they are made; other budgets are other settings."""
-    recipe: int
 
 
 @dataclass(frozen=True)
@@ -343,7 +336,8 @@ class ReportSpec(Settings):
 
     study: str
     backbones: tuple[BackboneSpec, ...]
-    lengths: tuple[str, ...]
     budgets: tuple[float, ...]
+    recommended: str
+    """The method that the page opens with, beside top-k."""
     figure_titles: dict[str, str] = field(default_factory=dict)
     """What a figure is of, by its label; ends its caption."""

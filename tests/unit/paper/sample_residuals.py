@@ -17,7 +17,7 @@ from residual_mass.provenance import beside
 
 ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
 MAPS = {"maps": "2k", "phi_sha": "a" * 64}
-STAGES = {"residual_errors": ("residual-errors", RESIDUAL_ERRORS), "fidelity": ("fidelity", FIDELITY)}
+STAGES = {"residual_errors": ("residual_errors", RESIDUAL_ERRORS), "fidelity": ("fidelity", FIDELITY)}
 Row = dict[str, Any]
 
 

@@ -12,16 +12,9 @@ import pandas as pd
 from tests.records import recorded
 
 from residual_mass.benchmarks.columns import RESULTS
-from residual_mass.paper.table import ALL_TASKS, Place
 from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import TableSpec
 
-TEMPLATES = Path(__file__).parents[3] / "paper_tables" / "templates"
-LABELS = (
-    "natural_main stress_1pct ruler_sweep babilong_sweep cross_length_mismatch dphi_ablation loss_ablation"
-).split()
 BUDGETS = (2.0, 4.0, 8.0)
-LONGBENCH = tuple(f"longbench_{name}" for name in ("gov_report", "qmsum", "musique", "hotpotqa"))
 Row = dict[str, Any]
 Rows = list[Row]
 Arm = tuple[str, float | None, str]
@@ -31,32 +24,6 @@ def sweep_arms(budgets: Iterable[float] = BUDGETS) -> list[Arm]:
     """Every method at every budget, with maps trained at 2k."""
     arms = [(method, budget, "2k" if "phi" in method else "") for method in METHODS[1:] for budget in budgets]
     return [("full", None, ""), *arms]
-
-
-def maps_arms(*maps: str) -> list[Arm]:
-    """Both baselines and one arm for each of the feature maps, at 4 %."""
-    return [("full", None, ""), ("topk", 4.0, ""), *(("topk_phi", 4.0, label) for label in maps)]
-
-
-def place(
-    benchmark: str,
-    length: str,
-    backbone: str,
-    method: str,
-    budget_percent: float | None,
-    task: str = ALL_TASKS,
-    maps: str | None = None,
-) -> Place:
-    """Of a score."""
-    return Place(backbone, length, benchmark, task, method=method, budget_percent=budget_percent, maps=maps)
-
-
-def table_spec(label: str = "ruler_sweep", **changes: Any) -> TableSpec:
-    fields: dict[str, Any] = {
-        "study": "mini", "label": label, "backbones": ("smol",), "lengths": ("1k",), "budgets": BUDGETS,
-        "benchmarks": ("ruler",),
-    }  # fmt: skip
-    return TableSpec(**fields | changes)
 
 
 def result_rows(
@@ -94,56 +61,12 @@ def _tests_of(method: str) -> Row:
     return {"full": {}, "topk": full}.get(method, gain | full)
 
 
-def edit(rows: Rows, where: Row, **fields: Any) -> Rows:
-    """The rows with `fields` set on those that match `where`, of which there must be some."""
-    chosen = [row for row in rows if all(row[name] == value for name, value in where.items())]
-    assert chosen, where
-    for row in chosen:
-        row.update(fields)
-    return rows
-
-
 def write_rows(path: Path, rows: Rows) -> Path:
     with open(path, "w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, RESULTS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    return recorded(path)
-
-
-def files_of(folder: Path, label: str, **facts: Any) -> tuple[TableSpec, list[Path]]:
-    """A small study's spec and result files for any table: a BABILong that is simulated, stand-ins in LongBench."""
-    longbench = {"benchmark": "longbench", "tasks": LONGBENCH, "length": "2k", "data": "stand-in"}
-    babilong = {"benchmark": "babilong", "data": "simulated", "tasks": ("babilong_qa1", "babilong_qa2")}
-    both = ("ruler", "babilong")
-    parts: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-        "natural_main": ({"lengths": ("2k",), "benchmarks": ("longbench",)}, [longbench]),
-        "stress_1pct": ({"benchmarks": both}, [{}, babilong]),
-        "ruler_sweep": ({}, [{}]),
-        "babilong_sweep": ({"benchmarks": ("babilong",)}, [babilong]),
-        "cross_length_mismatch": (
-            {"lengths": ("512", "1k"), "maps": ("512", "1k")},
-            [{"arms": maps_arms("512", "1k"), "length": length} for length in ("512", "1k")],
-        ),
-        "dphi_ablation": (
-            {"maps": ("1k-dphi_32", "1k"), "benchmarks": both},
-            [{"arms": maps_arms("1k-dphi_32", "1k"), **benchmark} for benchmark in ({}, babilong)],
-        ),
-        "loss_ablation": (
-            {"maps": ("1k", "1k-kl_only"), "benchmarks": both},
-            [{"arms": maps_arms("1k", "1k-kl_only"), **benchmark} for benchmark in ({}, babilong)],
-        ),
-    }
-    changes, files = parts[label]
-    compares_maps = "maps" in changes
-    if compares_maps:
-        changes["budgets"] = (4.0,)
-    rows = [result_rows(**file | facts) for file in files]
-    if compares_maps:  # one file holds every benchmark and length
-        rows = [[row for each in rows for row in each]]
-    stem = facts.get("backbone", "smol").replace("/", "_")
-    paths = [write_rows(folder / f"{label}_{stem}_{index}.csv", each) for index, each in enumerate(rows)]
-    return table_spec(label, **changes), paths
+    return recorded(path, stage="score")
 
 
 def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 4, **facts: str) -> pd.DataFrame:

@@ -1,207 +1,116 @@
-"""The document of a study: what it shows, what LaTeX makes of it, what is refused."""
+"""LaTeX: escapes, numbers for prose, the document, and templates that were damaged."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
-from printed import open_braces
-from sample_results import TEMPLATES
-from tests.needs import LATEX, needs
+from samples import ROOT, TEMPLATES, made, study_rows, written
 from tests.records import recorded
 
-from residual_mass.files import sha256_of
-from residual_mass.paper import typesetting
-from residual_mass.paper.document import CAPTIONS, run
-from residual_mass.paper.figures.render import FIGURES
-from residual_mass.paper.figures.style import TEXT_WIDTH, save
-from residual_mass.paper.tables.render import run_published
-from residual_mass.study.specs import BackboneSpec, DocumentSpec
+from residual_mass.paper import document, typesetting
+from residual_mass.paper.cells import read_frame
+from residual_mass.paper.latex import block, escape, render
+from residual_mass.study.specs import BackboneSpec, DocumentSpec, NumbersSpec
 
-TEMPLATE = TEMPLATES / "main.tex.j2"
-HOSTILE = 'a_b & 50% $x$ #1 {y} ~ ^ \\input{z} <|> "q" [r]'
-TABLES = ("phi_param_count", "exact_accounting", "ruler_sweep")
+BACKBONE = BackboneSpec("mini", "org/Small_LM", "r&d", "hub", "float32", "small", 4096, False, name="smol")
 
 
-def backbone(model_id: str = "org/Small-LM", revision: str = "r1") -> BackboneSpec:
-    return BackboneSpec("mini", model_id, revision, "assets", "float32", "t", 2048, False, name="small")
+@pytest.mark.parametrize(
+    ("text", "latex"),
+    [
+        ("50% of a_b & {c} #1", r"50\% of a\_b \& \{c\} \#1"),
+        ("Top-$K{+}\\phi$ < 1", "Top-$K{+}\\phi$ \\textless{} 1"),
+        ("a\nb\t c", "a b c"),
+        ('"~^\\|>', r"{''}\textasciitilde{}\textasciicircum{}\textbackslash{}\textbar{}\textgreater{}"),
+    ],
+)  # fmt: skip
+def test_text_is_escaped_and_mathematics_is_not(text: str, latex: str) -> None:
+    assert escape(text) == latex
 
 
-def spec(study: str = "mini", **titles: str) -> DocumentSpec:
-    return DocumentSpec(study, (backbone(),), titles)
+def test_a_damaged_template_is_named_with_the_remedy(tmp_path: Path) -> None:
+    damages = (("", "cut short"), ("<< a", "cut short"), ("<% if %>\n", "restore"), ("<< missing >>\n", "missing"))
+    for text, reason in damages:
+        template = tmp_path / "table.tex.j2"
+        template.write_text(text)
+        with pytest.raises(ValueError, match=reason) as caught:
+            render(template)
+        assert str(template) in str(caught.value) and "restore it from the repository" in str(caught.value)
+    template.write_text("<< label >>\n")
+    with pytest.raises(ValueError, match="has no block 'caption'"):
+        block(template, "caption", {})
 
 
-def make_tables(folder: Path) -> list[Path]:
-    """The paper's own, which need no results."""
-    paths = [folder / f"{label}.tex" for label in TABLES]
-    for path in paths:
-        run_published(path.stem, TEMPLATES / f"{path.stem}.tex.j2", path)
+def macros(folder: Path, *tables: Path) -> dict[tuple[str, str], str]:
+    out = folder / "numbers.tex"
+    document.run_numbers(NumbersSpec("paper"), tables, TEMPLATES / "numbers.tex.j2", out)
+    found = re.findall(r"^\\rmset\{(\w+)\}\{([^{}]*)\}\{(.*)\}%$", out.read_text(), re.MULTILINE)
+    return {(kind, key): text for kind, key, text in found}
+
+
+def test_numbers_are_the_cells_by_their_keys(tmp_path: Path) -> None:
+    rows, spec = study_rows()
+    tested = rows["method"] == "topk_phi"
+    rows.loc[tested, ["gain", "gain_ci_low", "gain_ci_high", "gain_p"]] = ["-0.25", "-0.3", "-0.2", "0.0000001"]
+    table = written(tmp_path, made("ruler_sweep", rows, spec))
+    found = macros(tmp_path, table)
+    for cell in read_frame(table).to_dict("records"):
+        names = ("table", "backbone", "benchmark", "task", "length", "method", "budget_percent", "maps")
+        key = "/".join(cell[name] for name in names if cell[name])
+        assert found["value", key] == cell["text"] and found["count", key] == "6500"
+        assert found["interval", key] == f"$[{float(cell['ci_low']):.3f}, {float(cell['ci_high']):.3f}]$"
+        assert (("gain", key) in found) == (cell["method"] == "topk_phi")
+    key = "ruler_sweep/1b/ruler/all/4k/topk_phi/1/64k"
+    assert (found["gain", key], found["gaininterval", key]) == ("$-0.250$", "$[-0.300, -0.200]$")
+    assert found["gainp", key] == "$p < 0.001$"
+
+
+def test_a_key_that_tex_cannot_hold_is_refused(tmp_path: Path) -> None:
+    cells = made("ruler_sweep", *study_rows())
+    with pytest.raises(ValueError, match="'a b': no key of a cell can hold it"):
+        macros(tmp_path, written(tmp_path, cells.assign(method="a b")))
+
+
+def test_the_document_shows_everything_in_order(tmp_path: Path) -> None:
+    tables = [tmp_path / "ruler_sweep.tex", tmp_path / "loss_ablation.tex"]
+    figures = [tmp_path / "figures" / "fidelity.pdf", tmp_path / "figures" / "fixedk_breakdown_smol.pdf"]
+    figures[0].parent.mkdir()
+    for path in (*tables, *figures):
+        path.write_text("x")
         recorded(path)
-    return paths
+    spec = DocumentSpec("mini", (BACKBONE,), {"fidelity": "Small & wiki"})
+    out = tmp_path / "main.tex"
+    document.run_document(spec, tables, figures, None, TEMPLATES / "main.tex.j2", out)
+    text = out.read_text()
+    places = [text.index(each) for each in (r"\input{ruler_sweep.tex}", r"\input{loss_ablation.tex}",
+              "{figures/fidelity.pdf}", "{figures/fixedk_breakdown_smol.pdf}")]  # fmt: skip
+    assert places == sorted(places) and r"Small \& wiki." in text and r"r\&d, pretrained weights" in text
+    assert r"The paper does not evaluate org/Small\_LM" in text
+    with pytest.raises(ValueError, match="no table and no figure"):
+        document.run_document(spec, [], [], None, TEMPLATES / "main.tex.j2", out)
+    odd = recorded(shutil.copy(tables[0], tmp_path / "a b.tex"))
+    with pytest.raises(ValueError, match="LaTeX cannot read such a name"):
+        document.run_document(spec, [odd], [], None, TEMPLATES / "main.tex.j2", out)
 
 
-def make_figures(folder: Path, *labels: str) -> list[Path]:
-    paths = [folder / "figures" / f"{label}.pdf" for label in labels]
-    for path in paths:
-        save(Figure(figsize=(TEXT_WIDTH, 3)), path, path.with_suffix(".png"))
-        recorded(path)
-    return paths
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
+def test_latex_accepts_every_table(tmp_path: Path) -> None:
+    from residual_mass.paper import published
+
+    for label in published.labels():
+        template = TEMPLATES / f"{'runtime' if label.startswith('runtime') else label}.tex.j2"
+        document.run_published(label, template, tmp_path / f"{label}.tex")
+    inputs = "".join(rf"\input{{{label}.tex}}" for label in published.labels())
+    head = r"\documentclass{article}\usepackage[textwidth=5.5in]{geometry}\usepackage{booktabs,multirow}"
+    (tmp_path / "page.tex").write_text(rf"{head}\begin{{document}}{inputs}\end{{document}}")
+    typesetting.run(tmp_path / "page.tex", tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").stat().st_size > 1000
 
 
-def document(
-    folder: Path, wanted: DocumentSpec, tables: list[Path], figures: list[Path], numbers: Path | None = None
-) -> str:
-    run(wanted, tables, figures, numbers, TEMPLATE, folder / "main.tex")
-    return (folder / "main.tex").read_text(encoding="utf-8")
-
-
-def refusal(folder: Path, tables: list[Path], figures: list[Path]) -> str:
-    with pytest.raises(ValueError) as caught:
-        document(folder, spec(), tables, figures)
-    assert not (folder / "main.tex").exists() and "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def pdf_refusal(document: Path, out: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        typesetting.run(document, out)
-    assert not out.exists() and "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-# ---- what it shows ---------------------------------------------------------------------------------------------------
-
-
-def test_every_kind_of_figure_has_a_caption_of_its_own() -> None:
-    assert set(CAPTIONS) == set(FIGURES) and len(set(CAPTIONS.values())) == len(FIGURES)
-    for caption in CAPTIONS.values():
-        assert caption.endswith(".") and open_braces(caption) == 0 and caption.count("$") % 2 == 0
-
-
-def test_tables_and_figures_stand_in_the_order_given(tmp_path: Path) -> None:
-    tables = make_tables(tmp_path)
-    figures = make_figures(tmp_path, "fixedk_breakdown_small_cwe", "entropy_gain", "fixedk_breakdown_small")
-    tex = document(tmp_path, spec(fixedk_breakdown_small="Small, wiki"), tables, figures)
-    assert re.findall(r"\\input\{(.*?)\}", tex) == [path.name for path in tables]
-    assert re.findall(r"\\includegraphics\[.*?\]\{(.*?)\}", tex) == [f"figures/{path.name}" for path in figures]
-    assert re.findall(r"\\label\{(.*?)\}", tex) == [f"fig:{path.stem}" for path in figures]
-    labels = [f"tab:{name}" for name in TABLES] + [f"fig:{path.stem}" for path in figures]
-    assert re.findall(r"\\ref\{(.*?)\}", tex) == re.findall(r"\\pageref\{(.*?)\}", tex) == labels
-    breakdown = CAPTIONS["fixedk_breakdown"]
-    assert re.findall(r"\\caption\{(.*)\}", tex) == [breakdown, CAPTIONS["entropy_gain"], f"{breakdown} Small, wiki."]
-    assert "org/Small-LM at r1, pretrained weights." in tex and "The paper does not evaluate org/Small-LM" in tex
-
-
-def test_a_study_of_one_half_has_a_document(tmp_path: Path) -> None:
-    assert r"\includegraphics" not in document(tmp_path, spec(), make_tables(tmp_path), [])
-    assert r"\input" not in document(tmp_path, spec(), [], make_figures(tmp_path, "mass_curves"))
-
-
-def test_the_macros_of_the_numbers_are_read_before_the_text(tmp_path: Path) -> None:
-    (numbers := tmp_path / "numbers.tex").write_text("\\newcommand{\\rmvalue}[1]{}\n")
-    tex = document(tmp_path, spec(), make_tables(tmp_path), [], recorded(numbers))
-    assert "\n\\input{numbers.tex}\n" in tex.partition("\\begin{document}")[0]
-
-
-def test_hostile_names_print_and_do_not_run(tmp_path: Path) -> None:
-    wanted = DocumentSpec(HOSTILE, (backbone(HOSTILE, f"{HOSTILE}\n\\end{{document}}"),), {"mass_curves": HOSTILE})
-    tex = document(tmp_path, wanted, [], make_figures(tmp_path, "mass_curves"))
-    active = [re.split(r"(?<!\\)%", line)[0] for line in tex.splitlines()]
-    assert not any(r"\input" in line for line in active) and open_braces("\n".join(active)) == 0
-    assert sum(r"\end{document}" in line for line in active) == 1
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_is_missing_or_not_what_was_recorded_is_named(tmp_path: Path) -> None:
-    table, figure = tmp_path / "t.tex", tmp_path / "mass_curves.pdf"
-    assert refusal(tmp_path, [table], []) == f"{table}: no such file; rerun the rule that makes it"
-    figure.write_bytes(b"%PDF-")
-    recorded(figure).write_bytes(b"%PDF")
-    assert refusal(tmp_path, [], [figure]).startswith(f"{figure}: is not what mass_curves.pdf.meta.json recorded: ")
-    assert refusal(tmp_path, [], []) == "study mini: no table and no figure; give one"
-
-
-def test_a_figure_of_no_known_kind_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, [], make_figures(tmp_path, "heat")).startswith("heat is not one of fidelity, ")
-
-
-@pytest.mark.parametrize("name", ["a b", "a%b", "a}b", "a~b", "a\\b", "a#b", "a$b", "é"])
-def test_a_name_that_latex_would_not_find_is_refused(tmp_path: Path, name: str) -> None:
-    (path := tmp_path / f"{name}.tex").write_text("\\label{tab:t}\n")
-    assert refusal(tmp_path, [recorded(path)], []).startswith(f"{path.name!r}: LaTeX cannot read such a name; ")
-
-
-def test_without_latex_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path := tmp_path / "main.tex").write_text("")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    said = pdf_refusal(path, tmp_path / "main.pdf")
-    assert said == ("no LaTeX on PATH (pdflatex or tectonic); install one, on Debian `apt install texlive-latex-extra`")
-    path.unlink()
-    assert pdf_refusal(path, tmp_path / "main.pdf") == f"{path}: no such file; run the document stage"
-
-
-# ---- LaTeX -----------------------------------------------------------------------------------------------------------
-
-
-def said_by_latex(folder: Path) -> str:
-    """What pdflatex says of the document the second time."""
-    command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "main.tex"]
-    for _ in range(2):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:]
-    return done.stdout
-
-
-@needs(LATEX)
-def test_a_study_of_many_figures_and_wild_names_compiles_within_its_margins(tmp_path: Path) -> None:
-    tables = make_tables(tmp_path)
-    figures = make_figures(tmp_path, *FIGURES, *(f"fixedk_breakdown_{number}" for number in range(30)))
-    wanted = DocumentSpec(HOSTILE, (backbone(HOSTILE, HOSTILE),), {path.stem: HOSTILE for path in figures})
-    document(tmp_path, wanted, tables, figures)
-    said = said_by_latex(tmp_path)
-    assert "undefined" not in said and "multiply" not in said and "Rerun" not in said
-    assert all(float(width) < 1 for width in re.findall(r"Overfull \\hbox \((\S+)pt", said))
-    assert "Overfull \\vbox" not in said and "Float too large" not in said
-
-
-@needs(LATEX)
-def test_the_pdf_is_the_same_wherever_it_is_made_and_nothing_else_is_left(tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "a % strange ~ place"]
-    for folder in folders:
-        tables, figures = make_tables(folder), make_figures(folder, "mass_curves", "entropy_gain")
-        document(folder, spec(), tables, figures)
-        before = set(folder.rglob("*"))
-        (folder / "main.log").write_text("of a run that failed")
-        typesetting.run(folder / "main.tex", folder / "main.pdf")
-        assert set(folder.rglob("*")) - before == {folder / "main.pdf"}
-    one, other = (folder / "main.pdf" for folder in folders)
-    assert one.read_bytes().startswith(b"%PDF") and sha256_of(one) == sha256_of(other)
-
-
-@needs(LATEX)
-def test_an_error_of_latex_is_one_line_and_leaves_the_last_pdf_and_a_log(tmp_path: Path) -> None:
-    (path := tmp_path / "main.tex").write_text("\\documentclass{article}\\begin{document}x\\nonsense\\end{document}\n")
-    out = tmp_path / "made" / "main.pdf"
-    said = pdf_refusal(path, out)
-    log = tmp_path / "made" / "main.log"
-    assert said == f"{path}: pdflatex fails: ! Undefined control sequence.; all it says is in {log}"
-    assert "\\nonsense" in log.read_text()
-    out.write_bytes(b"older")
-    with pytest.raises(ValueError, match="Undefined control sequence"):
-        typesetting.run(path, out)
-    assert out.read_bytes() == b"older"
-
-
-@needs(LATEX)
-def test_a_document_runs_no_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("shell_escape", "t")  # an installation that would run any
-    (path := tmp_path / "main.tex").write_text(
-        "\\documentclass{article}\\begin{document}x\\immediate\\write18{touch ran}\\end{document}\n"
-    )
-    typesetting.run(path, tmp_path / "main.pdf")
-    assert not (tmp_path / "ran").exists()
+def test_paper_imports_no_torch() -> None:
+    code = "import sys, residual_mass.paper.page, residual_mass.paper.comparison; assert 'torch' not in sys.modules"
+    subprocess.run(["python", "-c", code], check=True, cwd=ROOT / "src")

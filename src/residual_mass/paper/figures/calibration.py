@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
+from residual_mass.paper.figures.captured import HEAD, check_same, rows_at_budget, the_one
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -27,7 +28,6 @@ from residual_mass.paper.figures.style import (
     with_minus_sign,
 )
 from residual_mass.paper.figures.summaries import bulk, check_distinct, head_means
-from residual_mass.paper.readers.diagnostics_file import HEAD, check_same, rows_at_budget, the_one
 from residual_mass.study.sections.figures import MOST_PANELS
 from residual_mass.study.specs import FigureSpec
 

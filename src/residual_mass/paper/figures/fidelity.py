@@ -19,6 +19,8 @@ from residual_mass.benchmarks.columns import FIDELITY, FOLLOWING, GREEDY, OWN
 from residual_mass.benchmarks.statistics import MeanScore, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
+from residual_mass.paper.cells import ALL_TASKS
+from residual_mass.paper.figures.captured import only_file
 from residual_mass.paper.figures.style import (
     GREY,
     TEXT_WIDTH,
@@ -31,8 +33,6 @@ from residual_mass.paper.figures.style import (
     tick_logarithmic,
 )
 from residual_mass.paper.figures.summaries import equal_parts
-from residual_mass.paper.readers.diagnostics_file import only_file
-from residual_mass.paper.table import ALL_TASKS
 from residual_mass.paper.titles import benchmark_title, method_title, trained_at_title
 from residual_mass.study.specs import FigureSpec
 

@@ -16,9 +16,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from residual_mass.files import read_parquet
+from residual_mass.paper.figures.captured import HEAD, TEXT, only_file, rows_at_budget, the_one
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, panel_axes, plain
 from residual_mass.paper.figures.summaries import binned_medians, check_distinct, equal_parts, head_means
-from residual_mass.paper.readers.diagnostics_file import HEAD, TEXT, only_file, rows_at_budget, the_one
 from residual_mass.study.specs import FigureSpec
 
 BUDGET = ["k", "budget_percent"]

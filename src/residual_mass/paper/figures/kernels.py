@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from residual_mass.files import read_parquet
+from residual_mass.paper.figures.captured import HEAD, TEXT, check_same, exactly, only_file, rows_at_budget
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -30,8 +31,6 @@ from residual_mass.paper.figures.style import (
     with_minus_sign,
 )
 from residual_mass.paper.figures.summaries import bulk, quartiles
-from residual_mass.paper.marked import marked
-from residual_mass.paper.readers.diagnostics_file import HEAD, TEXT, check_same, exactly, only_file, rows_at_budget
 from residual_mass.paper.titles import OURS, variant_title
 from residual_mass.study.specs import FigureSpec
 
@@ -352,4 +351,4 @@ def _fidelity(facts: pd.Series) -> str:
 def _variant(maps: str) -> str:
     """Returns the variant's title, or the label of maps without one."""
     title = variant_title(maps)
-    return plain(maps) if title in (OURS, marked(maps)) else title
+    return plain(maps) if title in (OURS, maps) else title

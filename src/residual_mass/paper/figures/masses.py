@@ -9,14 +9,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from residual_mass.files import read_parquet
-from residual_mass.paper.figures.style import GREY, TEXT_WIDTH, make_x_logarithmic, plain
-from residual_mass.paper.figures.summaries import head_means, quartiles
-from residual_mass.paper.readers.diagnostics_file import (
+from residual_mass.paper.figures.captured import (
     HEAD,
     TEXT,
     check_same,
     exactly,
 )
+from residual_mass.paper.figures.style import GREY, TEXT_WIDTH, make_x_logarithmic, plain
+from residual_mass.paper.figures.summaries import head_means, quartiles
 from residual_mass.study.specs import FigureSpec
 
 LOW, HIGH = (0.02, 0.10, 0.25), (0.75, 0.90, 0.98)

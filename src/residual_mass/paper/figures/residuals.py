@@ -9,7 +9,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
 from residual_mass.files import read_csv
 from residual_mass.methods import TopK, method_named
 from residual_mass.metrics import RELATIVE_ERROR
@@ -24,10 +23,10 @@ from residual_mass.paper.figures.style import (
     plain,
     tick_logarithmic,
 )
-from residual_mass.paper.marked import marked
 from residual_mass.paper.titles import METHOD_TITLES, TOPK, corpus_title
 from residual_mass.study.specs import FigureSpec
 
+NEEDED = ("method", "corpus", "length", "budget_percent", "error", "packs")
 COLUMNS = 2
 """Panels side by side, each with the names of its lines."""
 GAP = 0.068
@@ -45,7 +44,7 @@ def error_by_k_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """
     parts = []
     for path in data:
-        frame = pd.DataFrame(read_csv(path, RESIDUAL_ERRORS, "residual-errors"))
+        frame = pd.DataFrame(read_csv(path, NEEDED, "residual-errors"))
         frame = frame[[method_named(name).selector == TopK() for name in frame["method"]]]
         for corpus in spec.texts:
             parts.append(rows := frame[frame["corpus"] == corpus])
@@ -97,7 +96,7 @@ def _name_lines(axis: Axes, ends: pd.DataFrame, looks: Mapping[str, Look]) -> No
     for row, height in zip(ends.itertuples(), spread(heights, GAP, 0, 1), strict=True):
         colour = looks[row.method].colour
         axis.annotate(
-            METHOD_TITLES.get(row.method, marked(row.method)).removeprefix(TOPK) or TOPK,
+            METHOD_TITLES.get(row.method, row.method).removeprefix(TOPK) or TOPK,
             (row.budget_percent, row.error),
             (NAMES_AT, height),
             textcoords="axes fraction",

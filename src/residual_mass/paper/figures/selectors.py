@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +15,10 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
 from residual_mass.files import read_csv
 from residual_mass.methods import METHODS, Method, TopK, method_named
 from residual_mass.metrics import KL, RELATIVE_ERROR
+from residual_mass.paper.cells import load, numbers
 from residual_mass.paper.figures.style import (
     GREY,
     LOOKS,
@@ -33,13 +32,12 @@ from residual_mass.paper.figures.style import (
     plain,
     tick_logarithmic,
 )
-from residual_mass.paper.front import on_front
-from residual_mass.paper.readers.compared_files import Compared, read_compared
-from residual_mass.paper.table import Place
+from residual_mass.paper.tables import compared, on_front
 from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, corpus_title, title_parts
 from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
 
+NEEDED = ("method", "corpus", "length", "budget_percent", "recall", "packs")
 DISTANCE, ERROR = KL.name, RELATIVE_ERROR.name
 AXES = {DISTANCE: (f"{plain(KL.title)}, {KL.unit}", "documents"), ERROR: (RELATIVE_ERROR.title, "packs")}
 """By quantity, the label of the y axis and what is counted behind a value."""
@@ -115,7 +113,7 @@ def selection_recall_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFr
     """
     parts = []
     for path in data:
-        frame = pd.DataFrame(read_csv(path, RESIDUAL_ERRORS, "residual-errors"))
+        frame = pd.DataFrame(read_csv(path, NEEDED, "residual-errors"))
         for corpus in spec.texts:
             rows = frame[frame["corpus"] == corpus]
             if rows.empty:
@@ -181,42 +179,23 @@ def fidelity_by_bytes_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataF
     Raises:
         ValueError: there are no values of a quantity for a length and a corpus.
     """
-    compared = read_compared(data, (DISTANCE,))
-    lengths = dict.fromkeys(place.length for place in compared.rows)
+    errors = compared(load(data))
     parts = []
-    for length, corpus, quantity in product(lengths, spec.texts, AXES):
-        places = [place for place in compared.rows if (place.length, place.corpus) == (length, corpus)]
-        rows = [row for place in places for row in _point(compared, place, quantity)]
-        if not rows:
+    for length, corpus, quantity in product(dict.fromkeys(errors["length"]), spec.texts, AXES):
+        column = "error" if quantity == ERROR else quantity
+        rows = errors[(errors["length"] == length) & (errors["corpus"] == corpus) & (errors[column] != "")]
+        if rows.empty:
             stage = "fidelity" if quantity == DISTANCE else "residual-errors"
             raise ValueError(
                 f"figure {spec.label}: no {quantity} of {corpus} at {length}; run the {stage} stage with it"
             )
-        parts.append(_with_front(pd.DataFrame(rows)))
+        points = rows[["length", "corpus", "method"]].assign(quantity=quantity, value=numbers(rows[column]))
+        points["budget_percent"] = numbers(rows["budget_percent"])
+        points["share"], points["size"] = 100 * numbers(rows["step_share"]), rows[AXES[quantity][1]].astype(int)
+        competing = points[~points["method"].isin(ORACLES)]
+        kept = competing.index[on_front(list(zip(competing["share"], competing["value"], strict=True)))]
+        parts.append(points.assign(front=points.index.isin(kept)))
     return pd.concat(parts, ignore_index=True)
-
-
-def _point(compared: Compared, place: Place, quantity: str) -> Iterator[dict[str, object]]:
-    """The one point of a method at a budget; none where its distance was not measured."""
-    errors = compared.rows[place]
-    found = compared.distances.get(replace(place, quantity=quantity)) if quantity == DISTANCE else errors
-    if found is not None:
-        yield {
-            "length": place.length,
-            "corpus": place.corpus,
-            "quantity": quantity,
-            "method": place.method,
-            "budget_percent": place.budget_percent,
-            "share": 100 * float(errors.row["step_share"]),
-            "value": float(found.row["value" if quantity == DISTANCE else "error"]),
-            "size": int(found.row[AXES[quantity][1]]),
-        }
-
-
-def _with_front(points: pd.DataFrame) -> pd.DataFrame:
-    competing = points[~points["method"].isin(ORACLES)]
-    kept = on_front(list(zip(competing["share"], competing["value"], strict=True)))
-    return points.assign(front=points.index.isin(competing.index[kept]))
 
 
 def draw_fidelity_by_bytes(spec: FigureSpec, points: pd.DataFrame) -> Figure:

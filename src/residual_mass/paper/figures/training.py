@@ -12,6 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from residual_mass.paper.figures.captured import check_same, exactly
 from residual_mass.paper.figures.style import (
     GREY,
     LOOKS,
@@ -23,9 +24,8 @@ from residual_mass.paper.figures.style import (
     plain,
     tick_logarithmic,
 )
-from residual_mass.paper.readers.diagnostics_file import check_same, exactly
-from residual_mass.paper.readers.training_log import check_one_training, shown_rows
 from residual_mass.study.specs import FigureSpec
+from residual_mass.training.columns import RUN
 
 MARKERS = 12
 """Most markers of a line."""
@@ -128,3 +128,24 @@ def _logarithmic(axis: Axis) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
     tick_logarithmic(axis, low, high)
+
+
+def shown_rows(path: Path, length: str) -> pd.DataFrame:
+    """What figures show of one log: the means over all layers on the first held-out text.
+
+    Two columns are added: the trained `length`, and `rank`: 0 at the largest K. Budgets of different lengths are
+    compared by their rank, counted from the top because short sequences have several budgets in which nothing but the
+    anchors fits, and their K is 0 alike.
+    """
+    frame = pd.read_csv(path, dtype={"recipe": str, "variant": str, "layer": str}, keep_default_na=False, na_values="")
+    frame = frame[(frame["layer"] == "all") & (frame["corpus"] == frame["corpus"].iloc[0])]
+    ranks = {k: rank for rank, k in enumerate(sorted(set(frame["k"]), reverse=True))}
+    # Budgets with the same K say the same twice.
+    return frame.assign(length=length, rank=frame["k"].map(ranks)).drop_duplicates([*RUN, "step", "k"])
+
+
+def check_one_training(path: Path, rows: pd.DataFrame) -> None:
+    """Raises ValueError when the rows are of several trainings."""
+    for column in RUN:
+        if (count := rows[column].nunique()) > 1:
+            raise ValueError(f"{path}: {column} has {count} values, but a line shows one training; pass its own log")

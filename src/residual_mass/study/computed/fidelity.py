@@ -1,4 +1,4 @@
-"""Given continuations under every arm, and the paper's statements read on them and on scores."""
+"""Given continuations under every arm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from residual_mass.study.computed.registry import Wildcards, known, maps_specs, 
 from residual_mass.study.config import file_of
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.evaluation import Continuations, Decoding, Resampling
-from residual_mass.study.specs import AskedSpec, FidelitySpec, ForceSpec, ScoreClaimsSpec
+from residual_mass.study.specs import AskedSpec, FidelitySpec, ForceSpec
 
 
 class FidelityJobs(EvaluationJobs):
@@ -91,25 +91,3 @@ class FidelityJobs(EvaluationJobs):
             **shared(Resampling, study.score),
         )
         return to_json(spec)
-
-    def claimed_results(self, wildcards: Wildcards) -> list[str]:
-        """The scores of every benchmark at every length."""
-        study = self.study_of(wildcards)
-        lengths = {name: study.lengths_of(name) for name in study.benchmarks}
-        return [
-            path
-            for name in lengths
-            for path in expand(paths.RESULTS, benchmark=name, backbone=wildcards.backbone, length=lengths[name])
-        ]
-
-    def claimed_mismatch(self, wildcards: Wildcards) -> list[str]:
-        compared = wildcards.backbone in self.study_of(wildcards).mismatch.backbones
-        return expand(paths.MISMATCH, backbone=wildcards.backbone) if compared else []
-
-    def claimed_fidelity(self, wildcards: Wildcards) -> list[str]:
-        lengths = self.study_of(wildcards).fidelity.lengths
-        return expand(paths.FIDELITY, backbone=wildcards.backbone, length=lengths) if lengths else []
-
-    def score_claims_spec(self, wildcards: Wildcards) -> str:
-        study = self.study_of(wildcards)
-        return to_json(ScoreClaimsSpec(study.mismatch.budget, RECIPES["score_claims"]))

@@ -1,1 +1,0 @@
-"""Compares a study with the paper's values."""

@@ -1,1 +1,0 @@
-"""The report: a study on one HTML page."""

@@ -1,1 +1,0 @@
-"""Tables: what each shows, its cells, and their LaTeX."""

@@ -1,0 +1,63 @@
+"""Rows of results with chosen values, made of the paper's own tables or from scratch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tests.records import recorded
+
+from residual_mass.files import csv_text
+from residual_mass.paper import document, published
+from residual_mass.paper.cells import to_csv
+from residual_mass.paper.tables import find
+from residual_mass.provenance import beside
+from residual_mass.study.specs import TableSpec
+
+ROOT = Path(__file__).parents[3]
+TEMPLATES = ROOT / "paper_tables" / "templates"
+FACTS = {
+    "study": "paper", "revision": "r1", "weights": "pretrained", "source": "scores.csv", "n": "6500", "stderr": "",
+    "data": "original", "decoding": "greedy; budgets of the nominal length; cut to 64k", "packs": "8", "repeats": "3",
+}  # fmt: skip
+
+
+def study_rows(label: str = "ruler_sweep", **facts: Any) -> tuple[pd.DataFrame, TableSpec]:
+    """The paper's values as if a study had them, each with an interval of 0.02 to either side, no gain, and these
+    facts.
+    """
+    frames, spec = published.results(label)
+    (rows,) = frames.values()
+    rows = rows.assign(**{"model_id": rows["backbone"].map(published.MODELS), **FACTS, **facts})
+    if "value" in rows:
+        value = rows["value"].astype(float)
+        rows = rows.assign(ci_low=(value - 0.02).map("{:.6f}".format), ci_high=(value + 0.02).map("{:.6f}".format))
+    return rows, replace(spec, study="paper")
+
+
+def made(label: str, rows: pd.DataFrame, spec: TableSpec) -> pd.DataFrame:
+    stage = {"exact_accounting": "accounting", "training_cost_64k": "train"}.get(label, "score")
+    return find(label).cells({"runtime" if label.startswith("runtime") else stage: rows}, spec)
+
+
+def latex(cells: pd.DataFrame) -> str:
+    label = cells["table"].iloc[0]
+    return document.latex(cells, TEMPLATES / f"{'runtime' if label.startswith('runtime') else label}.tex.j2")
+
+
+def written(folder: Path, cells: pd.DataFrame) -> Path:
+    """The cells as the table stage writes them."""
+    path = folder / f"{cells['table'].iloc[0]}.csv"
+    path.write_text(to_csv(cells), encoding="utf-8")
+    return recorded(path)
+
+
+def result_file(path: Path, rows: list[dict[str, Any]], stage: str = "score", **spec: Any) -> Path:
+    """Rows as the CSV of a stage, with what its record says of the spec."""
+    path.write_text(csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows), encoding="utf-8")
+    record = json.loads(beside(recorded(path)).read_text())
+    beside(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
+    return path

@@ -1,0 +1,94 @@
+"""The page: every cell is on it, nothing is loaded from outside, and it opens with findings."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from samples import TEMPLATES, made, study_rows, written
+from tests.records import recorded
+
+from residual_mass.paper import page
+from residual_mass.paper.figures.style import save
+from residual_mass.study.specs import BackboneSpec, ReportSpec
+
+BACKBONE = BackboneSpec("mini", "org/Small<LM>", "r1", "hub", "float32", "small", 4096, False, name="smol")
+SPEC = ReportSpec("mini", (BACKBONE,), (0.5, 1.0, 2.0), "topk_phi", {"fidelity": "Small"})
+
+
+def distances() -> pd.DataFrame:
+    """Cells of a table of fidelity."""
+    cells = made("ruler_sweep", *study_rows())
+    cells = cells[(cells["length"] == "4k") & (cells["backbone"] == "1b")]
+    return cells.assign(table="fidelity", corpus="wiki", quantity="kl", counted="documents", n="16")
+
+
+def make(folder: Path, **changes: Any) -> str:
+    rows, spec = study_rows(gain="0.010000", gain_ci_low="-0.1", gain_ci_high="0.1", gain_p="0.500000")
+    tables = [written(folder, each) for each in (distances(), made("ruler_sweep", rows, spec))]
+    figure = folder / "fidelity.png"
+    save(Figure(figsize=(1, 1)), figure.with_suffix(".pdf"), figure)
+    comparison = folder / "comparison.csv"
+    comparison.write_text("table,verdict\nruler_sweep,agrees\nruler_sweep,differs by +0.1\nruler_sweep,differs by -2\n")
+    given = {"tables": tables, "figures": [recorded(figure)], "comparison": recorded(comparison)} | changes
+    out = folder / "report.html"
+    page.run(SPEC, *given.values(), TEMPLATES / "report.html.j2", out)
+    return out.read_text(encoding="utf-8")
+
+
+def test_every_cell_is_on_the_page_with_its_interval_size_and_test(tmp_path: Path) -> None:
+    html = make(tmp_path)
+    cells = pd.read_csv(tmp_path / "ruler_sweep.csv", dtype=str, keep_default_na=False).to_dict("records")
+    fields = re.findall(r'<td[^>]*data-of="([^"]*)"[^>]*>(?:<b>)?([^<]*)', html.partition('id="ruler_sweep"')[2])
+    assert [text for _, text in fields[: len(cells)]] == [cell["text"] for cell in cells]
+    for (notes, _), cell in zip(fields, cells, strict=False):
+        assert f"95% interval {float(cell['ci_low']):z.3f} to {float(cell['ci_high']):z.3f}" in unescape(notes)
+        assert "6500 examples" in notes and "p 1 (Holm)" in notes and "scores.csv" in notes
+    bold = html.partition('id="ruler_sweep"')[2].count("<b>")
+    assert bold == sum(cell["bold"] == "1" for cell in cells)
+
+
+def test_nothing_is_loaded_from_outside_and_nothing_runs(tmp_path: Path) -> None:
+    html = make(tmp_path)
+    assert not re.search(r"<script|<link|@import|url\(", html)
+    assert set(re.findall(r'(?:src|href)="([^"]{5})', html)) <= {"data:", "#fide", "#rule"}
+    assert "org/Small&lt;LM&gt;" in html and "<LM>" not in html
+    assert "prefers-color-scheme: dark" in html and "width=device-width" in html
+
+
+def test_it_opens_with_findings_and_the_figure_of_fidelity(tmp_path: Path) -> None:
+    html = make(tmp_path)
+    findings = re.findall(r"<li>(.*)</li>", html)
+    assert len(findings) == 2 and "With 1% of the prefix read exactly" in findings[0] and "16 documents" in findings[0]
+    kl = distances().set_index(["method", "budget_percent"])["text"]
+    assert kl["topk_phi", "1"] in findings[0] and kl["topk", "1"] in findings[0]
+    tested = (study_rows()[0]["method"] == "topk_phi").sum()
+    assert f"in {tested} of {tested} cells and below in 0; none of these differences" in findings[1]
+    assert (
+        html.index("<li>") < html.index("data:image/png") < html.index('id="fidelity"') < html.index('id="ruler_sweep"')
+    )
+    assert "<tr><th>ruler_sweep</th><td>1</td><td>2</td><td>0</td><td>0</td></tr>" in html
+
+
+def test_the_same_bytes_twice_and_a_study_without_anything(tmp_path: Path) -> None:
+    assert make(tmp_path) == make(tmp_path)
+    assert "Beside the paper" not in make(tmp_path, comparison=None)
+    with pytest.raises(ValueError, match="no table and no figure"):
+        page.run(SPEC, [], [], None, TEMPLATES / "report.html.j2", tmp_path / "out.html")
+
+
+@pytest.mark.parametrize(
+    ("latex", "html"),
+    [
+        (r"Top-$K{+}\phi$", "Top-<i>K+φ</i>"), (r"$d_\phi{=}64$", "<i>d<sub>φ</sub>=64</i>"),
+        (r"a < b $e_{\mathrm{TopK}}$", "a &lt; b <i>e<sub>TopK</sub></i>"), ("$-0.1$", "−0.1"),
+        (r"$^{*}$", "<i><sup>*</sup></i>"), ("no $ alone", "no $ alone"),
+    ],
+)  # fmt: skip
+def test_mathematics_as_letters(latex: str, html: str) -> None:
+    assert page.html(latex) == html
