@@ -17,8 +17,8 @@ import pytest
 import yaml
 from runs import ROOT, Run, dry_run, snakemake
 from tests.small_assets import MODEL_ID, REVISION, write_assets
-from tests.unit.paper.sample_residuals import distance_row
-from tests.unit.paper.sample_residuals import write_rows as write_fidelity
+from tests.unit.paper.sample_residuals import distance_row, error_row
+from tests.unit.paper.sample_residuals import write_rows as write_residuals
 from tests.unit.paper.sample_results import result_rows, sweep_arms, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
@@ -51,6 +51,7 @@ def examples(title: str) -> list[Example]:
 def test_the_page_has_examples_for_everything_it_lists() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert [len(examples(title)) for title in titles[:5]] == [1, 2, 3, 2, 4]
+    assert len(examples("A figure")) == 2
     assert sum(len(examples(title)) for title in titles) == PAGE.count("\n```") / 2
     assert "(docs/extending.md)" in (ROOT / "README.md").read_text()
 
@@ -224,7 +225,7 @@ def test_a_table(copy: Path) -> None:
             (name, *text) for name in ("topk", "scan4") for text in (("wiki", 0.1), ("code", 0.3), ("books", 0.2))
         ]
         forced = [distance_row(name, 4, text=text, length=length, value=value) for name, text, value in of_texts]
-        write_fidelity(copy / "results", "fidelity", forced, length)
+        write_residuals(copy / "results", "fidelity", forced, length)
     targets = ["paper_tables/mini/ruler_tasks.tex", "paper_tables/mini/median_kl.csv"]
     run = snakemake(copy, "--cores", "1", *targets, snakefile=copy / "Snakefile")
     assert run.code == 0, run.output
@@ -235,3 +236,18 @@ def test_a_table(copy: Path) -> None:
     assert len(cells) == len(tasks) * (1 + 3 * (len(mini["methods"]) - 1))
     medians = pd.read_csv(copy / "paper_tables/mini/median_kl.csv", dtype=str)
     assert medians["text"].tolist() == ["0.200"] * 4 and medians["n"].tolist() == ["3"] * 4
+
+
+def test_a_figure(copy: Path) -> None:
+    """Drawn by Snakemake out of errors that are there."""
+    apply(copy, "A figure")
+    path = copy / "config" / "studies" / "mini.yaml"
+    study = yaml.safe_load(path.read_text())
+    study["figures"]["step_bytes"] = {"backbone": "smol", "texts": ["wiki"], "lengths": ["1k"]}
+    path.write_text(yaml.safe_dump(study))
+    (copy / "results").mkdir()
+    rows = [error_row(name, budget, step_share=0.1 * budget) for name in ("topk", "scan4") for budget in (2, 4)]
+    write_residuals(copy / "results", "residual_errors", rows)
+    target = "paper_tables/mini/figures/step_bytes.png"
+    run = snakemake(copy, "--cores", "1", target, snakefile=copy / "Snakefile")
+    assert run.code == 0 and (copy / target).stat().st_size > 10_000, run.output

@@ -17,6 +17,7 @@ from residual_mass.core.settings import maps_label, to_json, tokens_of
 from residual_mass.paper import published
 from residual_mass.paper.comparison import COMPARED as COMPARED_TABLES
 from residual_mass.paper.comparison import settings_of
+from residual_mass.paper.figures import find as drawn
 from residual_mass.paper.tables import RUNTIME, Table, find
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
@@ -25,32 +26,10 @@ from residual_mass.study.computed.fidelity import FidelityJobs
 from residual_mass.study.computed.registry import Wildcards, known
 from residual_mass.study.config import file_of, tables_for
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.labels import ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
+from residual_mass.study.labels import KERNEL_FIDELITY
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.figures import Figure, kind_of
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
-
-CAPTURED = {
-    "kernel_sanity": [paths.KERNELS, paths.HEADS],
-    KERNEL_FIDELITY: [paths.KERNELS],
-    "mass_curves": [paths.MASS, paths.HEADS],
-}
-"""The captured files that a figure shows, where they are not those of the heads alone."""
-UNCAPTURED = {
-    "fidelity": paths.FIDELITY,
-    "fidelity_tokens": paths.FORCED,
-    "training_curves": paths.TRAINING_LOG,
-    **dict.fromkeys((ERROR_BY_K, SELECTION_RECALL), paths.RESIDUAL_ERRORS),
-    FIDELITY_BY_BYTES: [paths.RESIDUAL_ERRORS, paths.FIDELITY],
-}
-"""What a figure shows in place of captured files."""
-MAIN_MAPS = ("fidelity", "fidelity_tokens", "kernel_sanity")
-"""The figures that tell the main maps from others."""
-ONE_BUDGET = (
-    "fidelity_tokens", "kernel_sanity", "logz_calibration", "fullsub_nosub_delta", "entropy_heatmap",
-    "fixedk_breakdown",
-)  # fmt: skip
-"""What the labels of the figures that show one budget begin with; no other figure depends on that budget."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,21 +188,14 @@ class Plan(FidelityJobs, DiagnosticsJobs):
     def figure_data(self, wildcards: Wildcards) -> list[str]:
         """The files that a figure shows, in the order of its lines or rows."""
         shown = self.figure_of(wildcards)
-        if pattern := UNCAPTURED.get(kind_of(wildcards.label)):
-            length = getattr(shown, "lengths", None) or getattr(shown, "length", None)
-            return expand(pattern, backbone=shown.backbone, maps=self.figure_maps(wildcards), length=length)
-        return self._captured_for(wildcards, CAPTURED.get(wildcards.label, [paths.HEADS]))
-
-    def _captured_for(self, wildcards: Wildcards, patterns: list[str]) -> list[str]:
-        """The files of the backbones, corpora and lengths that a figure shows."""
-        shown = self.figure_of(wildcards)
-        ablated = self.studies[wildcards.study].ablations.length
         place = {
             "backbone": getattr(shown, "backbones", None) or shown.backbone,
-            "corpus": getattr(shown, "corpora", None) or shown.corpus,
-            "length": getattr(shown, "lengths", None) or getattr(shown, "length", ablated),
+            "corpus": getattr(shown, "corpora", None) or getattr(shown, "corpus", ()),
+            "length": getattr(shown, "lengths", None)
+            or getattr(shown, "length", self.studies[wildcards.study].ablations.length),
+            "maps": self.figure_maps(wildcards),
         }
-        return [path for pattern in patterns for path in expand(pattern, **place)]
+        return [path for pattern in drawn(wildcards.label).data for path in expand(pattern, **place)]
 
     def figure_spec(self, wildcards: Wildcards) -> str:
         study, label = self.studies[wildcards.study], wildcards.label
@@ -233,7 +205,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         spec = FigureSpec(
             label=label,
             title=self.figure_title(shown),
-            budget_percent=study.diagnostics.budget if label.startswith(ONE_BUDGET) else None,
+            budget_percent=study.diagnostics.budget if drawn(label).one_budget else None,
             maps=self.figure_maps(wildcards),
             backbone_titles=self.titles(names) if len(names) > 1 else {},
             texts=texts,
@@ -244,7 +216,7 @@ class Plan(FidelityJobs, DiagnosticsJobs):
     def figure_maps(self, wildcards: Wildcards) -> tuple[str, ...]:
         """Labels of the feature maps that a figure compares, or whose logs it shows."""
         study, shown = self.studies[wildcards.study], self.figure_of(wildcards)
-        if kind_of(wildcards.label) in MAIN_MAPS:
+        if drawn(wildcards.label).main_maps:
             return (study.maps.main,)
         if wildcards.label == KERNEL_FIDELITY:
             length = study.ablations.length

@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from tests.records import recorded
 
 from residual_mass.files import csv_text
-from residual_mass.paper.figures.render import FIGURES, run
+from residual_mass.paper.figures import FIGURES
+from residual_mass.paper.figures.render import run
 from residual_mass.paper.figures.style import LOOKS, round_ticks
 from residual_mass.paper.figures.training import (
     draw_training_curves,

@@ -18,6 +18,7 @@ from matplotlib.transforms import Bbox
 from sample_results import diagnostics
 from tests.records import recorded
 
+from residual_mass.paper.figures import FIGURES
 from residual_mass.paper.figures.heads import (
     draw_entropy_gain,
     draw_entropy_heatmap,
@@ -28,7 +29,7 @@ from residual_mass.paper.figures.heads import (
     fixedk_breakdown_points,
     quartile_error_points,
 )
-from residual_mass.paper.figures.render import FIGURES, run
+from residual_mass.paper.figures.render import run
 from residual_mass.paper.figures.style import paper_style
 from residual_mass.paper.figures.summaries import binned_medians
 from residual_mass.study.specs import FigureSpec
@@ -266,7 +267,7 @@ AWKWARD: dict[str, pd.DataFrame] = {
 def test_awkward_data_are_drawn_whole_and_without_overlap(tmp_path: Path, case: str) -> None:
     data = [write(tmp_path / "heads.parquet", AWKWARD[case])]
     for kind in KINDS:
-        points_of, draw = FIGURES[kind]
+        points_of, draw = FIGURES[kind].points, FIGURES[kind].draw
         with paper_style():
             figure = draw(spec(kind), points_of(spec(kind), data))
             figure.draw_without_rendering()
@@ -348,7 +349,7 @@ def test_a_file_that_is_not_what_was_recorded_is_refused_in_one_line(heads: Path
 
 @pytest.mark.parametrize("kind", ["entropy_heatmap", "fixedk_breakdown"])
 def test_an_unknown_budget_is_refused(heads: Path, kind: str) -> None:
-    points_of, _ = FIGURES[kind]
+    points_of = FIGURES[kind].points
     with pytest.raises(ValueError, match=f"^{heads}: no rows at a budget of 1%; spec.budget_percent can be 2, 4$"):
         points_of(spec(kind, 1.0), [heads])
     with pytest.raises(ValueError, match=f"^{heads}: .*; set spec.budget_percent$"):

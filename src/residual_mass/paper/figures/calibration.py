@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from residual_mass.paper.figures.captured import HEAD, check_same, rows_at_budget, the_one
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -28,6 +29,7 @@ from residual_mass.paper.figures.style import (
     with_minus_sign,
 )
 from residual_mass.paper.figures.summaries import bulk, check_distinct, head_means
+from residual_mass.study import paths
 from residual_mass.study.sections.figures import MOST_PANELS
 from residual_mass.study.specs import FigureSpec
 
@@ -93,6 +95,16 @@ def fullsub_nosub_delta_points(spec: FigureSpec, data: Sequence[Path]) -> pd.Dat
     return pd.concat(parts, ignore_index=True)
 
 
+@figure(
+    "logz_calibration",
+    logz_calibration_points,
+    data=paths.HEADS,
+    one_budget=True,
+    caption=(
+        r"Estimated against true residual mass of attention rows, $\log\hat Z_{\mathcal{R}}-\log Z_{\mathcal{R}}$, "
+        r"for every text and length. Below zero the mass of the tokens that are not read is underestimated."
+    ),
+)
 def draw_logz_calibration(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws one panel per file on common axes, with colours by the sign of the error."""
     figure, panels = _grid(points)
@@ -121,6 +133,16 @@ def draw_logz_calibration(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     return figure
 
 
+@figure(
+    "fullsub_nosub_delta",
+    fullsub_nosub_delta_points,
+    data=paths.HEADS,
+    one_budget=True,
+    caption=(
+        r"Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less that of the same without "
+        r"subtracting the retrieved tokens' share. Below zero subtraction helps."
+    ),
+)
 def draw_fullsub_nosub_delta(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws one panel per file on common axes, with colours by the sign of delta."""
     figure, panels = _grid(points)

@@ -21,6 +21,7 @@ from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import ALL_TASKS
 from residual_mass.paper.figures.captured import only_file
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     GREY,
     TEXT_WIDTH,
@@ -34,6 +35,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.figures.summaries import equal_parts
 from residual_mass.paper.titles import benchmark_title, method_title, trained_at_title
+from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 Arm = tuple[str, str, bool]
@@ -159,6 +161,18 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series, names
     return pd.DataFrame(points)
 
 
+@figure(
+    "fidelity",
+    fidelity_points,
+    data=paths.FIDELITY,
+    main_maps=True,
+    caption=(
+        r"Distance of the next token from that of full attention, on continuations that every method is given: the "
+        r"Kullback-Leibler divergence, averaged over tokens and documents, against the budget. Corpora go on as they "
+        r"do; the prompts of benchmarks are continued by the right answer. Feature maps are those of the study, unless "
+        r"the legend names the length that they were trained at."
+    ),
+)
 def draw_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws a row of panels per length and a column per text, on common axes, with a line per method and maps."""
     lengths, texts = (list(dict.fromkeys(points[name])) for name in ("length", "text"))
@@ -194,6 +208,19 @@ def _draw_line(axis: Axes, line: pd.DataFrame, look: Look) -> None:
     axis.plot(x, line["value"], color=look.colour, marker=look.marker, linestyle=look.line, **LINE)
 
 
+@figure(
+    "fidelity_tokens",
+    fidelity_tokens_points,
+    data=paths.FORCED,
+    main_maps=True,
+    one_budget=True,
+    caption=(
+        r"The distance from full attention token by token at one budget: the share of tokens at least so far off (a), "
+        r"and its mean over quarters of the tokens by their probability under full attention (b), over tokens of which "
+        r"the prompt has nothing, the token, or the bigram that it ends (c), and over places in the continuation (d). "
+        r"Intervals are over documents."
+    ),
+)
 def draw_fidelity_tokens(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws how many tokens have a large distance, and the mean distance of groups of tokens."""
     figure = Figure(figsize=(TEXT_WIDTH, 4.4), layout="constrained")

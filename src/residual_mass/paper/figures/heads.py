@@ -17,8 +17,10 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from residual_mass.files import read_parquet
 from residual_mass.paper.figures.captured import HEAD, TEXT, only_file, rows_at_budget, the_one
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, panel_axes, plain
 from residual_mass.paper.figures.summaries import binned_medians, check_distinct, equal_parts, head_means
+from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 BUDGET = ["k", "budget_percent"]
@@ -127,6 +129,16 @@ def quartile_error_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFram
     return points.reset_index()
 
 
+@figure(
+    "entropy_gain",
+    entropy_gain_points,
+    data=paths.HEADS,
+    caption=(
+        r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
+        r"mid-normalised entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the "
+        r"residual estimate helps the head."
+    ),
+)
 def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws one row of panels per backbone and one column per K, on common axes."""
     backbones, panels = list(dict.fromkeys(points["backbone"])), points.groupby(["backbone", *BUDGET])
@@ -154,6 +166,16 @@ def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     return figure
 
 
+@figure(
+    "entropy_heatmap",
+    entropy_heatmap_points,
+    data=paths.HEADS,
+    one_budget=True,
+    caption=(
+        r"Mid-normalised entropy $H_{\mathrm{mid}}$ of every query head (a), and against it the share of the "
+        r"attention mass that the feature maps estimate for the tokens that are not read (b)."
+    ),
+)
 def draw_entropy_heatmap(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws entropy over layers and heads, and the residual's estimated share of the total mass."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.7), layout="constrained")
@@ -179,6 +201,16 @@ def draw_entropy_heatmap(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     return figure
 
 
+@figure(
+    "fixedk_breakdown",
+    fixedk_breakdown_points,
+    data=paths.HEADS,
+    one_budget=True,
+    caption=(
+        r"Errors of every query head at one budget against its mid-normalised entropy $H_{\mathrm{mid}}$: of Top-$K$ "
+        r"(a), of Top-$K{+}\phi$ (b), and the first less the second (c)."
+    ),
+)
 def draw_fixedk_breakdown(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws errors of every head without and with completion on a common axis, and the gain."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.8), layout="constrained")
@@ -199,6 +231,15 @@ def draw_fixedk_breakdown(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     return figure
 
 
+@figure(
+    "quartile_error",
+    quartile_error_points,
+    data=paths.HEADS,
+    caption=(
+        r"Errors of Top-$K$ and Top-$K{+}\phi$ at every budget, with the heads in four groups of equal size by their "
+        r"mid-normalised entropy $H_{\mathrm{mid}}$, from the most concentrated (a) to the most diffuse (d)."
+    ),
+)
 def draw_quartile_error(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws one panel per quartile of entropy, from low to high: errors over K, and the middle half of the heads."""
     panels = points.groupby("quartile")

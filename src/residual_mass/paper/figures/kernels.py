@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from residual_mass.files import read_parquet
 from residual_mass.paper.figures.captured import HEAD, TEXT, check_same, exactly, only_file, rows_at_budget
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -32,6 +33,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.figures.summaries import bulk, quartiles
 from residual_mass.paper.titles import OURS, variant_title
+from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 KEYS = [*TEXT, "maps", *HEAD, "query", "position", "retrieved", "log_kernel", "log_phi", "budget_percent", "k"]
@@ -115,6 +117,17 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     return pd.concat(parts, ignore_index=True).assign(**facts, bottom=limits[0], top=limits[1])
 
 
+@figure(
+    "kernel_sanity",
+    kernel_sanity_points,
+    data=(paths.KERNELS, paths.HEADS),
+    main_maps=True,
+    one_budget=True,
+    caption=(
+        r"One head seen closely: the feature maps' score of a key against its exact kernel (a), both by rank of the "
+        r"exact kernel (b), and the errors of its attention rows without and with completion (c)."
+    ),
+)
 def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws scores against kernels, both over the rank, and the head's error with and without the residual."""
     figure = Figure(figsize=(TEXT_WIDTH, 2.9), layout="constrained")
@@ -141,6 +154,15 @@ def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     return figure
 
 
+@figure(
+    "ablation_kernel_fidelity",
+    ablation_kernel_fidelity_points,
+    data=paths.KERNELS,
+    caption=(
+        r"Scores of unretrieved keys against their exact kernels, under the study's own feature maps and under those "
+        r"of each ablation, for one head. On the line, a score equals the kernel."
+    ),
+)
 def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws one panel per variant, on top of the study's own maps."""
     own, *variants = spec.maps

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from residual_mass.files import read_csv
 from residual_mass.methods import TopK, method_named
 from residual_mass.metrics import RELATIVE_ERROR
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     GREY,
     TEXT_WIDTH,
@@ -24,6 +25,7 @@ from residual_mass.paper.figures.style import (
     tick_logarithmic,
 )
 from residual_mass.paper.titles import METHOD_TITLES, TOPK, corpus_title
+from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 NEEDED = ("method", "corpus", "length", "budget_percent", "error", "packs")
@@ -56,6 +58,15 @@ def error_by_k_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     return points
 
 
+@figure(
+    "error_by_k",
+    error_by_k_points,
+    data=paths.RESIDUAL_ERRORS,
+    caption=(
+        r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by "
+        r"method and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more."
+    ),
+)
 def draw_error_by_k(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws a panel per length and corpus with a line per method, which its name ends."""
     panels = [panel for _, panel in points.groupby(["length", "corpus"], sort=False)]

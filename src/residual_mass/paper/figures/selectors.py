@@ -19,6 +19,7 @@ from residual_mass.files import read_csv
 from residual_mass.methods import METHODS, Method, TopK, method_named
 from residual_mass.metrics import KL, RELATIVE_ERROR
 from residual_mass.paper.cells import load, numbers
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     GREY,
     LOOKS,
@@ -34,6 +35,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.tables import compared, on_front
 from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, corpus_title, title_parts
+from residual_mass.study import paths
 from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
 
@@ -133,6 +135,16 @@ def _first_names(methods: Iterable[str]) -> list[str]:
     return [rule.name for selector, rule in found.items() if selector != TopK()]
 
 
+@figure(
+    "selection_recall",
+    selection_recall_points,
+    data=paths.RESIDUAL_ERRORS,
+    caption=(
+        r"Share of the attention mass of the $K$ tokens with the largest scores that a selector does not choose, "
+        r"averaged over heads and queries, against the budget; a panel for each length and text. Top-$K$ by exact "
+        r"scores misses nothing, and budgets for anchors alone have no $K$."
+    ),
+)
 def draw_selection_recall(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws a panel per length and corpus with a line per selector."""
     panels = [panel for _, panel in points.groupby(["length", "corpus"], sort=False)]
@@ -198,6 +210,19 @@ def fidelity_by_bytes_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataF
     return pd.concat(parts, ignore_index=True)
 
 
+@figure(
+    "fidelity_by_bytes",
+    fidelity_by_bytes_points,
+    data=(paths.RESIDUAL_ERRORS, paths.FIDELITY),
+    caption=(
+        r"Distance from full attention against the bytes that a decode step reads of a bfloat16 cache and of "
+        r"summaries, as a share of all keys and values: the Kullback-Leibler divergence of the next token (left), "
+        r"which is measured for fewer methods, and the relative $\ell_1$ error of the attention output (right), by "
+        r"length and text. Colours are selectors, marks are what is added for the unread tokens, thin lines join the "
+        r"budgets of a method. The black line is the least distance that any method has with at most so many bytes; "
+        r"the exact mass, an oracle, is left out of it."
+    ),
+)
 def draw_fidelity_by_bytes(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws a row of two panels per length and corpus, with a mark per method and budget and the front as a line."""
     rows = [row for _, row in points.groupby(["length", "corpus"], sort=False)]

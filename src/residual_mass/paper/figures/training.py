@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from residual_mass.paper.figures.captured import check_same, exactly
+from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     GREY,
     LOOKS,
@@ -24,6 +25,7 @@ from residual_mass.paper.figures.style import (
     plain,
     tick_logarithmic,
 )
+from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 from residual_mass.training.columns import RUN
 
@@ -57,6 +59,15 @@ def _frames(spec: FigureSpec, data: Sequence[Path]) -> list[pd.DataFrame]:
     return frames
 
 
+@figure(
+    "training_curves",
+    training_curves_points,
+    data=paths.TRAINING_LOG,
+    caption=(
+        r"Errors on held-out text while the feature maps train, by trained length and budget, beside those of "
+        r"Top-$K$; and the divergence of the estimated from the true attention weights."
+    ),
+)
 def draw_training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
     """Draws one panel per budget and one for the divergence, with a line per trained length over the steps."""
     looks = _looks(points["length"])
