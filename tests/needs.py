@@ -79,7 +79,6 @@ CHROMIUM = Need("without Chromium", "apt-get install chromium", lambda: BROWSER 
 TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
-COMPILER = Need("without a C++ compiler", "apt-get install g++", lambda: shutil.which("g++") is not None)
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)

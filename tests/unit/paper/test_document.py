@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from samples import ROOT, TEMPLATES, made, study_rows, written
+from tests.needs import LATEX, needs
 from tests.records import recorded
 
 from residual_mass.paper import document, typesetting
@@ -97,7 +98,7 @@ def test_the_document_shows_everything_in_order(tmp_path: Path) -> None:
         document.run_document(spec, [odd], [], None, TEMPLATES / "main.tex.j2", out)
 
 
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
+@needs(LATEX)
 def test_latex_accepts_every_table(tmp_path: Path) -> None:
     from residual_mass.paper import published
 
