@@ -211,20 +211,6 @@ def test_two_drawings_are_the_same_bytes(tmp_path: Path) -> None:
     assert made[0] == made[1] and made[0][0].startswith(b"%PDF")
 
 
-def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    first, second = files_of(tmp_path, FOUR[:2])
-    with pytest.raises(ValueError, match=f"^{first}: wiki at 1k is in {first} as well; give one of the two"):
-        logz_calibration_points(LOGZ, [first, second, first])
-    heads(0, length="2k").assign(backbone="other").to_parquet(second)
-    with pytest.raises(ValueError, match=f"^{second}: backbone is other, but smol in {first}; pass files of the same"):
-        fullsub_nosub_delta_points(DELTA, [first, second])
-    for data in ([], [first] * 7):
-        with pytest.raises(ValueError, match=f"^figure logz_calibration shows 1 to 6 files of heads, {len(data)} were"):
-            logz_calibration_points(LOGZ, data)
-    with pytest.raises(ValueError, match=f"^{first}: .* spec.budget_percent"):
-        logz_calibration_points(FigureSpec(label="logz_calibration", title=""), [first])
-
-
 def test_without_retrieved_tokens_nothing_is_subtracted(tmp_path: Path) -> None:
     heads(0).assign(k=0).to_parquet(data := tmp_path / "heads.parquet")
     with pytest.raises(ValueError, match=f"^{data}: K is 0 at 4%, where nothing is subtracted; set a larger"):

@@ -115,18 +115,6 @@ def change(column: str, value: object) -> Callable[[list[Row]], list[Row]]:
     return lambda rows: [rows[0] | {column: value}, *rows[1:]]
 
 
-def test_logs_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    first = write_log(tmp_path / "training_smol_1k.csv", log_rows())
-    other = write_log(tmp_path / "training_smol_2k.csv", [row for row in log_rows() if row["corpus"] == "books"])
-    with pytest.raises(ValueError, match=f"^{other}: corpus is books, but wiki in {first}; pass files of the same"):
-        training_curves_points(TRAINING, [first, other])
-    with pytest.raises(ValueError, match=r"^figure training_curves shows one log for each of spec.maps, 1 were given"):
-        training_curves_points(TRAINING, [first])
-    several = write_log(tmp_path / "training_smol_4k.csv", log_rows(), log_rows(seed=1))
-    with pytest.raises(ValueError, match=f"^{several}: seed has 2 values, but a line shows one training; pass its own"):
-        training_curves_points(TRAINING, [first, several])
-
-
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [(0.5, 5, [0.5, 1, 2, 5]), (0.82, 1.33, [0.9, 1, 1.1, 1.2, 1.3]), (10, 20000, [10, 100, 1000, 10000])],

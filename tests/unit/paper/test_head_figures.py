@@ -354,28 +354,3 @@ def test_an_unknown_budget_is_refused(heads: Path, kind: str) -> None:
         points_of(spec(kind, 1.0), [heads])
     with pytest.raises(ValueError, match=f"^{heads}: .*; set spec.budget_percent$"):
         points_of(spec(kind, None), [heads])
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_two_files_are_refused_where_one_is_shown(heads: Path, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"^figure {kind} shows one diagnostics file, 2 were given; give 1"):
-        run(spec(kind), [heads, heads], heads.with_suffix(".pdf"), heads.with_suffix(".png"))
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda frame: frame, "backbone smol is in .* as well; give one of the two"),
-        (
-            lambda frame: frame.assign(corpus="cwe"),
-            r"on cwe 1k at K = .*, but .* on wiki 1k at K = 1 \(2%\), 21 ",
-        ),
-        (lambda frame: frame.assign(length="2k"), "on wiki 2k at K = .*, but .* on wiki 1k at K = "),
-        (lambda frame: frame.query("k == 21"), r"on wiki 1k at K = 21 \(4%\), but .*; give files of the same text and"),
-        (lambda frame: frame.replace({"k": {1: 0}}), r"on wiki 1k at K = 0 \(2%\), 21 \(4%\), but "),
-    ],
-)
-def test_backbones_that_cannot_be_compared_are_refused(heads: Path, edit: Edit, message: str) -> None:
-    other = write(heads.with_name("other.parquet"), edit(diagnostics()))
-    with pytest.raises(ValueError, match=f"^{other}: {message}"):
-        entropy_gain_points(spec("entropy_gain"), [heads, other])

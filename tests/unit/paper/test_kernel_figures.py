@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -313,65 +312,6 @@ def test_panels_name_their_variant(files: dict[str, Path], maps: tuple[str, ...]
 
 
 RERUN_KERNELS = ".*run the kernels stage again$"
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda frame: frame.assign(budget_percent=2.0), "is about a budget of 2%, the figure about 4%; delete it and"),
-        (lambda frame: frame[frame["maps"] != "1k"], "has no kernels of the maps 1k; delete it and " + RERUN_KERNELS),
-        (lambda frame: frame.drop(columns="retrieved"), "column retrieved is missing; delete it and " + RERUN_KERNELS),
-        (lambda frame: frame.iloc[:0], "has no rows; delete it and " + RERUN_KERNELS),
-    ],
-)
-def test_bad_kernels_are_refused(
-    files: dict[str, Path], edit: Callable[[pd.DataFrame], pd.DataFrame], message: str
-) -> None:
-    edit(kernels()).to_parquet(files["kernels"])
-    for spec, points, data in (
-        (SANITY, kernel_sanity_points, [files["kernels"], files["heads"]]),
-        (FIDELITY, ablation_kernel_fidelity_points, [files["kernels"]]),
-    ):
-        with pytest.raises(ValueError, match=f"^{files['kernels']}: {message}"):
-            points(spec, data)
-
-
-def test_a_missing_variant_is_refused(files: dict[str, Path]) -> None:
-    kernels(MAPS[:-1]).to_parquet(files["kernels"])
-    with pytest.raises(ValueError, match=f"^{files['kernels']}: has no kernels of the maps 1k-aux_only; delete it and"):
-        ablation_kernel_fidelity_points(FIDELITY, [files["kernels"]])
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda frame: frame.assign(corpus="cwe"), "corpus is cwe, but wiki in .*kernels.*; pass files of the same"),
-        (lambda frame: frame.assign(maps="2k"), "maps is 2k, but 1k in .*kernels.*; pass files of the same maps"),
-        (lambda frame: frame[frame["layer"] != 1], "has no head 2 of layer 1; delete it and run the capture stage"),
-        (lambda frame: frame[frame["k"] == 1], "no rows at a budget of 4%"),
-    ],
-)
-def test_heads_that_do_not_belong_to_the_kernels_are_refused(
-    files: dict[str, Path], edit: Callable[[pd.DataFrame], pd.DataFrame], message: str
-) -> None:
-    edit(diagnostics(layers=4, heads=5)).to_parquet(files["heads"])
-    with pytest.raises(ValueError, match=f"^{files['heads']}: {message}"):
-        kernel_sanity_points(SANITY, [files["kernels"], files["heads"]])
-
-
-def test_wrong_numbers_of_files_and_maps_are_refused(files: dict[str, Path]) -> None:
-    path = files["kernels"]
-    with pytest.raises(ValueError, match="^figure kernel_sanity shows a kernels file and a heads file, 1 were given"):
-        kernel_sanity_points(SANITY, [path])
-    with pytest.raises(ValueError, match="^figure ablation_kernel_fidelity shows one kernels file, 2 were given"):
-        ablation_kernel_fidelity_points(FIDELITY, [path, path])
-    alone = FigureSpec(label="ablation_kernel_fidelity", title="", maps=("1k",))
-    with pytest.raises(ValueError, match="spec.maps must name the study's own maps and at least one variant"):
-        ablation_kernel_fidelity_points(alone, [path])
-    with pytest.raises(ValueError, match="^figure kernel_sanity: spec.maps is empty; name the study's main maps"):
-        kernel_sanity_points(FigureSpec(label="kernel_sanity", title="", budget_percent=4.0), [path, files["heads"]])
-    with pytest.raises(ValueError, match=f"^{files['heads']}: .*set spec.budget_percent"):
-        kernel_sanity_points(FigureSpec(label="kernel_sanity", title="", maps=("1k",)), [path, files["heads"]])
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------

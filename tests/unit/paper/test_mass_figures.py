@@ -91,18 +91,6 @@ def test_few_heads_give_few_curves_and_none_twice(files: Files, layers: int, hea
     draw_mass_curves(MASS, points).draw_without_rendering()
 
 
-def test_files_of_different_texts_are_refused(files: Files) -> None:
-    mass().assign(length="2k").to_parquet(files["mass"])
-    with pytest.raises(ValueError, match=f"^{files['mass']}: length is 2k, but 1k in .*heads.*; pass files of"):
-        mass_curves_points(MASS, [files["mass"], files["heads"]])
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_wrong_number_of_files_is_refused(files: Files, count: int) -> None:
-    with pytest.raises(ValueError, match=f"^figure mass_curves shows a mass file and a heads file, {count} were given"):
-        mass_curves_points(MASS, [files["mass"]] * count)
-
-
 def test_the_order_of_rows_changes_no_byte(files: Files, tmp_path: Path) -> None:
     shown: list[pd.DataFrame] = []
     made: list[tuple[bytes, bytes]] = []

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from residual_mass.paper.figures.captured import HEAD, check_same, rows_at_budget, the_one
+from residual_mass.paper.figures.captured import HEAD, rows_at_budget
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     BLUE,
@@ -28,9 +28,8 @@ from residual_mass.paper.figures.style import (
     plain,
     with_minus_sign,
 )
-from residual_mass.paper.figures.summaries import bulk, check_distinct, head_means
+from residual_mass.paper.figures.summaries import bulk, head_means
 from residual_mass.study import paths
-from residual_mass.study.sections.figures import MOST_PANELS
 from residual_mass.study.specs import FigureSpec
 
 BINS = 40
@@ -52,7 +51,7 @@ def logz_calibration_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFr
     of the two logarithms is not finite.
 
     Raises:
-        ValueError: as `rows_at_budget`; none or too many files, or incompatible files.
+        ValueError: as `rows_at_budget`.
     """
     frames = _frames(spec, data, ["log_z_hat", "log_z_true"])
     errors = []
@@ -169,22 +168,8 @@ def draw_fullsub_nosub_delta(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 
 
 def _frames(spec: FigureSpec, data: Sequence[Path], columns: Sequence[str]) -> list[pd.DataFrame]:
-    """Reads the rows of one budget of every file.
-
-    Raises:
-        ValueError: as `logz_calibration_points`.
-    """
-    if not 0 < len(data) <= MOST_PANELS:
-        raise ValueError(
-            f"figure {spec.label} shows 1 to {MOST_PANELS} files of heads, {len(data)} were given; "
-            "pass so many to --data"
-        )
-    frames = [rows_at_budget(path, ["backbone", *PANEL, *columns], spec.budget_percent) for path in data]
-    for path, frame in zip(data, frames, strict=True):
-        check_same(["backbone"], path, frame, data[0], frames[0])
-    texts = [f"{the_one(frame, 'corpus')} at {the_one(frame, 'length')}" for frame in frames]
-    check_distinct(zip(data, texts, strict=True))
-    return frames
+    """Reads the rows of one budget of every file. Raises ValueError as `rows_at_budget`."""
+    return [rows_at_budget(path, [*PANEL, *columns], spec.budget_percent) for path in data]
 
 
 def _panel(frame: pd.DataFrame) -> dict[str, object]:

@@ -20,7 +20,6 @@ from residual_mass.benchmarks.statistics import MeanScore, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import ALL_TASKS
-from residual_mass.paper.figures.captured import only_file
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     GREY,
@@ -92,9 +91,9 @@ def fidelity_tokens_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
     `tokens` and the interval `low` to `high` over documents, which is empty where a resample may lack the group.
 
     Raises:
-        ValueError: not one file, or it lacks the text or the budget.
+        ValueError: the file lacks the text or the budget.
     """
-    path = only_file(spec, data, "one file of tokens")
+    (path,) = data
     frame = read_parquet(path, [*TOKENS, "text", "continuation", "state"], "force")
     rows = _of_text(path, frame[(frame["state"] == OWN) & (frame["continuation"] != GREEDY)], spec.texts[0], "force")
     rows = rows[(rows["budget_percent"] == spec.budget_percent) & ~_others(spec, rows)]

@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from residual_mass.files import read_parquet
-from residual_mass.paper.figures.captured import HEAD, TEXT, only_file, rows_at_budget, the_one
+from residual_mass.paper.figures.captured import HEAD, TEXT, rows_at_budget
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, panel_axes, plain
-from residual_mass.paper.figures.summaries import binned_medians, check_distinct, equal_parts, head_means
+from residual_mass.paper.figures.summaries import binned_medians, equal_parts, head_means
 from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
@@ -49,53 +49,28 @@ MEAN = {"markersize": 3, "linewidth": 1.2}
 def entropy_gain_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """Returns one row per (backbone, K, layer, query head), in the order of the files: means over packs and queries of
     `h_mid` and of `gain`, e_topk - e_sub.
-
-    Raises:
-        ValueError: the files do not have different backbones, or not the same text and K.
     """
     columns = [*TEXT, *BUDGET, *HEAD, *ERRORS, "h_mid"]
     frames = [read_parquet(path, columns, "capture") for path in data]
-    _check_comparable(data, frames)
     heads = [_head_errors(frame, ["backbone", *BUDGET, *HEAD]) for frame in frames]
     return pd.concat(heads, ignore_index=True).drop(columns=ERRORS)
-
-
-def _check_comparable(data: Sequence[Path], frames: Sequence[pd.DataFrame]) -> None:
-    """Raises ValueError unless the files differ in their backbone, and agree in corpus, length and budgets."""
-    texts = [_text_and_budgets(frame) for frame in frames]
-    for path, text in zip(data, texts, strict=True):
-        if text != texts[0]:
-            raise ValueError(f"{path}: on {text}, but {data[0]} on {texts[0]}; give files of the same text and budgets")
-    check_distinct((path, f"backbone {the_one(frame, 'backbone')}") for path, frame in zip(data, frames, strict=True))
-
-
-def _text_and_budgets(frame: pd.DataFrame) -> str:
-    corpus, length = (the_one(frame, name) for name in ("corpus", "length"))
-    budgets = sorted(set(zip(frame["k"], frame["budget_percent"], strict=True)))
-    return f"{corpus} {length} at K = {', '.join(f'{k:g} ({budget:g}%)' for k, budget in budgets)}"
 
 
 def entropy_heatmap_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """Returns one row per (layer, query head) at the spec's budget: means over packs and queries of `h_mid` and
     `residual_share_hat`, and their medians over the heads in the same bin of entropy, `bin_*`.
-
-    Raises:
-        ValueError: there is not one file, or it has no row of the budget.
     """
     columns = [*BUDGET, *HEAD, "h_mid", "residual_share_hat"]
-    heads = head_means(rows_at_budget(only_file(spec, data), columns, spec.budget_percent), [*BUDGET, *HEAD])
+    heads = head_means(rows_at_budget(data[0], columns, spec.budget_percent), [*BUDGET, *HEAD])
     return heads.join(binned_medians(heads, "h_mid", ["residual_share_hat"], BIN))
 
 
 def fixedk_breakdown_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """Returns one row per (layer, query head) at the spec's budget: means over packs and queries of `h_mid`, `e_topk`,
     `e_sub` and `gain`, and their medians over the heads in the same bin of entropy, `bin_*`.
-
-    Raises:
-        ValueError: there is not one file, or it has no row of the budget.
     """
     columns = [*BUDGET, *HEAD, *ERRORS, "h_mid"]
-    rows = rows_at_budget(only_file(spec, data), columns, spec.budget_percent)
+    rows = rows_at_budget(data[0], columns, spec.budget_percent)
     heads = _head_errors(rows, [*BUDGET, *HEAD])
     return heads.join(binned_medians(heads, "h_mid", [*ERRORS, "gain"], BIN))
 
@@ -113,11 +88,8 @@ def quartile_error_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFram
 
     Quartiles split the heads by mean entropy over packs and queries, quartile 0 with the lowest; ties are ordered by
     layer and head. With fewer than four heads, some quartiles are empty and have no row.
-
-    Raises:
-        ValueError: there is not one file.
     """
-    rows = read_parquet(only_file(spec, data), [*BUDGET, *HEAD, *ERRORS, "h_mid"], "capture")
+    rows = read_parquet(data[0], [*BUDGET, *HEAD, *ERRORS, "h_mid"], "capture")
     entropies = head_means(rows[[*HEAD, "h_mid"]], HEAD)
     entropies["quartile"] = equal_parts(entropies["h_mid"], QUARTILES)
     heads = head_means(rows[[*BUDGET, *HEAD, *ERRORS]], [*BUDGET, *HEAD]).merge(entropies, on=HEAD)

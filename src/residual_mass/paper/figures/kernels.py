@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from residual_mass.files import read_parquet
-from residual_mass.paper.figures.captured import HEAD, TEXT, check_same, exactly, only_file, rows_at_budget
+from residual_mass.paper.figures.captured import HEAD, TEXT, rows_at_budget
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     BLUE,
@@ -65,18 +65,15 @@ def kernel_sanity_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame
     ranks: a point per bin of ranks by exact kernel, with median `y` and quartiles `low` and `high` over queries and the
     bin's ranks, series exact and score; `x` is the bin's geometric mean rank.
     errors: a point per (pack, query), thinned, with the same rows for both series, e_topk and e_sub; means: their mean.
-
-    Raises:
-        ValueError: not a kernels file and a heads file of the same text and maps, or they lack what the figure shows.
     """
-    kernels, heads = exactly(2, spec, data, "a kernels file and a heads file")
-    keys = _keys(spec, kernels, spec.maps[:1])
+    kernels, heads = data
+    keys = _keys(kernels, spec.maps[:1])
     mass = _log_mass(keys)
     scores = pd.DataFrame({"x": keys["log_kernel"] - mass, "y": keys["log_phi"] - mass})
     scores = scores.assign(series=keys["retrieved"].map({True: "retrieved", False: "unretrieved"}))
     limits = _limits([scores["y"]], bulk(scores["x"].to_numpy())[0], scores["x"].max())
     ranks = keys["log_kernel"].groupby(keys["query"]).rank(method="first", ascending=False)
-    errors = _head_rows(spec, heads, kernels, keys)
+    errors = _head_rows(spec, heads, keys)
     parts = {
         "scores": pd.concat([_shown(kind, limits, limits) for _, kind in scores.groupby("series")]),
         "ranks": _by_rank(scores.assign(rank=ranks)),
@@ -96,12 +93,10 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
     outside, and `spearman`, the rank correlation of x and y within a query, averaged over queries.
 
     Raises:
-        ValueError: not one file, no variant, or the file lacks maps or unretrieved keys.
+        ValueError: every key is retrieved.
     """
-    file = only_file(spec, data, "one kernels file")
-    if len(spec.maps) < 2:
-        raise ValueError(f"figure {spec.label}: spec.maps must name the study's own maps and at least one variant")
-    keys = _keys(spec, file, spec.maps)
+    (file,) = data
+    keys = _keys(file, spec.maps)
     rest = keys[~keys["retrieved"]].rename(columns={"log_kernel": "x", "log_phi": "y"})
     if rest.empty:
         raise ValueError(f"{file}: every key is retrieved; give kernels of a smaller budget")
@@ -196,41 +191,18 @@ def draw_ablation_kernel_fidelity(spec: FigureSpec, points: pd.DataFrame) -> Fig
     return figure
 
 
-def _keys(spec: FigureSpec, path: Path, maps: Sequence[str]) -> pd.DataFrame:
-    """Reads the rows of the given maps, ordered by maps, query and position.
-
-    Raises:
-        ValueError: `maps` is empty, or the file has another budget than the figure or lacks maps.
-    """
-    if not maps:
-        raise ValueError(f"figure {spec.label}: spec.maps is empty; name the study's main maps")
+def _keys(path: Path, maps: Sequence[str]) -> pd.DataFrame:
+    """Reads the rows of the given maps, ordered by maps, query and position."""
     frame = read_parquet(path, KEYS, "kernels")
-    budget = frame["budget_percent"].iloc[0]
-    if spec.budget_percent not in (None, budget):
-        raise ValueError(
-            f"{path}: is about a budget of {budget:g}%, the figure about {spec.budget_percent:g}%; delete it and run "
-            "the kernels stage again"
-        )
-    for each in maps:
-        if not frame["maps"].eq(each).any():
-            raise ValueError(f"{path}: has no kernels of the maps {each}; delete it and run the kernels stage again")
     chosen = frame[frame["maps"].isin(maps)].astype({"log_kernel": float, "log_phi": float, "maps": str})
     return chosen.sort_values(["maps", "query", "position"], ignore_index=True)
 
 
-def _head_rows(spec: FigureSpec, path: Path, kernels: Path, keys: pd.DataFrame) -> pd.DataFrame:
-    """Reads `e_topk` and `e_sub` of the kernels' head, one row per (pack, query), in order.
-
-    Raises:
-        ValueError: as `rows_at_budget`; the file has another text or other maps, or lacks the head.
-    """
-    columns = [*TEXT, "maps", *HEAD, "pack", "query", "e_topk", "e_sub"]
-    rows = rows_at_budget(path, columns, spec.budget_percent)
-    check_same([*TEXT, "maps"], path, rows, kernels, keys)
+def _head_rows(spec: FigureSpec, path: Path, keys: pd.DataFrame) -> pd.DataFrame:
+    """Reads `e_topk` and `e_sub` of the kernels' head, one row per (pack, query), in order."""
+    rows = rows_at_budget(path, [*HEAD, "pack", "query", "e_topk", "e_sub"], spec.budget_percent)
     layer, head = keys[HEAD].iloc[0]
     chosen = rows[rows["layer"].eq(layer) & rows["head"].eq(head)].sort_values(["pack", "query"])
-    if chosen.empty:
-        raise ValueError(f"{path}: has no head {head} of layer {layer}; delete it and run the capture stage again")
     return chosen[["e_topk", "e_sub"]].astype(float)
 
 

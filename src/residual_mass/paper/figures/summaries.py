@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,15 +10,6 @@ from pandas.api.typing import SeriesGroupBy
 
 FAR_OUT = 3
 """Values this many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
-
-
-def check_distinct(contents: Iterable[tuple[Path, str]]) -> None:
-    """Raises ValueError if two files have the same content, given in words."""
-    seen: dict[str, Path] = {}
-    for path, content in contents:
-        if content in seen:
-            raise ValueError(f"{path}: {content} is in {seen[content]} as well; give one of the two")
-        seen[content] = path
 
 
 def head_means(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:

@@ -12,7 +12,6 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from residual_mass.paper.figures.captured import check_same, exactly
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import (
     GREY,
@@ -34,29 +33,10 @@ MARKERS = 12
 
 
 def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns one row per (length, K, step), in the order of the files: errors and `kl` of each file's only training.
-
-    Raises:
-        ValueError: a file holds several trainings, or as `_frames`.
-    """
-    frames = _frames(spec, data)
-    for path, frame in zip(data, frames, strict=True):
-        check_one_training(path, frame)
+    """Returns one row per (length, K, step), in the order of the files: errors and `kl` of each file."""
+    frames = [shown_rows(path, length) for path, length in zip(data, spec.maps, strict=True)]
     points = pd.concat(frames, ignore_index=True)
     return points[["length", "rank", "k", "step", "e_topk", "e_sub", "e_nosub", "kl", "corpus"]]
-
-
-def _frames(spec: FigureSpec, data: Sequence[Path]) -> list[pd.DataFrame]:
-    """Reads what figures show of each log, one for each of `spec.maps`.
-
-    Raises:
-        ValueError: there are more or fewer logs, or they were measured on different texts.
-    """
-    exactly(len(spec.maps), spec, data, "one log for each of spec.maps")
-    frames = [shown_rows(path, length) for path, length in zip(data, spec.maps, strict=True)]
-    for path, frame in zip(data, frames, strict=True):
-        check_same(["corpus"], path, frame, data[0], frames[0])
-    return frames
 
 
 @figure(
@@ -153,10 +133,3 @@ def shown_rows(path: Path, length: str) -> pd.DataFrame:
     ranks = {k: rank for rank, k in enumerate(sorted(set(frame["k"]), reverse=True))}
     # Budgets with the same K say the same twice.
     return frame.assign(length=length, rank=frame["k"].map(ranks)).drop_duplicates([*RUN, "step", "k"])
-
-
-def check_one_training(path: Path, rows: pd.DataFrame) -> None:
-    """Raises ValueError when the rows are of several trainings."""
-    for column in RUN:
-        if (count := rows[column].nunique()) > 1:
-            raise ValueError(f"{path}: {column} has {count} values, but a line shows one training; pass its own log")
