@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,3 @@ def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 
     frame["h_mid"] = generator.random(len(frame), dtype=np.float32)[rows]  # the same at every K
     frame["clamped"] = False
     return frame.sample(frac=1, random_state=1, ignore_index=True)
-
-
-def change(column: str, value: object) -> Callable[[pd.DataFrame], pd.DataFrame]:
-    """`value` in the first row."""
-
-    def edit(frame: pd.DataFrame) -> pd.DataFrame:
-        values = frame[column].astype(object)
-        values.iloc[0] = value
-        return frame.assign(**{column: values.astype(str if isinstance(value, str) else float)})
-
-    return edit

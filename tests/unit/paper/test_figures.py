@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -109,10 +109,6 @@ def test_training_figures_are_the_same_bytes_twice(training: list[Path], tmp_pat
         run(hostile, training, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
         made.append((pdf.read_bytes(), png.read_bytes()))
     assert made[0] == made[1] and made[0][0].startswith(b"%PDF") and b"CreationDate" not in made[0][0]
-
-
-def change(column: str, value: object) -> Callable[[list[Row]], list[Row]]:
-    return lambda rows: [rows[0] | {column: value}, *rows[1:]]
 
 
 @pytest.mark.parametrize(

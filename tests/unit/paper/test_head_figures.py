@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from residual_mass.study.specs import FigureSpec
 
 KINDS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error")
 Head = tuple[int, int]
-Edit = Callable[[pd.DataFrame], pd.DataFrame]
 
 
 def spec(label: str, budget: float | None = 4.0) -> FigureSpec:
