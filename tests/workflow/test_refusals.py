@@ -15,8 +15,8 @@ from runs import ROOT, configuration_error, dry_run, snakemake
 from snakemake.iocontainers import Wildcards
 
 from residual_mass.machine import preflight
-from residual_mass.paper.figures.calibration import MOST_PANELS
 from residual_mass.study.plan import Plan, load
+from residual_mass.study.sections.figures import MOST_PANELS
 
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol-methods, 1b, 3b"),
