@@ -61,11 +61,10 @@ def test_what_is_missing_is_told_before_any_job(tmp_path: Path) -> None:
     line = said.splitlines()[-1]
     assert code == 1 and "Traceback" not in said and "hf_never" not in said
     for missing in (
-        "offline, and the assets folder lacks: brought/manifest.json: no such file; ",
+        "offline, and the assets folder lacks brought/manifest.json; copy it from a machine with network",
         "model meta-llama/Llama-3.2-1B-Instruct at 9213176726f574b556790deb65791e0c5aa438b6; ",
-        "data set Salesforce/wikitext (wikitext-103-raw-v1, test); ",
-        "data set baber/paul_graham_essays (default, train); ",
-        "corpus fineweb: 4,369,088,512 tokens", "corpus arxiv: ", "corpus bigpatent: ",
+        "data set Salesforce/wikitext (wikitext-103-raw-v1, test)", "data set baber/paul_graham_essays (default, train)",
+        "data set HuggingFaceFW/fineweb (sample-10BT, train)", "data set ccdv/arxiv-summarization (default, train)",
     ):  # fmt: skip
         assert missing in line
     assert "run the target `prefetch` on a machine with network" in line and "babilong" not in line
@@ -87,11 +86,11 @@ def test_a_study_runs_from_the_assets_folder_alone(tmp_path: Path) -> None:
     code, said, attempts = without_network(
         checkout, "--cores", "1", "prefetch", *arguments[3:], snakefile=checkout / "Snakefile"
     )
-    assert code == 0 and "holds everything that study mini reads, with the right sha256" in said, said
+    assert code == 0, said
     (assets / "qa" / "squad.json").unlink()
     code, said, _ = without_network(
         checkout, *arguments[:2], "--forcerun", "prompts", *arguments[2:], snakefile=checkout / "Snakefile"
     )
-    assert code == 1 and f"{assets}/qa/squad.json: no such file: run the target `prefetch`" in said.splitlines()[-1]
+    assert code == 1 and f"the assets folder lacks {assets}/qa/squad.json; copy it" in said.splitlines()[-1]
     logs = [path for path in checkout.rglob("*.log") if path.is_file()]
     assert logs and not [log for log in logs if "hf_never" in log.read_text(errors="replace")]
