@@ -63,7 +63,8 @@ def test_what_is_missing_is_told_before_any_job(tmp_path: Path) -> None:
     for missing in (
         "offline, and the assets folder lacks brought/manifest.json; copy it from a machine with network",
         "model meta-llama/Llama-3.2-1B-Instruct at 9213176726f574b556790deb65791e0c5aa438b6; ",
-        "data set Salesforce/wikitext (wikitext-103-raw-v1, test)", "data set baber/paul_graham_essays (default, train)",
+        "data set Salesforce/wikitext (wikitext-103-raw-v1, test)",
+        "data set baber/paul_graham_essays (default, train)",
         "data set HuggingFaceFW/fineweb (sample-10BT, train)", "data set ccdv/arxiv-summarization (default, train)",
     ):  # fmt: skip
         assert missing in line
