@@ -16,7 +16,7 @@ from snakemake.iocontainers import Wildcards
 
 from residual_mass.machine import preflight
 from residual_mass.study.plan import Plan, load
-from residual_mass.study.sections.figures import MOST_PANELS
+from residual_mass.study.sections.figures import FIGURES
 
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol-methods, 1b, 3b"),
@@ -459,7 +459,7 @@ def test_a_figure_may_show_as_many_panels_as_it_draws(label: str, checkout: Path
     path = checkout / "config" / "studies" / "mini.yaml"
     study = yaml.safe_load(path.read_text())
     show_panels(study, label, ["wiki", "books", "cwe"])
-    assert len(study["figures"][label]["corpora"]) * len(study["figures"][label]["lengths"]) == MOST_PANELS
+    assert len(study["figures"][label]["corpora"]) * len(study["figures"][label]["lengths"]) == FIGURES[label].room[0]
     path.write_text(yaml.safe_dump(study))
     assert configuration_error(checkout) == ""
 

@@ -9,11 +9,6 @@ from residual_mass.core.settings import tokens_of
 from residual_mass.study.parsing import Slip
 
 
-def listed(values: Any) -> tuple[Any, ...]:
-    """The values of a key that takes one or several."""
-    return values if isinstance(values, tuple) else (values,)
-
-
 def unknown(key: str, values: Iterable[Any], options: Iterable[Any]) -> Iterator[Slip]:
     """A slip for every value that is not among the options."""
     options = list(options)

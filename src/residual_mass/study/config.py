@@ -14,7 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, create_model
 
 from residual_mass.core.settings import Settings, tokens_of
-from residual_mass.study.checks import listed, unknown
+from residual_mass.study.checks import unknown
 from residual_mass.study.labels import (
     KERNEL_FIDELITY,
     PUBLISHED,
@@ -152,7 +152,7 @@ class Configuration:
             options = {"variants": list(self.main.variants)}
             options |= dict.fromkeys(("backbone", "backbones"), whose.get(label, backbones))
             for key, values in options.items():
-                yield from unknown(f"figures.{label}.{key}", listed(getattr(figure, key, ())), values)
+                yield from unknown(f"figures.{label}.{key}", figure.of(key), values)
 
 
 def tables_for(backbones: Iterable[str]) -> list[str]:

@@ -17,7 +17,6 @@ from residual_mass.core.settings import maps_label, to_json, tokens_of
 from residual_mass.paper import published
 from residual_mass.paper.comparison import COMPARED as COMPARED_TABLES
 from residual_mass.paper.comparison import settings_of
-from residual_mass.paper.figures import find as drawn
 from residual_mass.paper.tables import RUNTIME, Table, find
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths
@@ -29,6 +28,7 @@ from residual_mass.study.config import load as read_configuration
 from residual_mass.study.labels import KERNEL_FIDELITY
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections.figures import Figure, kind_of
+from residual_mass.study.sections.figures import find as drawn
 from residual_mass.study.specs import ComparisonSpec, DocumentSpec, FigureSpec, NumbersSpec, ReportSpec, TableSpec
 
 
@@ -189,10 +189,9 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         """The files that a figure shows, in the order of its lines or rows."""
         shown = self.figure_of(wildcards)
         place = {
-            "backbone": getattr(shown, "backbones", None) or shown.backbone,
-            "corpus": getattr(shown, "corpora", None) or getattr(shown, "corpus", ()),
-            "length": getattr(shown, "lengths", None)
-            or getattr(shown, "length", self.studies[wildcards.study].ablations.length),
+            "backbone": shown.of("backbone", "backbones"),
+            "corpus": shown.of("corpus", "corpora"),
+            "length": shown.of("length", "lengths") or self.studies[wildcards.study].ablations.length,
             "maps": self.figure_maps(wildcards),
         }
         return [path for pattern in drawn(wildcards.label).data for path in expand(pattern, **place)]
@@ -200,15 +199,14 @@ class Plan(FidelityJobs, DiagnosticsJobs):
     def figure_spec(self, wildcards: Wildcards) -> str:
         study, label = self.studies[wildcards.study], wildcards.label
         shown = self.figure_of(wildcards)
-        names = getattr(shown, "backbones", None) or (shown.backbone,)
-        texts = getattr(shown, "texts", None) or ((shown.text,) if hasattr(shown, "text") else ())
+        names = shown.of("backbone", "backbones")
         spec = FigureSpec(
             label=label,
             title=self.figure_title(shown),
             budget_percent=study.diagnostics.budget if drawn(label).one_budget else None,
             maps=self.figure_maps(wildcards),
             backbone_titles=self.titles(names) if len(names) > 1 else {},
-            texts=texts,
+            texts=shown.of("text", "texts"),
             score=study.score if kind_of(label) == "fidelity_tokens" else None,
         )
         return to_json(spec)
@@ -221,12 +219,12 @@ class Plan(FidelityJobs, DiagnosticsJobs):
         if wildcards.label == KERNEL_FIDELITY:
             length = study.ablations.length
             return length, *(maps_label(length, variant) for variant in shown.variants)
-        return getattr(shown, "maps", ())
+        return shown.maps
 
     def figure_title(self, shown: Figure) -> str:
         """The backbone, unless there are several, and the text that a figure shows."""
-        names = getattr(shown, "backbones", None) or (shown.backbone,)
-        text = [benchmark_title(getattr(shown, key)) for key in ("corpus", "text", "length") if hasattr(shown, key)]
+        names = shown.of("backbone", "backbones")
+        text = map(benchmark_title, shown.of("corpus", "text", "length"))
         return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
 
     # ---- document and page -------------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from residual_mass import methods
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.study.checks import beyond, listed, unknown
-from residual_mass.study.labels import KERNEL_FIDELITY, METHODS, RESIDUAL_FIGURES
+from residual_mass.study.checks import beyond, unknown
+from residual_mass.study.labels import FIDELITY_BY_BYTES, KERNEL_FIDELITY, METHODS, RESIDUAL_FIGURES
 from residual_mass.study.parsing import Slip
 from residual_mass.study.sections.diagnostics import Diagnostics, Latencies, Residuals
 from residual_mass.study.sections.evaluation import Ablations, Benchmark, Fidelity, Mismatch, Resampling
-from residual_mass.study.sections.figures import OfOneText, OfResidualPairs, OfResiduals, OfTexts, figures_of
+from residual_mass.study.sections.figures import Figure, figures_of, find
 from residual_mass.study.sections.training import Maps, Phi
 from residual_mass.study.sections.values import Distinct, Length, Name, OneOrMore, Percent
 
@@ -187,12 +187,12 @@ class Study(Settings):
             yield Slip(f"figures.{KERNEL_FIDELITY}", f"needs ablations.length ({ablated}) in diagnostics.lengths")
         options = {"corpus": captured.corpora, "corpora": captured.corpora, "maps": self.maps.trained}
         for label, figure in self.figures.items():
-            if isinstance(figure, OfTexts | OfOneText):
+            if find(label).section == "fidelity":
                 yield from self._fidelity_figure_slips(f"figures.{label}", figure)
-            if isinstance(figure, OfTexts | OfOneText | OfResiduals | OfResidualPairs):
+            if find(label).section in ("fidelity", "residuals"):
                 continue
             for key, values in (options | dict.fromkeys(("length", "lengths"), captured.lengths)).items():
-                yield from unknown(f"figures.{label}.{key}", listed(getattr(figure, key, ())), values)
+                yield from unknown(f"figures.{label}.{key}", figure.of(key), values)
 
     def _residual_slips(self) -> Iterator[Slip]:
         """In which methods are compared head by head, and in what tables and figures show of them."""
@@ -208,15 +208,14 @@ class Study(Settings):
             yield Slip("tables", "deployable needs a length and a text of residuals that fidelity has, too")
         for label in (label for label in RESIDUAL_FIGURES if label in self.figures):
             figure = self.figures[label]
-            sections = [compared, forced] if isinstance(figure, OfResidualPairs) else [compared]
+            sections = [compared, forced] if label == FIDELITY_BY_BYTES else [compared]
             for section in sections:
                 yield from unknown(f"figures.{label}.texts", figure.texts, section.corpora)
                 yield from unknown(f"figures.{label}.lengths", figure.lengths, section.lengths)
 
-    def _fidelity_figure_slips(self, where: str, figure: OfTexts | OfOneText) -> Iterator[Slip]:
-        several = isinstance(figure, OfTexts)
-        texts, lengths = (figure.texts, figure.lengths) if several else ((figure.text,), (figure.length,))
-        text_key, length_key = (f"{where}.{key}{'s' * several}" for key in ("text", "length"))
+    def _fidelity_figure_slips(self, where: str, figure: Figure) -> Iterator[Slip]:
+        texts, lengths = figure.of("text", "texts"), figure.of("length", "lengths")
+        text_key, length_key = (f"{where}.{key}{'s' * bool(figure.texts)}" for key in ("text", "length"))
         yield from unknown(text_key, texts, (*self.fidelity.corpora, *self.fidelity.benchmarks))
         yield from unknown(length_key, lengths, self.fidelity.lengths)
         for text, length in product(texts, lengths):

@@ -26,7 +26,7 @@ from residual_mass.study.config import Main
 from residual_mass.study.parsing import adapter
 from residual_mass.study.protocol import Study
 from residual_mass.study.sections import backbones, diagnostics, evaluation, training
-from residual_mass.study.sections.figures import FIGURES, SEVERAL
+from residual_mass.study.sections.figures import FIGURES, Figure
 from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
 DECLARED_IN = (backbones, training, evaluation, diagnostics, protocol, config, settings)
@@ -59,13 +59,13 @@ def _class_named(name: str) -> type[Any]:
 
 
 def _figures_schema() -> dict[str, Any]:
-    schemas = {}
-    for kind, (shown, meaning) in FIGURES.items():
-        schemas[kind] = TypeAdapter(shown).json_schema() | {"description": meaning}
-        for key, text in meanings(shown).items():
-            schemas[kind]["properties"][key]["description"] = text
-    several = {f"^{kind}(_[a-z0-9]+)*$": schemas.pop(kind) for kind in SEVERAL}
-    return {"properties": schemas, "patternProperties": several, "additionalProperties": False}
+    every, described = TypeAdapter(Figure).json_schema(), meanings(Figure)
+    schemas: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    for name, kind in FIGURES.items():
+        keys = {key: every["properties"][key] | {"description": described[key]} for key in kind.keys}
+        schema = every | {"properties": keys, "required": list(kind.keys), "description": kind.meaning}
+        schemas[kind.several][f"^{name}(_[a-z0-9]+)*$" if kind.several else name] = schema
+    return {"properties": schemas[False], "patternProperties": schemas[True], "additionalProperties": False}
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from residual_mass.study.reference import FIGURES, SCHEMAS, SEVERAL, main, schema_of
+from residual_mass.study.reference import FIGURES, SCHEMAS, main, schema_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,8 +34,8 @@ def test_every_key_of_a_file_is_explained(file: str, capsys: pytest.CaptureFixtu
     told = dict(re.findall(r"^  (\S+)(?: \(.*?\))?: (.+)$", capsys.readouterr().out, re.MULTILINE))
     content = yaml.safe_load((ROOT / f"config/{file}.yaml").read_text())
     content.pop("figures", None)
-    for kind in FIGURES:
-        assert f"figures.{kind}_<anything>" in told if kind in SEVERAL else f"figures.{kind}" in told
+    for name, kind in FIGURES.items():
+        assert f"figures.{name}_<anything>" in told if kind.several else f"figures.{name}" in told
     unexplained = [key for key in keys_of(content) if key not in told]
     assert not unexplained and len(told) > 100, unexplained
     assert "wikitext" in told

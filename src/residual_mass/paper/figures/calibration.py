@@ -29,7 +29,6 @@ from residual_mass.paper.figures.style import (
     with_minus_sign,
 )
 from residual_mass.paper.figures.summaries import bulk, head_means
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 BINS = 40
@@ -97,8 +96,6 @@ def fullsub_nosub_delta_points(spec: FigureSpec, data: Sequence[Path]) -> pd.Dat
 @figure(
     "logz_calibration",
     logz_calibration_points,
-    data=paths.HEADS,
-    one_budget=True,
     caption=(
         r"Estimated against true residual mass of attention rows, $\log\hat Z_{\mathcal{R}}-\log Z_{\mathcal{R}}$, "
         r"for every text and length. Below zero the mass of the tokens that are not read is underestimated."
@@ -135,8 +132,6 @@ def draw_logz_calibration(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 @figure(
     "fullsub_nosub_delta",
     fullsub_nosub_delta_points,
-    data=paths.HEADS,
-    one_budget=True,
     caption=(
         r"Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less that of the same without "
         r"subtracting the retrieved tokens' share. Below zero subtraction helps."

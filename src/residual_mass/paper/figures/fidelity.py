@@ -34,7 +34,6 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.figures.summaries import equal_parts
 from residual_mass.paper.titles import benchmark_title, method_title, trained_at_title
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 Arm = tuple[str, str, bool]
@@ -163,8 +162,6 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series, names
 @figure(
     "fidelity",
     fidelity_points,
-    data=paths.FIDELITY,
-    main_maps=True,
     caption=(
         r"Distance of the next token from that of full attention, on continuations that every method is given: the "
         r"Kullback-Leibler divergence, averaged over tokens and documents, against the budget. Corpora go on as they "
@@ -210,9 +207,6 @@ def _draw_line(axis: Axes, line: pd.DataFrame, look: Look) -> None:
 @figure(
     "fidelity_tokens",
     fidelity_tokens_points,
-    data=paths.FORCED,
-    main_maps=True,
-    one_budget=True,
     caption=(
         r"The distance from full attention token by token at one budget: the share of tokens at least so far off (a), "
         r"and its mean over quarters of the tokens by their probability under full attention (b), over tokens of which "

@@ -20,7 +20,6 @@ from residual_mass.paper.figures.captured import HEAD, TEXT, rows_at_budget
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import BLUE, GREY, TEXT_WIDTH, VERMILLION, finish, panel_axes, plain
 from residual_mass.paper.figures.summaries import binned_medians, equal_parts, head_means
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 BUDGET = ["k", "budget_percent"]
@@ -104,7 +103,6 @@ def quartile_error_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFram
 @figure(
     "entropy_gain",
     entropy_gain_points,
-    data=paths.HEADS,
     caption=(
         r"Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the "
         r"mid-normalised entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the "
@@ -141,8 +139,6 @@ def draw_entropy_gain(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 @figure(
     "entropy_heatmap",
     entropy_heatmap_points,
-    data=paths.HEADS,
-    one_budget=True,
     caption=(
         r"Mid-normalised entropy $H_{\mathrm{mid}}$ of every query head (a), and against it the share of the "
         r"attention mass that the feature maps estimate for the tokens that are not read (b)."
@@ -176,8 +172,6 @@ def draw_entropy_heatmap(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 @figure(
     "fixedk_breakdown",
     fixedk_breakdown_points,
-    data=paths.HEADS,
-    one_budget=True,
     caption=(
         r"Errors of every query head at one budget against its mid-normalised entropy $H_{\mathrm{mid}}$: of Top-$K$ "
         r"(a), of Top-$K{+}\phi$ (b), and the first less the second (c)."
@@ -206,7 +200,6 @@ def draw_fixedk_breakdown(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 @figure(
     "quartile_error",
     quartile_error_points,
-    data=paths.HEADS,
     caption=(
         r"Errors of Top-$K$ and Top-$K{+}\phi$ at every budget, with the heads in four groups of equal size by their "
         r"mid-normalised entropy $H_{\mathrm{mid}}$, from the most concentrated (a) to the most diffuse (d)."

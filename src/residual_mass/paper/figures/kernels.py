@@ -33,7 +33,6 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.figures.summaries import bulk, quartiles
 from residual_mass.paper.titles import OURS, variant_title
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 KEYS = [*TEXT, "maps", *HEAD, "query", "position", "retrieved", "log_kernel", "log_phi", "budget_percent", "k"]
@@ -115,9 +114,6 @@ def ablation_kernel_fidelity_points(spec: FigureSpec, data: Sequence[Path]) -> p
 @figure(
     "kernel_sanity",
     kernel_sanity_points,
-    data=(paths.KERNELS, paths.HEADS),
-    main_maps=True,
-    one_budget=True,
     caption=(
         r"One head seen closely: the feature maps' score of a key against its exact kernel (a), both by rank of the "
         r"exact kernel (b), and the errors of its attention rows without and with completion (c)."
@@ -152,7 +148,6 @@ def draw_kernel_sanity(spec: FigureSpec, points: pd.DataFrame) -> Figure:
 @figure(
     "ablation_kernel_fidelity",
     ablation_kernel_fidelity_points,
-    data=paths.KERNELS,
     caption=(
         r"Scores of unretrieved keys against their exact kernels, under the study's own feature maps and under those "
         r"of each ablation, for one head. On the line, a score equals the kernel."

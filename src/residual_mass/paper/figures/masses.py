@@ -16,7 +16,6 @@ from residual_mass.paper.figures.captured import (
 from residual_mass.paper.figures.registry import figure
 from residual_mass.paper.figures.style import GREY, TEXT_WIDTH, make_x_logarithmic, plain
 from residual_mass.paper.figures.summaries import head_means, quartiles
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 LOW, HIGH = (0.02, 0.10, 0.25), (0.75, 0.90, 0.98)
@@ -48,7 +47,6 @@ def mass_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 @figure(
     "mass_curves",
     mass_curves_points,
-    data=(paths.MASS, paths.HEADS),
     caption=(
         r"Share $C_{\mathrm{mid}}(K)$ of the mid-region's attention mass that its $K$ largest kernels hold: of single "
         r"heads with low and with high entropy, and the median and the middle half of all heads."

@@ -24,18 +24,12 @@ class Figure:
     """A registered figure.
 
     Attributes:
-        data: patterns of the files that it shows.
         caption: what it shows; text with mathematics between dollars.
-        main_maps: it tells the study's main maps from others.
-        one_budget: it shows the budget of the diagnostics alone.
     """
 
     points: Points
     draw: Draw
-    data: tuple[str, ...]
     caption: str
-    main_maps: bool = False
-    one_budget: bool = False
 
 
 FIGURES: dict[str, Figure] = {}
@@ -45,16 +39,12 @@ def figure(
     label: str,
     points: Points,
     *,
-    data: str | tuple[str, ...],
     caption: str,
-    main_maps: bool = False,
-    one_budget: bool = False,
 ) -> Callable[[Draw], Draw]:
     """Registers the function that draws a figure from its points."""
 
     def register(draw: Draw) -> Draw:
-        patterns = (data,) if isinstance(data, str) else data
-        FIGURES[label] = Figure(points, draw, patterns, caption, main_maps, one_budget)
+        FIGURES[label] = Figure(points, draw, caption)
         return draw
 
     return register

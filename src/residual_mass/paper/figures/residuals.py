@@ -25,7 +25,6 @@ from residual_mass.paper.figures.style import (
     tick_logarithmic,
 )
 from residual_mass.paper.titles import METHOD_TITLES, TOPK, corpus_title
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 
 NEEDED = ("method", "corpus", "length", "budget_percent", "error", "packs")
@@ -61,7 +60,6 @@ def error_by_k_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 @figure(
     "error_by_k",
     error_by_k_points,
-    data=paths.RESIDUAL_ERRORS,
     caption=(
         r"Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by "
         r"method and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more."

@@ -35,7 +35,6 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.tables import compared, on_front
 from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, corpus_title, title_parts
-from residual_mass.study import paths
 from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
 
@@ -138,7 +137,6 @@ def _first_names(methods: Iterable[str]) -> list[str]:
 @figure(
     "selection_recall",
     selection_recall_points,
-    data=paths.RESIDUAL_ERRORS,
     caption=(
         r"Share of the attention mass of the $K$ tokens with the largest scores that a selector does not choose, "
         r"averaged over heads and queries, against the budget; a panel for each length and text. Top-$K$ by exact "
@@ -213,7 +211,6 @@ def fidelity_by_bytes_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataF
 @figure(
     "fidelity_by_bytes",
     fidelity_by_bytes_points,
-    data=(paths.RESIDUAL_ERRORS, paths.FIDELITY),
     caption=(
         r"Distance from full attention against the bytes that a decode step reads of a bfloat16 cache and of "
         r"summaries, as a share of all keys and values: the Kullback-Leibler divergence of the next token (left), "

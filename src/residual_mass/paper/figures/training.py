@@ -24,7 +24,6 @@ from residual_mass.paper.figures.style import (
     plain,
     tick_logarithmic,
 )
-from residual_mass.study import paths
 from residual_mass.study.specs import FigureSpec
 from residual_mass.training.columns import RUN
 
@@ -42,7 +41,6 @@ def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFra
 @figure(
     "training_curves",
     training_curves_points,
-    data=paths.TRAINING_LOG,
     caption=(
         r"Errors on held-out text while the feature maps train, by trained length and budget, beside those of "
         r"Top-$K$; and the divergence of the estimated from the true attention weights."

@@ -1,214 +1,176 @@
-"""Figures: what each kind is given, and what it shows."""
+"""Figures: what a study says of each, and which files each is drawn from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from residual_mass.core.settings import Settings
+from residual_mass.study import paths
 from residual_mass.study.labels import ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
 from residual_mass.study.parsing import Slip, parsed
 from residual_mass.study.sections.fields import Field
 from residual_mass.study.sections.values import Length, Name, OneOrMore
 
-MOST_PANELS = 6
-"""Panels that fit into a figure with one for every corpus and length."""
-
-
-MOST_PAIRS = 4
-"""Rows of two panels that fit, one for every corpus and length."""
-
-
-def check_panels(key: str, texts: Sized, lengths: Sized) -> None:
-    """Raises ValueError where a panel for every text and length is too many."""
-    _check_room(key, texts, lengths, MOST_PANELS, "panels")
-
-
-def _check_room(key: str, texts: Sized, lengths: Sized, most: int, what: str) -> None:
-    if (count := len(texts) * len(lengths)) > most:
-        raise ValueError(f"{key} and lengths make {count} {what}, but the figure has room for {most}; show fewer")
-
 
 @dataclass(frozen=True)
-class OfBackbones(Settings):
-    """A row of panels for each backbone."""
+class Figure(Settings):
+    """What a figure shows. Its kind says which of these keys it needs; it takes no others."""
 
-    backbones: OneOrMore[Name]
-    """Backbones of the study."""
-    corpus: Name
+    backbone: Name = ""
+    """A backbone of the study; one of `ablations` or `residuals` where the figure shows these."""
+    backbones: OneOrMore[Name] = ()
+    """Backbones of the study, a row of panels for each."""
+    corpus: Name = ""
     """One of the diagnostics corpora."""
-    length: Length
-    """One of the diagnostics lengths."""
-
-
-@dataclass(frozen=True)
-class OfOneCapture(Settings):
-    """One backbone on one text at one length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    corpus: Name
-    """One of the diagnostics corpora."""
-    length: Length
-    """One of the diagnostics lengths."""
-
-
-@dataclass(frozen=True)
-class OfCaptures(Settings):
-    """A panel for every corpus and length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    corpora: OneOrMore[Name]
-    """Diagnostics corpora."""
-    lengths: OneOrMore[Length]
-    """Diagnostics lengths."""
-
-    def __post_init__(self) -> None:
-        check_panels("corpora", self.corpora, self.lengths)
-
-
-@dataclass(frozen=True)
-class OfVariants(Settings):
-    """A panel for every variant."""
-
-    backbone: Name
-    """One of the backbones of `ablations`."""
-    corpus: Name
-    """One of the diagnostics corpora."""
-    variants: Annotated[OneOrMore[Name], Field(max_length=4)]
-    """Variants of `config.yaml`."""
-
-
-@dataclass(frozen=True)
-class OfTrainings(Settings):
-    """A line for every training length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    maps: OneOrMore[Length]
-    """Lengths that the maps are trained at."""
-
-
-@dataclass(frozen=True)
-class OfTexts(Settings):
-    """A column of panels for every text, a row for every length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    texts: Annotated[OneOrMore[Name], Field(max_length=4)]
-    """Corpora and benchmarks of `fidelity`; benchmarks that have every one of the lengths."""
-    lengths: OneOrMore[Length]
-    """Lengths of `fidelity`."""
-
-
-@dataclass(frozen=True)
-class OfOneText(Settings):
-    """One backbone on one text at one length."""
-
-    backbone: Name
-    """A backbone of the study."""
-    text: Name
+    corpora: OneOrMore[Name] = ()
+    """Diagnostics corpora; there is a panel for every corpus and length."""
+    text: Name = ""
     """A corpus of `fidelity`, or a benchmark of it that has the length."""
-    length: Length
-    """One of the lengths of `fidelity`."""
+    texts: Annotated[OneOrMore[Name], Field(max_length=4)] = ()
+    """Corpora of `residuals` or of `fidelity`, or benchmarks of `fidelity` that have every one of the lengths; there is
+    a panel for every text and length."""
+    length: Length = ""
+    """One of the lengths of the section that the figure shows."""
+    lengths: OneOrMore[Length] = ()
+    """Lengths of the section that the figure shows."""
+    maps: OneOrMore[Length] = ()
+    """Lengths that the maps are trained at, a line for each."""
+    variants: Annotated[OneOrMore[Name], Field(max_length=4)] = ()
+    """Variants of `config.yaml`, a panel for each."""
+
+    def of(self, *keys: str) -> tuple[str, ...]:
+        """The values of these keys; those that the figure does not have add none."""
+        found = (getattr(self, key) for key in keys)
+        return tuple(value for each in found for value in ((each,) if isinstance(each, str) else each) if value)
 
 
 @dataclass(frozen=True)
-class OfResiduals(Settings):
-    """A panel for every length and text."""
+class Kind:
+    """What figures of one kind need.
 
-    backbone: Name
-    """One of the backbones of `residuals`."""
-    texts: OneOrMore[Name]
-    """Corpora of `residuals`."""
-    lengths: OneOrMore[Length]
-    """Lengths of `residuals`."""
+    Attributes:
+        section: of a study, which has the texts and lengths that the figure shows.
+        keys: those of `Figure`.
+        data: patterns of the files that are read.
+        meaning: what the figure shows, for the reference of the configuration.
+        room: how many panels, one for every text and length, fit, and what they are called.
+        main_maps: it tells the study's main maps from others.
+        one_budget: it shows the budget of the diagnostics alone.
+        several: a study may have any number of them, told apart by what follows the name.
+    """
 
-    def __post_init__(self) -> None:
-        check_panels("texts", self.texts, self.lengths)
-
-
-@dataclass(frozen=True)
-class OfResidualPairs(Settings):
-    """Two panels for every length and text."""
-
-    backbone: Name
-    """One of the backbones of `residuals`."""
-    texts: OneOrMore[Name]
-    """Corpora of `residuals` and of `fidelity`."""
-    lengths: OneOrMore[Length]
-    """Lengths of both."""
-
-    def __post_init__(self) -> None:
-        _check_room("texts", self.texts, self.lengths, MOST_PAIRS, "pairs of panels")
+    section: str
+    keys: tuple[str, ...]
+    data: tuple[str, ...]
+    meaning: str
+    room: tuple[int, str] | None = None
+    main_maps: bool = False
+    one_budget: bool = False
+    several: bool = False
 
 
-Figure = (
-    OfBackbones
-    | OfOneCapture
-    | OfCaptures
-    | OfVariants
-    | OfTrainings
-    | OfTexts
-    | OfOneText
-    | OfResiduals
-    | OfResidualPairs
-)
-FIGURES: dict[str, tuple[type[Any], str]] = {
-    "fidelity": (OfTexts, "Distance of every arm's next token from that of full attention, against the budget."),
-    "fidelity_tokens": (
-        OfOneText,
-        "The same distance token by token at `diagnostics.budget`: its distribution, and the tokens where it is large; "
-        "any number of them, told apart by what follows the name.",
+ONE_TEXT = ("backbone", "text", "length")
+TEXTS = ("backbone", "texts", "lengths")
+ONE_CAPTURE = ("backbone", "corpus", "length")
+CAPTURES = ("backbone", "corpora", "lengths")
+SIX = (6, "panels")
+
+FIGURES = {
+    "fidelity": Kind(
+        "fidelity", TEXTS, (paths.FIDELITY,), main_maps=True,
+        meaning="Distance of every arm's next token from that of full attention, against the budget.",
     ),
-    ERROR_BY_K: (OfResiduals, "Attention errors of every method against the budget."),
-    SELECTION_RECALL: (
-        OfResiduals,
-        "Attention mass of the true top K that each selector misses, against the budget.",
+    "fidelity_tokens": Kind(
+        "fidelity", ONE_TEXT, (paths.FORCED,), main_maps=True, one_budget=True, several=True,
+        meaning="The same distance token by token at `diagnostics.budget`: its distribution, and the tokens where it "
+        "is large; any number of them, told apart by what follows the name.",
     ),
-    FIDELITY_BY_BYTES: (
-        OfResidualPairs,
-        "Distance of the next token and attention errors of every method, against the bytes that a step reads.",
+    ERROR_BY_K: Kind(
+        "residuals", TEXTS, (paths.RESIDUAL_ERRORS,), "Attention errors of every method against the budget.", SIX
     ),
-    "entropy_gain": (OfBackbones, "Gain of completion per head against entropy."),
-    "kernel_sanity": (
-        OfOneCapture,
-        "Exact kernel of one head against the scores of the maps, and its error with and without the residual.",
+    SELECTION_RECALL: Kind(
+        "residuals", TEXTS, (paths.RESIDUAL_ERRORS,), room=SIX,
+        meaning="Attention mass of the true top K that each selector misses, against the budget.",
     ),
-    "logz_calibration": (OfCaptures, "Histograms of the error of the residual's log mass."),
-    "fullsub_nosub_delta": (OfCaptures, "Histograms of what subtraction does to each head's error."),
-    KERNEL_FIDELITY: (OfVariants, "Kernel of one head under the ablations' maps, at `ablations.length`."),
-    "entropy_heatmap": (OfOneCapture, "Entropy of every head, and against the share that the residual estimate takes."),
-    "mass_curves": (OfOneCapture, "Mass that the top K recover, for heads of low and of high entropy."),
-    "quartile_error": (OfOneCapture, "Errors over K by quartile of entropy."),
-    "training_curves": (OfTrainings, "Held-out errors over the steps of training."),
-    "fixedk_breakdown": (
-        OfOneCapture,
-        "Errors and gain against entropy at one K; any number of them, told apart by what follows the name.",
+    FIDELITY_BY_BYTES: Kind(
+        "residuals", TEXTS, (paths.RESIDUAL_ERRORS, paths.FIDELITY), room=(4, "pairs of panels"),
+        meaning="Distance of the next token and attention errors of every method, against the bytes that a step reads.",
     ),
-}
-"""What each kind of figure is given, and what it shows."""
-SEVERAL = ("fidelity_tokens", "fixedk_breakdown")
-"""Kinds of which a study may have several: `<kind>_<anything>`."""
+    "entropy_gain": Kind(
+        "diagnostics", ("backbones", "corpus", "length"), (paths.HEADS,), "Gain of completion per head against entropy."
+    ),
+    "kernel_sanity": Kind(
+        "diagnostics", ONE_CAPTURE, (paths.KERNELS, paths.HEADS), main_maps=True, one_budget=True,
+        meaning="Exact kernel of one head against the scores of the maps, and its error with and without the residual.",
+    ),
+    "logz_calibration": Kind(
+        "diagnostics", CAPTURES, (paths.HEADS,), "Histograms of the error of the residual's log mass.", SIX,
+        one_budget=True,
+    ),
+    "fullsub_nosub_delta": Kind(
+        "diagnostics", CAPTURES, (paths.HEADS,), "Histograms of what subtraction does to each head's error.", SIX,
+        one_budget=True,
+    ),
+    KERNEL_FIDELITY: Kind(
+        "ablations", ("backbone", "corpus", "variants"), (paths.KERNELS,),
+        "Kernel of one head under the ablations' maps, at `ablations.length`.",
+    ),
+    "entropy_heatmap": Kind(
+        "diagnostics", ONE_CAPTURE, (paths.HEADS,), one_budget=True,
+        meaning="Entropy of every head, and against the share that the residual estimate takes.",
+    ),
+    "mass_curves": Kind(
+        "diagnostics", ONE_CAPTURE, (paths.MASS, paths.HEADS),
+        "Mass that the top K recover, for heads of low and of high entropy.",
+    ),
+    "quartile_error": Kind("diagnostics", ONE_CAPTURE, (paths.HEADS,), "Errors over K by quartile of entropy."),
+    "training_curves": Kind(
+        "maps", ("backbone", "maps"), (paths.TRAINING_LOG,), "Held-out errors over the steps of training."
+    ),
+    "fixedk_breakdown": Kind(
+        "diagnostics", ONE_CAPTURE, (paths.HEADS,), one_budget=True, several=True,
+        meaning="Errors and gain against entropy at one K; any number of them, told apart by what follows the name.",
+    ),
+}  # fmt: skip
+"""Kinds of figures by their names."""
 
 
 def kind_of(label: str) -> str:
-    """The kind of a figure. Raises ValueError for a label of none."""
-    found = next((kind for kind in SEVERAL if re.fullmatch(rf"{kind}(_[a-z0-9]+)*", label)), label)
+    """The name of a figure's kind. Raises ValueError for a label of none."""
+    several = (name for name, kind in FIGURES.items() if kind.several)
+    found = next((name for name in several if re.fullmatch(rf"{name}(_[a-z0-9]+)*", label)), label)
     if found not in FIGURES:
         raise ValueError(f"{label} is not one of {', '.join(FIGURES)}")
     return found
 
 
+def find(label: str) -> Kind:
+    """The kind of a figure. Raises ValueError for a label of none."""
+    return FIGURES[kind_of(label)]
+
+
 def figures_of(shown: dict[str, Any]) -> dict[str, Figure]:
-    """Each figure parsed as the class of its kind."""
+    """Each figure with the keys of its kind."""
     figures = {}
     for label, content in shown.items():
+        kind = find(label)
         try:
-            figures[label] = parsed(FIGURES[kind_of(label)][0], content)
+            figures[label] = parsed(Figure, content)
+            _check_keys(kind, content)
         except Slip as slip:
             raise Slip(f"{label}.{slip.key}" if slip.key else label, slip.problem) from None
     return figures
+
+
+def _check_keys(kind: Kind, content: dict[str, Any]) -> None:
+    for problem, keys in (("unknown", [key for key in content if key not in kind.keys]),
+                          ("missing", [key for key in kind.keys if key not in content])):  # fmt: skip
+        if keys:
+            raise Slip(keys[0], f"{problem} key; config/README.md explains the keys")
+    if kind.room:
+        texts, most, what = kind.keys[1], *kind.room
+        if (count := len(content[texts]) * len(content["lengths"])) > most:
+            problem = f"{texts} and lengths make {count} {what}, but the figure has room for {most}; show fewer"
+            raise Slip("", problem)
