@@ -123,13 +123,13 @@ class ReadLayer:
     def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
         """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""
         rule, arms = method_named(method), self._arms(method)
-        inputs = (read.reading, self.log_query, self.layer, self.summary, arms)
         if rule.own is not None:
-            ((_, own),) = own_residuals(*inputs)
+            ((_, own),) = own_residuals(read.reading, self.layer, arms)
             return added(read.exact, own), own.log_mass()
         if rule.phi is None:
             return read.exact, torch.full_like(read.exact.denominator, -torch.inf)
-        return terms_of(*inputs), phi_log_mass(read.reading, self.log_query, self.summary, arms)
+        terms = terms_of(read.reading, self.log_query, self.layer, self.summary, arms)
+        return terms, phi_log_mass(read.reading, self.log_query, self.summary, arms)
 
     def facts(self) -> dict[str, Tensor]:
         """Describes the scores of the mid-region by `FACTS`: [Hq, Q] each."""

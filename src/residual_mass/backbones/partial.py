@@ -156,8 +156,8 @@ def make_arm(method: str | Method, budget: float | str | None) -> Arm:
 
 def require_maps(arm: Arm, phi: PhiMaps | None) -> None:
     """Raises ValueError where a method lacks its maps, or another residual than theirs is given some."""
-    if phi is not None and arm.rule.own is not None and not arm.needs_maps:
-        raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out, or take PhiDirection() as residual")
+    if phi is not None and arm.rule.own is not None:
+        raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out")
     if phi is None and arm.needs_maps:
         raise ValueError(f"method {arm.rule.name} needs phi maps: pass phi=PhiMaps.load(...)")
 

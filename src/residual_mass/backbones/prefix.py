@@ -24,11 +24,9 @@ from residual_mass.core.accounting import (
     attention_scores,
     estimated_log_mass,
     exact_terms,
-    gather_retrieved,
     key_features,
     one_gather_terms,
     promoted,
-    residual_terms,
     sink_terms,
     summarise,
 )
@@ -67,7 +65,7 @@ class PrefixLayer:
     anchors: Selected
     """The anchors again, as indices [E, 1, 1, |A|]."""
     states: dict[Residual, tuple[Tensor, ...]] = field(default_factory=dict)
-    """What residuals without feature maps keep of the prefix, made when first asked for."""
+    """What residuals with terms of their own keep of the prefix, made when first asked for."""
     scanned: dict[Selector, tuple[Tensor, ...]] = field(default_factory=dict)
     """What selectors keep of it, likewise."""
     span: Span | None = None
@@ -169,7 +167,7 @@ class ArmRows:
     @property
     def uses_scan(self) -> bool:
         """Whether a residual asks for the scores that its selector saw."""
-        return any(getattr(one, "uses_scan", False) for one, _ in self.own)
+        return any(one.uses_scan for one, _ in self.own)
 
 
 def arm_rows(
@@ -290,7 +288,7 @@ def terms_of(
     """Computes the terms of rows that have been read; as `prefix_terms`."""
     estimate = _estimate(log_query, summary, arms) if arms.any_residual else None
     terms = one_gather_terms(reading.scores, promoted(layer.values), layer.anchors, reading.retrieved, estimate)
-    for rows, own in own_residuals(reading, log_query, layer, summary, arms):
+    for rows, own in own_residuals(reading, layer, arms):
         if len(rows) == terms.shift.shape[2]:
             return added(terms, own)
         both = added(Terms(*(part[:, :, rows] for part in terms)), own)
@@ -310,9 +308,7 @@ def _estimate(log_query: Tensor | None, summary: Summary | None, arms: ArmRows) 
     return Estimate(summary.state, summary.features, log_query, arms.adds_residual, arms.subtracts)
 
 
-def own_residuals(
-    reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
-) -> Iterator[tuple[Tensor, Terms]]:
+def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterator[tuple[Tensor, Terms]]:
     """Yields the terms of residuals with terms of their own, after the indices of their rows."""
     if not arms.own:
         return
@@ -320,11 +316,7 @@ def own_residuals(
     unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
     seen = Seen(scaled, threshold, retrieved, unread, scores, promoted(layer.values), scanned)
     for residual, rows in arms.own:
-        of_rows = _of_rows(seen, rows)
-        if residual.needs_maps:
-            assert log_query is not None and summary is not None, MAPS_MISSING
-            of_rows = of_rows._replace(phi=_phi_terms(summary, log_query[:, :, rows], of_rows))
-        yield rows, own_terms(residual, of_rows, layer)
+        yield rows, own_terms(residual, _of_rows(seen, rows), layer)
 
 
 def own_terms(residual: Residual, seen: Seen, layer: PrefixLayer) -> Terms:
@@ -333,11 +325,6 @@ def own_terms(residual: Residual, seen: Seen, layer: PrefixLayer) -> Terms:
     left = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
     numerator = torch.where(left.unsqueeze(-1), estimate.numerator, 0)
     return Terms(numerator, torch.where(left, estimate.denominator, 0), estimate.shift)
-
-
-def _phi_terms(summary: Summary, log_query: Tensor, seen: Seen) -> Terms:
-    """The feature maps' terms for the unread tokens, with subtraction."""
-    return residual_terms(summary.state, log_query, gather_retrieved(summary.features, seen.values, seen.read))
 
 
 def _of_rows(seen: Seen, rows: Tensor) -> Seen:

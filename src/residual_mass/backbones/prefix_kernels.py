@@ -34,7 +34,7 @@ def method_rows(
     """Returns what the kernels are told of `group` rows per method, which retrieve k tokens by example and method; None
     if they do not compute one of the methods.
     """
-    if not all(rule.selector == TopK() and (rule.own is None or getattr(rule.own, "fused", False)) for rule in rules):
+    if not all(rule.selector == TopK() and (rule.own is None or rule.own.fused) for rule in rules):
         return None
     kinds = [
         ADDS * (rule.phi is not None) + SUBTRACTS * rule.subtracts + MOMENTS * (rule.own is not None) for rule in rules

@@ -171,11 +171,27 @@ def truncated_terms(queries: Tensor, moments: MomentState, threshold: Tensor) ->
     return _summed(moments, truncated_parts(queries, moments, threshold))
 
 
+def mean_terms(queries: Tensor, moments: MomentState) -> Terms:
+    """Estimates the terms of all tokens as those of as many copies of one with the mean key and the mean value."""
+    mean, _, slope = _scores(queries, moments)
+    log_mass = mean + moments.count.log().unsqueeze(-2)
+    return _summed(moments, PartTerms(log_mass, slope, torch.zeros_like(mean)))
+
+
+def _summed(moments: MomentState, parts: PartTerms) -> Terms:
+    """Adds up the parts."""
+    shift = parts.log_mass.amax(-1)
+    shift = torch.where(shift > -torch.inf, shift, 0)
+    weights = (parts.log_mass - shift.unsqueeze(-1)).exp()
+    return Terms(parts.values(weights, moments), weights.sum(-1), shift)
+
+
 def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) -> PartTerms:
     """The same part by part."""
     mean, variance, slope = _scores(queries, moments)
     log_mass, factor = _cut(mean, variance, threshold.unsqueeze(-1))
-    return PartTerms(_of_all(moments, log_mass), slope, factor)
+    log_mass = log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
+    return PartTerms(log_mass, slope, factor)
 
 
 def rest_terms(
@@ -204,42 +220,6 @@ def rest_terms(
     return Terms(numerator, torch.ones_like(log_mass), log_mass + left.log())
 
 
-def grouped_terms(queries: Tensor, moments: MomentState, left: Tensor) -> Terms:
-    """Estimates the terms of the unread tokens of many small parts, whichever they are.
-
-    The n scores of a part are taken for Gaussian below z = sqrt(2 ln n) deviations above their mean, which the largest
-    of n comes close to: an unread one weighs exp(m + s^2 / 2) Phi(z - s) / Phi(z) in the mean.
-
-    Args:
-        queries: [..., R, D], scaled.
-        left: [..., R, P], unread tokens of each part.
-    """
-    mean, variance, slope = _scores(queries, moments)
-    highest = (2 * moments.count.clamp_min(1).log()).sqrt().unsqueeze(-2)
-    log_mass, factor = _cut(mean, variance, mean + highest * variance.sqrt())
-    return _summed(moments, PartTerms(log_mass - torch.special.log_ndtr(highest) + left.log(), slope, factor))
-
-
-def gaussian_terms(queries: Tensor, moments: MomentState) -> Terms:
-    """Estimates the terms of all tokens of the mid-region: the same without a cut."""
-    mean, variance, slope = _scores(queries, moments)
-    return _summed(moments, PartTerms(_of_all(moments, mean + 0.5 * variance), slope, torch.ones_like(mean)))
-
-
-def first_order_terms(queries: Tensor, moments: MomentState) -> Terms:
-    """Estimates the terms of all tokens to first order in their distance from the mean key: Z = n e^m and
-    nu = Z (v + C q), the read-out of MomentKV (arXiv 2606.01563).
-    """
-    mean, _, slope = _scores(queries, moments)
-    return _summed(moments, PartTerms(_of_all(moments, mean), slope, torch.ones_like(mean)))
-
-
-def mean_terms(queries: Tensor, moments: MomentState) -> Terms:
-    """Estimates the terms of all tokens as those of as many copies of one with the mean key and the mean value."""
-    mean, _, slope = _scores(queries, moments)
-    return _summed(moments, PartTerms(_of_all(moments, mean), slope, torch.zeros_like(mean)))
-
-
 def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance [..., R, P] of each part's scores, and C q [..., R, P or 1, D]."""
     mean = queries @ moments.mean_key.transpose(-1, -2)
@@ -259,16 +239,3 @@ def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Ten
     tail = torch.special.erfcx(math.sqrt(0.5) * (deviation - distance))
     log_mass = mean + distance * (deviation - 0.5 * distance) + (0.5 * tail).log()
     return log_mass, 1 - math.sqrt(2 / math.pi) / (tail * deviation)
-
-
-def _of_all(moments: MomentState, log_mass: Tensor) -> Tensor:
-    """log Z [..., R, P] from log Z / n."""
-    return log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
-
-
-def _summed(moments: MomentState, parts: PartTerms) -> Terms:
-    """Adds up the parts."""
-    shift = parts.log_mass.amax(-1)
-    shift = torch.where(shift > -torch.inf, shift, 0)
-    weights = (parts.log_mass - shift.unsqueeze(-1)).exp()
-    return Terms(parts.values(weights, moments), weights.sum(-1), shift)

@@ -9,16 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from residual_mass.diagnostics.settings import CapturedSetting
-
 LEVEL = 0.95
-Samples = TypeVar("Samples")
-"""A `Sample`, or the samples of all settings."""
+
+
+@dataclass(frozen=True)
+class CapturedSetting:
+    """What was captured on one corpus at one length.
+
+    Attributes:
+        facts: study, backbone, maps and their provenance, corpus and length.
+        ks: K of every budget, in ascending order of budgets.
+        cells: by budget, then by name, [H, P]: means over queries of the captured columns, of gain = e_topk - e_sub
+            and delta = e_sub - e_nosub, and sum and count of the defined log-Z errors (log_z_sum, log_z_count). Heads
+            are ordered by layer, then head.
+        mass: by K of the grid, [H, P]: the mean share of the mid-region's mass that K tokens hold.
+        rows: captured rows at each budget.
+        quartiles: heads in four groups of ascending mean h_mid, whose sizes differ by one at most; ties keep the order
+            of heads.
+    """
+
+    facts: dict[str, str]
+    heads: tuple[tuple[int, int], ...]
+    packs: tuple[int, ...]
+    ks: dict[float, int]
+    cells: dict[float, dict[str, np.ndarray]]
+    mass: dict[int, np.ndarray]
+    rows: int
+    quartiles: tuple[np.ndarray, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.facts['corpus']} {self.facts['length']}"
+
+    @property
+    def quartile_sizes(self) -> np.ndarray:
+        return np.array([len(group) for group in self.quartiles])
 
 
 class BootstrapEstimate(NamedTuple):
@@ -75,6 +105,10 @@ class Sample:
         """[B]: the mean log-Z error over the rows where it is defined, else NaN."""
         return ratio(self.mean("log_z_sum", budget), self.mean("log_z_count", budget))
 
+    def mean_where(self, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """The mean of [B, H] over the drawn heads that are chosen: [B], NaN without any."""
+        return ratio(self.over_heads(values * chosen), self.over_heads(chosen))
+
     def spearman(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """[B, H] twice -> [B]: rank correlation over the heads drawn among all; 0 where either is constant."""
         drawn = (np.take_along_axis(values, self.heads, axis=1) for values in (first, second))
@@ -126,10 +160,10 @@ def over_packs(packs: np.ndarray, cells: np.ndarray) -> np.ndarray:
     return sum(times[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / packs.shape[1]
 
 
-def estimate(
-    number: Callable[..., np.ndarray], as_is: Samples, drawn: Samples, *arguments: object
-) -> BootstrapEstimate:
-    """`number(as_is, *arguments)` with its interval over the draws in which it is defined."""
+def estimate(number: Callable[..., np.ndarray], as_is: Any, drawn: Any, *arguments: object) -> BootstrapEstimate:
+    """`number(as_is, *arguments)` with its interval over the draws in which it is defined; `as_is` and `drawn` are a
+    `Sample` each, or the samples of all settings.
+    """
     value, values = float(number(as_is, *arguments)[0]), number(drawn, *arguments)
     values = values[~np.isnan(values)]
     if not len(values):
@@ -139,7 +173,7 @@ def estimate(
 
 
 def estimate_extreme(
-    number: Callable[[Samples], np.ndarray], as_is: Samples, drawn: Samples, extreme: Literal["least", "largest"]
+    number: Callable[[Any], np.ndarray], as_is: Any, drawn: Any, extreme: Literal["least", "largest"]
 ) -> BootstrapEstimate:
     """The least or the largest of several numbers, [B, any], with an interval for that.
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,11 +22,9 @@ from tqdm import tqdm
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.method_errors import TOPK, ReadLayer
 from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.backbones.prefix import Map
 from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import retrieved_count
-from residual_mass.diagnostics.columns import RESIDUAL_ERRORS, RESIDUAL_HEADS
-from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with_place
+from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.diagnostics.resampling import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio
 from residual_mass.files import csv_text, write_parquet, write_text
 from residual_mass.methods import Step, method_named
@@ -38,9 +34,19 @@ from residual_mass.study.specs import ResidualErrorsSpec
 
 log = logging.getLogger(__name__)
 
+RESIDUAL_ERRORS = (
+    "study backbone corpus length method maps budget_percent k error error_ci_low error_ci_high over_topk "
+    "over_topk_ci_low over_topk_ci_high heads_below_topk heads_below_phi log_z_error recall tokens_read "
+    "scan_bytes row_bytes summary_bytes step_share state_bytes state_share kept_share held_share "
+    "training_steps packs heads rows model_id revision weights phi_sha"
+).split()
+RESIDUAL_HEADS = (
+    "backbone corpus length pack layer head method budget_percent k error log_z_error log_z_rows residual_share_hat "
+    "recall tokens_read h_mid skewness kurtosis"
+).split()
+Arrays = dict[str, np.ndarray]
 PHI = "topk_phi"
 """What heads are compared with besides TopK."""
-BFLOAT16 = 2
 
 
 def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, out: Path) -> None:
@@ -62,119 +68,63 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
             bfloat16 and states as they are (codes in a byte each), both in the same units.
     """
     record = Record("residual_errors", spec, [assets / MANIFEST, phi])
-    _check(spec, phi)
+    _check(spec)
     backbone = load_backbone(spec.backbone, assets)
-    maps = None if phi is None else _maps(phi, backbone)
-    measured = [
-        _measured(spec, backbone, maps, corpus, assets)
-        for corpus in tqdm(spec.corpora, desc="residual errors", unit="corpus")
-    ]
-    write_parquet(heads, pd.concat([_frame(spec, each) for each in measured], ignore_index=True)[RESIDUAL_HEADS])
-    lines = (line for each in measured for line in _lines(spec, backbone, maps, each))
+    maps = None if phi is None else PhiMaps.load(phi, backbone.device)
+    if maps is not None:
+        maps.require(backbone.shape, backbone.spec.model_id, backbone.spec.revision)
+    frames, lines = [], []
+    for corpus in tqdm(spec.corpora, desc="residual errors", unit="corpus"):
+        cells, facts, state_bytes = _measured(spec, backbone, maps, corpus, assets)
+        frames.append(with_place(_frame(spec, cells, facts), spec.backbone, corpus, spec.length))
+        lines += _lines(spec, backbone, maps, corpus, cells, state_bytes)
+    write_parquet(heads, pd.concat(frames, ignore_index=True)[RESIDUAL_HEADS])
     write_text(out, csv_text(RESIDUAL_ERRORS, lines))
     for output in (heads, out):
         record.write(output, device=backbone.device, identity=backbone.identity)
 
 
-def _check(spec: ResidualErrorsSpec, phi: Path | None) -> None:
-    rules = [method_named(method) for method in spec.methods]
-    if whole := [rule.name for rule in rules if rule.whole_prefix]:
-        raise ValueError(f"methods: {whole[0]} is what errors are measured against; leave it out")
+def _check(spec: ResidualErrorsSpec) -> None:
     if TOPK not in spec.methods:
         raise ValueError(f"methods: {TOPK} is missing, with which the others are compared; add it")
-    if phi is None and (needing := [rule.name for rule in rules if rule.needs_maps]):
-        raise ValueError(f"methods: {needing[0]} needs feature maps; pass their file to --phi, or leave it out")
-    if (phi is None) != (spec.maps is None):
-        raise ValueError("--phi and spec.maps belong together; give both or neither")
-    if tokens_of(spec.length) > spec.backbone.context:
-        context = f"the context of {spec.backbone.name} ({spec.backbone.context} tokens)"
-        raise ValueError(f"length {spec.length}: longer than {context}; choose a shorter one")
-    if tokens_of(spec.length) <= (anchors := _anchors(spec)) + 1:
+    if tokens_of(spec.length) <= (anchors := spec.anchors.sink + spec.anchors.tail) + 1:
         raise ValueError(
             f"length {spec.length}: {anchors} anchors leave fewer than two mid-region tokens; take a longer one"
         )
 
 
-def _maps(phi: Path, backbone: Backbone) -> PhiMaps:
-    maps = PhiMaps.load(phi, backbone.device)
-    maps.require(backbone.shape, backbone.spec.model_id, backbone.spec.revision)
-    return maps
-
-
-def _anchors(spec: ResidualErrorsSpec) -> int:
-    return spec.anchors.sink + spec.anchors.tail
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured on a corpus.
-
-    Attributes:
-        cells: by column, [P, N, M, Hq, B].
-        facts: by column, [P, N, Hq].
-        state_bytes: [M].
-    """
-
-    corpus: str
-    cells: dict[str, np.ndarray]
-    facts: dict[str, np.ndarray]
-    state_bytes: tuple[int, ...]
-
-
 def _measured(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, assets: Path
-) -> Measured:
+) -> tuple[Arrays, Arrays, list[int]]:
+    """Measures all packs of a corpus: cells [P, N, M, Hq, B] and facts [P, N, Hq] by column, and the bytes that each
+    method keeps.
+    """
     packs = make_packs(corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, None)
     log.info("%d methods on %d packs of %s at %s", len(spec.methods), len(packs), corpus, spec.length)
     folded = None if maps is None else maps.folded()
-    progress = tqdm(packs, desc=corpus, unit="pack")
-    layers = [layer for pack in progress for layer in _layers(spec, backbone, folded, pack)]
-
-    cells, facts = (_stacked([layer[part] for layer in layers], len(packs)) for part in (0, 1))
-    return Measured(corpus, cells, facts, layers[0].state_bytes)
-
-
-def _stacked(layers: Sequence[Mapping[str, np.ndarray]], packs: int) -> dict[str, np.ndarray]:
-    """[...] of each layer of each pack -> [P, N, ...]."""
-    return {
-        name: np.stack([layer[name] for layer in layers]).reshape(packs, -1, *first.shape)
-        for name, first in layers[0].items()
-    }
-
-
-class Layer(NamedTuple):
-    """What was measured in a layer of a pack."""
-
-    cells: dict[str, np.ndarray]
-    """[M, Hq, B]."""
-    facts: dict[str, np.ndarray]
-    """[Hq]."""
-    state_bytes: tuple[int, ...]
-    """[M]."""
-
-
-def _layers(
-    spec: ResidualErrorsSpec, backbone: Backbone, maps: Sequence[tuple[Map, Map]] | None, pack: Pack
-) -> list[Layer]:
-    found: list[Layer] = []
+    cells: list[Arrays] = []
+    facts: list[Arrays] = []
+    state_bytes: list[int] = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        of_layer = None if maps is None else maps[layer]
+        of_layer = None if folded is None else folded[layer]
         read = ReadLayer(queries.float(), keys.float(), values.float(), scale, spec.budgets, spec.anchors, of_layer)
-        cells = [_cells(read.errors(method), method, layer) for method in spec.methods]
-        found.append(
-            Layer(
-                {name: np.stack([each[name] for each in cells]) for name in cells[0]},
-                {name: value.double().mean(1).cpu().numpy() for name, value in read.facts().items()},
-                tuple(read.state_bytes(method) for method in spec.methods),
-            )
-        )
+        means = [_means(read.errors(method), method, layer) for method in spec.methods]
+        cells.append({name: np.stack([each[name] for each in means]) for name in means[0]})
+        facts.append({name: value.double().mean(1).cpu().numpy() for name, value in read.facts().items()})
+        state_bytes[:] = [read.state_bytes(method) for method in spec.methods]
 
-    visit_layers(backbone, pack, tokens_of(spec.length), visit)
-    return found
+    for pack in tqdm(packs, desc=corpus, unit="pack"):
+        visit_layers(backbone, pack, tokens_of(spec.length), visit)
+
+    def by_pack(layers: Sequence[Arrays]) -> Arrays:
+        stacked = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+        return {name: value.reshape(len(packs), -1, *value.shape[1:]) for name, value in stacked.items()}
+
+    return by_pack(cells), by_pack(facts), state_bytes
 
 
-def _cells(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, np.ndarray]:
+def _means(rows: Mapping[str, Tensor], method: str, layer: int) -> Arrays:
     """Means over the queries of [Hq, Q, B], and how many had a log-Z error."""
     if not rows["error"].isfinite().all():
         at_fault = f"; {MAPS_AT_FAULT}" if method_named(method).needs_maps else ""
@@ -186,67 +136,54 @@ def _cells(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, np.
     return {name: value.cpu().numpy() for name, value in (means | {"log_z_rows": count}).items()}
 
 
-def _frame(spec: ResidualErrorsSpec, measured: Measured) -> pd.DataFrame:
-    shape = measured.cells["error"].shape
+def _frame(spec: ResidualErrorsSpec, cells: Arrays, facts: Arrays) -> pd.DataFrame:
+    shape = cells["error"].shape
     pack, layer, method, head, slot = (index.ravel() for index in np.indices(shape, dtype=np.int16))
     columns = {
         "pack": pack, "layer": layer, "head": head,
         "method": pd.Categorical.from_codes(method, list(spec.methods)),
         "budget_percent": np.asarray(spec.budgets)[slot], "k": np.asarray(_retrieved(spec))[slot],
     }  # fmt: skip
-    columns |= {name: _single(value).ravel() for name, value in measured.cells.items()}
-    columns |= {
-        name: np.broadcast_to(_single(value)[:, :, None, :, None], shape).ravel()
-        for name, value in measured.facts.items()
-    }
-    return with_place(pd.DataFrame(columns), spec.backbone, measured.corpus, spec.length)
-
-
-def _single(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float32) if values.dtype == np.float64 else values
+    measured = cells | {name: np.broadcast_to(x[:, :, None, :, None], shape) for name, x in facts.items()}
+    for name, value in measured.items():
+        columns[name] = (value.astype(np.float32) if value.dtype == np.float64 else value).ravel()
+    return pd.DataFrame(columns)
 
 
 def _retrieved(spec: ResidualErrorsSpec) -> list[int]:
-    return [retrieved_count(budget, tokens_of(spec.length), _anchors(spec)) for budget in spec.budgets]
+    anchors = spec.anchors.sink + spec.anchors.tail
+    return [retrieved_count(budget, tokens_of(spec.length), anchors) for budget in spec.budgets]
 
 
 def _lines(
-    spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, measured: Measured
+    spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, cells: Arrays, states: list[int]
 ) -> Iterator[dict[str, object]]:
-    packs, layers, _, query_heads, _ = measured.cells["error"].shape
+    packs, layers, _, query_heads, _ = cells["error"].shape
     if packs == 1:
-        log.warning("%s: one pack only, so no interval", measured.corpus)
-    drawn = drawn_packs(f"{measured.corpus} {spec.length}", packs, spec.bootstrap_resamples, spec.seed)
-    cache = 2 * tokens_of(spec.length) * backbone.shape.head_dim * BFLOAT16
+        log.warning("%s: one pack only, so no interval", corpus)
+    drawn = drawn_packs(f"{corpus} {spec.length}", packs, spec.bootstrap_resamples, spec.seed)
     about = {
-        "study": spec.study,
-        "backbone": spec.backbone.name,
-        "corpus": measured.corpus,
-        "length": spec.length,
-        "packs": packs,
-        "heads": layers * query_heads,
-        "rows": packs * layers * query_heads * spec.queries,
-        "model_id": spec.backbone.model_id,
-        "revision": spec.backbone.revision,
-        "weights": spec.backbone.weights,
-    }
-    for m, method in enumerate(spec.methods):
-        size = measured.state_bytes[m]
-        of_method = {"method": method, "state_bytes": size, "state_share": _text(size / cache)}
+        "study": spec.study, "backbone": spec.backbone.name, "corpus": corpus, "length": spec.length, "packs": packs,
+        "heads": layers * query_heads, "rows": packs * layers * query_heads * spec.queries,
+        "model_id": spec.backbone.model_id, "revision": spec.backbone.revision, "weights": spec.backbone.weights,
+    }  # fmt: skip
+    for m, (method, state) in enumerate(zip(spec.methods, states, strict=True)):
+        of_method = {"method": method}
         if method_named(method).needs_maps:
-            of_method |= _of_maps(spec, maps)
-        for b, budget in enumerate(spec.budgets):
-            of_budget = {"budget_percent": f"{budget:g}", "k": _retrieved(spec)[b]}
-            cells = {name: value[..., b] for name, value in measured.cells.items()}
-            read = _bytes(spec, backbone, maps, method, float(cells["tokens_read"][:, :, m].mean()), size)
-            yield about | of_method | of_budget | read | _numbers(spec.methods, cells, m, drawn)
+            steps = maps.training_facts.get("recipe", {}).get("steps", "")
+            of_method |= {"maps": spec.maps.label, "training_steps": steps, "phi_sha": maps.sha256}
+        for b, (budget, k) in enumerate(zip(spec.budgets, _retrieved(spec), strict=True)):
+            at_budget = {name: value[..., b] for name, value in cells.items()}
+            read = _bytes(spec, backbone, maps, method, float(at_budget["tokens_read"][:, :, m].mean()), state)
+            numbers = _numbers(spec.methods, at_budget, m, drawn)
+            yield about | of_method | {"budget_percent": f"{budget:g}", "k": k} | read | numbers
 
 
 def _bytes(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float, state: int
-) -> dict[str, str]:
+) -> dict[str, object]:
     """What a step reads, given the mean of the tokens that are read exactly, and what is kept."""
-    shape, anchors = backbone.shape, _anchors(spec)
+    shape, anchors = backbone.shape, spec.anchors.sink + spec.anchors.tail
     step = Step(
         tokens_of(spec.length), shape.head_dim, shape.query_heads // shape.kv_heads, anchors, tokens_read - anchors
     )
@@ -254,15 +191,12 @@ def _bytes(
     rule, cache = method_named(method), full_bytes(step)
     read, kept = step_bytes(rule, step), kept_bytes(rule, step)
     held = kept.cache + state + feature_bytes(rule, step, step.tokens)
-    sizes = {"scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary}
-    shares = {"step_share": read.total / cache, "kept_share": kept.total / cache, "held_share": held / cache}
-    return {name: _text(value) for name, value in {"tokens_read": tokens_read, **sizes, **shares}.items()}
-
-
-def _of_maps(spec: ResidualErrorsSpec, maps: PhiMaps | None) -> dict[str, object]:
-    assert spec.maps is not None and maps is not None, "checked before the work"
-    steps = maps.training_facts.get("recipe", {}).get("steps", "")
-    return {"maps": spec.maps.label, "training_steps": steps, "phi_sha": maps.sha256}
+    sizes = {
+        "tokens_read": tokens_read, "scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary,
+        "step_share": read.total / cache, "state_share": state / cache, "kept_share": kept.total / cache,
+        "held_share": held / cache,
+    }  # fmt: skip
+    return {"state_bytes": state} | {name: _text(value) for name, value in sizes.items()}
 
 
 def _numbers(methods: Sequence[str], cells: Mapping[str, np.ndarray], m: int, drawn: np.ndarray) -> dict[str, object]:

@@ -33,13 +33,13 @@ def choices(measured: Measured) -> pd.DataFrame:
 def recommended(measured: Measured) -> pd.Series | None:
     """The choice of the fewest bytes whose intervals end at or below the target on every text."""
     found = choices(measured)
-    met = found[found["high"] <= measured.asked.target_kl]
+    met = found[found["high"] <= measured.args.target_kl]
     return None if met.empty else met.iloc[0]
 
 
 def verdict(measured: Measured) -> str:
     """The answer in a few sentences."""
-    target, choice = measured.asked.target_kl, recommended(measured)
+    target, choice = measured.args.target_kl, recommended(measured)
     if choice is None:
         nearest = choices(measured).sort_values("high").iloc[0]
         if math.isinf(nearest.high):
@@ -63,15 +63,15 @@ def verdict(measured: Measured) -> str:
 
 def limits(measured: Measured) -> Iterator[str]:
     """What the measurement cannot tell."""
-    asked, choice = measured.asked, recommended(measured)
+    args, choice = measured.args, recommended(measured)
     yield (
-        f"Prompts had {asked.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
+        f"Prompts had {args.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
         "prompts: measure at yours with --length."
     )
     for text in measured.texts:
         count = len(text.sequences)
-        if count < asked.documents:
-            yield f"{text.name} has {count} documents and not {asked.documents}: it holds no more text."
+        if count < args.documents:
+            yield f"{text.name} has {count} documents and not {args.documents}: it holds no more text."
         if text.sources < count:
             yield (
                 f"{text.name}: {count} documents come from {text.sources} files. Parts of one file are alike, so the "
@@ -84,7 +84,7 @@ def limits(measured: Measured) -> Iterator[str]:
         )
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
-    yield f"Measured are the first {asked.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
+    yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
     if choice is not None and not method_named(choice.method).fused:
         yield (
             f"Bytes are what a decode step has to read. partial_kv shows what {choice.method} does to the output; this "
@@ -98,14 +98,14 @@ def limits(measured: Measured) -> Iterator[str]:
 
 def printed(measured: Measured) -> str:
     """The tables and the answer for a terminal."""
-    asked, choice = measured.asked, recommended(measured)
+    args, choice = measured.args, recommended(measured)
     name, full = measured.backbone.model_id.rsplit("/")[-1], measured.seconds["full"]
     parts = [
-        f"{name}, prompts of {asked.length} tokens, {asked.tokens} tokens after each. KL(full attention || method) of "
+        f"{name}, prompts of {args.length} tokens, {args.tokens} tokens after each. KL(full attention || method) of "
         "the next\ntoken: over that of topk at the same budget, then in nats with a 95 % interval. "
         f"Full attention takes {full:.2g} s a token."
     ]
-    width = max(map(len, asked.methods))
+    width = max(map(len, args.methods))
     for text in measured.texts:
         parts.append(f"\n{text.name}, {len(text.sequences)} documents")
         parts.append(
@@ -156,11 +156,11 @@ def draw(measured: Measured) -> Figure:
             rows = rows.sort_values("read")
             (line,) = axis.plot(100 * rows["read"], rows["kl"], marker="o", markersize=4, linewidth=1, label=method)
             axis.vlines(100 * rows["read"], rows["ci_low"], rows["ci_high"], color=line.get_color(), linewidth=0.8)
-        axis.axhline(measured.asked.target_kl, color="0.4", linewidth=0.8, linestyle="--", label="target")
+        axis.axhline(measured.args.target_kl, color="0.4", linewidth=0.8, linestyle="--", label="target")
         axis.set(yscale="log", title=text.name, xlabel="bytes read by a step, % of full attention's")
         axis.grid(which="both", alpha=0.2, linewidth=0.5)
     panels[0].set_ylabel("KL(full || method), nats")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     name = measured.backbone.model_id.rsplit("/")[-1]
-    figure.suptitle(f"{name}, prompts of {measured.asked.length} tokens", fontsize=9)
+    figure.suptitle(f"{name}, prompts of {measured.args.length} tokens", fontsize=9)
     return figure

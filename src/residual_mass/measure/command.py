@@ -48,9 +48,9 @@ def run(options: argparse.Namespace) -> None:
     for package in LATE:
         import_module(package)
     from residual_mass.measure import answer  # with torch and pandas, which the workflow does without
-    from residual_mass.measure.distances import Asked, measure
+    from residual_mass.measure.distances import Arguments, measure
 
-    found = measure(Asked.of(options))
+    found = measure(Arguments.of(options))
     text = answer.printed(found)
     print(text)
     for file in answer.write(found, text):

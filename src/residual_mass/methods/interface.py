@@ -1,11 +1,15 @@
-"""What a residual is asked for, and what it may see.
+"""What a method is made of, and what its parts are asked for. The paper's own parts, `TopK` and `Phi`, are here too.
 
-Shape letters: R = query rows sharing keys, L = keys, D = head dimension of keys and values.
+The package imports torch only where it computes: the workflow and the tables need the names of methods alone.
+
+Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens, D = head dimension of keys and values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +46,7 @@ class Layout(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Sizes of a decode step in one layer and KV head, which tell the bytes that it reads."""
+    """Sizes of a decode step in one layer and KV head, which give the bytes that it reads."""
 
     tokens: int
     """L, of the prompt."""
@@ -55,39 +59,6 @@ class Step(NamedTuple):
     """Distinct tokens of the mid-region that the query heads read exactly."""
     features: int = 64
     """Of learned maps."""
-
-
-class Selector(Protocol):
-    """Chooses the mid-region tokens that are read exactly. A frozen dataclass with its own parameters."""
-
-    recipe: ClassVar[int]
-    """As for a residual."""
-    reads_keys: ClassVar[bool]
-    """Whether it reads every key, so that those of chosen tokens are not read again."""
-
-    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
-        """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
-
-    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Brings the summary up to date with keys and mid-region of a prompt that has grown; before column `start`
-        neither has changed.
-        """
-
-    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        """Chooses up to k tokens per row.
-
-        Args:
-            queries: [..., R, D], scaled.
-            scores: [..., R, L], exact; a selector that uses more than a few of them scores every key, and is an oracle.
-            mid: [..., 1 or R, L] bool.
-            k: [..., 1 or R] integer.
-            layout: which rows are the query heads of one token.
-        """
-
-    def scan_bytes(self, step: Step) -> float:
-        """Returns what a step reads to select, where keys have 2 bytes a number; what is kept to select is the same, or
-        what a method `kept_bytes` returns.
-        """
 
 
 class Seen(NamedTuple):
@@ -110,28 +81,72 @@ class Seen(NamedTuple):
     """[..., L, D]."""
     scanned: Tensor | None = None
     """[..., R, L], as in `Choice`, for a residual with `uses_scan = True`."""
-    phi: Terms | None = None
-    """The feature maps' terms for the unread tokens, for a residual that needs maps."""
 
 
-class Residual(Protocol):
-    """Estimates the terms of the unread tokens. A frozen dataclass with its own parameters, which importing must not
-    load torch: the workflow lists methods with it.
+class Selector(ABC):
+    """Chooses the mid-region tokens that are read exactly. Subclasses are frozen dataclasses of their parameters."""
+
+    recipe: ClassVar[int] = 1
+    """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
+    reads_keys: ClassVar[bool] = False
+    """Whether it reads every key, so that those of chosen tokens are not read again."""
+    replaces_cache: ClassVar[bool] = False
+    """Whether what it keeps takes the place of keys and values, so that no token of the mid-region is read exactly."""
+    fused: ClassVar[bool] = False
+    """Whether `core.fused` has a fast decode step for it."""
+
+    @abstractmethod
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
+
+    @abstractmethod
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Brings the summary up to date with keys and mid-region of a prompt that has grown; before column `start`
+        neither has changed.
+        """
+
+    @abstractmethod
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        """Chooses up to k tokens per row.
+
+        Args:
+            queries: [..., R, D], scaled.
+            scores: [..., R, L], exact; a selector that uses more than a few of them scores every key, and is an oracle.
+            mid: [..., 1 or R, L] bool.
+            k: [..., 1 or R] integer.
+            layout: which rows are the query heads of one token.
+        """
+
+    @abstractmethod
+    def scan_bytes(self, step: Step) -> float:
+        """Returns what a step reads to select, where keys have 2 bytes a number."""
+
+    def kept_bytes(self, step: Step) -> float:
+        """Returns what is kept of a prompt to select, besides keys and values."""
+        return 0 if self.reads_keys else self.scan_bytes(step)
+
+
+class Residual(ABC):
+    """Estimates the terms of the unread tokens. Subclasses are frozen dataclasses of their parameters.
 
     One with `fused = True` is decoded by `core.fused` too: its state is a `MomentState`, its terms `truncated_terms`.
-    One with a method `fitted(selector)` takes parameters of its selector there, or raises ValueError.
     """
 
-    recipe: ClassVar[int]
-    """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
-    needs_maps: ClassVar[bool]
-    """Whether it uses the terms of feature maps."""
+    recipe: ClassVar[int] = 1
+    """As for a selector."""
+    uses_scan: ClassVar[bool] = False
+    """Whether it uses the scores that the selector saw."""
+    holds_values: ClassVar[bool] = False
+    """Whether its summary has a value for every token, so that none is read besides."""
+    fused: ClassVar[bool] = False
 
+    @abstractmethod
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt once per layer: keys, values [..., L, D] and the mid-region [..., L] bool to a tuple of
         tensors, whose leading dimensions are those of the keys.
         """
 
+    @abstractmethod
     def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, ...]:
         """Adds tokens that have joined the mid-region.
 
@@ -140,15 +155,166 @@ class Residual(Protocol):
             joined: [..., N] bool, those that are now.
         """
 
+    @abstractmethod
     def terms(self, seen: Seen, state: Any) -> Terms:
         """Returns numerator [..., R, D], denominator [..., R] and finite shift [..., R], as in `accounting.Terms`. A
         row with denominator 0 adds nothing; what is returned for a row without unread tokens is ignored.
         """
 
+    @abstractmethod
     def summary_bytes(self, step: Step) -> float:
-        """Returns what a step reads of the summary, and of tokens besides those selected; what is kept is the same, or
-        what a method `kept_bytes` returns.
+        """Returns what a step reads of the summary, and of tokens besides those selected."""
+
+    def kept_bytes(self, step: Step) -> float:
+        """Returns what is kept of a prompt for the estimate."""
+        return self.summary_bytes(step)
+
+    def fitted(self, selector: Selector) -> Residual:
+        """Returns the residual with the parameters that it takes from its selector; raises ValueError for one that it
+        cannot serve.
         """
+        return self
+
+
+@dataclass(frozen=True)
+class TopK(Selector):
+    """The K mid-region tokens of the highest scores (the paper's eq. 2): an oracle, for it scores every key."""
+
+    recipe: ClassVar[int] = 0
+    reads_keys: ClassVar[bool] = True
+    fused: ClassVar[bool] = True
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[()]:
+        return ()
+
+    def update(self, state: tuple[()], keys: Tensor, mid: Tensor, start: int) -> tuple[()]:
+        return ()
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: tuple[()], mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        return best_of(scores, mid, k)
+
+    def scan_bytes(self, step: Step) -> float:
+        return BFLOAT16 * step.tokens * step.width
+
+
+def best_of(scanned: Tensor, mid: Tensor, k: Tensor) -> Choice:
+    """Chooses the K mid-region tokens of the highest scores [..., R, L]; `k` as in `Selector.select`."""
+    from residual_mass.core.selection import unordered_topk
+
+    return Choice(*unordered_topk(scanned, mid, k), scanned)
+
+
+@dataclass(frozen=True)
+class Phi:
+    """Summaries of learned features, Z = <phi_q, u> and nu = S phi_q.
+
+    It computes no terms of its own: the decode paths compute them together with the exact ones (`core.accounting`).
+    """
+
+    subtracts: bool = True
+    """Whether the retrieved tokens are subtracted from S and u first (TopK+phi) or not (NoSub)."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is read exactly, and what is added for the rest.
+
+    Attributes:
+        name: name in configuration and result files.
+        title: what tables and figures call it, with mathematics in dollars; the name where it is empty.
+        selector: None reads every prefix token (the unmodified backbone).
+        residual: None adds nothing.
+
+    Raises:
+        ValueError: a selector or residual is no instance of a frozen dataclass that inherits from `Selector` or
+            `Residual`; the residual does not fit the selector.
+    """
+
+    name: str
+    title: str = ""
+    selector: Selector | None = TopK()
+    residual: Phi | Residual | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.title, str):
+            raise ValueError(f"title {self.title!r} is no text: Method takes name, title, selector, residual")
+        if self.selector is not None:
+            _require("selector", self.selector, Selector)
+        if self.own is not None:
+            _require("residual", self.own, Residual)
+        if self.selector is None and self.residual is not None:
+            raise ValueError(f"method {self.name!r} reads the whole prompt, which leaves nothing for a residual")
+        if self.selector is not None and self.selector.replaces_cache and not getattr(self.own, "holds_values", False):
+            raise ValueError(f"method {self.name!r} keeps no values: CacheOnly goes with QuantisedValues")
+        if self.own is not None:
+            object.__setattr__(self, "residual", self.own.fitted(self.selector))
+        object.__setattr__(self, "title", self.title or self.name)
+
+    @property
+    def whole_prefix(self) -> bool:
+        return self.selector is None
+
+    @property
+    def needs_maps(self) -> bool:
+        return self.phi is not None
+
+    @property
+    def phi(self) -> Phi | None:
+        """The paper's residual, which the decode paths compute together with the exact terms."""
+        return self.residual if isinstance(self.residual, Phi) else None
+
+    @property
+    def subtracts(self) -> bool:
+        """Whether the retrieved tokens are subtracted from the summaries of feature maps."""
+        return self.phi is not None and self.phi.subtracts
+
+    @property
+    def own(self) -> Residual | None:
+        """A residual that computes terms of its own."""
+        return None if isinstance(self.residual, Phi) else self.residual
+
+    @property
+    def fused(self) -> bool:
+        """Whether `core.fused` has a fast decode step for it."""
+        if self.of_the_paper:
+            return True
+        return self.selector.fused and not self.needs_maps and (self.own is None or self.own.fused)
+
+    @property
+    def of_the_paper(self) -> bool:
+        return self.selector in (None, TopK()) and self.own is None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells its numbers from those of another method, for the keys of stored rows. Of the paper's methods the
+        name alone, for rows were stored before there were others.
+        """
+        parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
+        return {"method": self.name} | {part: _identity(one) for part, one in parts.items() if one is not None}
+
+
+def _require(role: str, part: Any, base: type) -> None:
+    if not isinstance(part, base) or not is_dataclass(part) or not part.__dataclass_params__.frozen:
+        raise ValueError(
+            f"{role} {part!r} is no instance of a frozen dataclass that inherits from {base.__name__} "
+            "(see docs/extending.md)"
+        )
+
+
+def _identity(part: Any) -> dict[str, Any]:
+    """Class, recipe and parameters of a selector or residual, also of one that it is made of."""
+    named = {"name": type(part).__name__, "recipe": part.recipe}
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return named | {name: _identity(value) if is_dataclass(value) else value for name, value in values.items()}
+
+
+def check_range(name: str, value: int, most: int | None = None, of: str = "") -> None:
+    """Raises ValueError for a parameter below 1, or above `most`."""
+    if value < 1 or (most is not None and value > most):
+        allowed = f"1 or more{of}" if most is None else f"between 1 and {most}"
+        raise ValueError(f"{name} is {value}, not {allowed}")
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

@@ -1,21 +1,21 @@
-"""The scores that a selector saw of the unread tokens, put to use for their terms.
+"""Residuals made of the scores that a selector saw of the unread tokens.
 
-Shape letters: R = query rows sharing keys, L = keys, P = clusters, D = head dimension.
+Shape letters: R = query rows sharing keys, L = keys, P = clusters, N = groups of channels, D = head dimension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from residual_mass.methods.blocks import with_groups_of
-from residual_mass.methods.interface import BFLOAT16, Step
+from residual_mass.methods.interface import BFLOAT16, Residual, Selector, Step, check_range
+from residual_mass.methods.selectors import WholeClusters, behind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from residual_mass.core.accounting import Terms
-    from residual_mass.methods.interface import Seen, Selector
+    from residual_mass.methods.interface import Seen
 
 
 ROUNDING = 64
@@ -40,7 +40,7 @@ class ClusteredMoments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScanRegression:
+class ScanRegression(Residual):
     """The mass of the scanned scores s, and values regressed on them: with weights w = e^s over the unread tokens and
     m_p the mean score of cluster p,
 
@@ -59,12 +59,10 @@ class ScanRegression:
     clusters: int = 1
     """P, of k-means of the keys."""
     recipe: ClassVar[int] = 2
-    needs_maps: ClassVar[bool] = False
     uses_scan: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.clusters < 2**15 - 1:
-            raise ValueError(f"clusters is {self.clusters}, not between 1 and 32766")
+        check_range("clusters", self.clusters, 2**15 - 2)
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
         from residual_mass.core.parts import blocks, clusters
@@ -155,22 +153,25 @@ def _clustered(keys: Tensor, values: Tensor, part: Tensor, clusters: int) -> Clu
 
 
 @dataclass(frozen=True)
-class GroupSums:
-    """Every unread token has the score of its group: page means or centroids with counts and value sums, less the
-    tokens that were read (RetroInfer's estimation zone, arXiv 2505.02922).
+class GroupSums(Residual):
+    """Every unread token has the score of its cluster: centroids with counts and value sums, less the tokens that were
+    read (RetroInfer's estimation zone, arXiv 2505.02922).
 
-    For selectors that see one score for every group of `size` tokens. Sums over unread tokens are formed here token by
-    token, which is the same as the groups' sums less what was read.
+    For `WholeClusters`. Sums over unread tokens are formed here token by token, which is the same as the clusters' sums
+    less what was read.
     """
 
     size: int | None = None
-    """Tokens of a group in the mean; a `Method` takes the selector's."""
-    recipe: ClassVar[int] = 1
-    needs_maps: ClassVar[bool] = False
+    """Tokens of a cluster in the mean; a `Method` takes the selector's."""
     uses_scan: ClassVar[bool] = True
 
-    def fitted(self, selector: Selector | None) -> GroupSums:
-        return with_groups_of(self, selector)
+    def fitted(self, selector: Selector) -> GroupSums:
+        inner = getattr(selector, "scan", selector)
+        if not isinstance(inner, WholeClusters):
+            raise ValueError(f"GroupSums needs WholeClusters, not {type(inner).__name__}")
+        if self.size not in (None, inner.size):
+            raise ValueError(f"GroupSums has size={self.size}, WholeClusters {inner.size}: leave it out of GroupSums")
+        return replace(self, size=inner.size)
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
         return ()
@@ -187,3 +188,59 @@ class GroupSums:
     def summary_bytes(self, step: Step) -> float:
         """Value sums and counts."""
         return BFLOAT16 * (step.width + 1) * -(-step.tokens // self.size)
+
+
+class ValueCodes(NamedTuple):
+    """Values as integers, with a scale for each group of channels of each token."""
+
+    codes: Tensor
+    """[..., L, D] uint8, from 0 to 2^bits - 1."""
+    low: Tensor
+    """[..., L, N] bfloat16, the value of code 0."""
+    step: Tensor
+    """[..., L, N] bfloat16, the difference of neighbouring codes."""
+
+
+@dataclass(frozen=True)
+class QuantisedValues(Residual):
+    """Every unread token with the score that the selector saw and its own value, quantised: asymmetric, per token over
+    groups of channels, as KIVI (arXiv 2402.02750) stores values. Every value is read, in bits / 8 D + 4 N bytes.
+    """
+
+    bits: int = 4
+    group: int = 64
+    """Channels of a group, at most; D where it is less."""
+    uses_scan: ClassVar[bool] = True
+    holds_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 8)
+        check_range("group", self.group, of=" channels")
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ValueCodes:
+        import torch
+
+        groups, most = values.split(self.group, -1), 2**self.bits - 1
+        low = torch.stack([x.amin(-1) for x in groups], -1).bfloat16()
+        step = ((torch.stack([x.amax(-1) for x in groups], -1) - low.to(values.dtype)) / most).bfloat16()
+        width = self._by_channel(step, values).clamp_min(torch.finfo(torch.float32).tiny)
+        codes = ((values - self._by_channel(low, values)) / width).round().clamp(0, most)
+        return ValueCodes(codes.to(torch.uint8), low, step)
+
+    def update(self, state: ValueCodes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> ValueCodes:
+        return ValueCodes(*behind(state, self.prepare(keys, values, joined), (start,) * 3))
+
+    def terms(self, seen: Seen, state: ValueCodes) -> Terms:
+        from residual_mass.core.accounting import exact_terms
+
+        assert seen.scanned is not None, "the selector's scores are missing"
+        codes = state.codes.to(seen.queries.dtype)
+        values = self._by_channel(state.low, codes) + self._by_channel(state.step, codes) * codes
+        return exact_terms(seen.scanned, values, seen.unread)
+
+    def summary_bytes(self, step: Step) -> float:
+        return step.tokens * (step.width * self.bits / 8 + 2 * BFLOAT16 * -(-step.width // self.group))
+
+    def _by_channel(self, of_group: Tensor, x: Tensor) -> Tensor:
+        """[..., L, N] -> [..., L, D], of the dtype of x [..., L, D]."""
+        return of_group.to(x.dtype).repeat_interleave(self.group, dim=-1)[..., : x.shape[-1]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from residual_mass.core.settings import length_and_variant
+from residual_mass.methods import METHODS
+from residual_mass.methods.residuals import PHI, TOPK
 from residual_mass.metrics import QA_F1, ROUGE
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
@@ -12,30 +14,7 @@ CORPUS_TITLES = {
     "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "tables": "Tables", "cwe": "CWE",
     "needles": "Needles",
 }  # fmt: skip
-FULL, TOPK, PHI = "Full", "Top-$K$", r"Top-$K{+}\phi$"
-METHOD_TITLES = {
-    "full": FULL,
-    "topk": TOPK,
-    "topk_phi": PHI,
-    "topk_phi_nosub": rf"{PHI} (NoSub)",
-    "topk_moments": rf"{TOPK}+moments",
-    "topk_moments_8": rf"{TOPK}+moments, 8 clusters",
-    "topk_moments_shared": rf"{TOPK}+moments, 64 clusters",
-    "topk_centroids": rf"{TOPK}+centroids",
-    "topk_mean": rf"{TOPK}+mean",
-    "topk_importance": rf"{TOPK}+importance sample",
-    "topk_exact_mass": rf"{TOPK}+exact mass",
-    "scan4": "4-bit scan",
-    "scan4_moments": "4-bit scan+moments",
-    "pages": "Pages",
-    "scan4_regression_64": "4-bit scan+regression, 64 clusters",
-    "scan3_regression_32": "3-bit scan+regression, 32 clusters",
-    "group4_regression_64": "4-bit scan per group+regression, 64 clusters",
-    "cache4": "4-bit cache",
-    "cache4_rotated": "4-bit cache, rotated",
-    "channels_regression_64": "16 channels+regression, 64 clusters",
-    "clusters_sums": "Whole clusters+sums",
-}
+METHOD_TITLES = {method.name: method.title for method in METHODS}
 SELECTOR_TITLES = {
     "TopK": rf"{TOPK} by exact scores",
     "QuantisedScan": "scan of few bits",

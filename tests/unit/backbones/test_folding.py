@@ -13,28 +13,23 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import partition
 from residual_mass.methods import (
     METHODS,
-    GroupMoments,
     Method,
     Moments,
-    PagesByMean,
     QuantisedScan,
     ScanRegression,
-    UniformSample,
 )
 
 ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 40, 8
 IN_ORDER = (
     "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance", "scan4_regression_64",
-    "scan3_regression_32", "group4_regression_64", "channels_regression_64", "moments_of_blocks", "moments_of_pages",
+    "scan3_regression_32", "group4_regression_64", "channels_regression_64", "moments_of_blocks",
 )  # fmt: skip
 """Their parts depend on the order in which tokens came."""
 COMPOSED = (
     Method("moments_bf16", residual=Moments(dtype="bfloat16")),
     Method("moments_of_blocks", residual=Moments(4, "blocks")),
-    Method("uniform_sample", residual=UniformSample(32)),
-    Method("regression", QuantisedScan(4), ScanRegression()),
-    Method("moments_of_pages", PagesByMean(), GroupMoments()),
+    Method("regression", "", QuantisedScan(4), ScanRegression()),
 )
 OWN = [*(one for one in METHODS if one.own is not None), *COMPOSED]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from residual_mass.backbones.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.core.accounting import Terms
 from residual_mass.core.selection import Selected, exhaustive_topk, least_read
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import METHODS, CacheOnly, Method, Seen, TopK, method_named
+from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, TopK, method_named
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.labels import METHODS as OF_THE_PAPER
 
@@ -25,11 +24,8 @@ STEPS = 10
 
 
 @dataclass(frozen=True)
-class AllOfIt:
+class AllOfIt(Residual):
     """No estimate: the unread tokens' exact terms, row by row."""
-
-    recipe: ClassVar[int] = 1
-    needs_maps: ClassVar[bool] = False
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
         return ()
@@ -49,6 +45,9 @@ class AllOfIt:
                         numerator[*place, row] += weight * seen.values[*place, token]
                         denominator[*place, row] += weight
         return numerator, denominator, shift
+
+    def summary_bytes(self, step: Step) -> float:
+        return 0
 
 
 @dataclass(frozen=True)

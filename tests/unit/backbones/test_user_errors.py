@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, make_dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 
 from residual_mass import partial_generate, partial_kv
 from residual_mass.backbones.loading import Backbone
-from residual_mass.methods import Method, Moments, ScanRegression, TopK
+from residual_mass.methods import Method, Moments, Residual, ScanRegression, TopK
 from residual_mass.methods.arms import percent_written
 
 SHARE = "is not a share of the prompt's tokens in (0, 1]: "
@@ -60,32 +60,36 @@ def test_a_budget_in_percent() -> None:
 
 
 @dataclass(frozen=True)
-class WithoutUpdate:
-    recipe: ClassVar[int] = 1
-    needs_maps: ClassVar[bool] = False
-    prepare = terms = AllOfIt.terms
+class WithoutUpdate(Residual):
+    prepare = terms = summary_bytes = AllOfIt.terms
 
 
-@dataclass(frozen=True)
-class Blind:
-    recipe: ClassVar[int] = 1
+@dataclass
+class Loose(Residual):
+    prepare = update = terms = summary_bytes = AllOfIt.terms
+
+
+NO = "is no instance of a frozen dataclass that inherits from"
 
 
 @pytest.mark.parametrize(
-    ("parts", "line"),
+    ("make", "error", "line"),
     [
-        ({"residual": WithoutUpdate()}, "residual WithoutUpdate lacks update (see docs/extending.md)"),
-        ({"residual": Blind()}, "residual Blind lacks needs_maps, prepare, update, terms (see docs/extending.md)"),
-        ({"selector": Blind()}, "selector Blind lacks prepare, update, select (see docs/extending.md)"),
-        ({"residual": TopK()}, "residual TopK lacks needs_maps, terms (see docs/extending.md)"),
-        ({"residual": Moments}, f"residual {Moments!r} is no instance of a frozen dataclass (see docs/extending.md)"),
-        ({"residual": "moments"}, "residual 'moments' is no instance of a frozen dataclass (see docs/extending.md)"),
-        ({"selector": make_dataclass("Loose", [])()}, "selector Loose() is no instance of a frozen dataclass (see"),
+        (WithoutUpdate, TypeError, "Can't instantiate abstract class WithoutUpdate .* '?update'?"),
+        (
+            lambda: Method("mine", residual=TopK()),
+            ValueError,
+            rf"residual TopK\(\) {NO} Residual .see docs/extending.md",
+        ),
+        (lambda: Method("mine", residual=Moments), ValueError, f"residual <class .*Moments'> {NO} Residual"),
+        (lambda: Method("mine", residual="moments"), ValueError, f"residual 'moments' {NO} Residual"),
+        (lambda: Method("mine", residual=Loose()), ValueError, rf"residual Loose\(\) {NO} Residual"),
+        (lambda: Method("mine", selector=Moments()), ValueError, f"selector Moments.* {NO} Selector"),
     ],
 )
-def test_a_part_that_lacks_a_member(parts: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-        Method("mine", **parts)
+def test_a_part_that_is_no_selector_or_residual(make: Any, error: type[Exception], line: str) -> None:
+    with pytest.raises(error, match=f"^{line}"):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from tests.records import record
 
 from residual_mass.diagnostics.claims import CLAIMS, JOINT_CLAIMS, Claim
-from residual_mass.diagnostics.resampling import Sample, estimate, estimate_extreme, resampled, whole
-from residual_mass.diagnostics.settings import CapturedSetting, read_settings
+from residual_mass.diagnostics.findings import read_settings
+from residual_mass.diagnostics.resampling import CapturedSetting, Sample, estimate, estimate_extreme, resampled, whole
 from residual_mass.study.specs import FindingsSpec
 
 LAYERS, HEADS, PACKS, QUERIES = 2, 3, 3, 2
@@ -236,7 +236,7 @@ def files() -> list[Files]:
     return [make_rows(rng, corpus, length, packs=packs) for corpus, length, packs in SETTINGS]
 
 
-def the_one(claim: Claim[Any], data: Any) -> np.ndarray:
+def the_one(claim: Claim, data: Any) -> np.ndarray:
     """[B]: a claim's number, or the one of its numbers that counts."""
     numbers = claim.number(data)
     if claim.extreme is None:

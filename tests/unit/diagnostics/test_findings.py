@@ -28,9 +28,9 @@ from tests.unit.diagnostics.test_claims import (
 
 from residual_mass import statements
 from residual_mass.core.settings import to_json
-from residual_mass.diagnostics import columns, findings
+from residual_mass.diagnostics import findings
+from residual_mass.diagnostics.findings import read_settings
 from residual_mass.diagnostics.resampling import resampled, whole
-from residual_mass.diagnostics.settings import read_settings
 from residual_mass.files import read_json
 from residual_mass.study.specs import FindingsSpec
 
@@ -54,7 +54,7 @@ def interval(values: list[float]) -> list[float]:
 
 def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp_path: Path) -> None:
     table, _ = run(tmp_path, files)
-    assert list(table) == columns.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
+    assert list(table) == findings.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
     assert [*zip(table.corpus, table.length, strict=True)][:: len(BUDGETS)] == [each[:2] for each in SETTINGS]
     settings = read(tmp_path, files)
     as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)

@@ -29,8 +29,7 @@ from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_csv, read_json
 from residual_mass.measure import answer, command
-from residual_mass.measure.distances import Asked, Measured, measure
-from residual_mass.measure.inputs import Text, find_model, read_texts, windows
+from residual_mass.measure.distances import Arguments, Measured, Text, find_model, measure, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
 
@@ -44,10 +43,10 @@ def words(seed: int, count: int) -> str:
     return " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 7))) for _ in range(count))[:count]
 
 
-def parsed(*arguments: str) -> Asked:
+def parsed(*arguments: str) -> Arguments:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return Asked.of(parser.parse_args(arguments))
+    return Arguments.of(parser.parse_args(arguments))
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +55,7 @@ def model(benchmark_assets: Path) -> str:
 
 
 @pytest.fixture
-def asked(model: str, benchmark_assets: Path, tmp_path: Path) -> Asked:
+def asked(model: str, benchmark_assets: Path, tmp_path: Path) -> Arguments:
     """Two texts: a folder of a long file and short ones, and a corpus of the assets. topk is added to the methods."""
     folder = tmp_path / "notes"
     (folder / "deep").mkdir(parents=True)
@@ -70,7 +69,7 @@ def asked(model: str, benchmark_assets: Path, tmp_path: Path) -> Asked:
 
 
 def test_the_numbers_are_those_of_a_study(
-    asked: Asked, backbone_spec: BackboneSpec, benchmark_assets: Path, tmp_path: Path
+    asked: Arguments, backbone_spec: BackboneSpec, benchmark_assets: Path, tmp_path: Path
 ) -> None:
     """The stages `force` and `fidelity` on the same corpus, to the digit."""
     found = measure(asked)
@@ -98,7 +97,7 @@ def test_the_numbers_are_those_of_a_study(
     assert set(found.seconds) == {"full", *METHODS} and min(found.seconds.values()) > 0
 
 
-def test_an_interrupted_run_goes_on_and_ends_alike(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = replace(asked, out=asked.out.with_name("undisturbed"))
     picture = answer.write(expected := measure(undisturbed), "")[1]
     append, calls = force.RowStore.append, []
@@ -119,7 +118,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(asked: Asked, monkeypatch: py
     assert again.read_bytes() == picture.read_bytes()
 
 
-def test_an_answer_is_written_and_not_overwritten_by_another(asked: Asked) -> None:
+def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -> None:
     found = measure(replace(asked, target_kl=100.0))
     best = answer.recommended(found)
     assert best is not None
@@ -139,7 +138,7 @@ def test_an_answer_is_written_and_not_overwritten_by_another(asked: Asked) -> No
 
 
 def test_bytes_are_those_of_the_tokens_that_are_read(
-    asked: Asked, backbone_spec: BackboneSpec, benchmark_assets: Path
+    asked: Arguments, backbone_spec: BackboneSpec, benchmark_assets: Path
 ) -> None:
     """TopK's tokens, found again by sorting each head's scores in float64."""
     found = measure(replace(asked, methods=("topk",), budgets=(12.5,), texts=("books",)))
@@ -172,7 +171,7 @@ def test_windows_share_no_token_and_fill_what_there_is(lengths: list[int], size:
     assert len(found) == min(count, sum(length // size for length in lengths))
 
 
-def test_short_files_are_joined_and_long_ones_cut(asked: Asked) -> None:
+def test_short_files_are_joined_and_long_ones_cut(asked: Arguments) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
@@ -183,7 +182,7 @@ def test_short_files_are_joined_and_long_ones_cut(asked: Asked) -> None:
     assert sum(text.strip() in words(0, 3000) for text in texts) >= 3
 
 
-def test_a_folder_of_a_corpus_name_does_not_shadow_it(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_a_corpus_name_does_not_shadow_it(asked: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
@@ -355,7 +354,7 @@ def test_layers_with_a_window_stay_exact(family: str, tmp_path: Path) -> None:
 
 
 def test_feature_maps_take_part(
-    asked: Asked, backbone_spec: BackboneSpec, benchmark_assets: Path, tmp_path: Path
+    asked: Arguments, backbone_spec: BackboneSpec, benchmark_assets: Path, tmp_path: Path
 ) -> None:
     """Maps of this model; those of another one are refused."""
     shape = load_backbone(backbone_spec, benchmark_assets, torch.device("cpu")).shape

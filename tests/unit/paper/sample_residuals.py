@@ -10,7 +10,7 @@ from typing import Any
 from tests.records import recorded
 
 from residual_mass.benchmarks.columns import FIDELITY
-from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
+from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
 from residual_mass.methods import method_named
 from residual_mass.provenance import beside

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 from sample_results import diagnostics
 
-from residual_mass.diagnostics.settings import CapturedSetting, read_settings
+from residual_mass.diagnostics.findings import read_settings
+from residual_mass.diagnostics.resampling import CapturedSetting
 from residual_mass.paper.figures.heads import quartile_error_points
 from residual_mass.paper.figures.summaries import bulk, equal_parts, head_means
 from residual_mass.study.specs import FigureSpec, FindingsSpec

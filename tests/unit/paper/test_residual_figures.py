@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.records import recorded
 
-from residual_mass.diagnostics.columns import RESIDUAL_ERRORS
+from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
 from residual_mass.methods import names
 from residual_mass.paper.figures.render import run

@@ -21,12 +21,11 @@ from residual_mass.methods import (
     METHODS,
     Centroids,
     Channels,
-    GroupMoments,
     GroupSums,
     Mean,
     Method,
     Moments,
-    PagesByMean,
+    Pages,
     QuantisedScan,
     Residual,
     ScanRegression,
@@ -37,14 +36,11 @@ from residual_mass.methods.arms import Arm
 ANCHORS = AnchorSpec(4, 16)
 D = 8
 COMPOSED = (
-    Method("pages_of_3", PagesByMean(3), GroupSums()),
-    Method("moments_of_pages_of_3", PagesByMean(3), GroupMoments()),
-    Method("moments_of_pages_of_1", PagesByMean(1), GroupMoments()),
-    Method("clusters_of_3", WholeClusters(3), GroupSums()),
-    Method("moments_of_clusters_of_3", WholeClusters(3), GroupMoments()),
-    Method("regression_on_pages", PagesByMean(3), ScanRegression(4)),
-    Method("regression_on_two_channels", Channels(2), ScanRegression(4)),
-    Method("shared_taken_from_scan", QuantisedScan(2, 8), Moments(3, shared=True)),
+    Method("clusters_of_3", "", WholeClusters(3), GroupSums()),
+    Method("clusters_of_1", "", WholeClusters(1), GroupSums()),
+    Method("regression_on_pages", "", Pages(3), ScanRegression(4)),
+    Method("regression_on_two_channels", "", Channels(2), ScanRegression(4)),
+    Method("shared_taken_from_scan", "", QuantisedScan(2, 8), Moments(3, shared=True)),
 )
 
 
@@ -128,7 +124,7 @@ def test_tokens_that_join_one_by_one_count_as_much_as_all_at_once(residual: Resi
 def test_a_prompt_that_has_doubled_is_clustered_anew(fold: int) -> None:
     """A prompt of 18 tokens, all of them anchors, has no clusters; grown to 500 it has those of 500 tokens."""
     keys, values, queries = drawn(500, 3)
-    method = Method("mine", Channels(3), ScanRegression(16))
+    method = Method("mine", "", Channels(3), ScanRegression(16))
     layer, made_of = prefix_of(keys, values, 18), [18]
     for length in range(18 + fold, 501, fold):
         attended(layer, queries, method)

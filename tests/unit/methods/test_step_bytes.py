@@ -11,7 +11,6 @@ from residual_mass.methods import (
     CacheOnly,
     GroupSums,
     Method,
-    PagesByMean,
     QuantisedScan,
     QuantisedValues,
     Selector,
@@ -51,7 +50,7 @@ def test_maps_read_their_summary_and_the_features_of_what_is_subtracted() -> Non
     assert step_bytes(method_named("topk_phi_nosub"), STEP._replace(features=128)).summary == 2 * plain
 
 
-SELECTORS = dict.fromkeys([*(one.selector for one in METHODS if one.selector), PagesByMean(), QuantisedScan(2)])
+SELECTORS = dict.fromkeys([*(one.selector for one in METHODS if one.selector), QuantisedScan(2)])
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=str)
@@ -84,10 +83,10 @@ def test_what_is_kept_of_a_prompt_by_hand() -> None:
     features = 4 * (64 * 65 + 2048 * 64)
     assert kept_bytes(method_named("topk_phi"), STEP) == (cache, features)
     assert kept_bytes(method_named("topk_phi_nosub"), STEP) == (cache, 4 * 64 * 65)
-    whole = Method("mine", WholeClusters(16), GroupSums())
+    whole = Method("mine", "", WholeClusters(16), GroupSums())
     assert kept_bytes(whole, STEP) == (cache, 2 * 64 * 128 + 2 * 2048 + 2 * 65 * 128)
     values = 2048 * (width / 2 + 4)
-    assert kept_bytes(method_named("cache4"), STEP) == (20 * TOKEN, scan + values)
+    assert kept_bytes(method_named("cache4_rotated"), STEP) == (20 * TOKEN, scan + values)
 
 
 @pytest.mark.parametrize(("tokens", "state", "held"), [(2048, 0.192, 0.368), (65_536, 0.146, 0.276)])
@@ -107,7 +106,8 @@ def test_a_scan_with_regression_keeps_its_state_beside_the_cache(tokens: int, st
 )
 def test_a_quantised_cache_reads_and_keeps_its_codes(bits: tuple[int, int], read: float) -> None:
     """And the exact keys and values of anchors: 1 % at 2k."""
-    method, step = Method("c", CacheOnly(QuantisedScan(bits[0])), QuantisedValues(bits[1])), STEP._replace(retrieved=0)
+    step = STEP._replace(retrieved=0)
+    method = Method("c", "", CacheOnly(QuantisedScan(bits[0])), QuantisedValues(bits[1]))
     size = step_bytes(method, step)
     assert size.total / full_bytes(step) == pytest.approx(read, abs=1e-3)
     assert kept_bytes(method, step).total == size.total

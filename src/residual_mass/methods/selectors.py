@@ -1,0 +1,400 @@
+"""Selectors that read less than every key: scans of all tokens, whole pages and clusters, and selectors of selectors.
+
+Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens, N = blocks or pages, S = tokens of
+a block, P = clusters, C = channels, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Selector, Step, best_of, check_range
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+# ---- scans of all tokens: what is left unread scores below the K-th best in the same scan ----------------------------
+
+
+class QuantisedKeys(NamedTuple):
+    """Keys as integers, with a scale for each channel of each block."""
+
+    codes: Tensor
+    """[..., L, D] uint8, from 0 to 2^bits - 1."""
+    low: Tensor
+    """[..., N, D] bfloat16, the value of code 0."""
+    step: Tensor
+    """[..., N, D] bfloat16, the difference of neighbouring codes."""
+
+
+@dataclass(frozen=True)
+class QuantisedScan(Selector):
+    """The K mid-region tokens of the highest scores with quantised keys, asymmetric and per channel over blocks of
+    tokens, as KIVI (arXiv 2402.02750) stores keys.
+
+    It keeps the meaning of a threshold: what is left unread scores below the K-th best in the same scan. The tokens
+    chosen are then read exactly. A step reads bits / 8 D + 4 D / S bytes of each key.
+    """
+
+    bits: int = 4
+    block: int = 64
+    """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 8)
+        check_range("block", self.block, of=" tokens")
+
+    @property
+    def fused(self) -> bool:
+        return self.bits == 4
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> QuantisedKeys:
+        """Anchors, which are always read, do not widen the range of a block."""
+        import torch
+
+        low, high = bounds_of(keys, mid, self.block)
+        low, most = low.bfloat16(), 2**self.bits - 1
+        step = ((high - low.to(high.dtype)) / most).bfloat16()
+        width = step.to(keys.dtype).clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2)
+        offset = blocks_of(keys, self.block) - low.to(keys.dtype).unsqueeze(-2)
+        codes = (offset / width).round().clamp(0, most).to(torch.uint8)
+        return QuantisedKeys(codes.flatten(-3, -2)[..., : keys.shape[-2], :], low, step)
+
+    def update(self, state: QuantisedKeys, keys: Tensor, mid: Tensor, start: int) -> QuantisedKeys:
+        first = start // self.block
+        column = first * self.block
+        new = self.prepare(keys[..., column:, :], mid[..., column:])
+        return QuantisedKeys(*behind(state, new, (column, first, first)))
+
+    def keys(self, state: QuantisedKeys, dtype: torch.dtype) -> Tensor:
+        """The keys that codes stand for, [..., L, D]."""
+        codes = blocks_of(state.codes, self.block).to(dtype)
+        values = state.low.to(dtype).unsqueeze(-2) + state.step.to(dtype).unsqueeze(-2) * codes
+        return values.flatten(-3, -2)[..., : state.codes.shape[-2], :]
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: QuantisedKeys, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        return best_of(queries @ self.keys(state, queries.dtype).transpose(-1, -2), mid, k)
+
+    def scan_bytes(self, step: Step) -> float:
+        return step.tokens * step.width * (self.bits / 8 + 2 * BFLOAT16 / self.block)
+
+
+class PrincipalKeys(NamedTuple):
+    """Keys by their principal channels."""
+
+    mean: Tensor
+    """[..., D], of the mid-region."""
+    basis: Tensor
+    """[..., D, C], the eigenvectors of its covariance with the largest eigenvalues."""
+    reduced: Tensor
+    """[..., L, C], keys from the mean on, in that basis."""
+
+
+@dataclass(frozen=True)
+class Channels(Selector):
+    """The K mid-region tokens of the highest scores by the principal channels of the prompt's keys (Loki, arXiv
+    2406.02542, which takes the channels from other texts); SparQ (arXiv 2312.04985) takes channels of the query.
+    """
+
+    channels: int = 16
+    """C."""
+
+    def __post_init__(self) -> None:
+        check_range("channels", self.channels)
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> PrincipalKeys:
+        import torch
+
+        weights = mid.expand(keys.shape[:-1]).to(keys.dtype).unsqueeze(-1)
+        mean = (weights * keys).sum(-2) / weights.sum(-2).clamp_min(1)
+        centred = keys - mean.unsqueeze(-2)
+        covariance = (weights * centred).transpose(-1, -2) @ centred
+        basis = torch.linalg.eigh(covariance.double()).eigenvectors.flip(-1)[..., : self.channels].to(keys.dtype)
+        return PrincipalKeys(mean, basis, centred @ basis)
+
+    def update(self, state: PrincipalKeys, keys: Tensor, mid: Tensor, start: int) -> PrincipalKeys:
+        """Keeps mean and basis."""
+        new = (keys[..., start:, :] - state.mean.unsqueeze(-2)) @ state.basis
+        return PrincipalKeys(state.mean, state.basis, *behind([state.reduced], [new], [start]))
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: PrincipalKeys, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        scanned = (queries @ state.basis) @ state.reduced.transpose(-1, -2)
+        return best_of(scanned + queries @ state.mean.unsqueeze(-1), mid, k)
+
+    def scan_bytes(self, step: Step) -> float:
+        channels = min(self.channels, step.width)
+        return BFLOAT16 * (step.tokens * channels + step.width * (channels + 1))
+
+
+# ---- whole pages and clusters: what is left unread may score above what was read -------------------------------------
+
+
+class PageBounds(NamedTuple):
+    """Least and largest key of every page, channel by channel; a page without tokens of the mid-region has zeros."""
+
+    low: Tensor
+    """[..., N, D]."""
+    high: Tensor
+    """[..., N, D]."""
+
+
+@dataclass(frozen=True)
+class Pages(Selector):
+    """Pages of neighbouring tokens in the order of Quest's upper bound of their scores (arXiv 2406.10774).
+
+    Pages are read whole until K tokens are; of the last one the first tokens. What is left unread may score above what
+    was read, so a residual cannot take the threshold for a cut.
+    """
+
+    size: int = 16
+    """S."""
+
+    def __post_init__(self) -> None:
+        check_range("size", self.size, of=" tokens")
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> PageBounds:
+        return PageBounds(*bounds_of(keys, mid, self.size))
+
+    def update(self, state: PageBounds, keys: Tensor, mid: Tensor, start: int) -> PageBounds:
+        first = start // self.size
+        column = first * self.size
+        return PageBounds(*behind(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
+
+    def bounds(self, queries: Tensor, state: PageBounds) -> Tensor:
+        """Upper bounds [..., R, N] of the scores of a page's tokens."""
+        low, high = (x.transpose(-1, -2) for x in state)
+        return queries.clamp_min(0) @ high + queries.clamp_max(0) @ low
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: PageBounds, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        import torch
+
+        page = torch.arange(scores.shape[-1], device=scores.device) // self.size
+        return whole_groups(self.bounds(queries, state), page.expand(scores.shape), scores, mid, k)
+
+    def scan_bytes(self, step: Step) -> float:
+        return 2 * BFLOAT16 * step.width * -(-step.tokens // self.size)
+
+
+class KeyClusters(NamedTuple):
+    """Clusters of the mid-region's keys."""
+
+    centroids: Tensor
+    """[..., P, D], mean keys."""
+    cluster: Tensor
+    """[..., L, 1] int32, of every token; 0 outside the mid-region."""
+
+
+@dataclass(frozen=True)
+class WholeClusters(Selector):
+    """k-means clusters of keys in the order of the scores of their mean keys, as RetroInfer (arXiv 2505.02922) and
+    Squeezed Attention (arXiv 2411.09688) choose tokens.
+
+    Clusters are read whole until K tokens are; of the last one the first tokens. What is left unread may score above
+    what was read.
+    """
+
+    size: int = 16
+    """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
+    recipe: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        check_range("size", self.size, of=" tokens")
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
+        from residual_mass.core.parts import clusters_of, counts, totals
+
+        cluster, clusters = clusters_of(keys, mid.expand(keys.shape[:-1]), self.size), -(-keys.shape[-2] // self.size)
+        centroids = totals(keys, cluster, clusters) / counts(cluster, clusters).clamp_min(1).unsqueeze(-1)
+        return KeyClusters(centroids, cluster.clamp_min(0).int().unsqueeze(-1))
+
+    def update(self, state: KeyClusters, keys: Tensor, mid: Tensor, start: int) -> KeyClusters:
+        """Clusters the tokens from column `start` on by themselves, and adds those clusters to the others."""
+        clusters = state.centroids.shape[-2]
+        new = self.prepare(keys[..., start:, :], mid[..., start:])
+        return KeyClusters(*behind(state, (new.centroids, new.cluster + clusters), (clusters, start)))
+
+    def select(
+        self, queries: Tensor, scores: Tensor, state: KeyClusters, mid: Tensor, k: Tensor, layout: Layout
+    ) -> Choice:
+        cluster = state.cluster.long().transpose(-1, -2).expand(scores.shape)
+        return whole_groups(queries @ state.centroids.transpose(-1, -2), cluster, scores, mid, k)
+
+    def scan_bytes(self, step: Step) -> float:
+        return BFLOAT16 * step.width * -(-step.tokens // self.size)
+
+    def kept_bytes(self, step: Step) -> float:
+        """The cluster of every token besides."""
+        return self.scan_bytes(step) + INDEX * step.tokens
+
+
+def whole_groups(group_scores: Tensor, group: Tensor, scores: Tensor, mid: Tensor, k: Tensor) -> Choice:
+    """Reads groups whole in the order of their scores, and within a group tokens as they come.
+
+    Args:
+        group_scores: [..., R, N]; of equal ones the first comes first.
+        group: [..., R, L] int64, of every token.
+        scores, mid, k: as in `Selector.select`.
+    """
+    import torch
+
+    from residual_mass.core.selection import least_read, unordered_topk
+
+    tokens, groups = scores.shape[-1], group_scores.shape[-1]
+    exact = torch.float32 if groups * tokens <= 2**24 else torch.float64  # holds the ranks as whole numbers
+    rank = group_scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).to(exact)
+    order = (-tokens * rank).gather(-1, group) - torch.arange(tokens, device=scores.device, dtype=exact)
+    read, _ = unordered_topk(order, mid, k)
+    return Choice(read, least_read(scores, mid, read), group_scores.gather(-1, group))
+
+
+# ---- selectors made of another selector ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrapped(Selector):
+    """Keeps and reads what another selector does."""
+
+    scan: Selector
+
+    @property
+    def reads_keys(self) -> bool:
+        return self.scan.reads_keys
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        return self.scan.prepare(keys, mid)
+
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
+        return self.scan.update(state, keys, mid, start)
+
+    def scan_bytes(self, step: Step) -> float:
+        return self.scan.scan_bytes(step)
+
+    def kept_bytes(self, step: Step) -> float:
+        return self.scan.kept_bytes(step)
+
+
+@dataclass(frozen=True)
+class Reranked(Wrapped):
+    """The K best by exact scores among the K + margin best tokens of a scan.
+
+    The threshold is the K-th best exact score. The tokens of the margin keep their exact scores in what was scanned.
+    """
+
+    margin: int = 16
+    """Tokens whose keys a query head reads besides those of the budget."""
+
+    def __post_init__(self) -> None:
+        check_range("margin", self.margin, of=" tokens")
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        import torch
+
+        wider = self.scan.select(queries, scores, state, mid, k + self.margin, layout)
+        candidates = wider.read.mask(scores.shape[-1])
+        best = best_of(scores, candidates, k)
+        nothing = best_of(torch.where(candidates, scores, wider.scanned), mid, k)
+        return Choice(best.read, torch.where(k > 0, best.threshold, nothing.threshold), nothing.scanned)
+
+    def scan_bytes(self, step: Step) -> float:
+        return self.scan.scan_bytes(step) + BFLOAT16 * step.width * step.heads * self.margin
+
+
+@dataclass(frozen=True)
+class CacheOnly(Wrapped):
+    """What a scan keeps of the keys, in place of the keys: no token of the mid-region is read exactly, whatever the
+    budget. With `QuantisedValues` it is a quantised cache that every step reads whole, and no other is kept.
+    """
+
+    replaces_cache: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.scan.reads_keys:
+            raise ValueError(f"CacheOnly needs a scan of what is kept in place of keys, not {type(self.scan).__name__}")
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        return self.scan.select(queries, scores, state, mid, k * 0, layout)
+
+
+@dataclass(frozen=True)
+class Rotated(Wrapped):
+    """A scan of keys and queries that are rotated first, which leaves their products as they are (QuaRot, arXiv
+    2404.00456): by Hadamard's matrix of the largest power of two that divides D, block by block.
+    """
+
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        return self.scan.prepare(_rotated(keys), mid)
+
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
+        return self.scan.update(state, _rotated(keys), mid, start)
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        return self.scan.select(_rotated(queries), scores, state, mid, k, layout)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """[..., D], by the fast Walsh-Hadamard transform."""
+    import torch
+
+    width = x.shape[-1] & -x.shape[-1]
+    blocks, half = x.unflatten(-1, (-1, width)), 1
+    while half < width:
+        low, high = blocks.unflatten(-1, (-1, 2, half)).unbind(-2)
+        blocks = torch.stack((low + high, low - high), -2).flatten(-3)
+        half *= 2
+    return blocks.flatten(-2) * width**-0.5
+
+
+@dataclass(frozen=True)
+class PerGroup(Wrapped):
+    """The same K tokens for all query heads of a KV head, as serving engines read them: those with the largest share of
+    attention in a scan, summed over the heads, with softmax over the mid-region.
+
+    What a head leaves unread may score above what it reads.
+    """
+
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        import torch
+
+        from residual_mass.core.selection import least_read, unordered_topk
+
+        scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned
+        share = scanned.masked_fill(~mid, torch.finfo(scanned.dtype).min).softmax(-1)
+        by_head = share.unflatten(-2, (-1, layout.heads, layout.tokens))
+        read, _ = unordered_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
+        return Choice(read, least_read(scanned, mid, read), scanned)
+
+
+# ---- blocks of neighbouring tokens -----------------------------------------------------------------------------------
+
+
+def blocks_of(x: Tensor, size: int) -> Tensor:
+    """[..., L, C] -> [..., N, S, C], the last block filled up with zeros."""
+    from torch.nn.functional import pad
+
+    return pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+
+
+def bounds_of(keys: Tensor, mid: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Least and largest key of each block's mid-region, channel by channel: [..., N, D] each; zeros of an empty one."""
+    import torch
+
+    blocks, members = blocks_of(keys, size), blocks_of(mid.expand(keys.shape[:-1]).unsqueeze(-1), size)
+    low = torch.where(members, blocks, torch.inf).amin(-2).nan_to_num(posinf=0)
+    return low, torch.where(members, blocks, -torch.inf).amax(-2).nan_to_num(neginf=0)
+
+
+def behind(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> list[Tensor]:
+    """Puts the parts of a later summary behind the first `kept` rows of each part of an earlier one."""
+    import torch
+
+    return [torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True)]
