@@ -38,7 +38,7 @@ def stage_code(package: Package, stage: str) -> dict[tuple[str, str], list[ast.s
 
 def part_code(package: Package, part: type) -> dict[tuple[str, str], list[ast.stmt]]:
     """The code of a selector or a residual."""
-    return package.reached(part.__module__, part.__name__, [f"{PACKAGE}.methods.interface"])
+    return package.reached(part.__module__, part.__name__, [])
 
 
 def digest(statements: Iterable[ast.stmt]) -> str:
