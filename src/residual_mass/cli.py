@@ -213,7 +213,7 @@ STAGES = {
         "paper.document", "make LaTeX macros of the numbers in a study's tables", "tables+ template", "out",
         specs.NumbersSpec, function="run_numbers",
     ),
-    "figure": Stage("paper.figures.render", "draw a figure", "data+", "pdf png", specs.FigureSpec),
+    "figure": Stage("paper.figures", "draw a figure", "data+", "pdf png", specs.FigureSpec),
     "document": Stage(
         "paper.document", "put all tables and figures of a study into a LaTeX document",
         "tables* figures* numbers? template", "out", specs.DocumentSpec, function="run_document",

@@ -1,119 +1,242 @@
-"""Figures by their label; those of the training show what the log holds, in reproducible bytes."""
+"""Figures show the points that a slow reading of their files gives, whole and in reproducible bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from tests.records import recorded
-
-from residual_mass.files import csv_text
-from residual_mass.paper.figures import FIGURES
-from residual_mass.paper.figures.render import run
-from residual_mass.paper.figures.style import LOOKS, round_ticks
-from residual_mass.paper.figures.training import (
-    draw_training_curves,
-    training_curves_points,
+import sample_diagnostics as sample
+from drawn import (
+    BUDGETS,
+    COMPARED,
+    MEASURED,
+    SELECTORS,
+    assert_drawn,
+    error,
+    files_of,
+    lines,
+    missed,
+    parquet,
+    points_of,
+    share,
+    spec,
 )
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from sample_residuals import error_row, write_rows
+
+from residual_mass.benchmarks.statistics import resampled
+from residual_mass.methods import METHODS, method_named
+from residual_mass.paper.figures import FIGURES, run
+from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
+from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES
 from residual_mass.study.sections import figures as configured
-from residual_mass.study.sections.figures import kind_of
-from residual_mass.study.specs import FigureSpec
 
+pytestmark = pytest.mark.filterwarnings("error")
 
-def spec(label: str, *maps: str, title: str = "a title") -> FigureSpec:
-    return FigureSpec(label=label, title=title, maps=maps)
-
-
-TRAINING = spec("training_curves", "512", "1k")
+# ---- all figures -----------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
     assert set(FIGURES) == set(configured.FIGURES)
-    assert kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
+    assert configured.kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
     for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain", "entropy_gain_1b"):
         with pytest.raises(ValueError, match=f"^{label} is not one of fidelity, .*training_curves"):
             run(spec(label), [tmp_path], tmp_path / "f.pdf", tmp_path / "f.png")
     assert not list(tmp_path.iterdir())
 
 
-Row = dict[str, Any]
-
-
-def log_rows(recipe: str = "study", seed: int = 0, ks: Sequence[int] = (1, 21), scale: float = 1.0) -> list[Row]:
-    """A log of three measurements, of which figures show the rows of all layers on wiki."""
-    rows = []
-    for number, (step, corpus, k, layer) in enumerate(product((0, 20, 30), ("wiki", "books"), ks, ("all", 0, 1))):
-        shown = corpus == "wiki" and layer == "all"
-        e_sub = scale * (2 - step / 20) / (1 + k) if shown else 100.0
-        rows.append({
-            "recipe": recipe, "variant": recipe, "seed": seed, "step": step, "seconds": f"{step * (1 + seed):.1f}",
-            "corpus": corpus, "k": k, "layer": layer, "e_topk": 1 / (1 + k), "e_sub": e_sub, "e_nosub": 1.1 * e_sub,
-            "heads_below_topk": 0.5, "kl": 1 + (60 - step) / 60 if shown else number, "log_z_error": "nan",
-        })  # fmt: skip
-    return rows
-
-
-def write_log(path: Path, *logs: list[Row]) -> Path:
-    rows = [row for log in logs for row in log]
-    path.write_text(csv_text(list(rows[0]), rows))
-    return recorded(path)
-
-
-def lines(axis: Axes) -> dict[str, list[tuple[float, float]]]:
-    """Points of a panel's lines by colour and style; a level has two."""
-    return {
-        f"{line.get_color()} {line.get_linestyle()} {line.get_linewidth()}": [
-            (float(x), float(y)) for x, y in line.get_xydata()
-        ]
-        for line in axis.lines
-    }
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> list[Path]:
-    """Logs of two lengths; at the shorter one two budgets have the same K."""
-    short = write_log(tmp_path / "training_smol_512.csv", log_rows(ks=(0, 0, 1)))
-    return [short, write_log(tmp_path / "training_smol_1k.csv", log_rows(ks=(1, 21, 62), scale=2))]
-
-
-def test_training_curves_show_the_errors_of_every_length(training: list[Path]) -> None:
-    points = training_curves_points(TRAINING, training)
-    assert len(points) == 3 * 2 + 3 * 3 and set(points["corpus"]) == {"wiki"}
-    figure = draw_training_curves(TRAINING, points)
-    assert [axis.get_title() for axis in figure.axes[:3]] == ["$K$ = 1", "$K$ = 0, 21", "$K$ = 1, 62"]
-    for axis, shown in zip(figure.axes, [{"1k": 1}, {"512": 0, "1k": 21}, {"512": 1, "1k": 62}], strict=False):
-        seen = lines(axis)
-        assert len(seen) == 3 * len(shown)
-        for length, k in shown.items():
-            look = LOOKS[["512", "1k"].index(length)]
-            curve = [(step, (2 - step / 20) / (1 + k) * (1 + (length == "1k"))) for step in (0, 20, 30)]
-            np.testing.assert_allclose(seen[f"{look.colour} - 1.2"], curve)
-            np.testing.assert_allclose(seen[f"{look.colour} - 0.5"], [(x, 1.1 * y) for x, y in curve])
-            np.testing.assert_allclose([y for _, y in seen[f"{look.colour} -- 0.8"]], 1 / (1 + k))
-    divergence = figure.axes[3]
-    for curve in lines(divergence).values():
-        np.testing.assert_allclose(curve, [(step, 1 + (60 - step) / 60) for step in (0, 20, 30)])
-    assert len(divergence.lines) == 2 and len(figure.axes) == 4
-
-
-def test_training_figures_are_the_same_bytes_twice(training: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FIGURES)
+def test_a_figure_is_the_same_bytes_twice_and_nothing_leaves_the_page(kind: str, tmp_path: Path) -> None:
+    show, files = files_of(kind, tmp_path)
     made = []
     for name in ("first", "second"):
-        hostile = replace(TRAINING, title="Costs $5 & more_")
-        run(hostile, training, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
+        run(show, files, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
         made.append((pdf.read_bytes(), png.read_bytes()))
     assert made[0] == made[1] and made[0][0].startswith(b"%PDF") and b"CreationDate" not in made[0][0]
+    assert int.from_bytes(made[0][1][16:20]) == 1100  # 5.5 in at 200 dpi
+    figure = points_of(kind, tmp_path)[1]
+    with paper_style():
+        figure.draw_without_rendering()
+        boxes = [axis.title.get_window_extent() for axis in figure.axes] + [figure.legends[0].get_window_extent()]
+    assert all(-1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1 for box in boxes)
+    assert r"Costs \$5 & more_" in figure.get_suptitle()
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0.5, 5, [0.5, 1, 2, 5]), (0.82, 1.33, [0.9, 1, 1.1, 1.2, 1.3]), (10, 20000, [10, 100, 1000, 10000])],
-)
-def test_ticks_are_round_numbers_within_the_range(low: float, high: float, ticks: list[float]) -> None:
-    np.testing.assert_allclose(round_ticks(low, high), ticks)
+def test_a_file_that_is_not_what_was_recorded_is_refused_in_one_line(tmp_path: Path) -> None:
+    show, (file,) = files_of("entropy_heatmap", tmp_path)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"^{file}: is not what {file.name}.meta.json recorded: .*; delete it and"):
+        run(show, [file], tmp_path / "f.pdf", tmp_path / "f.png")
+    assert not list(tmp_path.glob("*.p[dn][fg]"))
+
+
+@pytest.mark.parametrize("ends", [(0.5, 5), (0.82, 1.33), (10, 20000), (1e-6, 3), (2, 8)])
+def test_logarithmic_axes_have_some_ticks_and_not_many(ends: tuple[float, float]) -> None:
+    (axis := Figure().subplots()).set_xlim(*ends)
+    make_logarithmic(axis.xaxis)
+    assert 2 <= sum(ends[0] <= tick <= ends[1] for tick in axis.get_xticks()) <= 8
+
+
+# ---- fidelity --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_and_bands_are_the_rows_of_all_tasks_in_the_own_state(tmp_path: Path) -> None:
+    _, figure = points_of("fidelity", tmp_path)
+    for axis, (length, text) in zip(figure.axes, product(("512", "2k"), ("ruler", "wiki")), strict=True):
+        arms = [(method, "2k" * ("phi" in method)) for method in sample.METHODS[1:]]
+        arms += [("topk_phi", "512"), ("topk_phi", "1k")] if text == "wiki" else []
+        place = {"text": text, "state": "own", "task": "all", "metric": "kl"}
+        rows = [
+            row for row in sample.distances(length) if place.items() <= row.items() and row["continuation"] != "greedy"
+        ]
+        for line, band, arm in zip(axis.lines, axis.collections, arms, strict=True):
+            chosen = sorted(
+                (row for row in rows if (row["method"], row["maps"]) == arm), key=lambda row: row["budget_percent"]
+            )
+            np.testing.assert_allclose(line.get_xydata(), [(row["budget_percent"], row["value"]) for row in chosen])
+            corners = {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 9)}
+            assert corners == {
+                (row["budget_percent"], round(row[end], 9)) for row in chosen for end in ("ci_low", "ci_high")
+            }
+            assert (line.get_linestyle() == "-") == (arm[1] in ("", "2k"))
+        counted = "documents" if text == "wiki" else "prompts"
+        assert axis.get_title() == f"{ {'wiki': 'wiki', 'ruler': 'RULER'}[text] }, {length}: 12 {counted}"
+    phi = r"Top-$K{+}\phi$"
+    named = ["Top-$K$", phi, f"{phi} (NoSub)", f"{phi} (512-trained)", f"{phi} (1k-trained)", "95% interval"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == named
+
+
+def quarters(rows: list[dict[str, Any]]) -> list[int]:
+    order = sorted(row["full_nll"] for row in rows)
+    return [order.index(row["full_nll"]) * 4 // len(rows) for row in rows]
+
+
+GROUPS: dict[str, Callable[[list[dict[str, Any]]], list[int]]] = {
+    "likelihood": quarters,
+    "seen": lambda rows: [row["seen"] for row in rows],
+    "position": lambda rows: [[0, 1, 2, 2, 3][row["position"]] for row in rows],
+}
+
+
+def slow_mean(rows: list[dict[str, Any]], weights: Sequence[float]) -> float:
+    counted = [weights[row["index"]] for row in rows]
+    return sum(w * row["kl"] for w, row in zip(counted, rows, strict=True)) / sum(counted) if sum(counted) else math.nan
+
+
+def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents(tmp_path: Path) -> None:
+    points, figure = points_of("fidelity_tokens", tmp_path)
+    place = {"text": "wiki", "state": "own", "budget_percent": 4.0}
+    own = [row for row in sample.tokens().to_dict("records") if place.items() <= row.items() and row["maps"] != "512"]
+    for method in sample.METHODS[1:]:
+        rows = sorted((row for row in own if row["method"] == method), key=lambda row: (row["index"], row["position"]))
+        values = sorted(row["kl"] for row in rows)
+        assert_drawn(
+            figure.axes[0], [(value, sum(other >= value for other in values) / len(values)) for value in values]
+        )
+        for axis, (panel, grouped) in zip(figure.axes[1:], GROUPS.items(), strict=True):
+            found = (
+                points[(points["panel"] == panel) & (points["method"] == method)].sort_values("x").to_dict("records")
+            )
+            groups = sorted(set(grouped(rows)))
+            for number, point in zip(groups, found, strict=True):
+                of_group = [row for row, group in zip(rows, grouped(rows), strict=True) if group == number]
+                draws = [slow_mean(of_group, weights) for part in resampled(4, 200, 3, "wiki") for weights in part]
+                expected = slow_mean(of_group, np.ones(4)), np.quantile(draws, 0.025), np.quantile(draws, 0.975)
+                np.testing.assert_allclose((point["y"], point["low"], point["high"]), expected)
+                assert point["tokens"] == len(of_group)
+            assert any(np.allclose(line[:, 1], [point["y"] for point in found]) for line in lines(axis))
+            assert any(isinstance(each, LineCollection) for each in axis.collections)
+    labels = points.drop_duplicates(["panel", "x", "label"]).groupby("panel", sort=False)["label"].agg(list)
+    assert labels["seen"] == ["nothing", "the token", "its bigram"] and labels["position"] == ["1", "2", "3–4", "5"]
+    assert labels["likelihood"][-1] == "less" and labels["likelihood"][0].startswith("≥ 0.")
+
+
+@pytest.mark.parametrize("longest", [3, 5])
+def test_one_document_has_means_and_no_interval(longest: int, tmp_path: Path) -> None:
+    show, (file,) = files_of("fidelity_tokens", tmp_path)
+    points = FIGURES[show.label].points(show, [parquet(file, sample.tokens(1, longest))])
+    assert points["low"].isna().all() and points["high"].isna().all()
+    FIGURES[show.label].draw(show, points).draw_without_rendering()
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["error_by_k", "selection_recall"])
+def test_lines_of_methods_are_the_rows_of_the_files(kind: str, tmp_path: Path) -> None:
+    points, figure = points_of(kind, tmp_path)
+    shown = SELECTORS if kind == "selection_recall" else [name for name in COMPARED if name.startswith("topk")]
+    value, budgets = (missed, (2, 16)) if kind == "selection_recall" else (error, (0.5, 2, 16))
+    for axis, (length, corpus) in zip(figure.axes, product(("512", "2k"), ("wiki", "books")), strict=True):
+        for line, method in zip(axis.lines, shown, strict=True):
+            np.testing.assert_allclose(
+                line.get_xydata(), [(each, value(length, corpus, method, each)) for each in budgets]
+            )
+        assert axis.get_title() == f"{ {'wiki': 'Wikipedia', 'books': 'Books'}[corpus] }, {length}: 4 packs"
+    assert len(points) == 4 * len(shown) * len(budgets) and len(figure.legends[0].texts) == len(shown)
+
+
+def test_recall_of_exact_selection_alone_is_refused(tmp_path: Path) -> None:
+    exact = write_rows(tmp_path, "residual_errors", [error_row("topk", 2, recall=1)])
+    with pytest.raises(ValueError, match="^figure x: no method selects otherwise than by exact scores; compare one$"):
+        FIGURES["selection_recall"].points(spec("x", texts=("wiki",)), [exact])
+
+
+def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel(tmp_path: Path) -> None:
+    points, figure = points_of("fidelity_by_bytes", tmp_path)
+    panels = points.groupby(["length", "corpus", "quantity"], sort=False)
+    assert list(panels.groups) == list(product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error")))
+    for axis, ((length, corpus, quantity), panel) in zip(figure.axes, panels, strict=True):
+        methods, budgets = (MEASURED, (2, 16)) if quantity == "kl" else (COMPARED, sorted(BUDGETS))
+        expected = {}
+        for method, budget in product(methods, budgets):
+            value = error(length, corpus, method, budget)
+            expected[method, budget] = 100 * share(method, budget), 0.1 * value**2 if quantity == "kl" else value
+        competing = [place for (name, _), place in expected.items() if name != "topk_exact_mass"]
+        assert len(panel) == len(expected)
+        for row in panel.itertuples():
+            x, y = expected[row.method, row.budget_percent]
+            assert (row.share, row.value) == pytest.approx((x, y))
+            beaten = any(a <= x and b <= y and (a, b) != (x, y) for a, b in competing)
+            assert row.front == (not beaten and row.method != "topk_exact_mass")
+        for method in methods:
+            assert_drawn(axis, [expected[method, budget] for budget in budgets])
+
+
+def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(tmp_path: Path) -> None:
+    decoded = [one for one in METHODS if not one.whole_prefix]
+    assert {type(one.selector).__name__ for one in decoded} == set(SELECTOR_TITLES)
+    assert {type(one.residual).__name__ for one in decoded} == set(RESIDUAL_TITLES)
+    _, figure = points_of("fidelity_by_bytes", tmp_path)
+    looks = {}
+    for line, method in zip(figure.axes[1].lines, COMPARED, strict=False):
+        looks[method] = line.get_markeredgecolor(), line.get_marker()
+    for one, two in product(COMPARED, COMPARED):
+        first, second = method_named(one), method_named(two)
+        assert (looks[one][0] == looks[two][0]) == (type(first.selector) is type(second.selector))
+        assert (looks[one][1] == looks[two][1]) == (type(first.residual) is type(second.residual))
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_training_curves_show_the_errors_of_every_length(tmp_path: Path) -> None:
+    points, figure = points_of("training_curves", tmp_path)
+    assert len(points) == 3 * 2 + 3 * 3 and set(points["corpus"]) == {"wiki"}
+    assert [axis.get_title() for axis in figure.axes[:3]] == ["$K$ = 1", "$K$ = 0, 21", "$K$ = 1, 62"]
+    for axis, shown in zip(figure.axes, [{"1k": 1}, {"512": 0, "1k": 21}, {"512": 1, "1k": 62}], strict=False):
+        assert len(axis.lines) == 3 * len(shown)
+        for length, k in shown.items():
+            curve = [(step, (2 - step / 20) / (1 + k) * (1 + (length == "1k"))) for step in (0, 20, 30)]
+            assert_drawn(axis, curve)
+            assert_drawn(axis, [(x, 1.1 * y) for x, y in curve])
+            assert any(np.allclose(line[:, 1], 1 / (1 + k)) for line in lines(axis))
+    for curve in lines(figure.axes[3]):
+        np.testing.assert_allclose(curve, [(step, 1 + (60 - step) / 60) for step in (0, 20, 30)])
+    assert {line.get_color() for line in figure.axes[3].lines} == {BLUE, VERMILLION} and len(figure.axes) == 4

@@ -1,15 +1,28 @@
-"""The figures, a module per subject; importing the package registers all of them."""
+"""The figures, a module per subject; importing the package registers all of them. `run` is the `figure` stage."""
 
-from residual_mass.paper.figures import (  # noqa: F401
-    calibration,
-    fidelity,
-    heads,
-    kernels,
-    masses,
-    residuals,
-    selectors,
-    training,
-)
-from residual_mass.paper.figures.registry import FIGURES, caption_of, find
+from __future__ import annotations
 
-__all__ = ["FIGURES", "caption_of", "find"]
+from pathlib import Path
+
+from residual_mass.paper.figures import calibration, fidelity, heads, kernels, residuals, training  # noqa: F401
+from residual_mass.paper.figures.style import FIGURES, caption_of, paper_style, save
+from residual_mass.provenance import Record
+from residual_mass.study.sections.figures import kind_of
+from residual_mass.study.specs import FigureSpec
+
+__all__ = ["FIGURES", "caption_of", "run"]
+
+
+def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
+    """Draws a figure from its data, as PDF and PNG.
+
+    Raises:
+        ValueError: the label is unknown, or a file differs from its record or lacks what the figure shows; names it.
+    """
+    figure = FIGURES[kind_of(spec.label)]
+    record = Record("figure", spec, data)
+    points = figure.points(spec, data)
+    with paper_style():
+        save(figure.draw(spec, points), pdf, png)
+    for path in (pdf, png):
+        record.write(path)

@@ -1,15 +1,26 @@
-"""Computations that figures share: means over heads, equal parts, medians, quartiles and ranges."""
+"""Computations that figures share: rows of one budget, means over heads, equal parts, quartiles and ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from pandas.api.typing import SeriesGroupBy
 
+from residual_mass.files import read_parquet
+
+HEAD = ["layer", "head"]
+BUDGET = ["k", "budget_percent"]
 FAR_OUT = 3
 """Values this many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
+
+
+def rows_at_budget(path: Path, columns: Sequence[str], budget_percent: float | None) -> pd.DataFrame:
+    """These columns of the captured rows of one budget. Raises ValueError as `read_parquet`."""
+    rows = read_parquet(path, dict.fromkeys([*columns, "budget_percent"]), "capture")
+    return rows.loc[rows["budget_percent"] == budget_percent, [*columns]].reset_index(drop=True)
 
 
 def head_means(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -23,11 +34,6 @@ def equal_parts(values: pd.Series, parts: int) -> pd.Series:
     to `parts` - 1. Of equal values the first goes to the lower part.
     """
     return (values.round(12).rank(method="first").astype(int) - 1) * parts // len(values)
-
-
-def binned_medians(frame: pd.DataFrame, x: str, values: Sequence[str], width: float) -> pd.DataFrame:
-    """Returns columns `bin_{name}` for `x` and each of `values`: medians over the rows in the same bin of `x`."""
-    return frame[[x, *values]].groupby(frame[x] // width).transform("median").add_prefix("bin_")
 
 
 def quartiles(groups: SeriesGroupBy) -> pd.DataFrame:
