@@ -32,7 +32,7 @@ if set(SOURCE) & set(":{}\n"):
 from residual_mass.paper import published as of_the_paper
 from residual_mass.study import paths, start
 from residual_mass.study.plan import load
-from residual_mass.study.resources import JobSize, launcher
+from residual_mass.study.resources import JobSize, flags, launcher
 from residual_mass.texts.assets import PINS, read_pins
 
 
@@ -45,6 +45,7 @@ report: "workflow/report/workflow.rst"
 plan = load(ROOT, config)
 machine = JobSize(plan, workflow)
 study = plan.configuration.main.study
+ASSETS = shlex.quote(str(plan.assets_folder))
 
 NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; "
 # A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
@@ -74,9 +75,7 @@ include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/diagnostics.smk"
-include: "workflow/rules/runtime.smk"
 include: "workflow/rules/paper.smk"
-include: "workflow/rules/report.smk"
 include: "workflow/rules/look.smk"
 
 

@@ -10,7 +10,7 @@ rule assets:
     input:
         requirements=ancient(plan.here(paths.PINS)),
     output:
-        plan.assets_manifest,
+        out=plan.assets_manifest,
     log:
         "logs/assets.log",
     benchmark:
@@ -24,17 +24,18 @@ rule assets:
         runtime=60,
     params:
         pins=json.dumps(read_pins(PINS), sort_keys=True),
+        files=flags,
     message:
         "Downloading model and data (about 130 MB) and converting the model"
     shell:
-        "python -m residual_mass assets --requirements {input.requirements:q} --out {output:q} > {log} 2>&1"
+        "python -m residual_mass assets {params.files} > {log} 2>&1"
 
 
 rule prompts:
     input:
-        assets=plan.assets_for_prompts,
+        unpack(plan.inputs("prompts")),
     output:
-        paths.PROMPTS,
+        out=paths.PROMPTS,
     log:
         "logs/prompts/{benchmark}_{tokenizer}_{length}.log",
     benchmark:
@@ -47,9 +48,9 @@ rule prompts:
         mem_mb=4000,
         runtime=240,
     params:
-        spec=plan.prompts_spec,
+        spec=plan.spec("prompts"),
+        files=flags,
     message:
         "Freezing the examples of {wildcards.benchmark} at {wildcards.length} ({wildcards.tokenizer})"
     shell:
-        'python -m residual_mass prompts --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --out {output} > {log} 2>&1"
+        "python -m residual_mass prompts --spec {params.spec:q} {params.files} > {log} 2>&1"

@@ -1,17 +1,15 @@
-"""Per-head quantities on packed held-out text, and what is read out of them.
+"""Per-head quantities on packed held-out text and what is read out of them, and what decoding costs.
 
 Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
-Makes: results/diagnostics/: heads, mass, kernels_{backbone}_{corpus}_{length};
-accounting, claims_{backbone}.csv;
-residual_heads_{backbone}_{length}.parquet; and results/residual_errors_{backbone}_{length}.csv
+Makes: results/diagnostics/: heads, mass, kernels_{backbone}_{corpus}_{length}; accounting, claims_{backbone}.csv;
+residual_heads_{backbone}_{length}.parquet; results/residual_errors_{backbone}_{length}.csv;
+results/runtime_{backbone}.csv
 """
 
 
 rule capture:
     input:
-        assets=plan.assets,
-        phi=plan.main_phi,
-        prompts=plan.prompts_of_packs,
+        unpack(plan.inputs("capture")),
     output:
         heads=paths.HEADS,
         mass=paths.MASS,
@@ -27,46 +25,76 @@ rule capture:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(240, 60),
     params:
-        spec=plan.capture_spec,
+        stage="capture",
+        spec=plan.spec("capture"),
+        files=flags,
     message:
         "Measuring every head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
     shell:
-        'python -m residual_mass capture --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --phi {input.phi} --prompts {input.prompts} --heads {output.heads} --mass {output.mass}"
-        " > {log} 2>&1"
+        "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
 
 
-rule kernels:
+use rule capture as kernels with:
     input:
-        assets=plan.assets,
-        phi=plan.kernels_phi,
-        prompts=plan.prompts_of_packs,
+        unpack(plan.inputs("kernels")),
     output:
-        paths.KERNELS,
+        out=paths.KERNELS,
     log:
         "logs/kernels/{backbone}_{corpus}_{length}.log",
     benchmark:
         "logs/kernels/{backbone}_{corpus}_{length}.tsv"
-    conda:
-        "../../environment.yml"
-    threads: machine.half_of_the_cores
+    params:
+        stage="kernels",
+        spec=plan.spec("kernels"),
+        files=flags,
+    message:
+        "Kernels of one head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
+
+
+use rule capture as residual_errors with:
+    input:
+        unpack(plan.inputs("residual_errors")),
+    output:
+        heads=paths.RESIDUAL_HEADS,
+        out=paths.RESIDUAL_ERRORS,
+    log:
+        "logs/residual_errors/{backbone}_{length}.log",
+    benchmark:
+        "logs/residual_errors/{backbone}_{length}.tsv"
     resources:
         gpu=machine.gpus,
         mem_mb=machine.with_gpu(64000, 6000),
-        runtime=machine.with_gpu(60, 30),
+        runtime=machine.with_gpu(240, 120),
     params:
-        spec=plan.kernels_spec,
+        stage="residual-errors",
+        spec=plan.spec("residual_errors"),
+        files=flags,
     message:
-        "Kernels of one head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
-    shell:
-        'python -m residual_mass kernels --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --phi {input.phi} --prompts {input.prompts} --out {output} > {log} 2>&1"
+        "Comparing methods head by head with {wildcards.backbone} at {wildcards.length}"
 
 
-rule findings:
+use rule capture as runtime with:
     input:
-        heads=plan.captured_by(paths.HEADS),
-        mass=plan.captured_by(paths.MASS),
+        unpack(plan.inputs("runtime")),
+    output:
+        out=paths.RUNTIME,
+    log:
+        "logs/runtime/{backbone}.log",
+    benchmark:
+        "logs/runtime/{backbone}.tsv"
+    priority: 50  # first, while there are few other jobs: it takes the machine for itself
+    threads: machine.all_of_the_cores
+    params:
+        stage="runtime",
+        spec=plan.spec("runtime"),
+        files=flags,
+    message:
+        "Measuring latencies of {wildcards.backbone}"
+
+
+use rule score as findings with:
+    input:
+        unpack(plan.inputs("findings")),
     output:
         accounting=paths.ACCOUNTING,
         claims=report(
@@ -79,43 +107,10 @@ rule findings:
         "logs/findings/{backbone}.log",
     benchmark:
         "logs/findings/{backbone}.tsv"
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=4000,
-        runtime=30,
+    priority: 0
     params:
-        spec=plan.findings_spec,
+        stage="findings",
+        spec=plan.spec("findings"),
+        files=flags,
     message:
         "Means and claims out of the rows of {wildcards.backbone}"
-    shell:
-        "python -m residual_mass findings --spec {params.spec:q} --heads {input.heads} --mass {input.mass}"
-        " --accounting {output.accounting} --claims {output.claims} > {log} 2>&1"
-
-
-rule residual_errors:
-    input:
-        assets=plan.assets,
-        phi=plan.residuals_phi,
-    output:
-        heads=paths.RESIDUAL_HEADS,
-        errors=paths.RESIDUAL_ERRORS,
-    log:
-        "logs/residual_errors/{backbone}_{length}.log",
-    benchmark:
-        "logs/residual_errors/{backbone}_{length}.tsv"
-    conda:
-        "../../environment.yml"
-    threads: machine.half_of_the_cores
-    resources:
-        gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
-        runtime=machine.with_gpu(240, 120),
-    params:
-        spec=plan.residual_errors_spec,
-    message:
-        "Comparing methods head by head with {wildcards.backbone} at {wildcards.length}"
-    shell:
-        'python -m residual_mass residual-errors --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --phi {input.phi} --heads {output.heads} --out {output.errors} > {log} 2>&1"

@@ -4,72 +4,15 @@ generates from one prefill.
 Needs: the assets, frozen prompts, feature maps, the backbone.
 Makes: results/forced/{backbone}_{length}.parquet, results/fidelity_{backbone}_{length}.csv,
 results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
-results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv,
+results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv
 """
-
-
-rule force:
-    input:
-        assets=plan.assets,
-        prompts=plan.force_prompts,
-        phi=plan.force_phi,
-    output:
-        paths.FORCED,
-    log:
-        "logs/force/{backbone}_{length}.log",
-    benchmark:
-        "logs/force/{backbone}_{length}.tsv"
-    priority: 20  # the first figure
-    conda:
-        "../../environment.yml"
-    threads: machine.half_of_the_cores
-    resources:
-        gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
-        runtime=machine.with_gpu(480, 240),
-    params:
-        spec=plan.force_spec,
-        # Declared nowhere, so that finished rows outlive an interrupted job.
-        store=paths.FORCED_STORE,
-    message:
-        "Given continuations under every arm of {wildcards.backbone} at {wildcards.length}"
-    shell:
-        'python -m residual_mass force --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --prompts {input.prompts} --phi {input.phi} --store {params.store} --out {output} > {log} 2>&1"
-
-
-rule fidelity:
-    input:
-        paths.FORCED,
-    output:
-        paths.FIDELITY,
-    log:
-        "logs/fidelity/{backbone}_{length}.log",
-    benchmark:
-        "logs/fidelity/{backbone}_{length}.tsv"
-    priority: 40
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=4000,
-        runtime=30,
-    params:
-        spec=plan.fidelity_spec,
-    message:
-        "Fidelity of {wildcards.backbone} at {wildcards.length}"
-    shell:
-        "python -m residual_mass fidelity --spec {params.spec:q} --forced {input} --out {output} > {log} 2>&1"
 
 
 rule generate:
     input:
-        assets=plan.assets,
-        prompts=plan.prompts_of,
-        phi=plan.group_phi,
+        unpack(plan.inputs("generate")),
     output:
-        paths.GENERATIONS,
+        out=paths.GENERATIONS,
     log:
         "logs/generate/{benchmark}_{backbone}_{length}_{group}/{tasks}.log",
     benchmark:
@@ -83,22 +26,46 @@ rule generate:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(1440, 240),
     params:
-        spec=plan.generate_spec,
+        stage="generate",
+        spec=plan.spec("generate"),
+        files=flags,
         # Declared nowhere, so that finished rows outlive an interrupted job.
         store=paths.STORE,
     message:
         "Generating {wildcards.benchmark} ({wildcards.tasks}, {wildcards.group}) at {wildcards.length} with {wildcards.backbone}"
     shell:
-        'python -m residual_mass generate --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --prompts {input.prompts} --phi {input.phi} --store {params.store} --out {output} > {log} 2>&1"
+        "python -m residual_mass {params.stage} --spec {params.spec:q} --store {params.store}"
+        " {params.files} > {log} 2>&1"
+
+
+use rule generate as force with:
+    input:
+        unpack(plan.inputs("force")),
+    output:
+        out=paths.FORCED,
+    log:
+        "logs/force/{backbone}_{length}.log",
+    benchmark:
+        "logs/force/{backbone}_{length}.tsv"
+    priority: 20  # the first figure
+    resources:
+        gpu=machine.gpus,
+        mem_mb=machine.with_gpu(64000, 6000),
+        runtime=machine.with_gpu(480, 240),
+    params:
+        stage="force",
+        spec=plan.spec("force"),
+        files=flags,
+        store=paths.FORCED_STORE,
+    message:
+        "Given continuations under every arm of {wildcards.backbone} at {wildcards.length}"
 
 
 rule score:
     input:
-        prompts=plan.prompts_of,
-        generations=plan.generations_of,
+        unpack(plan.inputs("score")),
     output:
-        paths.RESULTS,
+        out=paths.RESULTS,
     log:
         "logs/score/{benchmark}_{backbone}_{length}.log",
     benchmark:
@@ -112,17 +79,18 @@ rule score:
         mem_mb=4000,
         runtime=60,
     params:
-        spec=plan.score_spec,
+        stage="score",
+        spec=plan.spec("score"),
+        files=flags,
     message:
         "Scoring {wildcards.benchmark} at {wildcards.length} with {wildcards.backbone}"
     shell:
-        "python -m residual_mass score --spec {params.spec:q} --prompts {input.prompts}"
-        " --generations {input.generations} --out {output} > {log} 2>&1"
+        "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
 
 
 use rule score as score_comparison with:
     output:
-        paths.COMPARED,
+        out=paths.COMPARED,
     log:
         "logs/score/{comparison}_{benchmark}_{backbone}_{length}.log",
     benchmark:
@@ -131,11 +99,28 @@ use rule score as score_comparison with:
         "Scoring {wildcards.benchmark} at {wildcards.length} with {wildcards.backbone} for {wildcards.comparison}"
 
 
+use rule score as fidelity with:
+    input:
+        unpack(plan.inputs("fidelity")),
+    output:
+        out=paths.FIDELITY,
+    log:
+        "logs/fidelity/{backbone}_{length}.log",
+    benchmark:
+        "logs/fidelity/{backbone}_{length}.tsv"
+    params:
+        stage="fidelity",
+        spec=plan.spec("fidelity"),
+        files=flags,
+    message:
+        "Fidelity of {wildcards.backbone} at {wildcards.length}"
+
+
 rule mismatch:
     input:
-        results=plan.mismatch_results,
+        unpack(plan.inputs("mismatch")),
     output:
-        paths.MISMATCH,
+        out=paths.MISMATCH,
     log:
         "logs/join/cross_length_mismatch_{backbone}.log",
     benchmark:
@@ -147,17 +132,19 @@ rule mismatch:
     resources:
         mem_mb=1000,
         runtime=10,
+    params:
+        files=flags,
     message:
         "Cross-length mismatch of {wildcards.backbone}"
     shell:
-        "python -m residual_mass join --results {input.results} --out {output} > {log} 2>&1"
+        "python -m residual_mass join {params.files} > {log} 2>&1"
 
 
 use rule mismatch as ablation with:
     input:
-        results=plan.ablation_results,
+        unpack(plan.inputs("ablation")),
     output:
-        paths.ABLATION,
+        out=paths.ABLATION,
     log:
         "logs/join/ablation_{ablation}_{backbone}.log",
     benchmark:

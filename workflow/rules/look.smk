@@ -18,63 +18,45 @@ rule estimate:
         mem_mb=1000,
         runtime=10,
     params:
-        jobs=paths.JOBS.format(target="estimate"),
+        stage="estimate",
+        flags=f"--jobs {paths.JOBS.format(target='estimate')} --results results",
     message:
         "Estimating the cost of the study"
     shell:
-        "python -m residual_mass estimate --jobs {params.jobs} --results results 2>&1 | tee {log}"
+        "python -m residual_mass {params.stage} {params.flags} 2>&1 | tee {log}"
 
 
-rule doctor:
+use rule estimate as doctor with:
     log:
         "logs/doctor.log",
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
     params:
-        jobs=paths.JOBS.format(target="doctor"),
-        assets=str(plan.assets_folder),
+        stage="doctor",
+        flags=f"--jobs {paths.JOBS.format(target='doctor')} --results results --assets {ASSETS}",
     message:
         "Looking at what this machine lacks"
-    shell:
-        "python -m residual_mass doctor --jobs {params.jobs} --assets {params.assets:q} --results results 2>&1 | tee {log}"
 
 
-rule verify:
+use rule estimate as verify with:
     log:
         "logs/verify.log",
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=60,
+    params:
+        stage="verify",
+        flags="",
     message:
         "Comparing results with their records"
-    shell:
-        "python -m residual_mass verify 2>&1 | tee {log}"
 
 
-rule prefetch:
+use rule estimate as prefetch with:
     input:
-        assets=plan.assets_manifest,
+        plan.assets_manifest,
     log:
         "logs/prefetch.log",
-    localrule: True
-    conda:
-        "../../environment.yml"
     threads: 2
     resources:
         mem_mb=4000,
         runtime=2880,
     params:
-        jobs=paths.JOBS.format(target="prefetch"),
+        stage="prefetch",
+        flags=f"--jobs {paths.JOBS.format(target='prefetch')} --assets {ASSETS}",
     message:
         "Fetching what the study reads of the hub"
-    shell:
-        'python -m residual_mass prefetch --jobs {params.jobs} --assets "$(dirname {input.assets:q})" 2>&1 | tee {log}'

@@ -1,19 +1,19 @@
-"""Tables and figures of the paper.
+"""Tables and figures of the paper, and the page of the study that config.yaml names.
 
 Needs: result tables, diagnostics, training logs, feature maps.
 Makes: paper_tables/{study}/{label}.tex and .csv, paper_tables/{study}/figures/{label}.pdf and .png,
 paper_tables/published/{label}.tex, paper_tables/{study}/comparison.csv and comparison_picture.csv,
-paper_tables/{study}/numbers.tex, paper_tables/{study}/main.tex and, where LaTeX is installed, main.pdf
+paper_tables/{study}/numbers.tex, paper_tables/{study}/main.tex, results/report.html and, where LaTeX is installed,
+main.pdf
 """
 
 
-rule table:
+use rule score as table with:
     input:
-        results=plan.table_results,
-        template=plan.template,
-        frame=plan.here("paper_tables/templates/frame.tex.j2"),
+        plan.here(paths.TEMPLATE.format(name="frame")),
+        unpack(plan.inputs("table")),
     output:
-        tex=report(
+        out=report(
             paths.TABLE,
             caption="../report/table.rst",
             category="Tables",
@@ -31,30 +31,21 @@ rule table:
         "logs/table/{study}_{label}.log",
     benchmark:
         "logs/table/{study}_{label}.tsv"
-    priority: 40
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
     params:
-        spec=plan.table_spec,
+        stage="table",
+        spec=plan.spec("table"),
+        files=flags,
     message:
         "Table {wildcards.label} of study {wildcards.study}"
-    shell:
-        "python -m residual_mass table --spec {params.spec:q} --results {input.results}"
-        " --template {input.template:q} --out {output.tex} --cells {output.cells} > {log} 2>&1"
 
 
 rule published_table:
     input:
-        facts=plan.published_values,  # not named to the stage, which has them built in
-        template=plan.template,
-        frame=plan.here("paper_tables/templates/frame.tex.j2"),
+        plan.here(paths.TEMPLATE.format(name="frame")),
+        plan.here(paths.PUBLISHED_VALUES),  # not named to the stage, which has them built in
+        unpack(plan.inputs("published_table")),
     output:
-        paths.PUBLISHED_TABLE,
+        out=paths.PUBLISHED_TABLE,
     log:
         "logs/published_table/{label}.log",
     benchmark:
@@ -66,18 +57,19 @@ rule published_table:
     resources:
         mem_mb=1000,
         runtime=10,
+    params:
+        files=flags,
     message:
         "Table {wildcards.label} with the paper's values"
     shell:
-        "python -m residual_mass published --label {wildcards.label}"
-        " --template {input.template:q} --out {output} > {log} 2>&1"
+        "python -m residual_mass published --label {wildcards.label} {params.files} > {log} 2>&1"
 
 
-rule comparison:
+use rule score as comparison with:
     input:
-        tables=plan.compared_tables,
+        unpack(plan.inputs("comparison")),
     output:
-        cells=report(
+        out=report(
             paths.COMPARISON,
             caption="../report/comparison.rst",
             category="Beside the paper",
@@ -95,51 +87,36 @@ rule comparison:
         "logs/comparison/{study}.log",
     benchmark:
         "logs/comparison/{study}.tsv"
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
+    priority: 0
     params:
-        spec=plan.comparison_spec,
+        stage="comparison",
+        spec=plan.spec("comparison"),
+        files=flags,
     message:
         "Study {wildcards.study} beside the paper's values"
-    shell:
-        "python -m residual_mass comparison --spec {params.spec:q} --tables {input.tables}"
-        " --out {output.cells} --picture {output.picture} > {log} 2>&1"
 
 
-rule numbers:
+use rule score as numbers with:
     input:
-        tables=plan.all_tables,
-        template=plan.here("paper_tables/templates/numbers.tex.j2"),
+        unpack(plan.inputs("numbers")),
     output:
-        paths.NUMBERS,
+        out=paths.NUMBERS,
     log:
         "logs/numbers/{study}.log",
     benchmark:
         "logs/numbers/{study}.tsv"
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
+    priority: 0
     params:
-        spec=plan.numbers_spec,
+        stage="numbers",
+        spec=plan.spec("numbers"),
+        files=flags,
     message:
         "Numbers of study {wildcards.study} for prose"
-    shell:
-        "python -m residual_mass numbers --spec {params.spec:q} --tables {input.tables}"
-        " --template {input.template:q} --out {output} > {log} 2>&1"
 
 
-rule figure:
+use rule score as figure with:
     input:
-        data=plan.figure_data,
+        unpack(plan.inputs("figure")),
     output:
         pdf=paths.FIGURE_PDF,
         png=report(
@@ -153,59 +130,38 @@ rule figure:
         "logs/figure/{study}_{label}.log",
     benchmark:
         "logs/figure/{study}_{label}.tsv"
-    priority: 40
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=2000,
-        runtime=10,
     params:
-        spec=plan.figure_spec,
+        stage="figure",
+        spec=plan.spec("figure"),
+        files=flags,
     message:
         "Figure {wildcards.label} of study {wildcards.study}"
-    shell:
-        "python -m residual_mass figure --spec {params.spec:q} --data {input.data}"
-        " --pdf {output.pdf} --png {output.png} > {log} 2>&1"
 
 
-rule document:
+use rule score as document with:
     input:
-        tables=plan.document_tables,
-        figures=plan.document_figures,
-        numbers=plan.document_numbers,
-        template=plan.here("paper_tables/templates/main.tex.j2"),
+        unpack(plan.inputs("document")),
     output:
-        paths.DOCUMENT,
+        out=paths.DOCUMENT,
     log:
         "logs/document/{study}.log",
     benchmark:
         "logs/document/{study}.tsv"
-    localrule: True
-    conda:
-        "../../environment.yml"
-    threads: 1
-    resources:
-        mem_mb=1000,
-        runtime=10,
+    priority: 0
     params:
-        spec=plan.document_spec,
+        stage="document",
+        spec=plan.spec("document"),
+        files=flags,
     message:
         "All tables and figures of study {wildcards.study}"
-    shell:
-        "python -m residual_mass document --spec {params.spec:q} --tables {input.tables} --figures {input.figures}"
-        " --numbers {input.numbers} --template {input.template:q} --out {output} > {log} 2>&1"
 
 
 rule document_pdf:
     input:
+        unpack(plan.inputs("document_pdf")),
         document=paths.DOCUMENT,
-        tables=plan.document_tables,  # the document reads them, the figures and the numbers itself
-        figures=plan.document_figures,
-        numbers=plan.document_numbers,
     output:
-        report(
+        out=report(
             paths.DOCUMENT_PDF,
             caption="../report/document.rst",
             category="Document",
@@ -225,4 +181,22 @@ rule document_pdf:
     message:
         "PDF of all tables and figures of study {wildcards.study}"
     shell:
-        "python -m residual_mass pdf --document {input.document} --out {output} > {log} 2>&1"
+        "python -m residual_mass pdf --document {input.document} --out {output.out} > {log} 2>&1"
+
+
+use rule score as report with:
+    input:
+        unpack(plan.inputs("report")),
+    output:
+        out=paths.REPORT,
+    log:
+        "logs/report.log",
+    benchmark:
+        "logs/report.tsv"
+    priority: 0
+    params:
+        stage="report",
+        spec=plan.spec("report"),
+        files=flags,
+    message:
+        "Page of the study"

@@ -8,10 +8,10 @@ and of every variant of the ablations: results/phi/{backbone}_{maps}-{variant}.s
 
 rule train:
     input:
-        assets=plan.assets,
+        unpack(plan.inputs("train")),
     output:
-        phi=paths.PHI,
-        csv=report(
+        out=paths.PHI,
+        log_csv=report(
             paths.TRAINING_LOG,
             caption="../report/training.rst",
             category="Training",
@@ -30,23 +30,24 @@ rule train:
         mem_mb=machine.training_memory(64000, 6000),
         runtime=machine.with_gpu(10080, 120),
     params:
-        spec=plan.train_spec,
+        spec=plan.spec("train"),
+        files=flags,
         launcher=launcher,
         # Declared nowhere, for Snakemake deletes the declared outputs of a job that did not finish.
         checkpoint=paths.CHECKPOINT,
     message:
         "Training the feature maps of {wildcards.backbone} at {wildcards.maps}"
     shell:
-        '{params.launcher} -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --checkpoint {params.checkpoint} --out {output.phi} --log-csv {output.csv} > {log} 2>&1"
+        "{params.launcher} -m residual_mass train --spec {params.spec:q} --checkpoint {params.checkpoint}"
+        " {params.files} > {log} 2>&1"
 
 
-rule train_variants:
+use rule train as train_variants with:
     input:
-        assets=plan.assets,
+        unpack(plan.inputs("train_variants")),
     output:
-        phi=plan.variants_phi,
-        csv=report(
+        out=plan.variants_phi,
+        log_csv=report(
             paths.VARIANTS_LOG,
             caption="../report/training.rst",
             category="Training",
@@ -57,19 +58,14 @@ rule train_variants:
     benchmark:
         "logs/train/{backbone}_{maps}-variants.tsv"
     priority: 10  # the longest job of a small study, with many others after it
-    conda:
-        "../../environment.yml"
-    threads: machine.half_of_the_cores
     resources:
         gpu=machine.training_gpus,
         mem_mb=machine.training_memory(96000, 8000),
         runtime=machine.with_gpu(10080, 240),
     params:
-        spec=plan.train_variants_spec,
+        spec=plan.spec("train_variants"),
+        files=flags,
         launcher=launcher,
         checkpoint=paths.VARIANTS_CHECKPOINT,
     message:
         "Training the variants of {wildcards.backbone} at {wildcards.maps}, each teacher pass shared by all"
-    shell:
-        '{params.launcher} -m residual_mass train --spec {params.spec:q} --assets "$(dirname {input.assets:q})"'
-        " --checkpoint {params.checkpoint} --out {output.phi} --log-csv {output.csv} > {log} 2>&1"

@@ -1,12 +1,15 @@
-"""How much of a machine a job takes, from its wildcards alone."""
+"""What a rule says of its jobs beside inputs, outputs and spec: how much of a machine they take, and the command line."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from residual_mass.study.plan import Plan, Wildcards
+from residual_mass.study.plan import Plan
+from residual_mass.study.stages import Wildcards
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class JobSize:
     workflow: Any
 
     def gpus(self, wildcards: Wildcards) -> int:
-        return int(self.plan.backbone_of(wildcards).requires_gpu)
+        return int(self.plan.backbone_spec(wildcards.backbone).requires_gpu)
 
     def with_gpu(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
         """One number for jobs that ask for a GPU and one for jobs that do not."""
@@ -59,3 +62,13 @@ def launcher(wildcards: Wildcards, resources: Any) -> str:
         return "exec python"
     start = f"python -m torch.distributed.run --standalone --nproc-per-node {resources.gpu}"
     return f"exec python -m residual_mass.machine.gpus {resources.gpu} {start}"
+
+
+def flags(wildcards: Wildcards, input: Any, output: Any) -> str:
+    """The named files of a job as flags of its stage, quoted for the shell; the assets by their folder."""
+    words = []
+    for name, files in (*input.items(), *output.items()):
+        paths = [files] if isinstance(files, str) else files
+        words += [f"--{name.replace('_', '-')}"]
+        words += [shlex.quote(os.path.dirname(path) if name == "assets" else path) for path in paths]
+    return " ".join(words)
