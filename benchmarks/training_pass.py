@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
-from residual_mass.study.sections.training import ObjectiveSpec
+from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import training_corpus
 from residual_mass.training.learner import PRECISIONS

@@ -81,8 +81,8 @@ def flags(shell: str) -> str:
 
 
 def runs(paths: list[str]) -> list[str]:
-    """Sorted paths, those of one folder on one line; a few on one line altogether."""
-    found = [" ".join(group) for _, group in groupby(sorted(set(paths)), key=os.path.dirname)]
+    """Paths in order, those of one folder on one line; a few on one line altogether."""
+    found = [" ".join(group) for _, group in groupby(dict.fromkeys(paths), key=os.path.dirname)]
     return found if len(found) > 6 else [" ".join(found)] * bool(found)
 
 

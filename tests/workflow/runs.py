@@ -47,7 +47,7 @@ class Run:
         on_gpus = rf"python -m residual_mass\.machine\.gpus \d+ {torchrun}"
         start = rf"^Shell command: (?:exec )?(?:python|{on_gpus}) -m residual_mass "
         lines = re.findall(rf"{start}(.*) > \S+ 2>&1$", self.output, re.MULTILINE)
-        return sorted(shlex.split(line.replace('"$(dirname ', "").replace(')"', "")) for line in lines)
+        return sorted(shlex.split(line) for line in lines)
 
 
 def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile", **environment: str) -> Run:

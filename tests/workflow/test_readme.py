@@ -41,7 +41,7 @@ MEASUREMENTS = sorted(set(re.findall(r"^residual-mass (measure .*?|measure)(?=\s
 @pytest.mark.parametrize("command", MEASUREMENTS)
 def test_a_measurement_is_understood(command: str) -> None:
     """`tests/unit/measure` runs such commands on a tiny model."""
-    assert _parser().parse_args(shlex.split(command)).name == "measure"
+    assert _parser("measure").parse_args(shlex.split(command)).name == "measure"
 
 
 def test_the_readme_shows_measurements() -> None:

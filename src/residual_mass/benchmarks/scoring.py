@@ -98,10 +98,10 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     record.write(out)
 
 
-def join(files: Sequence[Path], out: Path) -> None:
+def join(results: Sequence[Path], out: Path) -> None:
     """The `join` stage: the rows of several result tables as one."""
-    record = Record("join", {}, files)
-    write_text(out, csv_text(RESULTS, (line for path in files for line in read_csv(path, RESULTS, "score"))))
+    record = Record("join", {}, results)
+    write_text(out, csv_text(RESULTS, (line for path in results for line in read_csv(path, RESULTS, "score"))))
     record.write(out)
 
 

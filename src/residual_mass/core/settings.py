@@ -24,6 +24,7 @@ class Settings:
         "extra": "forbid",
         "strict": True,
         "allow_inf_nan": False,
+        "use_attribute_docstrings": True,
     }
 
 

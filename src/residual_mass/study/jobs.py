@@ -8,8 +8,8 @@ from typing import Any
 
 from residual_mass.core.settings import Settings
 from residual_mass.files import read_json
-from residual_mass.study.parsing import parsed
 from residual_mass.study.specs import BackboneSpec
+from residual_mass.study.values import parsed
 
 TRAIN = ("train", "train_variants")
 """Rules that train feature maps."""

@@ -19,12 +19,12 @@ from residual_mass.core.settings import to_json
 from residual_mass.paper.comparison import COMPARED
 from residual_mass.provenance import MANIFEST
 from residual_mass.study import paths, rendering, stages
-from residual_mass.study.config import Configuration, file_of
+from residual_mass.study.config import Configuration, Study, file_of
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.protocol import Study
-from residual_mass.study.sections.backbones import BackboneSettings
+from residual_mass.study.sections import BackboneSettings
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.study.stages import Wildcards, Work, benchmark_results, known, shared, task_files
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

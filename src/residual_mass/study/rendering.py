@@ -10,14 +10,13 @@ from snakemake.io import expand
 from residual_mass.core.settings import maps_label, tokens_of
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper.comparison import COMPARED, settings_of
-from residual_mass.paper.figures import find as drawn
 from residual_mass.paper.tables import RUNTIME, Table, find
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.study import paths, specs
-from residual_mass.study.config import file_of, tables_for
+from residual_mass.study.config import Study, file_of, tables_for
+from residual_mass.study.figures import Figure, kind_of
+from residual_mass.study.figures import find as kind_named
 from residual_mass.study.labels import KERNEL_FIDELITY
-from residual_mass.study.protocol import Study
-from residual_mass.study.sections.figures import Figure, kind_of
 from residual_mass.study.stages import (
     Wildcards,
     Work,
@@ -141,8 +140,8 @@ def numbers(plan: Plan, w: Wildcards) -> Work:
     tables = plan.study_named(w).tables
     if not tables:
         raise ValueError(f"{file_of(w.study)}: tables: has none whose numbers could be quoted; add one")
-    template = plan.here(paths.TEMPLATE.format(name="numbers"))
-    return {"tables": expand(paths.CELLS, study=w.study, label=tables), "template": template}, specs.NumbersSpec(w.study)
+    cells, template = expand(paths.CELLS, study=w.study, label=tables), paths.TEMPLATE.format(name="numbers")
+    return {"tables": cells, "template": plan.here(template)}, specs.NumbersSpec(w.study)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -152,40 +151,39 @@ def figure(plan: Plan, w: Wildcards) -> Work:
     """A figure of a study; its files are in the order of its lines or rows."""
     study = plan.study_named(w)
     shown = study.figures[known("figure", w.label, study.figures, file_of(w.study))]
-    names = getattr(shown, "backbones", None) or (shown.backbone,)
-    maps = _figure_maps(study, w.label, shown)
+    kind, names, maps = kind_named(w.label), shown.of("backbone", "backbones"), _figure_maps(study, w.label, shown)
     spec = specs.FigureSpec(
         label=w.label,
         title=_figure_title(plan, shown),
-        budget_percent=study.diagnostics.budget if drawn(w.label).one_budget else None,
+        budget_percent=study.diagnostics.budget if kind.one_budget else None,
         maps=maps,
         backbone_titles=plan.titles(names) if len(names) > 1 else {},
-        texts=getattr(shown, "texts", None) or ((shown.text,) if hasattr(shown, "text") else ()),
+        texts=shown.of("text", "texts"),
         score=study.score if kind_of(w.label) == "fidelity_tokens" else None,
     )
     place = {
         "backbone": names,
-        "corpus": getattr(shown, "corpora", None) or getattr(shown, "corpus", ()),
-        "length": getattr(shown, "lengths", None) or getattr(shown, "length", study.ablations.length),
+        "corpus": shown.of("corpus", "corpora"),
+        "length": shown.of("length", "lengths") or study.ablations.length,
         "maps": maps,
     }
-    return {"data": [path for pattern in drawn(w.label).data for path in expand(pattern, **place)]}, spec
+    return {"data": [path for pattern in kind.data for path in expand(pattern, **place)]}, spec
 
 
 def _figure_maps(study: Study, label: str, shown: Figure) -> tuple[str, ...]:
     """Labels of the feature maps that a figure compares, or whose logs it shows."""
-    if drawn(label).main_maps:
+    if kind_named(label).main_maps:
         return (study.maps.main,)
     if label == KERNEL_FIDELITY:
         length = study.ablations.length
         return length, *(maps_label(length, variant) for variant in shown.variants)
-    return getattr(shown, "maps", ())
+    return shown.maps
 
 
 def _figure_title(plan: Plan, shown: Figure) -> str:
     """The backbone, unless there are several, and the text that a figure shows."""
-    names = getattr(shown, "backbones", None) or (shown.backbone,)
-    text = [benchmark_title(getattr(shown, key)) for key in ("corpus", "text", "length") if hasattr(shown, key)]
+    names = shown.of("backbone", "backbones")
+    text = map(benchmark_title, shown.of("corpus", "text", "length"))
     return ", ".join([*plan.titles(names).values(), *text] if len(names) == 1 else text)
 
 

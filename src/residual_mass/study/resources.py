@@ -1,4 +1,4 @@
-"""What a rule says of its jobs beside inputs, outputs and spec: how much of a machine they take, and the command line."""
+"""What rules say of their jobs beside inputs, outputs and spec: the size of a job, its launcher and its flags."""
 
 from __future__ import annotations
 

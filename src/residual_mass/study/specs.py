@@ -11,11 +11,18 @@ from typing import Any, Literal, TypeVar
 from residual_mass.benchmarks.columns import DENSE, OWN
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.parsing import Slip, parsed
-from residual_mass.study.sections.backbones import BackboneSettings
-from residual_mass.study.sections.diagnostics import Head, Latencies, Sampling
-from residual_mass.study.sections.evaluation import Continuations, Decoding, Resampling
-from residual_mass.study.sections.training import ObjectiveSpec, TrainingSettings
+from residual_mass.study.sections import (
+    BackboneSettings,
+    Continuations,
+    Decoding,
+    Head,
+    Latencies,
+    ObjectiveSpec,
+    Resampling,
+    Sampling,
+    TrainingSettings,
+)
+from residual_mass.study.values import ConfigError, parsed
 
 Spec = TypeVar("Spec")
 
@@ -28,7 +35,7 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
     """
     try:
         return parsed(spec, json.loads(text, object_pairs_hook=_with_distinct_keys))
-    except Slip as slip:
+    except ConfigError as slip:
         raise ValueError(f"spec{'.' if slip.key else ': '}{slip}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--spec is not JSON: {error}") from None
@@ -38,7 +45,7 @@ def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data, keys = dict(pairs), [key for key, _ in pairs]
     if len(data) < len(keys):
         doubled = next(key for key in keys if keys.count(key) > 1)
-        raise Slip("", f"has the key {doubled!r} twice; remove one")
+        raise ConfigError("", f"has the key {doubled!r} twice; remove one")
     return data
 
 

@@ -19,12 +19,17 @@ from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec, own_identities
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths, specs
-from residual_mass.study.config import file_of
+from residual_mass.study.config import Study, file_of
 from residual_mass.study.labels import METHODS
-from residual_mass.study.protocol import Study
-from residual_mass.study.sections.diagnostics import Head, Latencies, Sampling
-from residual_mass.study.sections.evaluation import Continuations, Decoding, Resampling
-from residual_mass.study.sections.training import TrainingSettings
+from residual_mass.study.sections import (
+    Continuations,
+    Decoding,
+    Head,
+    Latencies,
+    Resampling,
+    Sampling,
+    TrainingSettings,
+)
 
 if TYPE_CHECKING:
     from residual_mass.study.plan import Plan

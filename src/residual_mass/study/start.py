@@ -1,12 +1,15 @@
-"""What is looked at when a run starts, before its first job."""
+"""What is looked at when a run starts, before its first job, and said when it ends; the jobs behind a study's files."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from snakemake.iocontainers import Wildcards
 
 from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.estimate import time_left
@@ -14,7 +17,6 @@ from residual_mass.files import write_text
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import typesetting
 from residual_mass.study import paths
-from residual_mass.study.dag import jobs_behind
 from residual_mass.study.jobs import Job, StudyJobs
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
@@ -97,3 +99,39 @@ def study_jobs(plan: Plan, rules: Any, study: str) -> StudyJobs:
     """All jobs of a study."""
     targets = [*plan.results(study), *plan.rendered(study)]
     return StudyJobs(study, plan.backbone_specs(study), tuple(jobs_behind(rules, targets)))
+
+
+def jobs_behind(rules: Iterable[Any], targets: Iterable[str]) -> Iterator[Job]:
+    """Every job that the targets need, each once and after the jobs that need it.
+
+    Args:
+        rules: `workflow.rules` of Snakemake.
+    """
+    rules = list(rules)
+    left, seen = list(targets), set()
+    while left:
+        path = left.pop(0)
+        if path in seen or (job := job_of(rules, path)) is None:
+            continue
+        seen.update((path, *job.outputs))
+        left += job.inputs
+        yield job
+
+
+def job_of(rules: Iterable[Any], path: str) -> Job | None:
+    """The job that makes a file; None where no rule does."""
+    rule = next((rule for rule in rules if rule.is_producer(path)), None)
+    if rule is None:
+        return None
+    wildcards = Wildcards(fromdict=rule.get_wildcards(path))
+    try:
+        inputs = rule.expand_input(wildcards)[0]
+        told = rule.params.spec(wildcards) if "spec" in rule.params.keys() else "{}"
+    except SystemExit as refusal:
+        return Job(rule.name, outputs=(path,), refused=str(refusal.code))
+    return Job(
+        rule.name,
+        inputs=tuple(map(str, inputs)),
+        outputs=tuple(map(str, rule.expand_output(wildcards)[0])),
+        spec=json.loads(told),
+    )

@@ -31,7 +31,7 @@ from residual_mass.core.output_matching import (
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import sha256_text
-from residual_mass.study.sections.training import ReplaySpec
+from residual_mass.study.sections import ReplaySpec
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle
 

@@ -41,18 +41,18 @@ log = logging.getLogger(__name__)
 HEADER, DIGEST = "residual_mass_checkpoint", "residual_mass_digest"
 
 
-def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], log_csv: Path) -> None:
+def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], log_csv: Path) -> None:
     """The `train` stage: writes each variant's maps with a provenance sidecar, and updates the held-out log.
 
     Args:
-        outs: files of the maps, in the order of `spec.variants`.
+        out: files of the maps, in the order of `spec.variants`.
 
     Raises:
         ValueError: the spec cannot be trained here, or a loss or gradient is not finite (names the key or the place),
             or another job uses this checkpoint.
     """
     record = Record("train", spec, [assets / MANIFEST])
-    _check(spec, outs)
+    _check(spec, out)
     with processes() as group, claimed(checkpoint) if group.leads else nullcontext():
         slots = group.share(spec.sequences_per_step)
         backbone = load_backbone(spec.backbone, assets, group.device())
@@ -75,15 +75,15 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, outs: Sequence[Path], l
             "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps,
             "data_sets": commits_of(parts),
         }  # fmt: skip
-        for learner, out in zip(trainer.learners, outs, strict=True):
-            learner.maps.save(out)
-            record.write(out, seconds=trainer.seconds_of(learner), **ran)
+        for learner, path in zip(trainer.learners, out, strict=True):
+            learner.maps.save(path)
+            record.write(path, seconds=trainer.seconds_of(learner), **ran)
         record.write(log_csv, seconds=trainer.seconds, **ran)
         checkpoint.unlink(missing_ok=True)
         remove_leftovers(checkpoint)
 
 
-def _check(spec: TrainSpec, outs: Sequence[Path]) -> None:
+def _check(spec: TrainSpec, out: Sequence[Path]) -> None:
     context = spec.backbone.context
     if tokens_of(spec.length) > context:
         raise ValueError(
@@ -94,8 +94,8 @@ def _check(spec: TrainSpec, outs: Sequence[Path]) -> None:
             f"phi.curriculum.length ({spec.curriculum.length}) is longer than the maps' ({spec.length}); "
             "choose a shorter one"
         )
-    if len(outs) != len(spec.variants):
-        raise ValueError(f"--out has {len(outs)} files, but spec.variants has {len(spec.variants)}; give one for each")
+    if len(out) != len(spec.variants):
+        raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
 
 
 class Trainer:

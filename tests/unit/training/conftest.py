@@ -13,7 +13,7 @@ from torch import Tensor
 
 from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.study.sections.training import ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import Cycle, PackedDocuments
 from residual_mass.training.held_out import QUERIES, HeldOut

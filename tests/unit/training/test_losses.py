@@ -16,7 +16,7 @@ from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.score_matching import Weights
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.core.support import retrieved_count
-from residual_mass.study.sections.training import ObjectiveSpec
+from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.training import learner, teacher
 from residual_mass.training.learner import row_losses
 from residual_mass.training.teacher import LayerTrace, record_traces, with_targets

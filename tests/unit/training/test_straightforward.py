@@ -8,7 +8,7 @@ from benchmarks.straightforward import copy_layer, gradient_deviation, layer_los
 
 from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
-from residual_mass.study.sections.training import ObjectiveSpec
+from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.training.teacher import LayerTrace
 
 LENGTH = 40

@@ -29,7 +29,7 @@ from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
-from residual_mass.study.sections.training import CurriculumSpec, ObjectiveSpec, ReplaySpec
+from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.held_out import HeldOut

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 from residual_mass.core.settings import Settings
 from residual_mass.study import paths
 from residual_mass.study.labels import ERROR_BY_K, FIDELITY_BY_BYTES, KERNEL_FIDELITY, SELECTION_RECALL
-from residual_mass.study.parsing import Slip, parsed
-from residual_mass.study.sections.fields import Field
-from residual_mass.study.sections.values import Length, Name, OneOrMore
+from residual_mass.study.values import ConfigError, Field, Length, Name, OneOrMore, parsed
 
 
 @dataclass(frozen=True)
@@ -159,8 +157,8 @@ def figures_of(shown: dict[str, Any]) -> dict[str, Figure]:
         try:
             figures[label] = parsed(Figure, content)
             _check_keys(kind, content)
-        except Slip as slip:
-            raise Slip(f"{label}.{slip.key}" if slip.key else label, slip.problem) from None
+        except ConfigError as slip:
+            raise ConfigError(f"{label}.{slip.key}" if slip.key else label, slip.problem) from None
     return figures
 
 
@@ -168,9 +166,9 @@ def _check_keys(kind: Kind, content: dict[str, Any]) -> None:
     for problem, keys in (("unknown", [key for key in content if key not in kind.keys]),
                           ("missing", [key for key in kind.keys if key not in content])):  # fmt: skip
         if keys:
-            raise Slip(keys[0], f"{problem} key; config/README.md explains the keys")
+            raise ConfigError(keys[0], f"{problem} key")
     if kind.room:
         texts, most, what = kind.keys[1], *kind.room
         if (count := len(content[texts]) * len(content["lengths"])) > most:
             problem = f"{texts} and lengths make {count} {what}, but the figure has room for {most}; show fewer"
-            raise Slip("", problem)
+            raise ConfigError("", problem)

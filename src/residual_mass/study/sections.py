@@ -1,0 +1,395 @@
+"""The sections of the configuration, one class each. A key's type, bounds and meaning stand here and nowhere else, for
+specs inherit them; `study.config` has the two files as wholes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from residual_mass.core.settings import MapSpec, Settings
+from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.study.labels import TOPK
+from residual_mass.study.values import (
+    ConfigError,
+    Count,
+    Distinct,
+    Field,
+    HeldOutText,
+    Length,
+    Line,
+    MeasuredText,
+    Name,
+    Natural,
+    NotNegative,
+    OneOrMore,
+    Percent,
+    Positive,
+    Share,
+    ShortName,
+    TrainedText,
+    parsed,
+)
+
+# ---- backbones -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BackboneSettings(Settings):
+    """A frozen language model: where it comes from and how it is run."""
+
+    study: Line
+    """The one study whose protocol applies to this backbone."""
+    model_id: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$", title="hub repository")
+    ]
+    """Repository on the Hugging Face hub; with `source: assets` its last part, in lower case, names the folder under
+    `models/`."""
+    revision: Name
+    """Commit on the hub, 40 digits and letters a to f, or a label for the weights of the assets."""
+    source: Literal["assets", "hub", "random"]
+    """Where the weights come from; `random` takes the shape from the assets and draws the weights."""
+    dtype: Literal["float32", "bfloat16"]
+    """Precision of weights and activations."""
+    tokenizer: ShortName
+    """Label of the tokenizer; backbones of a study that share it share the frozen prompts."""
+    context: Count
+    """Longest sequence that the backbone was made for, in tokens."""
+    requires_gpu: bool = False
+    """Whether jobs of this backbone ask for a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredBackbone(BackboneSettings):
+    """A backbone as `config.yaml` registers it."""
+
+    title: Line
+    """Name in tables and figures."""
+
+    def __post_init__(self) -> None:
+        if self.dtype == "bfloat16" and not self.requires_gpu:
+            raise ConfigError("requires_gpu", "a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`")
+
+
+# ---- feature maps ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Maps(Settings):
+    """Feature maps, named by the length that they are trained at."""
+
+    main: Length
+    """The maps that results use."""
+    trained: OneOrMore[Length]
+    """Lengths at which maps can be trained (`results/phi/1b_4k.safetensors`)."""
+
+    def __post_init__(self) -> None:
+        if self.main not in self.trained:
+            raise ConfigError("main", f"{self.main} is not among maps.trained")
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec(Settings):
+    """Training objective and its weights (the paper's equations in its appendix on training; `residual` is ours)."""
+
+    name: Literal["ours", "kl", "aux", "lolcats", "residual"] = "ours"
+    """Which objective: the paper's, its two halves alone, that of its ablation, and one of our own: the output error of
+    subtractive completion itself, at the budgets of `budgets`."""
+    tau: Positive = 10.0
+    """Temperature of the divergence term."""
+    lambda_kl: Annotated[float, Field(ge=0, le=1, title="share")] = 0.99
+    """Weight of the divergence term; the auxiliary terms get the rest."""
+    lambda_top: NotNegative = 1.0
+    """Weight of the top-band term."""
+    lambda_fp: NotNegative = 2.0
+    """Weight of the far-region term."""
+    lambda_z: NotNegative = 4.0
+    """Weight of the normaliser term."""
+    band: Positive = 12.0
+    """Keys within this many nats of the row maximum form the top band."""
+    huber_delta: Positive = 1.0
+    """Where the Huber losses turn linear."""
+    weight_z: NotNegative = 0.05
+    """In the objective `residual`, the weight of the log-mass error beside the output error."""
+    relative: bool = True
+    """Whether the objective `residual` divides the errors of a support by the mean error of TopK with it."""
+    budgets: OneOrMore[Percent] | None = None
+    """Budgets whose supports the objective `residual` trains on; `null` takes `eval_budgets`."""
+
+
+@dataclass(frozen=True)
+class ReplaySpec(Settings):
+    """How often one teacher pass is used; the paper uses each once."""
+
+    pool: Count = 1
+    """Teacher passes that are kept."""
+    reuse: Count = 1
+    """Steps until a new teacher pass is made."""
+
+
+@dataclass(frozen=True)
+class CurriculumSpec(Settings):
+    """Shorter sequences at the start of training."""
+
+    length: Length
+    """First tokens of each sequence that are used."""
+    share: Share
+    """Share of the steps, from the first on, that are cut so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(Settings):
+    """How feature maps are trained."""
+
+    corpora: Annotated[tuple[TrainedText, ...], Field(min_length=1)]
+    """Training texts, taken in turn."""
+    steps: Count
+    """Optimisation steps."""
+    learning_rate: Positive
+    """Peak learning rate of AdamW."""
+    weight_decay: NotNegative
+    """Decoupled weight decay of AdamW."""
+    schedule: Literal["constant", "cosine"]
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Natural
+    """Steps over which the learning rate rises linearly."""
+    sequences_per_step: Count
+    """Sequences that the gradients of a step are averaged over; a multiple of `gpus`."""
+    queries_per_step: Count
+    """Query positions sampled from a sequence per step."""
+    query_window: Share
+    """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What operands of training's products are rounded to, while sums stay in float32; `bfloat16` is for GPUs, whose
+    products of it are many times as fast."""
+    replay: ReplaySpec
+    curriculum: CurriculumSpec | None
+    """Shorter sequences at the start; `null` trains on whole ones throughout."""
+    held_out: OneOrMore[HeldOutText]
+    """Texts that progress is measured on; figures show the first."""
+    eval_budgets: OneOrMore[Percent]
+    """Budgets at which progress is measured."""
+    eval_every: Count
+    """Steps between two measurements."""
+    checkpoint_every: Count
+    """Steps between two checkpoints."""
+    seed: Natural
+    """Seed of weights, sequences and positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi(TrainingSettings):
+    """How feature maps are trained, their shape and their objective."""
+
+    map: MapSpec
+    objective: ObjectiveSpec
+    gpus: Count
+    """GPUs of one training job, a process on each, where the backbone requires one. A change trains nothing again."""
+
+    def __post_init__(self) -> None:
+        if self.sequences_per_step % self.gpus:
+            raise ConfigError(
+                "sequences_per_step",
+                f"{self.sequences_per_step} is not a multiple of gpus ({self.gpus}), which share them; change one",
+            )
+
+    def changed(self, changes: Mapping[str, Any]) -> Phi:
+        """These settings with the changes of a variant, key by key, also within sections.
+
+        Raises:
+            ConfigError: the result is contradictory.
+        """
+        own = dataclasses.asdict(self)
+        return parsed(Phi, own | changes | {key: own[key] | changes.get(key, {}) for key in SECTIONS_OF_PHI})
+
+
+SECTIONS_OF_PHI = ("map", "objective", "replay")
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Settings):
+    """How the answers to a benchmark's prompts are generated."""
+
+    chat_template: bool
+    """Whether prompts are put to the model as a user's message in its chat template, or as they are."""
+    answer_margin: Natural | None
+    """Tokens past the length of the reference answers after which generation stops; `null` keeps the task's own limit
+    of 16 to 512 tokens, which holds in any case."""
+    stop_when_saturated: bool
+    """Whether an arm stops generating as soon as nothing that follows can change its score."""
+    budget_length: Literal["nominal", "real"]
+    """Whether budgets are shares of the length's label or of the prompt's own length."""
+    batch_tokens: Count
+    """Prompt tokens that are decoded together, each example under all methods and budgets; a longer prompt is decoded
+    alone, and where a GPU's memory runs out, half as many from there on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Decoding):
+    """Examples of a benchmark, and how they are answered."""
+
+    lengths: OneOrMore[Length] | None
+    """Context lengths at which this benchmark is evaluated; `null` takes the study's."""
+    data_source: Literal["assets", "hub"]
+    """Where examples come from: the pinned wheels (BABILong then is simulated, and three tasks of LongBench have
+    stand-ins), or the benchmark's own data on the hub."""
+    examples: Count
+    """Examples per task, or all there are where a data set holds fewer."""
+    tasks_per_job: Literal["all", 1]
+    """Whether one job generates for all tasks or each task is a job of its own."""
+    seed: Natural
+    """Seed of the examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuations(Settings):
+    """Texts that every arm is made to continue, token by token as they are given."""
+
+    corpora: Distinct[HeldOutText]
+    """Held-out texts; they are continued as they go on."""
+    documents: Count
+    """Documents of each; no two share text."""
+    tokens: Count
+    """Longest continuation, in tokens."""
+    seed: Natural
+    """Seed of the documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Continuations):
+    """How far every arm's next token is from that of full attention, on given continuations."""
+
+    lengths: Distinct[Length]
+    """Prefixes; none leaves fidelity out."""
+    methods: Distinct[Name]
+    """Methods other than the paper's that are measured beside the study's own, on documents alone."""
+    benchmarks: Distinct[Name]
+    """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention."""
+    prompts_at: Distinct[Length]
+    """Those of the lengths at which prompts are continued, where the benchmark is evaluated."""
+    examples: Count
+    """Prompts of each of their tasks."""
+
+
+@dataclass(frozen=True)
+class Mismatch(Settings):
+    """RULER at every length under maps of every training length, longer ones than trained for included."""
+
+    backbones: Distinct[Name]
+    """Backbones for which `all` makes the table; none leaves it out."""
+    maps: OneOrMore[Length]
+    """Lengths that the maps were trained at."""
+    lengths: OneOrMore[Length]
+    """Evaluated lengths."""
+    budget: Percent
+    """The one budget."""
+
+
+@dataclass(frozen=True)
+class Ablations(Settings):
+    """Where the variants of `config.yaml` are trained and evaluated."""
+
+    backbones: Distinct[Name]
+    """Backbones for which `all` makes the tables; none leaves them out."""
+    benchmarks: Distinct[Name]
+    """Evaluated benchmarks."""
+    length: Length
+    """Training and evaluation length."""
+    budget: Percent
+    """The one budget."""
+
+
+@dataclass(frozen=True)
+class Resampling(Settings):
+    """Statistics of the result tables and of the diagnostics."""
+
+    bootstrap_resamples: Count
+    """Resamples behind the confidence intervals."""
+    seed: Natural
+    """Seed of the resampling."""
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head(Settings):
+    """The head whose kernels are shown, counted from 0."""
+
+    layer: Natural
+    """Its layer."""
+    head: Natural
+    """The query head in the layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Settings):
+    """How many decode queries are measured."""
+
+    packs: Count
+    """Sequences; for texts made of prompts as many as there are prompts, if those are fewer."""
+    queries: Count
+    """Teacher-forced decode queries per sequence, right after the prefill."""
+    seed: Natural
+    """Seed of the sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnostics(Sampling):
+    """Per-head quantities on packed held-out text."""
+
+    backbones: Distinct[Name]
+    """Backbones that are captured on every text at every length, for the table and the claims."""
+    corpora: OneOrMore[MeasuredText]
+    """Texts that can be captured on; all maps are compared on the first, which is not made of prompts."""
+    lengths: OneOrMore[Length]
+    """Lengths that can be captured at."""
+    budget: Percent
+    """One of the budgets: what the table, the claims and the figures of a single K show."""
+    head: Head
+
+    def __post_init__(self) -> None:
+        if (first := self.corpora[0]) in PROMPT_PACKS:
+            raise ConfigError("corpora", f"{first} comes first, where the text belongs that all maps are compared on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals(Sampling):
+    """What methods make of the same tokens: errors of every head on packed held-out text."""
+
+    backbones: Distinct[Name]
+    """Backbones for which `all` makes them; none leaves them out."""
+    corpora: OneOrMore[HeldOutText]
+    """Held-out texts."""
+    lengths: OneOrMore[Length]
+    """Prefixes."""
+    budgets: OneOrMore[Percent]
+    """Exact-support budgets, which need not be those of the study."""
+    methods: OneOrMore[Name]
+    """Methods, of which `topk` is one, for the others are compared with it."""
+
+    def __post_init__(self) -> None:
+        if TOPK not in self.methods:
+            raise ConfigError("methods", f"{TOPK} is missing, with which the others are compared; add it")
+
+
+@dataclass(frozen=True)
+class Latencies(Settings):
+    """Where `results/runtime_<backbone>.csv` measures latency."""
+
+    contexts: Distinct[Length]
+    """Lengths of the prompts; what does not fit into memory is left out, and the table says so. None leaves latencies
+    out."""
+    batches: OneOrMore[Count]
+    """Prompts that are decoded at once (the paper: 1)."""
+    budget: Percent
+    """Exact-support budget that K comes from."""
+    repeats: Count
+    """Measured runs, after one that is not."""
+    seed: Natural
+    """Seed of the prompts and of the feature maps' random weights."""
