@@ -127,7 +127,7 @@ def fidelity(plan: Plan, w: Wildcards) -> Work:
     study = plan.study_of(w, "fidelity")
     resampling = shared(Resampling, study.score)
     spec = specs.FidelitySpec(**_identity(plan, w), length=w.length, recipe=RECIPES["fidelity"], **resampling)
-    return {"forced": paths.FORCED.format(**w)}, spec
+    return {"forced": paths.FORCED.format(backbone=w.backbone, length=w.length)}, spec
 
 
 def forced_maps(study: Study, backbones: Iterable[str]) -> list[str]:
@@ -190,13 +190,14 @@ def score(plan: Plan, w: Wildcards) -> Work:
         recipe=RECIPES["score"],
         **shared(Resampling, study.score),
     )
-    generations = expand(paths.GENERATIONS, **w, group=groups, tasks=tasks)
+    place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
+    generations = expand(paths.GENERATIONS, **place, group=groups, tasks=tasks)
     return {"prompts": _prompts_of(plan, w, w.benchmark), "generations": generations}, spec
 
 
 def mismatch(plan: Plan, w: Wildcards) -> Work:
-    lengths = plan.study_of(w).mismatch.lengths
-    return {"results": expand(paths.COMPARED, **w, comparison="mismatch", benchmark="ruler", length=lengths)}, None
+    place = {"comparison": "mismatch", "benchmark": "ruler", "length": plan.study_of(w).mismatch.lengths}
+    return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
 
 
 def ablation(plan: Plan, w: Wildcards) -> Work:
