@@ -190,8 +190,9 @@ def _run(name: str, options: dict[str, Any]) -> Any:
     if name in LESS_MEMORY:
         _use_free_gpu(given["spec"])
         _use_allotted_threads()
-    by_place = [key for key, each in inspect.signature(run).parameters.items() if each.kind is each.POSITIONAL_ONLY]
-    return run(*(given.pop(key) for key in by_place), **given)
+    kinds = {key: parameter.kind for key, parameter in inspect.signature(run).parameters.items()}
+    by_place = [given.pop(key) for key in list(given) if kinds[key] is inspect.Parameter.POSITIONAL_ONLY]
+    return run(*by_place, **given)
 
 
 def _use_free_gpu(spec: Any) -> None:

@@ -84,8 +84,10 @@ def dry_run(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile")
 
 def made(folder: Path, snakefile: Path, planned: Run) -> Path:
     """The folder with all files of a planned run of `all` in it, empty JSON every one, and up to date."""
-    words = {word for command in planned.commands for word in command}
-    for path in (word for word in words if word.startswith(("results/", "paper_tables/"))):
+    words = {word for command in planned.commands for word in command} - {"results/assets"}
+    for path in ("results/assets/manifest.json", *words):
+        if not path.startswith(("results/", "paper_tables/")):
+            continue
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("{}")
     touched = snakemake(folder, "--cores", "1", "--touch", "--forceall", "all", snakefile=snakefile)

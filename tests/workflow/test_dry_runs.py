@@ -285,7 +285,7 @@ def test_a_folder_of_assets_made_elsewhere_is_used(tmp_path: Path) -> None:
     (brought / "manifest.json").write_text("{}")
     run = dry_run(tmp_path, "results/phi/smol_2k.safetensors", "--config", f"assets={brought}")
     assert run.jobs == {"train": 1, "total": 1}, run.output
-    assert told(run, "train")[0]["assets"] == [f"{brought}/manifest.json"]
+    assert told(run, "train")[0]["assets"] == [str(brought)]
 
 
 @pytest.mark.parametrize("profile", ["slurm", "h200"])

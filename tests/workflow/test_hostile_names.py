@@ -126,7 +126,7 @@ def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"study": "mini; touch pwned"}, "study 'mini; touch pwned' is not known"),
+    ({"study": "mini; touch pwned"}, "config/config.yaml: study: mini; touch pwned is not one of"),
     ({"assets": "-rf"}, "configuration: assets: String should match pattern"),
     ({"assets": "results/{x}"}, "configuration: assets: String should match pattern"),
     ({"assets": "results\ntouch pwned"}, "configuration: assets: String should match pattern"),
