@@ -257,6 +257,8 @@ def test_the_example_count_can_be_set_for_all(tmp_path: Path) -> None:
 
 
 def test_prompts_that_are_continued_are_frozen_where_fewer_are_decoded(checkout: Path) -> None:
+    set_section(checkout, "mini", "fidelity", examples=2)
+
     def told_of(decoded: int) -> list[int]:
         target = "results/fidelity_smol_1k.csv", "results/ruler_smol_1k.csv"
         run = dry_run(checkout, *target, "--config", f"examples={decoded}", snakefile=checkout / "Snakefile")
