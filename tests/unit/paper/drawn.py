@@ -21,7 +21,7 @@ from residual_mass.files import csv_text
 from residual_mass.methods import names
 from residual_mass.paper.figures import FIGURES
 from residual_mass.paper.figures.style import paper_style
-from residual_mass.study.sections.evaluation import Resampling
+from residual_mass.study.sections import Resampling
 from residual_mass.study.specs import FigureSpec
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -35,7 +35,7 @@ from residual_mass.methods import METHODS, method_named
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
 from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES
-from residual_mass.study.sections import figures as configured
+from residual_mass.study import figures as configured
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from residual_mass.paper.figures import calibration, fidelity, heads, kernels, residuals, training  # noqa: F401
 from residual_mass.paper.figures.style import FIGURES, caption_of, paper_style, save
 from residual_mass.provenance import Record
-from residual_mass.study.sections.figures import kind_of
+from residual_mass.study.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
 __all__ = ["FIGURES", "caption_of", "run"]

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from residual_mass.files import replacing
-from residual_mass.study.sections.figures import kind_of
+from residual_mass.study.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
 Points = Callable[[FigureSpec, Sequence[Path]], pd.DataFrame]
