@@ -6,7 +6,6 @@ is arithmetic.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +19,6 @@ from residual_mass.benchmarks.catalogue import metric_of
 from residual_mass.benchmarks.decoding import decoding_settings
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import csv_text, write_text
-from residual_mass.metrics import Metric
 from residual_mass.paper import published
 from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, format_score, read_frame
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
@@ -30,12 +28,12 @@ from residual_mass.provenance import Record
 from residual_mass.study.specs import ComparisonSpec
 
 Cell = Mapping[str, str]
-Finding = tuple[str, int | None]
-"""What a table says in words or numbers, and its sign; None where it has none."""
-Findings = dict[tuple[str, str], Finding]
-"""By family of cells and statement."""
+Findings = dict[tuple[str, str], tuple[str, int | None]]
+"""By family of cells and statement, what a table says in words or numbers, and its sign; None where it has none."""
 PLACE = "table benchmark task corpus length method budget_percent maps implementation batch quantity".split()
 """Fields that a study's cell shares with the published one; with the backbone they tell cells apart."""
+FACTS = "dtype device hardware processes steps low high".split()
+"""Fields that not every table has."""
 COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
@@ -48,6 +46,7 @@ COMPARED = [
 """Labels of the compared tables."""
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
 """First words of verdicts."""
+OTHER_BACKBONE = "other backbone: "
 PAPERS_VARIANTS = {variant for label in ("dphi_ablation", "loss_ablation") for variant in published.variants_of(label)}
 """Feature maps of the paper's ablations; those that a study adds have its own settings alone."""
 MAPS = {5, 6, 7, 10, 11, 12, 16}
@@ -77,7 +76,6 @@ SETTINGS = (
 """Keys of a study that values depend on."""
 SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
 """Settings of feature maps that affect latencies, which are measured with random weights."""
-TRAINING = ("steps", "wall_clock_h")
 GPU, GPUS = "H200", "8"
 """Hardware of the paper: one such GPU for latencies, this number of them for training."""
 
@@ -91,8 +89,8 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> N
     record = Record("comparison", spec, tables)
     ours = {path.stem: places(read_frame(path)) for path in tables}
     theirs = {label: published_cells(label) for label in COMPARED}
-    rows = (row for label, cells in theirs.items() for row in compared(cells, ours.get(label), spec))
-    write_text(out, csv_text(COLUMNS, rows))
+    rows = pd.concat([compared(cells, ours.get(label), spec) for label, cells in theirs.items()])
+    write_text(out, csv_text(COLUMNS, rows.to_dict("records")))
     write_text(picture, csv_text(PICTURE, whole_tables(theirs, ours, spec)))
     for path in (out, picture):
         record.write(path)
@@ -100,14 +98,14 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> N
 
 def settings_of(study: Mapping[str, Any]) -> dict[str, str]:
     """Those of SETTINGS that a nested configuration has, as text; the same text for 1 and 1.0."""
-
-    def at(value: Any, path: list[str]) -> Any:
-        for name in path:
+    found = {}
+    for key in SETTINGS:
+        value: Any = study
+        for name in key.split("."):
             value = value.get(name, ...) if isinstance(value, Mapping) else ...
-        return value
-
-    found = {key: at(study, key.split(".")) for key in SETTINGS}
-    return {key: _text(value) for key, value in found.items() if value is not ...}
+        if value is not ...:
+            found[key] = _text(value)
+    return found
 
 
 def _text(value: Any) -> str:
@@ -123,79 +121,73 @@ def published_cells(label: str) -> pd.DataFrame:
 
 
 def places(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells with a value and all fields of PLACE."""
-    cells = cells[cells["value"] != ""]
-    missing = [
-        name
-        for name in (*PLACE, "dtype", "device", "hardware", "processes", "steps", "low", "high")
-        if name not in cells
-    ]
-    return cells.assign(**dict.fromkeys(missing, "")).assign(
-        quantity=cells.get("quantity", pd.Series("score", cells.index))
-    )
+    """Cells with a value: with all fields of PLACE and FACTS, and the family that they are counted under."""
+    cells = cells[cells["value"] != ""].copy()
+    for name in (*PLACE, *FACTS):
+        if name not in cells:
+            cells[name] = "score" if name == "quantity" else ""
+    return cells.assign(family=[family(cell) for cell in cells.to_dict("records")])
+
+
+def family(cell: Cell) -> str:
+    """The kind of task or text that a cell is counted under."""
+    if cell["implementation"]:
+        return f"{cell['implementation']}, batch {cell['batch']}"
+    if cell["corpus"]:
+        return "common words" if cell["corpus"] == "cwe" else "running text"
+    if cell["benchmark"] == "longbench" and cell["task"] != ALL_TASKS:
+        return FAMILIES[metric_of(cell["benchmark"], cell["task"])]
+    return benchmark_title(cell["benchmark"])
 
 
 # ---- every cell ------------------------------------------------------------------------------------------------------
 
 
-def compared(theirs: pd.DataFrame, ours: pd.DataFrame | None, spec: ComparisonSpec) -> Iterator[dict[str, str]]:
-    """A line of the CSV for each published cell."""
-    by_place: dict[tuple[str, ...], dict[str, Cell]] = {}
-    for cell in [] if ours is None else ours.to_dict("records"):
-        by_place.setdefault(tuple(cell[name] for name in PLACE), {})[cell["backbone"]] = cell
-    backbones = None if ours is None else list(dict.fromkeys(ours["backbone"]))
-    for cell in theirs.to_dict("records"):
-        there = by_place.get(tuple(cell[name] for name in PLACE), {})
-        words, reason = verdict(cell, there, backbones, spec)
-        row = {name: cell.get(name, "") for name in COLUMNS} | dict.fromkeys(COLUMNS[13:], "")
-        row |= {
-            "published": cell["text"],
-            "published_bold": str(int(cell["bold"] == "1")),
-            "verdict": words,
-            "reason": reason,
-        }
-        row |= {"published_n": str(EXAMPLES.get(cell["benchmark"], "")), "study": spec.study}
-        row["deviations"] = " ".join(
-            map(str, sorted(LATENCIES if cell["table"].startswith(RUNTIME) else DEVIATIONS[cell["table"]]))
-        )
-        found = there.get(cell["backbone"])
-        if found and not reason.startswith("other backbone: "):
-            low, high = _bounds(found) or ("", "")
-            row |= {"ours": printed(found), "ci_low": low, "ci_high": high}
-            row |= {name: found[name] for name in ("n", "model_id", "weights", "source")}
-        yield row
+def compared(theirs: pd.DataFrame, ours: pd.DataFrame | None, spec: ComparisonSpec) -> pd.DataFrame:
+    """The published cells of a table with the study's in the same place, and a verdict on each."""
+    label = theirs["table"].iloc[0]
+    ours = theirs.iloc[:0] if ours is None else ours
+    others = ours[~ours["backbone"].isin(MODELS)].assign(others=lambda of: of["backbone"] + " (" + of["model_id"] + ")")
+    others = others.groupby(PLACE, sort=False)["others"].agg(", ".join).reset_index()
+    rows = theirs[[*PLACE, "backbone"]].assign(published=theirs["text"], published_bold=theirs["bold"].replace("", "0"))
+    rows = rows.merge(ours, how="left", on=[*PLACE, "backbone"]).merge(others, how="left", on=PLACE).fillna("")
+    rows["backbones"] = ", ".join(ours["backbone"].unique())
+    records = rows.to_dict("records")
+    rows[["verdict", "reason"]] = [verdict(row, spec) for row in records]
+    rows["ours"] = [printed(row) if row["model_id"] else "" for row in records]
+    rows[["ci_low", "ci_high"]] = [_bounds(row) or ("", "") for row in records]
+    about_ours = ["ours", "ci_low", "ci_high", "n", "model_id", "weights", "source"]
+    rows[about_ours] = rows[about_ours].mask(rows["reason"].str.startswith(OTHER_BACKBONE), "")
+    deviations = " ".join(map(str, sorted(LATENCIES if label.startswith(RUNTIME) else DEVIATIONS[label])))
+    examples = [str(EXAMPLES.get(name, "")) for name in rows["benchmark"]]
+    return rows.assign(study=spec.study, published_n=examples, deviations=deviations)[COLUMNS]
 
 
-def verdict(
-    cell: Cell, there: Mapping[str, Cell], backbones: Iterable[str] | None, spec: ComparisonSpec
-) -> tuple[str, str]:
-    """Verdict and reason on a published cell, at the printed precision.
+def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
+    """Verdict and reason on a published value, at the printed precision.
 
     Only values of the paper's backbones, under its protocol and from as many of the benchmark's own examples, are
     comparable, and only costs that were measured as in the paper.
 
     Args:
-        there: the study's cells in the same place, by backbone.
-        backbones: of the study's table; None where it has no such table.
+        row: the value as `published`, its place, the study's cell there (fields are empty where there is none), and
+            names of the `others` in that place and of the `backbones` of the study's table.
     """
-    ours = there.get(cell["backbone"])
-    if ours is None or ours["model_id"] != MODELS[cell["backbone"]]:
-        others = [ours] if ours else [value for name, value in there.items() if name not in MODELS]
-        if others:
-            named = ", ".join(f"{one['backbone']} ({one['model_id']})" for one in others)
-            return NOT_COMPARABLE, f"other backbone: {named}"
-        if backbones is None:
+    if row["model_id"] != MODELS[row["backbone"]]:
+        if others := f"{row['backbone']} ({row['model_id']})" if row["model_id"] else row["others"]:
+            return NOT_COMPARABLE, f"{OTHER_BACKBONE}{others}"
+        if not row["backbones"]:
             return NOT_RUN, "the study leaves the table out"
-        known = cell["backbone"] in backbones
-        return NOT_RUN, "the study has no such cell" if known else f"the study's backbones are {', '.join(backbones)}"
-    if reasons := [*obstacles(ours), *other_settings(ours, spec).values()]:
+        known = row["backbone"] in row["backbones"].split(", ")
+        return NOT_RUN, "the study has no such cell" if known else f"the study's backbones are {row['backbones']}"
+    if reasons := [*obstacles(row), *other_settings(row, spec).values()]:
         return NOT_COMPARABLE, "; ".join(reasons)
-    if _bounds(ours) is None:
+    if _bounds(row) is None:
         return NOT_COMPARABLE, "no interval"
-    low, high = bounds_of_agreement(ours)
-    if low <= Decimal(cell["text"]) <= high:
+    low, high = bounds_of_agreement(row)
+    if low <= Decimal(row["published"]) <= high:
         return AGREES, ""
-    return f"{DIFFERS} by {Decimal(printed(ours)) - Decimal(cell['text']):+z.3f}", ""
+    return f"{DIFFERS} by {Decimal(printed(row)) - Decimal(row['published']):+z.3f}", ""
 
 
 def printed(cell: Cell) -> str:
@@ -290,179 +282,135 @@ def whole_tables(
     Counts printed values without a test, so a direction can be chance; cells and backbones may differ.
     """
     for table, cells in theirs.items():
-        values = ours.get(table)
-        values = (cells.iloc[:0] if values is None else values).pipe(lambda all_of: all_of[all_of["text"] != LEFT_OUT])
-        notes = _notes(values.to_dict("records"), spec)
+        if table == "training_cost_64k":  # which has one number per backbone
+            continue
+        sides = [each[each["text"] != LEFT_OUT] for each in (cells, ours.get(table, cells.iloc[:0]))]
+        sides = [each.assign(number=each["text"].map(Decimal).astype(object)) for each in sides]
         if table in ("dphi_ablation", "loss_ablation"):
-            paper, own = _ranks(cells.to_dict("records"), values.to_dict("records"))
+            paper, own = _ranks(*sides)
         else:
-            paper, own = (_findings(table, each.to_dict("records")) for each in (cells, values))
-        for family, statement in dict.fromkeys([*paper, *own]):
-            pair = paper.get((family, statement)), own.get((family, statement))
-            signs = [each[1] if each else None for each in pair]
+            paper, own = (_findings(table, each) for each in sides)
+        notes = {name: _note(of.to_dict("records"), spec) for name, of in sides[1].groupby("family")}
+        for name, statement in dict.fromkeys([*paper, *own]):
+            pair = [each.get((name, statement), ("", None)) for each in (paper, own)]
+            signs = [sign for _, sign in pair]
             same = "" if None in signs else "yes" if signs[0] == signs[1] else "no"
-            yield {
-                "table": table, "family": family, "statement": statement, "published": pair[0][0] if pair[0] else "",
-                "ours": pair[1][0] if pair[1] else "", "same_direction": same, "note": notes.get(family, "not run"),
-            }  # fmt: skip
+            row = dict(zip(("published", "ours"), (text for text, _ in pair), strict=True))
+            row |= {"table": table, "family": name, "statement": statement, "same_direction": same}
+            yield row | {"note": notes.get(name, "not run")}
 
 
-def metric_of_cell(cell: Cell) -> Metric:
-    return metric_of(cell["benchmark"], None if cell["task"] == ALL_TASKS else cell["task"])
+def _note(cells: list[dict[str, str]], spec: ComparisonSpec) -> str:
+    """Why values are not comparable one by one with the paper's; empty if they are."""
+    reasons = list(dict.fromkeys(reason for cell in cells for reason in obstacles(cell)))
+    if keys := {key for cell in cells for key in other_settings(cell, spec)}:
+        reasons.append(f"{len(keys)} other {'setting' if len(keys) == 1 else 'settings'}")
+    return "; ".join([*reasons, "directions only"] if reasons else [])
 
 
-def family(cell: Cell) -> str:
-    """The kind of task or text that a cell is counted under."""
-    if cell["implementation"]:
-        return f"{cell['implementation']}, batch {cell['batch']}"
-    if cell["corpus"]:
-        return "common words" if cell["corpus"] == "cwe" else "running text"
-    if cell["benchmark"] == "longbench" and cell["task"] != ALL_TASKS:
-        return FAMILIES[metric_of_cell(cell)]
-    return benchmark_title(cell["benchmark"])
-
-
-def changes(cells: Iterable[Cell], other: str = "topk") -> dict[str, list[Decimal]]:
-    """Printed differences from the method `other` to completion, by family of cells."""
-    where = ("backbone", "benchmark", "task", "length", "budget_percent")
-    texts = {(cell["method"], *(cell[name] for name in where)): cell["text"] for cell in cells}
-    found: dict[str, list[Decimal]] = {}
-    for cell in cells:
-        partner = texts.get((other, *(cell[name] for name in where)))
-        if cell["method"] == "topk_phi" and partner is not None:
-            found.setdefault(family(cell), []).append(Decimal(cell["text"]) - Decimal(partner))
-    return found
-
-
-def _findings(table: str, cells: list[Cell]) -> Findings:
+def _findings(table: str, cells: pd.DataFrame) -> Findings:
     if table == "exact_accounting":
         return _accounting(cells)
     if table.startswith(RUNTIME):
         return _latencies(cells)
-    if table == "training_cost_64k":
-        return {}  # one number per backbone
     if table == "cross_length_mismatch":
         return _mismatch(cells)
-    counts = {
-        (method, name): each for method in ("topk", "topk_phi_nosub") for name, each in changes(cells, method).items()
-    }
     found: Findings = {}
-    for (method, name), each in counts.items():
-        title = {"topk": "TopK", "topk_phi_nosub": "NoSub"}[method]
-        wins, losses = sum(change > 0 for change in each), sum(change < 0 for change in each)
-        mean = f"{sum(each, Decimal()) / len(each):+z.3f}"
-        sides = f"{wins} / {len(each) - wins - losses} / {losses}"
-        found[name, f"cells with TopK+phi above / equal / below {title}"] = sides, _sign(wins - losses)
-        found[name, f"mean change from {title} to TopK+phi"] = mean, _sign(Decimal(mean))
+    for other, title in (("topk", "TopK"), ("topk_phi_nosub", "NoSub")):
+        for name, each in changes(cells, other).items():
+            wins, losses = sum(change > 0 for change in each), sum(change < 0 for change in each)
+            mean = f"{sum(each, Decimal()) / len(each):+z.3f}"
+            sides = f"{wins} / {len(each) - wins - losses} / {losses}"
+            found[name, f"cells with TopK+phi above / equal / below {title}"] = sides, _sign(wins - losses)
+            found[name, f"mean change from {title} to TopK+phi"] = mean, _sign(Decimal(mean))
     return found
 
 
-def _mismatch(cells: list[Cell]) -> Findings:
+def changes(cells: pd.DataFrame, other: str) -> dict[str, list[Decimal]]:
+    """Printed differences from the method `other` to completion, by family of cells."""
+    where = ["family", "backbone", "benchmark", "task", "length", "budget_percent"]
+    phi, partner = (cells.loc[cells["method"] == method, [*where, "number"]] for method in ("topk_phi", other))
+    pairs = phi.merge(partner, on=where, suffixes=("", "_other"))
+    return (pairs["number"] - pairs["number_other"]).groupby(pairs["family"], sort=False).agg(list).to_dict()
+
+
+def _mismatch(cells: pd.DataFrame) -> Findings:
     """Maps, at lengths that they were trained for and at longer ones, against TopK at the same length."""
-    topk = {(cell["backbone"], cell["length"]): cell["text"] for cell in cells if cell["method"] == "topk"}
-    worse: dict[tuple[str, str], list[bool]] = {}
-    for cell in (cell for cell in cells if cell["method"] == "topk_phi"):
-        trained, _ = length_and_variant(cell["maps"])
-        use = "beyond" if tokens_of(trained) < tokens_of(cell["length"]) else "within"
-        statement = f"cells below TopK, of those with maps used {use} their length"
-        lower = Decimal(cell["text"]) < Decimal(topk[cell["backbone"], cell["length"]])
-        worse.setdefault((family(cell), statement), []).append(lower)
-    return {key: _share(each) for key, each in sorted(worse.items())}
+    phi, topk = (cells[cells["method"] == method] for method in ("topk_phi", "topk"))
+    pairs = phi.merge(topk[["backbone", "length", "number"]], on=["backbone", "length"], suffixes=("", "_topk"))
+    beyond = pairs["maps"].map(lambda maps: tokens_of(length_and_variant(maps)[0])) < pairs["length"].map(tokens_of)
+    use = beyond.map({True: "beyond", False: "within"})
+    statement = "cells below TopK, of those with maps used " + use + " their length"
+    lower = (pairs["number"] < pairs["number_topk"]).groupby([pairs["family"], statement])
+    return {key: _share(each) for key, each in lower}
 
 
-def _accounting(cells: list[Cell]) -> Findings:
+def _accounting(cells: pd.DataFrame) -> Findings:
     """The errors of each row, a corpus at a length."""
-    found: dict[tuple[str, str], list[bool]] = {}
-    place = ("backbone", "corpus", "length", "budget_percent", "maps")
-    for _, row in itertools.groupby(cells, key=lambda cell: [cell[name] for name in place]):
-        row = list(row)
-        topk, nosub, sub = (
-            next(Decimal(cell["text"]) for cell in row if cell["quantity"] == name)
-            for name in ("e_topk", "e_nosub", "e_sub")
-        )
-        kind = family(row[0])
-        lowest = kind, "rows in which TopK+phi has the lowest error of the three"
-        found.setdefault(lowest, []).append(sub < min(topk, nosub))
-        found.setdefault((kind, "rows in which NoSub has a lower error than TopK"), []).append(nosub < topk)
-    return {key: _share(each) for key, each in found.items()}
-
-
-def _latencies(cells: list[Cell]) -> Findings:
-    """Decode steps of TopK+phi against those of full attention, by sign and ratio."""
-    rows: dict[tuple[str, str], dict[str, Decimal]] = {}
-    for cell in (cell for cell in cells if cell["quantity"] == "per_step_ms"):
-        rows.setdefault((family(cell), cell["length"]), {})[cell["method"]] = Decimal(cell["text"])
-    both = {where: steps for where, steps in rows.items() if {"topk_phi", "full"} <= steps.keys()}
-    ordered = sorted(both, key=lambda where: tokens_of(where[1]))
+    place = ["family", "backbone", "corpus", "length", "budget_percent", "maps"]
+    rows = cells.pivot(index=place, columns="quantity", values="number").reset_index() if len(cells) else cells
     found: Findings = {}
-    for name in dict.fromkeys(name for name, _ in ordered):
-        steps = [(length, both[name, length]) for each, length in ordered if each == name]
-        shorter = [each["topk_phi"] < each["full"] for _, each in steps]
-        ratios = ", ".join(f"{length} {each['topk_phi'] / each['full']:.2f}" for length, each in steps)
-        found[name, "contexts at which a step of TopK+phi is shorter than one of Full"] = _share(shorter)
-        found[name, "step of TopK+phi over one of Full, by context"] = ratios, None
+    for name in cells["family"].unique():
+        of = rows[rows["family"] == name]
+        lowest = [sub < min(pair) for sub, *pair in zip(of["e_sub"], of["e_topk"], of["e_nosub"], strict=True)]
+        found[name, "rows in which TopK+phi has the lowest error of the three"] = _share(lowest)
+        lower = of["e_nosub"] < of["e_topk"]
+        found[name, "rows in which NoSub has a lower error than TopK"] = _share(lower)
     return found
 
 
-def _ranks(theirs: list[Cell], ours: list[Cell]) -> tuple[Findings, Findings]:
+def _latencies(cells: pd.DataFrame) -> Findings:
+    """Decode steps of TopK+phi against those of full attention, by sign and ratio."""
+    steps = cells[cells["quantity"] == "per_step_ms"].sort_values("length", key=lambda names: names.map(tokens_of))
+    phi, full = (
+        steps.loc[steps["method"] == method, ["family", "length", "number"]] for method in ("topk_phi", "full")
+    )
+    pairs = phi.merge(full, on=["family", "length"], suffixes=("", "_full"))
+    found: Findings = {}
+    for name, of in pairs.groupby("family", sort=False):
+        shorter = _share(of["number"] < of["number_full"])
+        ratios = of["length"] + " " + (of["number"] / of["number_full"]).map("{:.2f}".format)
+        found[name, "contexts at which a step of TopK+phi is shorter than one of Full"] = shorter
+        found[name, "step of TopK+phi over one of Full, by context"] = ", ".join(ratios), None
+    return found
+
+
+def _ranks(theirs: pd.DataFrame, ours: pd.DataFrame) -> tuple[Findings, Findings]:
     """The rows of an ablation in order, and for each backbone the correlation with the paper's, over shared rows."""
     paper: Findings = {}
     own: Findings = {}
-    several, order = len({cell["backbone"] for cell in ours}) > 1, "rows, best first"
-    published_scores = {name: scores for (_, name), scores in _scores(theirs).items()}
-    for name, scores in published_scores.items():
+    several, order = ours["backbone"].nunique() > 1, "rows, best first"
+    scores_there = {name: scores for (_, name), scores in _scores(theirs).items()}
+    for name, scores in scores_there.items():
         paper[name, order] = _order(scores), None
     for (backbone, name), scores in _scores(ours).items():
         which = f" ({backbone})" if several else ""
         own[name, order + which] = _order(scores), None
-        shared = [row for row in published_scores.get(name, {}) if row in scores]
-        tau = tau_b([published_scores[name][row] for row in shared], [scores[row] for row in shared])
-        if tau is not None:
-            statement = f"rank correlation with the published order (tau-b, {len(shared)} rows){which}"
+        both = pd.concat([scores_there.get(name, scores.iloc[:0]), scores], axis=1, join="inner").astype(float)
+        if both.nunique().gt(1).all():
+            from scipy.stats import kendalltau  # only here: it takes a second
+
+            tau = float(kendalltau(both.iloc[:, 0], both.iloc[:, 1]).statistic)
+            statement = f"rank correlation with the published order (tau-b, {len(both)} rows){which}"
             paper[name, statement] = "", 1
             own[name, statement] = f"{tau:+z.3f}", _sign(tau)
     return paper, own
 
 
-def tau_b(first: list[Decimal], second: list[Decimal]) -> float | None:
-    """Kendall's rank correlation of two series of equal length, corrected for ties; None if one is constant."""
-    if len(set(first)) < 2 or len(set(second)) < 2:
-        return None
-    from scipy.stats import kendalltau  # only here: it takes a second
-
-    return float(kendalltau([float(each) for each in first], [float(each) for each in second]).statistic)
-
-
-def _scores(cells: list[Cell]) -> dict[tuple[str, str], dict[str, Decimal]]:
+def _scores(cells: pd.DataFrame) -> dict[tuple[str, str], pd.Series]:
     """Scores by backbone and family, then by row, whose names do not depend on the maps' training length."""
-    scores: dict[tuple[str, str], dict[str, Decimal]] = {}
-    for cell in cells:
-        _, variant = length_and_variant(cell["maps"])
-        row = variant or ("ours" if cell["maps"] else cell["method"])
-        scores.setdefault((cell["backbone"], family(cell)), {})[row] = Decimal(cell["text"])
-    return scores
+    variants = cells["maps"].map(lambda maps: length_and_variant(maps)[1])
+    rows = variants.where(variants != "", cells["method"].where(cells["maps"] == "", "ours"))
+    return dict(list(cells.set_index(rows).groupby(["backbone", "family"], sort=False)["number"]))
 
 
-def _order(scores: Mapping[str, Decimal]) -> str:
+def _order(scores: pd.Series) -> str:
     """Row names, best first: `a > b = c`."""
-    ranked = itertools.groupby(sorted(scores, key=lambda row: -scores[row]), key=lambda row: scores[row])
-    return " > ".join(" = ".join(rows) for _, rows in ranked)
+    return " > ".join(" = ".join(ties.index) for _, ties in list(scores.groupby(scores, sort=True))[::-1])
 
 
-def _notes(cells: list[Cell], spec: ComparisonSpec) -> dict[str, str]:
-    """Why a family's values are not comparable one by one with the paper's; empty if they are."""
-    found: dict[str, dict[str, None]] = {}
-    settings: dict[str, set[str]] = {}
-    for cell in cells:
-        found.setdefault(family(cell), {}).update(dict.fromkeys(obstacles(cell)))
-        settings.setdefault(family(cell), set()).update(other_settings(cell, spec))
-    for name, keys in settings.items():
-        if keys:
-            found[name][f"{len(keys)} other {'setting' if len(keys) == 1 else 'settings'}"] = None
-    return {name: "; ".join([*reasons, "directions only"] if reasons else []) for name, reasons in found.items()}
-
-
-def _share(holds: list[bool]) -> Finding:
+def _share(holds: Iterable[bool]) -> tuple[str, int]:
+    holds = list(holds)
     return f"{sum(holds)} of {len(holds)}", _sign(2 * sum(holds) - len(holds))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ PROTOCOL |= {key: "nominal" for key in PROTOCOL if key.endswith(".budget_length"
 PROTOCOL |= {key: "false" for key in PROTOCOL if key.endswith(".chat_template")}
 PROTOCOL |= {key: "null" for key in PROTOCOL if key.endswith(".answer_margin")}
 SPEC = ComparisonSpec("paper", PROTOCOL, PROTOCOL)
-CELL = dict.fromkeys(
-    (*comparison.COLUMNS, "low", "high", "device", "dtype", "steps", "hardware", "processes", "data"), ""
-)
-CELL |= {"table": "ruler_sweep", "benchmark": "ruler", "task": "all", "length": "4k", "method": "topk_phi",
-         "budget_percent": "1", "backbone": "1b", "quantity": "score", "text": "0.700", "bold": ""}  # fmt: skip
-OURS = CELL | FACTS | {"model_id": MODEL, "maps": "64k", "ci_low": "0.690", "ci_high": "0.710"}
+PLACE = dict.fromkeys((*comparison.COLUMNS, *comparison.FACTS, "data", "others"), "")
+PLACE |= {"table": "ruler_sweep", "benchmark": "ruler", "task": "all", "length": "4k", "method": "topk_phi",
+          "budget_percent": "1", "backbone": "1b", "quantity": "score", "backbones": "1b"}  # fmt: skip
+OURS = PLACE | FACTS | {"text": "0.700", "model_id": MODEL, "maps": "64k", "ci_low": "0.690", "ci_high": "0.710"}
 
 
 @pytest.mark.parametrize(
@@ -54,21 +53,22 @@ OURS = CELL | FACTS | {"model_id": MODEL, "maps": "64k", "ci_low": "0.690", "ci_
     ],
 )  # fmt: skip
 def test_a_verdict(published_text: str, changes: dict[str, str], verdict: str) -> None:
-    cell = CELL | {"text": published_text} | {name: changes[name] for name in ("benchmark",) if name in changes}
-    words, reason = comparison.verdict(cell, {"1b": OURS | changes}, ["1b"], SPEC)
+    words, reason = comparison.verdict(OURS | {"published": published_text} | changes, SPEC)
     assert ": ".join(filter(None, (words, reason))) == verdict
 
 
 @pytest.mark.parametrize(
-    ("there", "backbones", "reason"),
+    ("backbones", "reason"),
     [
-        ({}, None, "the study leaves the table out"),
-        ({}, ["1b"], "the study has no such cell"),
-        ({}, ["3b"], "the study's backbones are 3b"),
+        ("", "the study leaves the table out"),
+        ("1b", "the study has no such cell"),
+        ("3b", "the study's backbones are 3b"),
     ],
 )
-def test_what_was_not_run(there: dict[str, Any], backbones: list[str] | None, reason: str) -> None:
-    assert comparison.verdict(CELL, there, backbones, SPEC) == ("not run", reason)
+def test_what_was_not_run(backbones: str, reason: str) -> None:
+    assert comparison.verdict(PLACE | {"published": "0.700", "backbones": backbones}, SPEC) == ("not run", reason)
+    other = PLACE | {"published": "0.700", "others": "smol (org/Small), tiny (org/Tiny)"}
+    assert comparison.verdict(other, SPEC) == ("not comparable", "other backbone: smol (org/Small), tiny (org/Tiny)")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_a_study_without_the_tables_has_not_run_them(tmp_path: Path) -> None:
 
 
 def test_counts_of_whole_tables_against_a_loop() -> None:
-    cells = comparison.published_cells("babilong_sweep").to_dict("records")
+    frame = comparison.published_cells("babilong_sweep")
+    cells = frame.to_dict("records")
     for other in ("topk", "topk_phi_nosub"):
         wins = ties = losses = 0
         for one in cells:
@@ -124,7 +125,7 @@ def test_counts_of_whole_tables_against_a_loop() -> None:
                     wins += float(one["text"]) > float(two["text"])
                     ties += one["text"] == two["text"]
                     losses += float(one["text"]) < float(two["text"])
-        (found,) = comparison.changes(cells, other).values()
+        (found,) = comparison.changes(frame.assign(number=frame["text"].map(Decimal)), other).values()
         assert [sum(sign(each) == of for each in found) for of in (1, 0, -1)] == [wins, ties, losses]
 
 
