@@ -37,9 +37,7 @@ from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.provenance import code_version, device_name
-from residual_mass.runtime.attention_kernels import kernels_on, with_each
-from residual_mass.runtime.columns import RUNTIME
-from residual_mass.runtime.measure import measure
+from residual_mass.runtime.measure import RUNTIME, kernels_on, measure, with_each
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, seconds_of
 from residual_mass.study.labels import METHODS

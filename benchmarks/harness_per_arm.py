@@ -21,7 +21,7 @@ from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.partial import partial_kv
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import ruler
-from residual_mass.benchmarks.examples import Doc, harness_requests, harness_task
+from residual_mass.benchmarks.catalogue import Doc, harness_requests, harness_task
 from residual_mass.benchmarks.scorers import harness_score
 from residual_mass.core.settings import AnchorSpec
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from residual_mass.benchmarks.examples import (
+from residual_mass.benchmarks.catalogue import (
     Doc,
     DoesNotFitError,
     harness_config,

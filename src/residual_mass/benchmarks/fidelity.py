@@ -119,30 +119,24 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
     record.write(out)
 
 
-def _about(spec: FidelitySpec, tasks: Mapping[str, Tokens]) -> dict[str, Any]:
-    backbone = spec.backbone
-    return {
-        "backbone": backbone.name,
-        "length": spec.length,
-        "documents": sum(len(tokens.starts) for tokens in tasks.values()),
-        "study": spec.study,
-        "model_id": backbone.model_id,
-        "revision": backbone.revision,
-        "weights": backbone.weights,
-    }
-
-
 def _lines(
     spec: FidelitySpec, place: Mapping[str, str], tasks: Mapping[str, Tokens], name: str, quantiles: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The rows of all arms over these tasks, and with `quantiles` those over tokens as well."""
-    about = place | _about(spec, tasks)
-    some = next(iter(tasks.values()))
-    estimates = dict(_estimates(spec, place, tasks, name))
-    gains = _gains(spec, place, tasks, name)
+    some, backbone = next(iter(tasks.values())), spec.backbone
+    alone = min(len(tokens.starts) for tokens in tasks.values()) == 1  # nothing can be said beyond the value
+    # Only an answer of full attention can be kept.
+    metrics = [metric for metric in BY_DOCUMENT if metric != KEPT or place["continuation"] == GREEDY]
+    estimates = {metric.name: _over(spec, tasks, name, BY_DOCUMENT[metric]) for metric in metrics}
+    gains = {metric.name: _gains(spec, tasks, name, BY_DOCUMENT[metric]) for metric in metrics}
     if quantiles:
         estimates |= _token_estimates(spec, tasks, name)
-    alone = _alone(tasks)
+    about = place | {
+        "backbone": backbone.name, "length": spec.length, "study": spec.study, "model_id": backbone.model_id,
+        "revision": backbone.revision, "weights": backbone.weights,
+        "documents": sum(len(tokens.starts) for tokens in tasks.values()),
+        "tokens": sum(tokens.measures["kl"].shape[1] for tokens in tasks.values()),
+    }  # fmt: skip
     kl = [BY_DOCUMENT[KL](tokens).clip(min=0) for tokens in tasks.values()]  # rounding can leave less than 0
     for a, arm in enumerate(some.arms):
         of_arm = {
@@ -151,7 +145,6 @@ def _lines(
             "maps": arm.maps or "",
             "phi_sha": some.facts["phi_sha"][a],
             "k_mean": float(np.mean([tokens.facts["k"][a] for tokens in tasks.values()])),
-            "tokens": sum(tokens.measures["kl"].shape[1] for tokens in tasks.values()),
         }
         for metric, of_metric in estimates.items():
             if arm == FULL and metric not in (NLL.name, FIRST.name):
@@ -159,7 +152,7 @@ def _lines(
             row = about | of_arm | {"metric": metric} | _mean(of_metric[a], "value", "", alone)
             if metric == KL.name and not alone:
                 row["ci_low"], row["ci_high"] = skewed_interval([of_task[a] for of_task in kl])
-            if gain := gains.get((metric, a)):
+            if gain := gains.get(metric, {}).get(arm):
                 row |= _mean(gain.mean, "gain", "gain_", alone) | {"gain_p": None if alone else gain.p}
                 del row["gain_stderr"]
             yield row
@@ -173,19 +166,6 @@ def _mean(mean: MeanScore, value: str, prefix: str, alone: bool) -> dict[str, fl
         f"{prefix}ci_low": low,
         f"{prefix}ci_high": high,
     }
-
-
-def _metrics(continuation: str) -> list[Metric]:
-    """The means over documents that are reported; only an answer of full attention can be kept."""
-    return [metric for metric in BY_DOCUMENT if metric != KEPT or continuation == GREEDY]
-
-
-def _estimates(
-    spec: FidelitySpec, place: Mapping[str, str], tasks: Mapping[str, Tokens], name: str
-) -> Iterator[tuple[str, list[MeanScore]]]:
-    """By metric, an estimate for each arm."""
-    for metric in _metrics(place["continuation"]):
-        yield metric.name, _over(spec, tasks, name, BY_DOCUMENT[metric])
 
 
 def _over(
@@ -249,40 +229,20 @@ def token_quantiles(
 
 
 def _gains(
-    spec: FidelitySpec, place: Mapping[str, str], tasks: Mapping[str, Tokens], name: str
-) -> dict[tuple[str, int], Comparison]:
-    """By metric and arm, the difference to topk at the same budget."""
+    spec: FidelitySpec, tasks: Mapping[str, Tokens], name: str, values: Callable[[Tokens], np.ndarray]
+) -> dict[ArmSpec, Comparison]:
+    """The difference of each arm with a residual estimate to topk at the same budget, where there is one."""
     arms = next(iter(tasks.values())).arms
-    baselines = [ArmSpec("topk", arm.budget_percent) for arm in arms if arm.method not in ("full", "topk")]
-    rows = [arm for arm in arms if arm.method not in ("full", "topk")]
-    pairs = [(a, b) for a, b in zip(rows, baselines, strict=True) if b in arms]
-    found = {}
-    for metric in _metrics(place["continuation"]):
-        compared = _compare(spec, tasks, name, metric, pairs)
-        found |= {(metric.name, arms.index(arm)): each for (arm, _), each in zip(pairs, compared, strict=True)}
-    return found
-
-
-def _compare(
-    spec: FidelitySpec,
-    tasks: Mapping[str, Tokens],
-    name: str,
-    metric: Metric,
-    pairs: Sequence[tuple[ArmSpec, ArmSpec]],
-) -> list[Comparison]:
-    """The difference of the first to the second arm of each pair."""
+    pairs = [(arm, ArmSpec("topk", arm.budget_percent)) for arm in arms if arm.method not in ("full", "topk")]
+    pairs = [pair for pair in pairs if pair[1] in arms]
     by_task = []
     for task, tokens in tasks.items():
-        values = dict(zip(tokens.arms, BY_DOCUMENT[metric](tokens), strict=True))
-        differences = np.array([values[a] - values[b] for a, b in pairs]).reshape(len(pairs), len(tokens.starts))
+        of_arm = dict(zip(tokens.arms, values(tokens), strict=True))
+        differences = np.array([of_arm[a] - of_arm[b] for a, b in pairs]).reshape(len(pairs), len(tokens.starts))
         resampling = spec.bootstrap_resamples, spec.seed, f"{name} {task}"
         by_task.append(compare_arms(differences, *resampling, permutations=PERMUTATIONS))
-    return [compare_over_tasks(of_pair) for of_pair in zip(*by_task, strict=True)]
-
-
-def _alone(tasks: Mapping[str, Tokens]) -> bool:
-    """Whether some task has one document only, of which nothing can be said beyond its value."""
-    return min(len(tokens.starts) for tokens in tasks.values()) == 1
+    compared = [compare_over_tasks(of_pair) for of_pair in zip(*by_task, strict=True)]
+    return {arm: each for (arm, _), each in zip(pairs, compared, strict=True)}
 
 
 def _before_the_first(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from residual_mass.backbones.loading import (
-    backbone_identity,
-    load_backbone,
-    load_tokenizer,
-)
+from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
 from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.encoded import Example, encoded, reference_texts
 from residual_mass.benchmarks.scorers import saturated
@@ -33,7 +29,7 @@ from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import GenerateSpec
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.engine import Generation, Saturated, SharedPrefillEngine
+    from residual_mass.backbones.engine import Generation, SharedPrefillEngine
     from residual_mass.backbones.loading import Backbone
 
 logger = logging.getLogger(__name__)
@@ -64,7 +60,11 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     record = Record("generate", spec, [assets / MANIFEST, prompts, *phi])
     maps = _maps_of(spec, phi)
     _check_lengths(spec)
-    tasks = _frozen_tasks(spec, prompts)
+    require_prompts_of(prompts, spec.benchmark, spec.length, spec.backbone.tokenizer)
+    left_out = load_manifest(prompts)["left_out"]
+    for task in (task for task in spec.tasks if task in left_out):
+        logger.info("%s is left out: %s", task, left_out[task])
+    tasks = [task for task in spec.tasks if task not in left_out]
     frozen = {task: load_prompts(prompts, task, spec.examples) for task in tasks}
     shas = {label: sha256_of(path) for label, path in maps.items()}
     identity = backbone_identity(spec.backbone, assets)
@@ -76,7 +76,9 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
         for batch in batches:
             for (e, example), (a, arm) in product(enumerate(batch.examples), enumerate(spec.arms)):
                 rows.require(batch.keys[e][a], _known_fields(example, arm, shas))
-        todo = sorted((batch for batch in batches if batch.missing_from(rows)), key=_longest, reverse=True)
+        todo = [batch for batch in batches if batch.missing_from(rows)]
+        # Longest first, so that out of memory shows at once and the estimated time left errs upwards.
+        todo.sort(key=lambda batch: max(len(example.ids) for example in batch.examples), reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
         ran_on = _compute(spec, assets, maps, shas, identity, todo, rows) if todo else {}
         keys = {
@@ -101,24 +103,12 @@ def _maps_used(spec: GenerateSpec) -> list[MapsSpec]:
     return [maps for maps in spec.maps if maps.label in used]
 
 
-def _longest(batch: Batch) -> int:
-    """Sort key. Longest first, so that out of memory shows at once and the estimated time left errs upwards."""
-    return max(len(example.ids) for example in batch.examples)
-
-
-def _task_label(batch: Batch) -> str:
-    """For the progress bar: the first task and the number of others."""
-    first, *more = dict.fromkeys(example.prompt.task for example in batch.examples)
-    return f"{first} and {len(more)} more" if more else first
-
-
 def _check_lengths(spec: GenerateSpec) -> None:
-    """Checks the nominal length of the prompts, or without one the length that they are truncated to."""
+    """Compares the length that maps were trained on with that of the prompts: nominal, or without that what they are
+    truncated to.
+    """
     key = "length" if spec.budget_length == "nominal" else "truncate_to"
     label = spec.length if key == "length" else spec.truncate_to
-    if tokens_of(label) > spec.backbone.context:
-        context = f"the context of {spec.backbone.name} ({spec.backbone.context} tokens)"
-        raise ValueError(f"{key} {label}: longer than {context}; choose a shorter one")
     for maps in _maps_used(spec):
         if tokens_of(label) > maps.length and not spec.allow_extrapolation:
             raise ValueError(
@@ -137,16 +127,6 @@ def _warn_of_extrapolation(spec: GenerateSpec, batches: Sequence[Batch]) -> None
                 "%d of %d prompts are longer than the %d tokens that the maps %s were trained on, the longest %d",
                 len(beyond), len(lengths), maps.length, maps.label, max(beyond),
             )  # fmt: skip
-
-
-def _frozen_tasks(spec: GenerateSpec, prompts: Path) -> list[str]:
-    """The tasks of the spec that the prompts do not leave out; raises ValueError for prompts of something else."""
-    require_prompts_of(prompts, spec.benchmark, spec.length, spec.backbone.tokenizer)
-    manifest = load_manifest(prompts)
-    for task in spec.tasks:
-        if task in manifest["left_out"]:
-            logger.info("%s is left out: %s", task, manifest["left_out"][task])
-    return [task for task in spec.tasks if task not in manifest["left_out"]]
 
 
 def _batches(
@@ -186,7 +166,7 @@ def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas
         phi=shas[arm.maps] if arm.maps else None,
         arm={**arm.rule.identity, "budget_percent": arm.budget_percent},
         anchors=asdict(spec.anchors),
-        nominal_length=_nominal_length(spec),
+        nominal_length=tokens_of(spec.length) if spec.budget_length == "nominal" else None,
         decoding={
             "greedy": True,
             "max_new_tokens": example.limit,
@@ -195,10 +175,6 @@ def _key(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas
         },
         recipe=spec.recipe,
     )
-
-
-def _nominal_length(spec: GenerateSpec) -> int | None:
-    return tokens_of(spec.length) if spec.budget_length == "nominal" else None
 
 
 def _compute(
@@ -219,21 +195,23 @@ def _compute(
     assert backbone.identity == identity
     logger.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
-    engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, _nominal_length(spec))
-    room = Room(spec.batch_tokens)
+    nominal = tokens_of(spec.length) if spec.budget_length == "nominal" else None
+    engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, nominal)
+    limit = BatchLimit(spec.batch_tokens)
     with tqdm(total=sum(len(batch.examples) for batch in batches), unit="example") as bar:
         for batch in batches:
-            generations = _decoded(spec, engine, backbone.tokenizer, batch.examples, room)
+            generations = _decoded(spec, engine, backbone.tokenizer, batch.examples, limit)
             rows = _rows(spec.arms, batch, generations, backbone, shas)
             store.append(row for row in rows if row["key"] not in store.rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
-            bar.set_postfix_str(f"{_task_label(batch)}, {rate:.1f} tokens/s")
+            first, *more = dict.fromkeys(example.prompt.task for example in batch.examples)
+            bar.set_postfix_str(f"{first}{f' and {len(more)} more' if more else ''}, {rate:.1f} tokens/s")
             bar.update(len(batch.examples))
-    return {"device": backbone.device, "batch_tokens_used": room.used, **asdict(engine.work)}
+    return {"device": backbone.device, "batch_tokens_used": limit.used, **asdict(engine.work)}
 
 
 @dataclass
-class Room:
+class BatchLimit:
     """Memory for a batch.
 
     Attributes:
@@ -246,7 +224,7 @@ class Room:
 
 
 def _decoded(
-    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, examples: Sequence[Example], room: Room
+    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, examples: Sequence[Example], limit: BatchLimit
 ) -> list[list[Generation]]:
     """Generations by [example][arm]. After running out of memory, this and later batches are decoded in smaller parts.
 
@@ -257,43 +235,34 @@ def _decoded(
 
     generations: list[list[Generation]] = []
     while rest := examples[len(generations) :]:
-        part = rest[: _fitting(rest, room.tokens)]
-        settled = _settled(spec, part, tokenizer) if spec.stop_when_saturated else None
+        part = rest[: _fitting(rest, limit.tokens)]
+
+        def settled(example: int, tokens: list[int], part: Sequence[Example] = part) -> bool:
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            return saturated(spec.benchmark, part[example].prompt.doc, text)
+
+        stops = settled if spec.stop_when_saturated else None
         try:
-            generations += engine.generate([example.ids for example in part], [e.limit for e in part], settled)
-            room.used = max(room.used, _padded(part))
+            generations += engine.generate([example.ids for example in part], [e.limit for e in part], stops)
+            limit.used = max(limit.used, _padded(part))
             continue
         except torch.OutOfMemoryError as error:
             if len(part) == 1:
-                raise ValueError(_too_large(part[0], len(spec.arms), error)) from None
+                name = f"{part[0].prompt.task} example {part[0].prompt.index}"
+                raise ValueError(
+                    f"{name}: out of memory with this prompt alone ({len(part[0].ids)} tokens, {len(spec.arms)} arms): "
+                    f"{str(error).partition('. ')[0]}; use a device with more memory, or shorter prompts (truncate_to)"
+                ) from None
         except NotFiniteError as error:
             prompt = part[error.prompt].prompt
             raise ValueError(f"{prompt.task} example {prompt.index}: {error}") from None
         torch.cuda.empty_cache()  # only here, after the tensors of the failed attempt are released
-        room.tokens = _padded(part) // 2
+        limit.tokens = _padded(part) // 2
         logger.warning(
             "out of memory with %d prompts of %d tokens together: continuing with at most %d tokens (batch_tokens)",
-            len(part), _padded(part), room.tokens,
+            len(part), _padded(part), limit.tokens,
         )  # fmt: skip
     return generations
-
-
-def _too_large(example: Example, arms: int, error: Exception) -> str:
-    prompt = example.prompt
-    reason = str(error).partition(". ")[0]
-    return (
-        f"{prompt.task} example {prompt.index}: out of memory with this prompt alone ({len(example.ids)} tokens, "
-        f"{arms} arms): {reason}; use a device with more memory, or shorter prompts (truncate_to)"
-    )
-
-
-def _settled(spec: GenerateSpec, examples: Sequence[Example], tokenizer: Any) -> Saturated:
-    def settled(example: int, tokens: list[int]) -> bool:
-        prompt = examples[example].prompt
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        return saturated(spec.benchmark, prompt.doc, text)
-
-    return settled
 
 
 def _rows(

@@ -31,7 +31,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from residual_mass.benchmarks.examples import (
+from residual_mass.benchmarks.catalogue import (
     Doc,
     DoesNotFitError,
     harness_config,

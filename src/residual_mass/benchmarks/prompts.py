@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from residual_mass.benchmarks import babilong, longbench, ruler
-from residual_mass.benchmarks.catalogue import parts_of, task_named, tasks_of, too_long
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, Request, harness_requests
+from residual_mass.benchmarks.catalogue import (
+    Doc,
+    DoesNotFitError,
+    Request,
+    harness_requests,
+    parts_of,
+    task_named,
+    tasks_of,
+    too_long,
+)
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, write_text
 from residual_mass.frozen_prompts import table_sha256

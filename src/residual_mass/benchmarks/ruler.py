@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from residual_mass.benchmarks.examples import (
+from residual_mass.benchmarks.catalogue import (
     Doc,
     DoesNotFitError,
     harness_config,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from residual_mass.benchmarks.catalogue import task_named
-from residual_mass.benchmarks.examples import Doc
+from residual_mass.benchmarks.catalogue import Doc, task_named
 
 MODULES = {"ruler": "ruler.common_utils", "babilong": "babilong.common_utils", "longbench": "longbench.metrics"}
 """Modules of the scoring functions, below `lm_eval.tasks`."""

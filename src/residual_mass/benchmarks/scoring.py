@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass.benchmarks.catalogue import Task, task_named
+from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import (
@@ -40,37 +40,6 @@ FULL = ArmSpec("full")
 RERUN = "run the generate stage again"
 
 
-@dataclass(frozen=True)
-class Flips:
-    """Answers that an arm turns, relative to full on the same examples (arXiv 2407.09141)."""
-
-    right_to_wrong: int
-    wrong_to_right: int
-
-
-@dataclass(frozen=True)
-class ArmScore:
-    """The score of an arm on a task or over all tasks: one line of the result table.
-
-    Attributes:
-        value: by the harness's scorer.
-        original: by the scorer of the benchmark's authors.
-        gain: difference to topk at the same budget; None for full and topk, or without topk.
-        full_gap: difference to full; None for full, or without it.
-        flips: None as `full_gap`, and where answers are not right or wrong.
-        ks: exact keys beyond the anchors, per example.
-        cuts: tokens cut off the prompt, per example.
-    """
-
-    value: MeanScore
-    original: MeanScore
-    gain: Comparison | None
-    full_gap: Comparison | None
-    flips: Flips | None
-    ks: list[int]
-    cuts: list[int]
-
-
 def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> None:
     """The `score` stage: one CSV row per task and arm, then the rows over all tasks."""
     record = Record("score", spec, [prompts, *generations])
@@ -79,21 +48,10 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
         task: load_prompts(prompts, task, min(spec.examples, entry["examples"]))
         for task, entry in manifest["tasks"].items()
     }
-    cells = collect(generations, examples, spec.arms)
-    arms = list(dict.fromkeys(arm for _, arm in cells))
-    phi = {arm: rows[0]["phi_sha"] or "" for (_, arm), rows in cells.items()}
-    scores = {
-        task: _score_task(spec, task, examples[task], {arm: cells[task, arm] for arm in arms}) for task in examples
-    }
-    scores["all"] = {arm: _over_tasks([of_task[arm] for of_task in scores.values()]) for arm in arms}
-    lines = []
-    for task, of_task in scores.items():
-        metric = metric_of_mean(entry.metric for entry in _covered(spec, manifest, task))
-        about, beating = _about(spec, manifest, task, metric), _better_than_full(task, of_task, metric)
-        lines += [
-            {**about, **_arm_fields(arm, phi[arm]), **_numbers(score), "flags": _flags(score, metric, arm in beating)}
-            for arm, score in of_task.items()
-        ]
+    answers = collect(generations, examples, spec.arms)
+    scores = {task: _score_task(spec, task, examples[task], answers[task]) for task in examples}
+    lines = [line for task in examples for line in _lines(spec, manifest, task, {task: scores[task]})]
+    lines += _lines(spec, manifest, "all", scores)
     write_text(out, csv_text(RESULTS, lines))
     record.write(out)
 
@@ -107,7 +65,7 @@ def join(results: Sequence[Path], out: Path) -> None:
 
 def collect(
     generations: Sequence[Path], examples: Mapping[str, Sequence[Prompt]], arms: Sequence[ArmSpec] | None = None
-) -> dict[tuple[str, ArmSpec], list[Row]]:
+) -> dict[str, dict[ArmSpec, list[Row]]]:
     """The rows of all files by task and arm, in the order of the examples; a file may hold some tasks or arms only.
 
     Args:
@@ -134,19 +92,19 @@ def collect(
             cell[index] = row
     ordered = sorted({arm for _, arm in found} | set(arms or ()), key=_canonical)
     for task, arm in product(examples, ordered):
-        _check_complete(found.get((task, arm), {}), len(examples[task]), generations, _name(task, arm))
-    return {(t, arm): [found[t, arm][i] for i in range(len(examples[t]))] for t in examples for arm in ordered}
+        count = len(examples[task])
+        if missing := [str(i) for i in range(count) if i not in found.get((task, arm), {})]:
+            listed, searched = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5), ", ".join(map(str, generations))
+            what = f"{_name(task, arm)} lacks {len(missing)} of {count} examples ({listed})"
+            raise ValueError(f"{searched}: {what}; {RERUN}")
+    return {
+        task: {arm: [found[task, arm][i] for i in range(len(prompts))] for arm in ordered}
+        for task, prompts in examples.items()
+    }
 
 
 def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
     return names().index(arm.method), arm.budget_percent or 0.0, arm.maps or ""
-
-
-def _check_complete(cell: dict[int, Row], examples: int, files: Sequence[Path], name: str) -> None:
-    if missing := [str(i) for i in range(examples) if i not in cell]:
-        listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        searched = ", ".join(map(str, files))
-        raise ValueError(f"{searched}: {name} lacks {len(missing)} of {examples} examples ({listed}); {RERUN}")
 
 
 def _name(task: str, arm: ArmSpec) -> str:
@@ -154,139 +112,115 @@ def _name(task: str, arm: ArmSpec) -> str:
     return " ".join(part for part in (task, arm.method, budget, arm.maps) if part)
 
 
-def _score_task(
-    spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[Row]]
-) -> dict[ArmSpec, ArmScore]:
-    harness, original = _example_scores(spec.benchmark, task, prompts, list(rows.values()))
-    values, metric = dict(zip(rows, harness, strict=True)), task_named(spec.benchmark, task).metric
-    pairs = [(arm, other) for arm in rows for other in (_baseline(arm), FULL) if other in rows and other != arm]
-    resampling = spec.bootstrap_resamples, spec.seed, task
-    estimates = estimate_arms(np.concatenate([harness, original]), *resampling)
-    differences = np.array([values[arm] - values[other] for arm, other in pairs]).reshape(len(pairs), len(prompts))
-    compared = dict(zip(pairs, compare_arms(differences, *resampling), strict=True))
-    return {
-        arm: ArmScore(
-            value=estimates[number],
-            original=estimates[len(rows) + number],
-            gain=compared.get((arm, _baseline(arm))),
-            full_gap=compared.get((arm, FULL)),
-            flips=_flips(metric, values[FULL], values[arm]) if (arm, FULL) in compared else None,
-            ks=[row["k"] for row in rows[arm]],
-            cuts=[row["cut_tokens"] for row in rows[arm]],
-        )
-        for number, arm in enumerate(rows)
-    }
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of all arms on a task.
+
+    Attributes:
+        rows: generations of each arm.
+        value: by the harness's scorer.
+        original: by the scorer of the benchmark's authors.
+        gain: differences to topk at the same budget, of arms with a residual estimate where there is a topk.
+        full_gap: differences to full, of the other arms where there is full.
+        turned: answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141); of arms with
+            a `full_gap`, where answers are right or wrong.
+    """
+
+    rows: dict[ArmSpec, list[Row]]
+    value: dict[ArmSpec, MeanScore]
+    original: dict[ArmSpec, MeanScore]
+    gain: dict[ArmSpec, Comparison]
+    full_gap: dict[ArmSpec, Comparison]
+    turned: dict[ArmSpec, tuple[int, int]]
 
 
-def _example_scores(
-    benchmark: str, task: str, prompts: Sequence[Prompt], arms: Sequence[Sequence[Row]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores by the harness and by the benchmark's authors, each (arms, examples)."""
-    scores = np.empty((2, len(arms), len(prompts)))
+def _score_task(spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[Row]]) -> TaskScores:
+    arms, metric = list(rows), task_named(spec.benchmark, task).metric
+    scores = np.empty((2, len(arms), len(prompts)))  # by the harness and by the authors
     for index, prompt in enumerate(prompts):
-        texts = [rows[index]["text"] for rows in arms]
-        of_text = {text: both_scores(benchmark, task, prompt.doc, text) for text in dict.fromkeys(texts)}
+        texts = [of_arm[index]["text"] for of_arm in rows.values()]
+        of_text = {text: both_scores(spec.benchmark, task, prompt.doc, text) for text in dict.fromkeys(texts)}
         scores[:, :, index] = np.array([of_text[text] for text in texts]).T
-    return scores[0], scores[1]
+    harness = dict(zip(arms, scores[0], strict=True))
+    pairs = [(arm, ArmSpec("topk", arm.budget_percent)) for arm in arms if arm.method not in ("full", "topk")]
+    pairs = [pair for pair in pairs if pair[1] in rows] + [(arm, FULL) for arm in arms if FULL in rows and arm != FULL]
+    differences = np.array([harness[arm] - harness[other] for arm, other in pairs]).reshape(len(pairs), len(prompts))
+    resampling = spec.bootstrap_resamples, spec.seed, task
+    estimates = estimate_arms(scores.reshape(-1, len(prompts)), *resampling)
+    compared = dict(zip(pairs, compare_arms(differences, *resampling), strict=True))
+    right = {} if metric.right is None else {arm: np.array([metric.is_right(x) for x in harness[arm]]) for arm in arms}
+    return TaskScores(
+        rows,
+        dict(zip(arms, estimates[: len(arms)], strict=True)),
+        dict(zip(arms, estimates[len(arms) :], strict=True)),
+        {arm: each for (arm, other), each in compared.items() if other != FULL},
+        {arm: each for (arm, other), each in compared.items() if other == FULL},
+        {
+            arm: (int((right[FULL] & ~right[arm]).sum()), int((~right[FULL] & right[arm]).sum()))
+            for arm, other in pairs if other == FULL and right
+        },
+    )  # fmt: skip
 
 
-def _baseline(arm: ArmSpec) -> ArmSpec | None:
-    """The arm that the gain of an arm with a residual estimate is measured against."""
-    return ArmSpec("topk", arm.budget_percent) if arm.method not in ("full", "topk") else None
+def _lines(
+    spec: ScoreSpec, manifest: dict[str, Any], task: str, scores: Mapping[str, TaskScores]
+) -> Iterator[dict[str, str]]:
+    """The rows of all arms over the tasks of `scores`."""
+    entries, tasks = [task_named(spec.benchmark, name) for name in scores], list(scores.values())
+    metric, kinds = metric_of_mean(entry.metric for entry in entries), {e.data(spec.data_source) for e in entries}
+    about = {
+        "benchmark": spec.benchmark, "backbone": spec.backbone.name, "length": spec.length, "task": task,
+        "metric": metric.name, "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
+        "decoding": spec.decoding, "study": spec.study, "model_id": spec.backbone.model_id,
+        "revision": spec.backbone.revision, "prompts_sha": manifest["sha256"], "weights": spec.backbone.weights,
+    }  # fmt: skip
+    gaps = {arm: compare_over_tasks([of_task.full_gap[arm] for of_task in tasks]) for arm in tasks[0].full_gap}
+    beating = _better_than_full(task, gaps, metric)
+    for arm in tasks[0].rows:
+        rows = [row for of_task in tasks for row in of_task.rows[arm]]
+        value = estimate_over_tasks([of_task.value[arm] for of_task in tasks])
+        numbers = _mean("", value) | _mean("original_", estimate_over_tasks([each.original[arm] for each in tasks]))
+        numbers |= {
+            "k_mean": np.mean([row["k"] for row in rows]),
+            "k_zero_share": np.mean([row["k"] == 0 for row in rows]),
+            "cut_share": np.mean([row["cut_tokens"] > 0 for row in rows]),
+        }
+        if arm in tasks[0].gain:
+            gain = compare_over_tasks([of_task.gain[arm] for of_task in tasks])
+            low, high = gain.mean.interval
+            numbers |= {"gain": gain.mean.value, "gain_ci_low": low, "gain_ci_high": high}
+            numbers |= {"gain_p": gain.p, "mde": gain.detectable}
+        if arm in gaps:
+            numbers |= {"full_gap": gaps[arm].mean.value, "full_gap_p": gaps[arm].p}
+        counts = {"n": len(rows)}
+        if turned := [of_task.turned[arm] for of_task in tasks if arm in of_task.turned]:
+            if len(turned) == len(tasks):
+                counts["right_to_wrong"], counts["wrong_to_right"] = (sum(each) for each in zip(*turned, strict=True))
+        yield {
+            **about,
+            "method": arm.method,
+            "budget_percent": "" if arm.budget_percent is None else f"{arm.budget_percent:g}",
+            "maps": arm.maps or "",
+            "phi_sha": rows[0]["phi_sha"] or "",
+            "flags": " ".join(sorted({*metric.flags(value.value), *["beats_full"] * (arm in beating)})),
+            **{name: _number(number) for name, number in numbers.items()},
+            **{name: str(count) for name, count in counts.items()},
+        }
 
 
-def _flips(metric: Metric, of_full: np.ndarray, of_arm: np.ndarray) -> Flips | None:
-    if metric.right is None:
-        return None
-    right = [(metric.is_right(before), metric.is_right(after)) for before, after in zip(of_full, of_arm, strict=True)]
-    return Flips(right.count((True, False)), right.count((False, True)))
-
-
-def _sum(flips: Sequence[Flips]) -> Flips:
-    return Flips(sum(each.right_to_wrong for each in flips), sum(each.wrong_to_right for each in flips))
-
-
-def _over_tasks(tasks: Sequence[ArmScore]) -> ArmScore:
-    gains = [task.gain for task in tasks if task.gain is not None]
-    gaps = [task.full_gap for task in tasks if task.full_gap is not None]
-    flips = [task.flips for task in tasks if task.flips is not None]
-    return ArmScore(
-        value=estimate_over_tasks([task.value for task in tasks]),
-        original=estimate_over_tasks([task.original for task in tasks]),
-        gain=compare_over_tasks(gains) if gains else None,
-        full_gap=compare_over_tasks(gaps) if gaps else None,
-        flips=_sum(flips) if len(flips) == len(tasks) else None,
-        ks=[k for task in tasks for k in task.ks],
-        cuts=[cut for task in tasks for cut in task.cuts],
-    )
-
-
-def _better_than_full(task: str, scores: Mapping[ArmSpec, ArmScore], metric: Metric) -> set[ArmSpec]:
+def _better_than_full(task: str, gaps: Mapping[ArmSpec, Comparison], metric: Metric) -> set[ArmSpec]:
     """The arms significantly better than full, Holm-adjusted over the partial arms of the task; each is reported."""
-    gaps = {arm: score.full_gap for arm, score in scores.items() if score.full_gap is not None}
     adjusted = dict(zip(gaps, holm([gap.p for gap in gaps.values()]), strict=True))
     beating = {arm for arm, gap in gaps.items() if metric.better(gap.mean.value, 0) and adjusted[arm] < SIGNIFICANT}
     for arm in sorted(beating, key=_canonical):
         logger.warning(
             "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
-            _name(task, arm),
-            metric.better_side,
-            adjusted[arm],
-        )
+            _name(task, arm), metric.better_side, adjusted[arm],
+        )  # fmt: skip
     return beating
 
 
-def _flags(score: ArmScore, metric: Metric, beats_full: bool) -> str:
-    return " ".join(sorted({*metric.flags(score.value.value), *["beats_full"] * beats_full}))
-
-
-def _covered(spec: ScoreSpec, manifest: dict[str, Any], task: str) -> list[Task]:
-    return [task_named(spec.benchmark, name) for name in (manifest["tasks"] if task == "all" else [task])]
-
-
-def _about(spec: ScoreSpec, manifest: dict[str, Any], task: str, metric: Metric) -> dict[str, str]:
-    """The columns that all lines of a task, or of `all`, have in common."""
-    kinds = {entry.data(spec.data_source) for entry in _covered(spec, manifest, task)}
-    return {
-        "benchmark": spec.benchmark,
-        "backbone": spec.backbone.name,
-        "length": spec.length,
-        "task": task,
-        "metric": metric.name,
-        "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
-        "decoding": spec.decoding,
-        "study": spec.study,
-        "model_id": spec.backbone.model_id,
-        "revision": spec.backbone.revision,
-        "prompts_sha": manifest["sha256"],
-        "weights": spec.backbone.weights,
-    }
-
-
-def _arm_fields(arm: ArmSpec, phi_sha: str) -> dict[str, str]:
-    budget = "" if arm.budget_percent is None else f"{arm.budget_percent:g}"
-    return {"method": arm.method, "budget_percent": budget, "maps": arm.maps or "", "phi_sha": phi_sha}
-
-
-def _numbers(score: ArmScore) -> dict[str, str]:
-    numbers = {
-        **_mean_fields("", score.value),
-        **_mean_fields("original_", score.original),
-        "k_mean": np.mean(score.ks),
-        "k_zero_share": np.mean([k == 0 for k in score.ks]),
-        "cut_share": np.mean([cut > 0 for cut in score.cuts]),
-    }
-    if score.gain:
-        low, high = score.gain.mean.interval
-        numbers |= {"gain": score.gain.mean.value, "gain_ci_low": low, "gain_ci_high": high}
-        numbers |= {"gain_p": score.gain.p, "mde": score.gain.detectable}
-    if score.full_gap:
-        numbers |= {"full_gap": score.full_gap.mean.value, "full_gap_p": score.full_gap.p}
-    counts = {"n": len(score.ks)} | (vars(score.flips) if score.flips else {})
-    return {name: _number(number) for name, number in numbers.items()} | {name: str(n) for name, n in counts.items()}
-
-
-def _mean_fields(prefix: str, mean: MeanScore) -> dict[str, float | None]:
+def _mean(prefix: str, mean: MeanScore) -> dict[str, float | None]:
     low, high = mean.interval
     fields = {"value": mean.value, "stderr": mean.stderr, "ci_low": low, "ci_high": high}
     return {prefix + name: number for name, number in fields.items()}

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from residual_mass.benchmarks.catalogue import metric_of
-from residual_mass.benchmarks.decoding import decoding_settings
+from residual_mass.benchmarks.columns import decoding_settings
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published

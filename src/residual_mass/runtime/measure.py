@@ -17,12 +17,14 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -36,19 +38,40 @@ from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.provenance import MANIFEST, Record, device_name
-from residual_mass.runtime.attention_kernels import LAST, kernels_on, with_each
-from residual_mass.runtime.columns import RUNTIME
-from residual_mass.runtime.memory import decoding_bytes, free_bytes, gigabytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import Implementation, copy_bandwidth, prompt_bytes, step_traffic, wait_for
+from residual_mass.runtime.traffic import (
+    Implementation,
+    copy_bandwidth,
+    decoding_bytes,
+    free_bytes,
+    gigabytes,
+    prompt_bytes,
+    shortfall,
+    step_traffic,
+    wait_for,
+)
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
 log = logging.getLogger(__name__)
 
+RUNTIME = (
+    "study backbone implementation method context batch budget_percent k per_step_ms per_step_low_ms per_step_high_ms "
+    "prefill_ms end_to_end_ms recording_ms peak_memory_mib step_bytes floor_ms bandwidth_gb_s state_bytes "
+    "tokens_as_prototype attention_kernels not_measured repeats weights phi_weights dtype device model_id revision"
+).split()
 STEPS = 31
 """Decoded tokens after the first, which comes from the prefill."""
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
+Result = TypeVar("Result")
+LAST = "math"
+"""The attention kernel of separate operations: takes every shape and dtype, and much more time and memory than others."""
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    LAST: SDPBackend.MATH,
+}
 
 
 @dataclass(frozen=True)
@@ -103,13 +126,9 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
     backbone = load_backbone(spec.backbone, assets)
     rows = list(measure(spec, backbone.model))
     facts = {
-        "study": spec.study,
-        "backbone": spec.backbone.name,
-        "weights": spec.backbone.weights,
-        "dtype": spec.backbone.dtype,
-        "model_id": spec.backbone.model_id,
-        "revision": spec.backbone.revision,
-    }
+        "study": spec.study, "backbone": spec.backbone.name, "weights": spec.backbone.weights,
+        "dtype": spec.backbone.dtype, "model_id": spec.backbone.model_id, "revision": spec.backbone.revision,
+    }  # fmt: skip
     write_text(out, csv_text(RUNTIME, [facts | row for row in rows]))
     record.write(out, device=backbone.device, identity=backbone.identity)
 
@@ -178,17 +197,8 @@ def _measured(timing: Timing | str, pass_seconds: float, baseline: Tensor | None
     """Returns the measured columns, or why a setting does not fit."""
     if isinstance(timing, str):
         return {"not_measured": timing}
+    step, before = timing.step, pass_seconds + timing.build
     equal = "" if baseline is None else f"{float((timing.tokens == baseline).float().mean()):.3f}"
-    return {
-        **_milliseconds(timing, pass_seconds),
-        "peak_memory_mib": "" if timing.peak is None else f"{timing.peak / 2**20:.1f}",
-        "tokens_as_prototype": equal,
-    }
-
-
-def _milliseconds(timing: Timing, pass_seconds: float) -> dict[str, str]:
-    step = timing.step
-    before = pass_seconds + timing.build
     return {
         "per_step_ms": f"{1e3 * step:.3f}",
         "per_step_low_ms": f"{1e3 * min(timing.steps):.3f}",
@@ -196,6 +206,8 @@ def _milliseconds(timing: Timing, pass_seconds: float) -> dict[str, str]:
         "prefill_ms": f"{1e3 * before:.3f}",
         "end_to_end_ms": f"{1e3 * (before + STEPS * step):.3f}",
         "recording_ms": "" if timing.recording is None else f"{1e3 * timing.recording:.3f}",
+        "peak_memory_mib": "" if timing.peak is None else f"{timing.peak / 2**20:.1f}",
+        "tokens_as_prototype": equal,
     }
 
 
@@ -244,6 +256,26 @@ def _best(
     ordered = sorted(timings, key=lambda name: timings[name].step)
     told = [f"{name} {1e3 * timings[name].step:.3f}" for name in ordered]
     return timings[ordered[0]], "; ".join([*told, *(f"{name} {why}" for name, why in lacking.items())])
+
+
+def kernels_on(device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels to choose among; none on a CPU, where torch's own choice is taken."""
+    return tuple(KERNELS) if device.type == "cuda" else ()
+
+
+def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Result | None]:
+    """Returns what some work with attention gives under each of these kernels alone; None where one refuses."""
+    results: dict[str, Result | None] = {}
+    for name in names:
+        try:
+            with sdpa_kernel(KERNELS[name]):
+                results[name] = work()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # is no refusal
+            raise
+        except RuntimeError as refusal:
+            log.info("attention kernel %s is not available: %s", name, str(refusal).partition("\n")[0])
+            results[name] = None
+    return results
 
 
 def _attempt(

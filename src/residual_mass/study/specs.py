@@ -162,7 +162,7 @@ class ScoreSpec(Resampling):
     arms: tuple[ArmSpec, ...] | None
     """Arms to score; null scores every arm that the generations hold."""
     decoding: str
-    """How the texts were generated: `benchmarks.decoding.decoding_words`, which the result CSV repeats."""
+    """How the texts were generated: `benchmarks.columns.decoding_words`, which the result CSV repeats."""
     recipe: int
 
 

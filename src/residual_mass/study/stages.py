@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from snakemake.io import expand
 
 from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.benchmarks.decoding import decoding_words
+from residual_mass.benchmarks.columns import decoding_words
 from residual_mass.core.settings import MapsSpec, length_and_variant, maps_label, tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.methods import method_named

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from residual_mass.benchmarks import babilong, ruler
-from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, harness_requests
+from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, tasks_of
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("babilong", 1024)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from residual_mass.benchmarks.catalogue import BENCHMARKS, task_named, tasks_of, too_long
-from residual_mass.benchmarks.examples import harness_config
+from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, task_named, tasks_of, too_long
 
 EVERY_TASK = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
 

@@ -21,7 +21,7 @@ from residual_mass.backbones.hook import attention_hook
 from residual_mass.backbones.loading import Backbone, load_backbone
 from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import force
-from residual_mass.benchmarks.examples import harness_requests
+from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.store import Row, RowStore
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, sha256_of

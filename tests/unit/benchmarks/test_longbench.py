@@ -11,8 +11,7 @@ import pytest
 from tests.small_assets import HAYSTACK
 
 from residual_mass.benchmarks import longbench
-from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.benchmarks.examples import Doc, DoesNotFitError, harness_requests, harness_task
+from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, DoesNotFitError, harness_requests, harness_task
 
 TASKS = tuple(task.name for task in BENCHMARKS["longbench"])
 QUESTION_TASKS = ("longbench_musique", "longbench_hotpotqa")

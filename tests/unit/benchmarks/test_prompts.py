@@ -14,8 +14,7 @@ import pytest
 
 from residual_mass import frozen_prompts
 from residual_mass.benchmarks import prompts, ruler
-from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.benchmarks.examples import DoesNotFitError, harness_config, harness_requests, seeded
+from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, seeded, tasks_of
 from residual_mass.provenance import recorded
 from residual_mass.study.specs import PromptsSpec
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.benchmarks.examples import Doc, harness_config, harness_requests, harness_task
+from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, harness_config, harness_requests, harness_task
 from residual_mass.benchmarks.ruler import build_examples
 from residual_mass.benchmarks.scorers import both_scores, harness_score, original_score, saturated
 

@@ -24,10 +24,15 @@ from residual_mass.backbones.prefill import Prefill, prefill
 from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.runtime import measure
-from residual_mass.runtime.attention_kernels import with_each
-from residual_mass.runtime.memory import decoding_bytes, free_bytes, shortfall
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import copy_bandwidth, copy_rates, step_traffic
+from residual_mass.runtime.traffic import (
+    copy_bandwidth,
+    copy_rates,
+    decoding_bytes,
+    free_bytes,
+    shortfall,
+    step_traffic,
+)
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
@@ -119,7 +124,7 @@ def test_a_fault_of_the_device_is_not_taken_for_a_kernel_that_refuses() -> None:
         raise torch.AcceleratorError("an illegal memory access")
 
     with pytest.raises(torch.AcceleratorError):
-        with_each(("math",), faulty)
+        measure.with_each(("math",), faulty)
 
 
 def test_a_method_without_a_fast_step_is_refused(tiny_assets: Path, tmp_path: Path) -> None:

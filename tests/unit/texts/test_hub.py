@@ -23,8 +23,7 @@ from tests.small_hub import Repository, SmallHub, serving
 
 from residual_mass.backbones.loading import load_backbone
 from residual_mass.benchmarks import babilong, longbench, ruler
-from residual_mass.benchmarks.catalogue import BENCHMARKS, parts_of
-from residual_mass.benchmarks.examples import harness_config
+from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, parts_of
 from residual_mass.files import sha256_of, write_json
 from residual_mass.study.prefetch import hub_needs, missing
 from residual_mass.study.specs import BackboneSpec
