@@ -65,7 +65,7 @@ STEPS = 31
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
 Result = TypeVar("Result")
 LAST = "math"
-"""The attention kernel of separate operations: takes every shape and dtype, and much more time and memory than others."""
+"""The attention kernel of separate operations: takes every shape and dtype, and more time and memory than others."""
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
