@@ -12,12 +12,12 @@ from shared_prefill import ARMS, SMOL
 from timing import alternate, report
 from torch import Tensor
 
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.forced import ForcedDecoder
-from residual_mass.backbones.hook import attention_hook
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.hook import attention_hook
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.texts.corpora import held_out_corpus
 
 TOLERANCE = 1e-3

@@ -22,12 +22,6 @@ from torch import Tensor
 from training_pass import LLAMA, random_llama, whole_passes
 from transformers import LlamaConfig, PreTrainedModel
 
-from residual_mass.backbones.engine import SharedPrefillEngine, Work
-from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.backbones.prefill import Prefill, prefill
-from residual_mass.backbones.prefix import map_heads
-from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers, prepared
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path
 from residual_mass.core.selection import largest
@@ -36,6 +30,12 @@ from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.engine import SharedPrefillEngine, Work
+from residual_mass.model.loading import Backbone
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.prefill import Prefill, prefill
+from residual_mass.model.prefix import map_heads
+from residual_mass.model.static_decode import StaticDecoder, fill_buffers, prepared
 from residual_mass.provenance import code_version, device_name
 from residual_mass.runtime.measure import RUNTIME, kernels_on, measure, with_each
 from residual_mass.runtime.prototype import PrototypeDecoder
@@ -59,7 +59,7 @@ EVALUATION = "backbone context arms prefill_s prepare_s token_ms peak_gib ruler_
 TRAINING = "backbone context precision teacher_s sequence_s peak_gib".split()
 """Columns of the rows of these parts."""
 GPU_TESTS = (
-    "tests/unit/core/test_fused_triton.py", "tests/unit/backbones/test_gpu.py", "tests/unit/runtime/test_decoders.py",
+    "tests/unit/core/test_fused_triton.py", "tests/unit/model/test_gpu.py", "tests/unit/runtime/test_decoders.py",
     "tests/unit/runtime/test_measure.py", "tests/unit/training/test_training_on_gpu.py",
 )  # fmt: skip
 """Those that need no package but the few that this check needs, and pytest."""

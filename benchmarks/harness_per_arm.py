@@ -16,14 +16,14 @@ import torch
 from shared_prefill import ARMS, SMOL
 from timing import alternate, report
 
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.partial import partial_kv
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import Doc, harness_requests, harness_task
 from residual_mass.benchmarks.scorers import harness_score
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.partial import partial_kv
+from residual_mass.model.phi_maps import PhiMaps
 
 Answers = list[list[tuple[str, float]]]
 """Text and score by arm, then by task and example."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from timing import alternate, report
 
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import held_out_corpus
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.training.learner import row_losses
 from residual_mass.training.teacher import LayerTrace

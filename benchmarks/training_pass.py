@@ -28,9 +28,9 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import training_corpus

@@ -12,7 +12,7 @@ from tests.records import give_manifest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from residual_mass.backbones.loading import Backbone, load_backbone
+from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.study.specs import BackboneSpec
 
 if find_spec("hypothesis") is not None:  # the tests of the GPU check do without

@@ -15,10 +15,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from residual_mass.backbones.loading import load_backbone
 from residual_mass.core.moments import moments_of, truncated_terms
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers
+from residual_mass.model.loading import load_backbone
 from residual_mass.paper.figures.style import DPI, paper_style
 from residual_mass.study.plan import load
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.greedy import partial_generate
-    from residual_mass.backbones.partial import partial_kv
-    from residual_mass.backbones.phi_maps import PhiMaps
+    from residual_mass.model.greedy import partial_generate
+    from residual_mass.model.partial import partial_kv
+    from residual_mass.model.phi_maps import PhiMaps
 
 __version__ = "0.1.0"
 __all__ = ["PhiMaps", "__version__", "partial_generate", "partial_kv"]
@@ -20,15 +20,15 @@ __all__ = ["PhiMaps", "__version__", "partial_generate", "partial_kv"]
 def __getattr__(name: str) -> Any:
     """Loads transformers only when the library's entry points are asked for."""
     if name == "partial_kv":
-        from residual_mass.backbones.partial import partial_kv
+        from residual_mass.model.partial import partial_kv
 
         return partial_kv
     if name == "partial_generate":
-        from residual_mass.backbones.greedy import partial_generate
+        from residual_mass.model.greedy import partial_generate
 
         return partial_generate
     if name == "PhiMaps":
-        from residual_mass.backbones.phi_maps import PhiMaps
+        from residual_mass.model.phi_maps import PhiMaps
 
         return PhiMaps
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -61,8 +61,8 @@ def ended_within(pid: int, seconds: float) -> bool:
 
 
 def _serve() -> None:
-    import residual_mass.backbones.engine  # noqa: F401  # what stages import once they are at work
     import residual_mass.cli  # noqa: F401
+    import residual_mass.model.engine  # noqa: F401  # what stages import once they are at work
 
     for line in sys.stdin.buffer:
         question = json.loads(line)

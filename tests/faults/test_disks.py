@@ -17,9 +17,9 @@ from tests.needs import MOUNTS
 from tests.unit.benchmarks.test_generation_store import stored_row
 from tests.unit.texts.test_assets import SOURCES, make_wheel, write_pins
 
-from residual_mass.backbones.phi_maps import write_safetensors
 from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.files import require_writable, write_parquet, write_text
+from residual_mass.model.phi_maps import write_safetensors
 from residual_mass.texts import assets
 
 KEPT = "what was there before is kept; make room on its disk, or make its folder writable, and run this again"

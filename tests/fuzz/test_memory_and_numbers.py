@@ -16,15 +16,15 @@ from tests.records import give_manifest, record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 from torch import nn
 
-from residual_mass.backbones import engine as engine_module
-from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.benchmarks import generate, prompts
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import capture, kernels, residual_errors
 from residual_mass.files import read_jsonl
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model import engine as engine_module
+from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.study.specs import (
     BackboneSpec,
     CaptureSpec,

@@ -16,10 +16,10 @@ import pytest
 import torch
 from damage import CUT, FLIPPED, Damage
 
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.core.settings import MapSpec
 from residual_mass.files import jsonl, read_json, read_jsonl, sha256_text
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.training.trainer import read_checkpoint, write_checkpoint
 
 QUICK, THOROUGH = 8, 200

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from residual_mass.backbones.loading import Backbone
+from residual_mass.model.loading import Backbone
 
 ROOT = Path(__file__).parents[2]
 MODEL = "results/assets/models/smollm2-135m-instruct"

@@ -16,18 +16,18 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tests.unit.backbones.test_decoding import random_maps
-from tests.unit.backbones.test_forced import MaskedTopK
+from tests.unit.model.test_decoding import random_maps
+from tests.unit.model.test_forced import MaskedTopK
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3NextConfig
 
-from residual_mass.backbones.hook import attention_hook
-from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.hook import attention_hook
+from residual_mass.model.loading import Backbone
 
 GENERATION = {
     "lines": {"until": ["\n"], "max_gen_toks": 12},
@@ -222,7 +222,7 @@ def test_a_rolling_likelihood_under_topk_is_that_of_a_mask_chunk_by_chunk(tiny_b
 
 
 def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    from residual_mass.backbones import engine
+    from residual_mass.model import engine
 
     model, read, forward = PartialKV(**options_of(tiny_backbone)), [], engine.prefill
     monkeypatch.setattr(

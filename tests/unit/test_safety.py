@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.conftest import TINY
 
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps, open_safetensors
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import PhiMaps, open_safetensors
 from residual_mass.study.specs import BackboneSpec
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_weights_that_are_a_pickle_are_refused_and_not_run(
     with pytest.raises(ValueError, match=r"model\.safetensors: no such file"):
         load_backbone(TINY, tmp_path, torch.device("cpu"))
     on_hub = BackboneSpec(**{**vars(TINY), "source": "hub"})
-    monkeypatch.setattr("residual_mass.backbones.loading._location", lambda *_: (str(folder), {}))
+    monkeypatch.setattr("residual_mass.model.loading._location", lambda *_: (str(folder), {}))
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         load_backbone(on_hub, tmp_path, torch.device("cpu"))
     assert not (tmp_path / "pwned").exists()

@@ -119,8 +119,8 @@ import sys
 from pathlib import Path
 import torch
 from residual_mass import PhiMaps, partial_kv
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import HeadShape
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import HeadShape
 from residual_mass.cli import main
 from residual_mass.provenance import Record
 from residual_mass.study.specs import parse_spec

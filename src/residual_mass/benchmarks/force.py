@@ -22,8 +22,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from residual_mass.backbones.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
-from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY
 from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
@@ -32,12 +30,14 @@ from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
 from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
+from residual_mass.model.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.forced import ForcedDecoder
+    from residual_mass.model.forced import ForcedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -238,8 +238,8 @@ def _compute(
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
 
-    from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
-    from residual_mass.backbones.forced import ForcedDecoder
+    from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine
+    from residual_mass.model.forced import ForcedDecoder
 
     _check_vocabulary(spec, backbone.model, missing)
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)

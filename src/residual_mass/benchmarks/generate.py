@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from residual_mass.backbones.loading import backbone_identity, load_backbone, load_tokenizer
-from residual_mass.backbones.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.benchmarks.encoded import Example, encoded, reference_texts
 from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
@@ -25,12 +23,14 @@ from residual_mass.core.settings import MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.loading import backbone_identity, load_backbone, load_tokenizer
+from residual_mass.model.phi_maps import PhiMaps, require_maps_of, require_one_file_each
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import GenerateSpec
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.engine import Generation, SharedPrefillEngine
-    from residual_mass.backbones.loading import Backbone
+    from residual_mass.model.engine import Generation, SharedPrefillEngine
+    from residual_mass.model.loading import Backbone
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def _compute(
     """Decodes `batches` and adds their missing rows to the store; returns facts for the record."""
     from tqdm import tqdm
 
-    from residual_mass.backbones.engine import SharedPrefillEngine
+    from residual_mass.model.engine import SharedPrefillEngine
 
     backbone = load_backbone(spec.backbone, assets)
     assert backbone.identity == identity
@@ -231,7 +231,7 @@ def _decoded(
     Raises:
         ValueError: a single example does not fit, or its values are not finite.
     """
-    from residual_mass.backbones.engine import NotFiniteError
+    from residual_mass.model.engine import NotFiniteError
 
     generations: list[list[Generation]] = []
     while rest := examples[len(generations) :]:

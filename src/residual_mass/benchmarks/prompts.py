@@ -62,7 +62,7 @@ BUILDERS: dict[str, Builder] = {
 
 def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     """The `prompts` stage: builds every task that fits the length; writes the task files, then the manifest `out`."""
-    from residual_mass.backbones.loading import load_tokenizer
+    from residual_mass.model.loading import load_tokenizer
 
     record = Record("prompts", spec, [assets / MANIFEST])
     length = tokens_of(spec.length)

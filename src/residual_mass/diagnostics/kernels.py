@@ -14,15 +14,15 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps, require_one_file_each
-from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps, require_one_file_each
+from residual_mass.model.prefix import map_heads
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import KernelsSpec
 

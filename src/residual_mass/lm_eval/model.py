@@ -21,14 +21,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.forced import ForcedDecoder
-from residual_mass.backbones.loading import adopted
-from residual_mass.backbones.partial import make_arm, partial_kv, partial_session, require_maps
-from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefix import PrefixLayer, build_prefix
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.loading import adopted
+from residual_mass.model.partial import make_arm, partial_kv, partial_session, require_maps
+from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.prefix import PrefixLayer, build_prefix
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
 """Options of HFLM with which attention is spread, wrapped or computed in other ways than were tested."""

@@ -17,10 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from residual_mass.backbones.hook import attention_hook, device_of
-from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefill import Prefill
-from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.accounting import (
     Retrieved,
     SummaryState,
@@ -37,6 +33,10 @@ from residual_mass.core.selection import Selected
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import full_prefix, partition
 from residual_mass.methods import method_named
+from residual_mass.model.hook import attention_hook, device_of
+from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.prefill import Prefill
+from residual_mass.model.prefix import KEY_CHUNK
 
 
 class PrototypeDecoder:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.backbones.prefix import KEY_CHUNK
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods import Method, Step, method_named
 from residual_mass.methods.step_bytes import StepBytes, step_bytes
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.prefix import KEY_CHUNK
 
 Implementation = Literal["prototype", "fused"]
 FLOAT32 = 4

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from residual_mass.backbones.measured import grouped
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.feature_maps import (
     Baddbmm,
@@ -39,6 +37,8 @@ from residual_mass.core.output_matching import (
 from residual_mass.core.score_matching import Weights, score_matching_losses
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.settings import AnchorSpec, to_json, tokens_of
+from residual_mass.model.measured import grouped
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training.teacher import (

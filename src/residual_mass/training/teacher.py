@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residual_mass.backbones.hook import attention_hook, exact_attention
-from residual_mass.backbones.loading import Backbone
 from residual_mass.core.output_matching import (
     Targets,
     Window,
@@ -31,6 +29,8 @@ from residual_mass.core.output_matching import (
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import sha256_text
+from residual_mass.model.hook import attention_hook, exact_attention
+from residual_mass.model.loading import Backbone
 from residual_mass.study.sections import ReplaySpec
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle

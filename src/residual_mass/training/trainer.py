@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import read_safetensors, write_safetensors
 from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.phi_maps import read_safetensors, write_safetensors
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle, training_corpus

@@ -10,10 +10,10 @@ import pytest
 from tests.records import record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.benchmarks import prompts
 from residual_mass.core.settings import MapSpec
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.specs import BackboneSpec, PromptsSpec
 
 

@@ -15,11 +15,8 @@ import pytest
 import torch
 from tests.records import recorded
 from tests.small_assets import freeze_prompts
-from tests.unit.backbones.test_forced import MaskedTopK
+from tests.unit.model.test_forced import MaskedTopK
 
-from residual_mass.backbones.hook import attention_hook
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import force
 from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.store import Row, RowStore
@@ -28,6 +25,9 @@ from residual_mass.files import jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts
 from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.hook import attention_hook
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from tests.records import give_manifest, record, recorded
 
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import generate, scorers
 from residual_mass.benchmarks.encoded import cut_to, encoded
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.frozen_prompts import load_prompts, table_sha256
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec, GenerateSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -179,7 +179,7 @@ def test_no_model_is_loaded_when_nothing_is_missing(
     spec: GenerateSpec, begun: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("residual_mass.benchmarks.generate.load_backbone", None)
-    monkeypatch.setattr("residual_mass.backbones.phi_maps.PhiMaps.load", None)
+    monkeypatch.setattr("residual_mass.model.phi_maps.PhiMaps.load", None)
     assert len(begun(spec)) == 12
 
 

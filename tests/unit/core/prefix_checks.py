@@ -13,16 +13,16 @@ import torch
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
 from torch import Tensor
 
-from residual_mass.backbones import prefix_kernels
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefix import PrefixLayer, Summary, arm_rows, build_prefix, read_prefix, terms_of
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import SummaryState, Terms, key_features, summarise
 from residual_mass.core.fused import triton_path, triton_prefix
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model import prefix_kernels
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.loading import Backbone
+from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.prefix import PrefixLayer, Summary, arm_rows, build_prefix, read_prefix, terms_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAPERS = ["topk", "topk_phi", "topk_phi_nosub"]

@@ -11,10 +11,10 @@ from tests.conftest import TINY
 from tests.needs import GPU, needs
 from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, make_spec
 
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.diagnostics.capture import Captured
 from residual_mass.diagnostics.packs import make_packs
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import PhiMaps
 
 pytestmark = [pytest.mark.gpu, needs(GPU)]
 

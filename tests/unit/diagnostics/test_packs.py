@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from residual_mass.backbones.loading import Backbone
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.diagnostics.packs import make_packs, prompt_packs
 from residual_mass.files import sha256_of
 from residual_mass.frozen_prompts import table_sha256
+from residual_mass.model.loading import Backbone
 from residual_mass.texts.corpora import PackedDocuments
 
 WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]

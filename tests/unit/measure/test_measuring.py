@@ -19,11 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import byte_tokenizer, save_tiny, tiny_llama
-from tests.unit.backbones.families import FAMILIES
+from tests.unit.model.families import FAMILIES
 
 from residual_mass import cli
-from residual_mass.backbones.loading import load_backbone
-from residual_mass.backbones.phi_maps import PhiMaps
 from residual_mass.benchmarks import fidelity, force
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.diagnostics.packs import visit_layers
@@ -31,6 +29,8 @@ from residual_mass.files import read_csv, read_json
 from residual_mass.measure import answer, command
 from residual_mass.measure.distances import Arguments, Measured, Text, find_model, measure, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64")

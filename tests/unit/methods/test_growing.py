@@ -7,14 +7,6 @@ import torch
 from tests.unit.core.test_moments import seen_of
 from torch import Tensor, nn
 
-from residual_mass.backbones.prefix import (
-    PrefixLayer,
-    arm_rows,
-    build_prefix,
-    map_heads,
-    prefix_terms,
-    summarise_prefix,
-)
 from residual_mass.core.accounting import merge
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import (
@@ -32,6 +24,14 @@ from residual_mass.methods import (
     WholeClusters,
 )
 from residual_mass.methods.arms import Arm
+from residual_mass.model.prefix import (
+    PrefixLayer,
+    arm_rows,
+    build_prefix,
+    map_heads,
+    prefix_terms,
+    summarise_prefix,
+)
 
 ANCHORS = AnchorSpec(4, 16)
 D = 8

@@ -10,7 +10,6 @@ import torch
 from tests.unit.core.test_moments import D, random_tokens, seen_of, sums
 from torch import Tensor
 
-from residual_mass.backbones.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.core.accounting import merge
 from residual_mass.core.parts import blocks, clusters, clusters_of
 from residual_mass.core.settings import AnchorSpec
@@ -40,6 +39,7 @@ from residual_mass.methods import (
     state_bytes,
 )
 from residual_mass.methods.arms import Arm
+from residual_mass.model.prefix import arm_rows, build_prefix, prefix_terms
 
 L, JOIN = 60, 40
 MID = (torch.arange(L) >= 4) & (torch.arange(L) < 55) & (torch.arange(L) != 50)

@@ -21,10 +21,10 @@ import transformers.utils.hub
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.small_hub import Repository, SmallHub, serving
 
-from residual_mass.backbones.loading import load_backbone
 from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, parts_of
 from residual_mass.files import sha256_of, write_json
+from residual_mass.model.loading import load_backbone
 from residual_mass.study.prefetch import hub_needs, missing
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import held_out_corpus, training_corpus

@@ -11,8 +11,8 @@ import torch
 from tests.conftest import TINY
 from torch import Tensor
 
-from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.model.loading import Backbone
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import Cycle, PackedDocuments

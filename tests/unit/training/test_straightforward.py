@@ -6,8 +6,8 @@ import pytest
 import torch
 from benchmarks.straightforward import copy_layer, gradient_deviation, layer_loss, trainers_loss
 
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.training.teacher import LayerTrace
 

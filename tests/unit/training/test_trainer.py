@@ -24,11 +24,11 @@ from tests.records import give_manifest
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 from torch import Tensor
 
-from residual_mass.backbones.loading import Backbone, load_backbone
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
+from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module

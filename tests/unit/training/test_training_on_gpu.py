@@ -11,7 +11,7 @@ from tests.conftest import TINY
 from tests.needs import GPU, needs
 from tests.unit.training.conftest import OURS, SPEC, corpus, parameters
 
-from residual_mass.backbones.loading import load_backbone
+from residual_mass.model.loading import load_backbone
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.training.trainer import Trainer
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.backbones.test_own_residuals import AllOfIt
+from tests.unit.model.test_own_residuals import AllOfIt
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaModel
 
 from residual_mass import partial_generate, partial_kv
-from residual_mass.backbones.loading import Backbone
 from residual_mass.methods import Method, Moments, Residual, ScanRegression, TopK
 from residual_mass.methods.arms import percent_written
+from residual_mass.model.loading import Backbone
 
 SHARE = "is not a share of the prompt's tokens in (0, 1]: "
 

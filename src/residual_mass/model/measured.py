@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residual_mass.backbones.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.backbones.prefix import map_heads
 from residual_mass.core.accounting import attention_scores, key_features, summarise
 from residual_mass.core.measures import row_measures
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import Partition, full_prefix, partition
+from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
+from residual_mass.model.prefix import map_heads
 
 
 @torch.no_grad()

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.needs import TRANSFORMERS_5, needs
-from tests.unit.backbones.families import COMMON, FAMILIES
-from tests.unit.backbones.test_families import FEW, ids_of
+from tests.unit.model.families import COMMON, FAMILIES
+from tests.unit.model.test_families import FEW, ids_of
 from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from residual_mass.backbones.partial import PartialSession, partial_kv
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
 from residual_mass.core.settings import MapSpec
+from residual_mass.model.partial import PartialSession, partial_kv
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 
 BUDGET = 0.3
 models = pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss", "Llama 4"])

@@ -19,7 +19,7 @@ from residual_mass.core.moments import MomentState
 from residual_mass.methods import Method, TopK
 
 if TYPE_CHECKING:
-    from residual_mass.backbones.prefix import ArmRows, PrefixLayer, Summary
+    from residual_mass.model.prefix import ArmRows, PrefixLayer, Summary
 
 MAPS_MISSING = "an arm needs feature maps, but there are none"
 LONGEST = 2**21

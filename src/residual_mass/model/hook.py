@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from residual_mass.backbones.windows import window_of
+from residual_mass.model.windows import window_of
 
 NAME = "residual_mass"
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import device_of, require_plain
-from residual_mass.backbones.partial import make_arm, require_maps
-from residual_mass.backbones.phi_maps import PhiMaps
-from residual_mass.backbones.prefill import end_tokens, prefill
-from residual_mass.backbones.prefix import retrieved_by
-from residual_mass.backbones.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method
+from residual_mass.model.hook import device_of, require_plain
+from residual_mass.model.partial import make_arm, require_maps
+from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.prefill import end_tokens, prefill
+from residual_mass.model.prefix import retrieved_by
+from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 
 
 @torch.no_grad()

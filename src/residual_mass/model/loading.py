@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from residual_mass.backbones.hook import text_config
-from residual_mass.backbones.phi_maps import HeadShape, open_safetensors
 from residual_mass.files import sha256_of, sha256_text
+from residual_mass.model.hook import text_config
+from residual_mass.model.phi_maps import HeadShape, open_safetensors
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_whole

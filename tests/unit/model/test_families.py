@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.conftest import TINY, byte_tokenizer
-from tests.unit.backbones.families import FAMILIES, Family, cases
+from tests.unit.model.families import FAMILIES, Family, cases
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.forced import ForcedDecoder
-from residual_mass.backbones.greedy import partial_generate
-from residual_mass.backbones.hook import require_attention_alone, visible_columns
-from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.partial import partial_kv
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.greedy import partial_generate
+from residual_mass.model.hook import require_attention_alone, visible_columns
+from residual_mass.model.loading import Backbone
+from residual_mass.model.partial import partial_kv
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 STEPS = 9

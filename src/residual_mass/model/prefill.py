@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import attention_hook, device_of, exact_attention
+from residual_mass.model.hook import attention_hook, device_of, exact_attention
 
 if TYPE_CHECKING:
     from residual_mass.study.specs import BackboneSpec

@@ -12,8 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residual_mass.backbones.measured import grouped
-from residual_mass.backbones.prefix import (
+from residual_mass.core.accounting import Terms, added, exact_terms, merge
+from residual_mass.core.measures import mid_entropy, rel_l1, score_shape
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.core.support import full_prefix
+from residual_mass.methods import METHODS, Selector, method_named, state_bytes
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.measured import grouped
+from residual_mass.model.prefix import (
     ArmRows,
     Map,
     Reading,
@@ -26,12 +32,6 @@ from residual_mass.backbones.prefix import (
     summarise_prefix,
     terms_of,
 )
-from residual_mass.core.accounting import Terms, added, exact_terms, merge
-from residual_mass.core.measures import mid_entropy, rel_l1, score_shape
-from residual_mass.core.settings import AnchorSpec
-from residual_mass.core.support import full_prefix
-from residual_mass.methods import METHODS, Selector, method_named, state_bytes
-from residual_mass.methods.arms import ArmSpec
 
 TOPK = "topk"
 """What the others add to."""

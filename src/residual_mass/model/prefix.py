@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residual_mass.backbones.hook import sinks_of
-from residual_mass.backbones.prefix_kernels import MAPS_MISSING, kernel_terms, kernels_serve, method_rows
 from residual_mass.core.accounting import (
     Estimate,
     SummaryState,
@@ -38,6 +36,8 @@ from residual_mass.core.support import Partition, partition, retrieved_count
 from residual_mass.methods import Residual, Seen, Selector
 from residual_mass.methods.arms import Arm, ArmSpec
 from residual_mass.methods.interface import Layout
+from residual_mass.model.hook import sinks_of
+from residual_mass.model.prefix_kernels import MAPS_MISSING, kernel_terms, kernels_serve, method_rows
 
 Map = FoldedMap | nn.Module
 KEY_CHUNK = 8192

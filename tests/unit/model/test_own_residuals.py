@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from residual_mass import methods
-from residual_mass.backbones.engine import SharedPrefillEngine
-from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.partial import partial_kv
-from residual_mass.backbones.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.core.accounting import Terms
 from residual_mass.core.selection import Selected, exhaustive_topk, least_read
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, TopK, method_named
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.loading import Backbone
+from residual_mass.model.partial import partial_kv
+from residual_mass.model.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.study.labels import METHODS as OF_THE_PAPER
 
 STEPS = 10

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from residual_mass.backbones.hook import exact_attention
-from residual_mass.backbones.prefix import (
+from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.hook import exact_attention
+from residual_mass.model.prefix import (
     ArmRows,
     Map,
     PrefixLayer,
@@ -24,10 +27,7 @@ from residual_mass.backbones.prefix import (
     map_queries,
     prefix_terms,
 )
-from residual_mass.backbones.windows import Window, window_of
-from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
-from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.windows import Window, window_of
 
 
 class ArmDecoder:

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from residual_mass.backbones.loading import Backbone
-from residual_mass.backbones.partial import PartialSession, partial_kv
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import partition
 from residual_mass.methods import (
@@ -18,6 +16,8 @@ from residual_mass.methods import (
     QuantisedScan,
     ScanRegression,
 )
+from residual_mass.model.loading import Backbone
+from residual_mass.model.partial import PartialSession, partial_kv
 
 ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 40, 8

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.backbones.hook import attention_hook, attention_layers, device_of, exact_attention, text_config
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.backbones.prefix import (
+from residual_mass.core.accounting import merge
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import Method, method_named
+from residual_mass.methods.arms import Arm, percent_of_share
+from residual_mass.model.hook import attention_hook, attention_layers, device_of, exact_attention, text_config
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.prefix import (
     ArmRows,
     Map,
     PrefixLayer,
@@ -32,11 +36,7 @@ from residual_mass.backbones.prefix import (
     prefix_terms,
     summarise_prefix,
 )
-from residual_mass.backbones.windows import window_of
-from residual_mass.core.accounting import merge
-from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import Method, method_named
-from residual_mass.methods.arms import Arm, percent_of_share
+from residual_mass.model.windows import window_of
 
 
 @contextmanager

@@ -9,13 +9,13 @@ import torch
 from tests.unit.core import reference
 from torch import Tensor, nn
 
-from residual_mass.backbones.hook import exact_attention
-from residual_mass.backbones.partial import PartialSession
-from residual_mass.backbones.windows import Window
 from residual_mass.core.accounting import Terms, exact_terms, merge, sink_terms
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
+from residual_mass.model.hook import exact_attention
+from residual_mass.model.partial import PartialSession
+from residual_mass.model.windows import Window
 
 HEADS, GROUPS, D, SCALE = 4, 2, 8, 0.3
 

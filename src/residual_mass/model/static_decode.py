@@ -18,10 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_mass.backbones.hook import attention_hook, device_of
-from residual_mass.backbones.phi_maps import HeadShape, PhiMaps
-from residual_mass.backbones.prefill import Prefill
-from residual_mass.backbones.prefix import Map, map_heads
 from residual_mass.core.fused import (
     DecodeCache,
     build_cache,
@@ -34,6 +30,10 @@ from residual_mass.core.fused import (
 )
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, QuantisedScan, method_named
+from residual_mass.model.hook import attention_hook, device_of
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.prefill import Prefill
+from residual_mass.model.prefix import Map, map_heads
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:

@@ -15,15 +15,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from residual_mass.backbones.decoder import ArmDecoder, ArmGroup, FullRows
-from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine, under
-from residual_mass.backbones.hook import Handler, attention_hook, exact_attention
-from residual_mass.backbones.phi_maps import MAPS_AT_FAULT
-from residual_mass.backbones.prefill import end_tokens, greedy, model_at_fault
-from residual_mass.backbones.prefix import PrefixLayer, arm_rows, head_sinks, map_heads, prefix_terms, retrieved_by
-from residual_mass.backbones.windows import Window, window_of
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.decoder import ArmDecoder, ArmGroup, FullRows
+from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine, under
+from residual_mass.model.hook import Handler, attention_hook, exact_attention
+from residual_mass.model.phi_maps import MAPS_AT_FAULT
+from residual_mass.model.prefill import end_tokens, greedy, model_at_fault
+from residual_mass.model.prefix import PrefixLayer, arm_rows, head_sinks, map_heads, prefix_terms, retrieved_by
+from residual_mass.model.windows import Window, window_of
 
 State = Literal["own", "dense"]
 """Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full

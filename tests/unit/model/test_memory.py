@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from tests.unit.backbones.test_generation import generated, model_of
+from tests.unit.model.test_generation import generated, model_of
 from torch import Tensor
 
 from residual_mass import partial_kv

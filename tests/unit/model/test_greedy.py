@@ -6,14 +6,14 @@ import warnings
 
 import pytest
 import torch
-from tests.unit.backbones.test_decoding import SHAPES, backbone_of, random_maps
+from tests.unit.model.test_decoding import SHAPES, backbone_of, random_maps
 from torch import Tensor
 
 from residual_mass import PhiMaps, partial_generate, partial_kv
-from residual_mass.backbones.hook import attention_layers
-from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import MapSpec
 from residual_mass.methods import METHODS as ALL
+from residual_mass.model.hook import attention_layers
+from residual_mass.model.loading import Backbone
 
 METHODS = [one.name for one in ALL if one.fused]
 

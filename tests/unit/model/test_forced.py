@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.backbones.test_decoding import ANCHORS, SHAPES, backbone_of, random_maps
+from tests.unit.model.test_decoding import ANCHORS, SHAPES, backbone_of, random_maps
 from torch import Tensor, nn
 
-from residual_mass.backbones import forced
-from residual_mass.backbones.engine import NotFiniteError, SharedPrefillEngine
-from residual_mass.backbones.forced import ForcedDecoder
-from residual_mass.backbones.hook import attention_hook, exact_attention
-from residual_mass.backbones.loading import Backbone
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.core.support import retrieved_count
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model import forced
+from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine
+from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.hook import attention_hook, exact_attention
+from residual_mass.model.loading import Backbone
 
 ARMS = [ArmSpec("full")] + [
     ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 100.0)
