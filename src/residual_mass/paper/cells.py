@@ -7,7 +7,7 @@ cell's key. LAYOUT says where a cell stands: rows that agree in it share a field
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pandas as pd
 
 from residual_mass.files import REMAKE, csv_text, read_csv, read_json
 from residual_mass.holm import holm
-from residual_mass.metrics import METRICS, RELATIVE_ERROR, Metric
+from residual_mass.metrics import METRICS, Metric
 from residual_mass.provenance import beside
 
 ALL_TASKS = "all"
@@ -163,14 +163,30 @@ def format_value(value: float, metric: Metric) -> str:
     return f"{value:z.{decimals}f}"
 
 
+FORMS: dict[str, Callable[[float], str]] = {
+    **{name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()},
+    **dict.fromkeys(("step_share", "state_share"), "{:.1%}".format),
+    **dict.fromkeys(("summary_bytes", "state_bytes", "training_steps"), "{:,.0f}".format),
+    "training_seconds": lambda seconds: f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h",
+}
+"""How a quantity is printed, if not as a score."""
+
+
 def texts(cells: pd.DataFrame) -> pd.Series:
-    """The values by the rule of their `quantity`, or as scores; LEFT_OUT where there is none."""
-    metrics = cells.get("quantity", pd.Series("", cells.index)).map({**METRICS, "error": RELATIVE_ERROR})
-    return pd.Series([
-        LEFT_OUT if not value else format_value(float(value), metric) if isinstance(metric, Metric)
-        else format_score(float(value))
-        for value, metric in zip(cells["value"], metrics, strict=True)
-    ], cells.index, dtype=str)  # fmt: skip
+    """The values by the rule of their `quantity`; LEFT_OUT where there is none."""
+    forms = [FORMS.get(quantity, format_score) for quantity in cells.get("quantity", pd.Series("", cells.index))]
+    found = zip(cells["value"], forms, strict=True)
+    return pd.Series([form(float(value)) if value else LEFT_OUT for value, form in found], cells.index, dtype=str)
+
+
+def of_quantity(cells: pd.DataFrame) -> pd.DataFrame:
+    """Each cell with the value and the interval of its quantity, which are columns of its row."""
+    records = cells.to_dict("records")
+    for field, ending in (("value", ""), ("ci_low", "_ci_low"), ("ci_high", "_ci_high")):
+        cells[field] = pd.Series(
+            [str(row.get(row["quantity"] + ending, "")) for row in records], cells.index, dtype=str
+        )
+    return cells
 
 
 def in_mathematics(cells: pd.DataFrame) -> pd.Series:

@@ -15,7 +15,8 @@ from samples import TEMPLATES, latex, made, result_file, study_rows
 from residual_mass.metrics import KL, RELATIVE_ERROR, SAME_TOP
 from residual_mass.paper import document, published
 from residual_mass.paper.cells import format_value
-from residual_mass.paper.tables import TABLES, find, on_front
+from residual_mass.paper.tables import TABLES, find
+from residual_mass.paper.tables.residuals import on_front
 from residual_mass.study.specs import TableSpec
 
 TABULARS = Path(__file__).with_name("tabulars")

@@ -27,7 +27,7 @@ from residual_mass.paper.figures.style import (
     panels,
     plain,
 )  # fmt: skip
-from residual_mass.paper.tables import compared, on_front
+from residual_mass.paper.tables.residuals import compared, on_front
 from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, TOPK, corpus_title, method_title, title_parts
 from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
@@ -115,7 +115,7 @@ def fidelity_by_bytes_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataF
     `share` of full attention's bytes in percent, `value` of the quantity (`kl` or `relative_error`), the sample
     `size` behind it, and whether it is on the `front`, which oracles are not.
     """
-    errors = compared(load(data)).rename(columns={"error": ERROR})
+    errors = compared(load(data))
     parts = []
     for length, corpus, (quantity, counted) in product(dict.fromkeys(errors["length"]), spec.texts, COUNTED.items()):
         rows = errors[(errors["length"] == length) & (errors["corpus"] == corpus) & (errors[quantity] != "")]

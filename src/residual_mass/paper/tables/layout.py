@@ -1,0 +1,109 @@
+"""How tables are registered, and the parts of their places: backbones, budgets, lengths, methods and maps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from residual_mass.core.settings import length_and_variant
+from residual_mass.paper import published
+from residual_mass.paper.cells import cross, finished, part
+from residual_mass.paper.titles import OWN_ROW, corpus_title, method_title
+from residual_mass.study.labels import METHODS
+from residual_mass.study.specs import TableSpec
+
+Rows = Mapping[str, pd.DataFrame]
+"""Result rows by stage, as `cells.load` reads them."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A registered table.
+
+    Attributes:
+        of: what of a study it shows, which gives its files, backbones, lengths and budgets (`study.plan`).
+        heads: titles of the columns before the values, that of the blocks first where they have a column.
+        keys: columns that tell cells apart, which begin the CSV.
+        extra: further columns of the CSV.
+        benchmarks: whose scores it shows.
+    """
+
+    label: str
+    make: Callable[[Rows, TableSpec], pd.DataFrame]
+    of: str
+    heads: tuple[str, ...]
+    keys: str
+    extra: str = ""
+    benchmarks: tuple[str, ...] = ()
+
+    def cells(self, rows: Rows, show: TableSpec) -> pd.DataFrame:
+        """The table of a study. Raises ValueError when a cell that the study evaluates has no result."""
+        return finished(show.label, self.make(rows, show), self.keys, self.extra)
+
+
+TABLES: dict[str, Table] = {}
+RUNTIME = "runtime_"
+"""What labels of the tables of latencies begin with; the backbone follows."""
+
+
+def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
+    """Registers a table under a label; the facts are those of `Table`."""
+
+    def register(make: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
+        TABLES[label] = Table(label, make, **facts)
+        return make
+
+    return register
+
+
+def find(label: str) -> Table:
+    """The table of a label. Raises ValueError when there is none."""
+    name = RUNTIME if re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label) else label
+    if name not in TABLES:
+        raise ValueError(f"table {label!r} is unknown; known are {', '.join(TABLES)}<backbone>")
+    return TABLES[name]
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def backbones(show: TableSpec) -> pd.DataFrame:
+    return part("group", (show.backbone_titles[name] for name in show.backbones), backbone=show.backbones)
+
+
+def backbones_by_text(show: TableSpec, corpora: Iterable[str]) -> pd.DataFrame:
+    """A group of columns per backbone and text."""
+    groups = cross(backbones(show), part("corpus", dict.fromkeys(corpora)))
+    return groups.assign(group=groups["group"] + "\n" + groups["corpus"].map(corpus_title))
+
+
+def budgets(show: TableSpec) -> pd.DataFrame:
+    names = [f"{budget:g}" for budget in show.budgets]
+    return part("column", (f"{name}%" for name in names), budget_percent=names)
+
+
+def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
+    return part(layout, show.lengths, length=show.lengths)
+
+
+def of_methods(show: TableSpec) -> pd.DataFrame:
+    """The paper's methods, then the study's own."""
+    own = [name in show.own_methods for name in (*METHODS, *show.own_methods)]
+    titles = [*map(method_title, METHODS), *(method_title(name) + OWN_ROW for name in show.own_methods)]
+    return part("row", titles, method=(*METHODS, *show.own_methods)).assign(own=own)
+
+
+def of_maps(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
+    """The two baselines, a row per feature maps (those of the paper's table first), then our methods."""
+    theirs = published.variants_of(show.label) if show.label in published.labels() else None
+    own = {maps: theirs is not None and length_and_variant(maps)[1] not in theirs for maps in show.maps}
+    maps = sorted(show.maps, key=own.__getitem__)
+    titles = [*map(method_title, METHODS[:2]), *(title(each) + OWN_ROW * own[each] for each in maps)]
+    lines = part("row", titles, method=[*METHODS[:2], *["topk_phi"] * len(maps)], maps=["", "", *maps])
+    lines = lines.assign(own=[False, False, *(own[each] for each in maps)])
+    ours = of_methods(show).iloc[len(METHODS) :].assign(maps="")
+    return pd.concat([lines, ours], ignore_index=True)

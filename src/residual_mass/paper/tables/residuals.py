@@ -1,0 +1,166 @@
+"""Tables of methods compared head by head: their errors, distances, costs and what a decode step reads."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from residual_mass.benchmarks.columns import FOLLOWING, OWN
+from residual_mass.metrics import KL, SAME_TOP
+from residual_mass.paper.cells import (
+    ALL_TASKS,
+    best,
+    cross,
+    looked_up,
+    numbers,
+    of_quantity,
+    part,
+    texts,
+)
+from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
+from residual_mass.paper.titles import corpus_title, method_title
+from residual_mass.study.labels import METHODS, ORACLES
+from residual_mass.study.specs import TableSpec
+
+RESIDUAL_KEYS = "backbone corpus length method budget_percent maps quantity"
+ERROR_GRIDS = {
+    "relative_error": "Relative error of attention outputs",
+    "log_z_error": "Error of the residual's log mass, nats",
+    KL.name: "KL(Full || method) of the next token, nats",
+}
+COSTS = {
+    "state_bytes": "State, bytes",
+    "state_share": "of cache",
+    "training_steps": "Steps",
+    "training_seconds": "Training",
+}
+TRAINING = "Training,\nsteps (time)"
+DEPLOYABLE = {
+    "": "Budget", "step_share": "Read", KL.name: "KL,\nnats", SAME_TOP.name: "Top\ntoken", "relative_error": "Error",
+    "summary_bytes": "State,\nbytes", "training_steps": TRAINING, "training_seconds": TRAINING,
+}  # fmt: skip
+
+
+@table(
+    "residual_estimators",
+    of="residuals",
+    heads=("Length", "Method"),
+    keys=RESIDUAL_KEYS,
+    extra="k over_topk heads_below_topk",
+)
+def residual_estimators(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Errors of attention outputs and of the residual's mass, the next token's distance, and costs: a grid each."""
+    errors = compared(rows)
+    methods = list(dict.fromkeys(errors["method"]))
+    lines = part("row", map(method_title, methods), method=methods)
+    grids = part("grid", ERROR_GRIDS.values(), quantity=ERROR_GRIDS)
+    if errors[KL.name].eq("").all():
+        grids = grids[grids["quantity"] != KL.name]
+    places = cross(grids, lengths(show, "block"), lines, backbones_by_text(show, errors["corpus"]), budgets(show))
+    cells = _behind(of_quantity(looked_up(places, errors)))
+    cells["text"] = texts(cells)
+    competing = ~cells["method"].isin(ORACLES) & (cells["quantity"] != "log_z_error")
+    cells["bold"] = best(cells, competing, ["quantity", "backbone", "corpus", "length", "budget_percent"], False)
+    cells["printed"] = cells["text"].mask(numbers(cells["value"]) < 0, "$" + cells["text"] + "$")
+    columns = part("column", COSTS.values(), quantity=COSTS)
+    places = cross(lengths(show, "block"), lines, backbones(show), columns)
+    places["grid"] = "State per KV head and layer, and training"
+    once = errors.drop_duplicates(["backbone", "length", "method"]).drop(columns=["corpus", "budget_percent"])
+    return pd.concat([cells, _with_costs(of_quantity(looked_up(places, once)))], ignore_index=True)
+
+
+@table(
+    "deployable",
+    of="residuals",
+    heads=("Text", "Method"),
+    keys=RESIDUAL_KEYS,
+    extra="k recall tokens_read scan_bytes row_bytes summary_bytes step_share front",
+)
+def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """The Pareto front of what a decode step reads and of the next token's divergence, beside exact top-K at its
+    budgets.
+    """
+    errors = compared(rows)
+    errors = errors[errors[KL.name] != ""]
+    places = errors.groupby(["backbone", "length", "corpus"], sort=False)
+    order = cross(backbones(show), lengths(show, "block"), part("corpus", dict.fromkeys(errors["corpus"])))
+    shown = order[["backbone", "length", "corpus"]].itertuples(index=False, name=None)
+    lines = [_front(places.get_group(place)) for place in shown if place in places.groups]
+    if not lines:
+        raise ValueError(
+            "table deployable: no method has both errors and distances of the next token; run the fidelity stage with "
+            "its texts and lengths"
+        )
+    lines = pd.concat(lines, ignore_index=True)
+    lines["row"] = lines["method"].map(method_title) + lines["front"].map({"1": "", "0": r"$^{\circ}$"})
+    lines["block"] = lines["corpus"].map(corpus_title)
+    lines["grid"] = lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
+    cells = of_quantity(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
+    cells = _with_costs(_behind(cells))
+    cells.loc[cells["quantity"] == "", "text"] = cells["budget_percent"] + "%"
+    # Steps and seconds of a method share a field.
+    training = cells["column"] == TRAINING
+    steps, seconds = cells.loc[training, "text"].to_numpy(object).reshape(-1, 2).T
+    timed = cells.loc[cells["quantity"] == "training_seconds", "value"].to_numpy(object) != ""
+    cells["printed"] = cells["text"]
+    cells.loc[training, "printed"] = np.where(timed, steps + " (" + seconds + ")", steps).repeat(2)
+    return cells.assign(own=cells["front"] == "0")
+
+
+def compared(rows: Rows) -> pd.DataFrame:
+    """Errors of methods on texts, with the KL divergence and the share of equal top tokens of the same methods and maps
+    where they were measured (`documents` is empty otherwise), and the seconds that their maps were trained for.
+    """
+    errors = rows["errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
+    keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
+    nothing = pd.DataFrame(columns=[*keys, "text", "metric", "task", "state", "continuation"])
+    forced = rows.get("fidelity", nothing).rename(columns={"text": "corpus"})
+    forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN) & (forced["continuation"] == FOLLOWING)]
+    for metric in (KL, SAME_TOP):
+        facts = {"value": metric.name} | {name: f"{metric.name}_{name}" for name in ("ci_low", "ci_high", "source")}
+        found = forced[forced["metric"] == metric.name].rename(columns=facts)
+        kept = [*keys, *facts.values(), *(["documents"] if metric is KL else [])]
+        errors = errors.merge(found.reindex(columns=kept), how="left", on=keys).fillna("")
+    logs = rows.get("train", pd.DataFrame(columns=["backbone", "length", "step", "seconds", "source"]))
+    last = logs.iloc[pd.to_numeric(logs["step"]).argsort(kind="stable")].drop_duplicates(
+        ["backbone", "length"], keep="last"
+    )
+    last = last[["backbone", "length", "seconds", "source"]]
+    last = last.set_axis(["backbone", "maps", "training_seconds", "seconds_source"], axis=1)
+    return errors.merge(last, how="left", on=["backbone", "maps"]).fillna("")
+
+
+def _behind(cells: pd.DataFrame) -> pd.DataFrame:
+    """Adds what is counted behind a value, how many, and the file of distances."""
+    distance = cells["quantity"].isin([KL.name, SAME_TOP.name])
+    error = cells["quantity"].isin(["relative_error", "log_z_error"])
+    return cells.assign(
+        n=cells["documents"].where(distance, cells["packs"].where(error, "")),
+        counted=distance.map({True: "documents", False: ""}).mask(error, "packs"),
+        source=cells["source"].mask(distance, cells["kl_source"]),
+    )
+
+
+def _with_costs(cells: pd.DataFrame) -> pd.DataFrame:
+    """Adds texts; that a method without maps has no training is said, and seconds are of a log."""
+    untrained = cells["quantity"].isin(COSTS) & (cells["value"] == "") & (cells["maps"] == "")
+    seconds = (cells["quantity"] == "training_seconds") & (cells["value"] != "")
+    source = cells["source"].mask(seconds, cells["seconds_source"])
+    return cells.assign(text=texts(cells).mask(untrained, "none"), source=source)
+
+
+def _front(lines: pd.DataFrame) -> pd.DataFrame:
+    """What no other method beats in both, by its bytes, then exact top-K at the same budgets where it is not on it."""
+    competing = lines[~lines["method"].isin(ORACLES)]
+    points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
+    front = competing[on_front(points)].assign(front="1")
+    front = front.iloc[numbers(front["step_share"]).argsort(kind="stable")]
+    beside = lines[(lines["method"] == METHODS[1]) & lines["budget_percent"].isin(front["budget_percent"])]
+    return pd.concat([front, beside.drop(front.index, errors="ignore").assign(front="0")])
+
+
+def on_front(points: list[tuple[float, float]]) -> list[bool]:
+    """Whether no other point is at most as large in both coordinates and smaller in one of them."""
+    return [not any(one != point and one[0] <= point[0] and one[1] <= point[1] for one in points) for point in points]

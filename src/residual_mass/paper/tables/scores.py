@@ -1,0 +1,211 @@
+"""Tables of scores and of distances from full attention: methods by budgets, lengths or feature maps."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping
+
+import pandas as pd
+
+from residual_mass.benchmarks.catalogue import BENCHMARKS, Data, too_long
+from residual_mass.benchmarks.columns import FOLLOWING, GOLD, GREEDY, OWN
+from residual_mass.core.settings import tokens_of
+from residual_mass.metrics import FIRST, KEPT, KL, LOG_PPL_RATIO, METRICS, NLL, SAME_TOP, Metric
+from residual_mass.paper.cells import (
+    ALL_TASKS,
+    best,
+    cross,
+    in_mathematics,
+    looked_up,
+    part,
+    texts,
+    with_gains,
+    without_budget,
+)
+from residual_mass.paper.tables.layout import (
+    Rows,
+    backbones,
+    backbones_by_text,
+    budgets,
+    lengths,
+    of_maps,
+    of_methods,
+    table,
+)
+from residual_mass.paper.titles import (
+    OURS,
+    benchmark_title,
+    method_title,
+    trained_at_title,
+    variant_title,
+    width_title,
+)
+from residual_mass.study.labels import METHODS, PUBLISHED
+from residual_mass.study.specs import TableSpec
+
+KINDS: tuple[str, ...] = typing.get_args(Data)
+"""Where examples come from, in the order in which titles name it."""
+SCORE_KEYS = "backbone benchmark task length method budget_percent maps"
+FIDELITY_KEYS = "backbone benchmark task corpus length method budget_percent maps quantity"
+
+scores_of = functools.partial(table, of="scores", keys=SCORE_KEYS)
+
+
+@scores_of("natural_main", heads=("Task", "Method"), benchmarks=("longbench",))
+def natural_main(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """LongBench's tasks by budgets."""
+    tasks = BENCHMARKS["longbench"]
+    blocks = part("block", (task.title for task in tasks), task=(task.name for task in tasks))
+    return scores(rows, show, blocks.assign(benchmark="longbench", length=show.lengths[0]), budgets(show))
+
+
+@scores_of("stress_1pct", heads=("Benchmark", "Method"), benchmarks=("ruler", "babilong"))
+def stress_1pct(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
+    names = ("ruler", "babilong")
+    blocks = part("block", map(benchmark_title, names), benchmark=names)
+    middle = sorted(show.budgets)[(len(show.budgets) - 1) // 2]
+    return scores(rows, show, blocks.assign(budget_percent=f"{middle:g}"), lengths(show))
+
+
+@scores_of("ruler_sweep", heads=("Length", "Method"), benchmarks=("ruler",))
+def ruler_sweep(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Lengths by budgets."""
+    return scores(rows, show, lengths(show, "block").assign(benchmark="ruler"), budgets(show))
+
+
+@scores_of("babilong_sweep", heads=("Length", "Method"), benchmarks=("babilong",))
+def babilong_sweep(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Lengths by budgets."""
+    return scores(rows, show, lengths(show, "block").assign(benchmark="babilong"), budgets(show))
+
+
+@table("cross_length_mismatch", of="mismatch", heads=("Method",), keys=SCORE_KEYS)
+def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Lengths that maps were trained at by lengths that they are used at. The paper sets nothing in bold here: the rows
+    do not compete.
+    """
+    block = part("block", [""], benchmark=["ruler"]).assign(budget_percent=f"{show.budgets[0]:g}")
+    return scores(rows, show, block, lengths(show), of_maps(show, trained_at_title)).assign(bold=False)
+
+
+@table("dphi_ablation", of="dphi", heads=("Feature maps",), keys=SCORE_KEYS)
+def dphi_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Widths of the maps by benchmarks. The paper names its own maps by their width, too."""
+    own = f"{OURS} ({width_title(64)})"
+    title = variant_title if show.study != PUBLISHED else lambda maps: variant_title(maps).replace(OURS, own)
+    return ablation(rows, show, title)
+
+
+@table("loss_ablation", of="loss", heads=("Feature maps",), keys=SCORE_KEYS)
+def loss_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Variants of the maps by benchmarks."""
+    return ablation(rows, show, variant_title)
+
+
+def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
+    names, (length,) = ("ruler", "babilong"), show.lengths
+    columns = part("column", (f"{benchmark_title(name)} {length}" for name in names), benchmark=names)
+    block = part("block", [""], length=[length]).assign(budget_percent=f"{show.budgets[0]:g}")
+    return scores(rows, show, block, columns, of_maps(show, title))
+
+
+def scores(
+    rows: Rows, show: TableSpec, blocks: pd.DataFrame, columns: pd.DataFrame, lines: pd.DataFrame | None = None
+) -> pd.DataFrame:
+    """Blocks of rows, by default the methods, by a group of columns per backbone."""
+    lines = of_methods(show) if lines is None else lines
+    cells = cross(blocks, lines, backbones(show), columns)
+    cells = without_budget(cells.assign(task=cells.get("task", ALL_TASKS), grid=""), columns)
+    absent = ~pd.Series([_evaluated(cell, show) for cell in cells.to_dict("records")], cells.index)
+    if absent.all():
+        raise ValueError(f"table {show.label}: the study evaluates none of its benchmarks; leave the table out")
+    cells = looked_up(cells, rows["score"], absent)
+    cells = with_gains(cells.assign(text=texts(cells), counted="examples"))
+    floor, task = cells["flags"].str.contains("floor"), ["backbone", "benchmark", "task", "length"]
+    decided = ~(floor & (cells["method"] == "full")).groupby([cells[name] for name in task]).transform("any")
+    competing = decided & ~floor & (cells["own"] != True) & (cells["method"] != "full")  # noqa: E712
+    higher = cells["metric"].map(lambda name: not name or METRICS[name].higher_is_better)
+    cells["bold"] = best(cells, competing, [*task, "column"], higher)
+    return _with_kinds(cells, "block" if blocks["block"].any() else "column")
+
+
+def _evaluated(cell: Mapping[str, str], show: TableSpec) -> bool:
+    """Whether the study has this cell: its benchmark at the length, and a task that fits into it."""
+    return (
+        cell["benchmark"] in show.benchmarks
+        and cell["length"] in show.lengths_of.get(cell["benchmark"], show.lengths)
+        and cell["task"] not in too_long(cell["benchmark"], tokens_of(cell["length"]))
+    )
+
+
+def _with_kinds(cells: pd.DataFrame, titles: str) -> pd.DataFrame:
+    """Blocks or columns named with their data, where not the benchmark's own, on a second line to stay narrow."""
+
+    def title(of: pd.Series) -> str:
+        kinds = {kind for data in of for kind in data.split("+") if kind}
+        return f"\n({' + '.join(kind for kind in KINDS if kind in kinds)})" if kinds - {"original"} else ""
+
+    added = cells["data"].groupby(cells[titles]).agg(title)
+    return cells.assign(**{titles: cells[titles] + cells[titles].map(added).where(cells[titles] != "", "")})
+
+
+# ---- fidelity --------------------------------------------------------------------------------------------------------
+
+
+@table("fidelity", of="fidelity", heads=("Length", "Method"), keys=FIDELITY_KEYS, extra="tokens k_mean")
+def fidelity(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Distances from full attention on held-out text."""
+    forced = _forced(rows, show, (KL, SAME_TOP, LOG_PPL_RATIO), FOLLOWING).rename(columns={"text": "corpus"})
+    blocks, groups = lengths(show, "block").assign(benchmark="", task=""), backbones_by_text(show, forced["corpus"])
+    return _distances(forced, show, (KL, SAME_TOP, LOG_PPL_RATIO), blocks, groups, "documents")
+
+
+@table("fidelity_answers", of="answers", heads=("Prompts", "Method"), keys=FIDELITY_KEYS, extra="tokens k_mean")
+def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
+    """Likelihood of right answers, and how much of full attention's own is kept."""
+    parts = _forced(rows, show, (NLL, FIRST), GOLD), _forced(rows, show, (KEPT,), GREEDY)
+    forced = pd.concat(parts).rename(columns={"text": "benchmark"})
+    asked = [(name, length) for name in show.benchmarks for length in show.lengths_of.get(name, show.lengths)]
+    titles = (f"{benchmark_title(name)} {length}" for name, length in asked)
+    blocks = part("block", titles, benchmark=(name for name, _ in asked), length=(length for _, length in asked))
+    blocks = blocks.assign(task=ALL_TASKS, corpus="")
+    return _distances(forced, show, (NLL, FIRST, KEPT), blocks, backbones(show), "examples")
+
+
+def _forced(rows: Rows, show: TableSpec, metrics: Iterable[Metric], continuation: str) -> pd.DataFrame:
+    """Rows of these metrics over all tasks, in the arms' own state; `arm_maps` does not name the main maps."""
+    found = rows["fidelity"].rename(columns={"metric": "quantity"})
+    wanted = found["quantity"].isin([metric.name for metric in metrics])
+    wanted &= (found["state"] == OWN) & (found["task"] == ALL_TASKS) & (found["continuation"] == continuation)
+    main = show.maps[0] if show.maps else ""
+    return found[wanted].assign(arm_maps=found["maps"].where(found["maps"] != main, ""), n=found["documents"])
+
+
+def _distances(
+    forced: pd.DataFrame, show: TableSpec, metrics: Iterable[Metric], blocks: pd.DataFrame, groups: pd.DataFrame,
+    counted: str,
+) -> pd.DataFrame:  # fmt: skip
+    """A grid per metric, methods by budgets; only of values is full attention a row, too."""
+    arms = list(
+        dict.fromkeys([*((name, "") for name in METHODS), *zip(forced["method"], forced["arm_maps"], strict=True)])
+    )
+    titles = [trained_at_title(maps) if maps else method_title(name) for name, maps in arms]
+    lines = part("row", titles, method=(name for name, _ in arms), arm_maps=(maps for _, maps in arms))
+    grids = []
+    for metric in metrics:
+        shown = lines if metric in (NLL, FIRST) else lines[lines["method"] != "full"]
+        title = ", ".join(filter(None, (metric.title[0].upper() + metric.title[1:], metric.unit)))
+        grids.append(cross(part("grid", [title], quantity=[metric.name]), blocks, shown, groups, budgets(show)))
+    cells = without_budget(pd.concat(grids, ignore_index=True), budgets(show))
+    arm = ["backbone", "method", "arm_maps"]
+    had = pd.MultiIndex.from_frame(cells[arm]).isin(pd.MultiIndex.from_frame(forced[arm]))
+    absent = ~(had | (cells["method"].isin(METHODS) & (cells["arm_maps"] == "")))
+    cells = looked_up(
+        cells, forced.drop(columns=[name for name in ("task",) if not blocks["task"].any()]), pd.Series(absent)
+    )
+    cells = with_gains(cells.assign(text=texts(cells), counted=counted), by=["quantity"])
+    place = ["quantity", "backbone", "corpus", "benchmark", "length", "budget_percent"]
+    higher = cells["quantity"].map(lambda name: METRICS[name].higher_is_better)
+    return cells.assign(bold=best(cells, cells["method"] != "full", place, higher), printed=in_mathematics(cells))
