@@ -67,7 +67,7 @@ clean:
 	rm -rf logs site .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
 
 # torch first and alone: when its index cannot be reached, pip says so, and the next line takes torch from wherever pip is configured to look.
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml setup.py $(wildcard src/residual_mass/kernels/*.[ch]pp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is Python {sys.version.split()[0]}; 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),-$(PIP) install --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) --no-deps $(TORCH))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -67,6 +68,12 @@ def unshare() -> list[str] | None:
     return None
 
 
+def _has_kernels() -> bool:
+    import residual_mass
+
+    return (Path(residual_mass.__file__).parent / "kernels" / "_portable.so").exists()
+
+
 def _major(package: str) -> int:
     return int(version(package).partition(".")[0])
 
@@ -78,6 +85,8 @@ PDFTOTEXT = Need("without pdftotext", "apt-get install poppler-utils", lambda: s
 CHROMIUM = Need("without Chromium", "apt-get install chromium", lambda: BROWSER is not None)
 TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
+COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)
+KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)

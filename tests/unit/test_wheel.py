@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from tests.needs import COMPILER, needs
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = ("accelerate", "datasets", "lm_eval", "matplotlib", "pandas", "pydantic", "snakemake")
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.slow
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, for a build writes beside its sources."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(source))
     (file,) = built.glob("*.whl")
@@ -111,6 +112,12 @@ def test_the_extra_brings_what_lm_eval_needs(wheel: Path, tmp_path: Path) -> Non
 def test_the_extra_brings_what_measure_needs(wheel: Path, tmp_path: Path) -> None:
     code = "import gguf, accelerate, residual_mass.cli, residual_mass.measure.answer\nprint('imported')"
     assert "imported" in run(code, installed(wheel, tmp_path, "measure"))
+
+
+@needs(COMPILER)
+def test_the_wheel_holds_kernels_for_any_python(wheel: Path) -> None:
+    assert "residual_mass/kernels/_portable.so" in zipfile.ZipFile(wheel).namelist()
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
 
 
 def test_the_wheel_holds_the_marker_of_types_and_the_data(wheel: Path) -> None:

@@ -1,0 +1,6 @@
+"""Decode attention on CPUs: caches in bit planes, in 8 bits and in bfloat16, and one step over each, compiled."""
+
+from residual_mass.kernels.cache import LayerCache
+from residual_mass.kernels.library import Library, load
+
+__all__ = ["LayerCache", "Library", "load"]

@@ -1,0 +1,246 @@
+"""One layer's keys and values as the kernels read them, and a decode step over them.
+
+Shape letters: B = batch rows, H = KV heads, G = query heads of a KV head, L = prefix columns, D = head dimension, N =
+blocks of 64 places, S = clusters, F = room for tokens in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residual_mass.kernels.library import WIDTHS, Layer, Library
+
+BLOCK = 64
+"""Tokens of a block."""
+ROUNDS = 6
+"""Of Lloyd's algorithm."""
+SAMPLE = 2048
+"""Tokens that it runs on."""
+LOG2_E = 1.4426950408889634
+
+
+class LayerCache:
+    """Keys and values of one layer, in blocks of one of three kinds, and the first and last tokens in bfloat16.
+
+    With `bits` = 4 keys have 8 bits in two planes of 4, with a scale for each channel of a block, values 8 bits with a
+    scale for each token, and tokens are in the order of their clusters: a step scans the high plane, reads the K best
+    tokens of each query head from both planes, and estimates the others by regression on their scanned scores, as
+    `ScanRegression` does. With 8 (keys and values as before) and 16 (bfloat16) a step reads every token.
+
+    The bfloat16 tokens are `sink` tokens at the start of each row, `tail` at its end and those that are added. When
+    there is no more room for them, a block of the oldest after the sinks moves to the others, as a cluster of its own.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        keys: Tensor,
+        values: Tensor,
+        first: Sequence[int],
+        *,
+        bits: int = 4,
+        k: Sequence[int] | None = None,
+        sink: int = 4,
+        tail: int = 16,
+        room: int = BLOCK,
+        clusters: int = 64,
+        residual: bool = True,
+    ) -> None:
+        """Packs a prompt.
+
+        Args:
+            keys, values: [B, H, L, D], left-padded.
+            first: [B] first column of each row that is no padding.
+            bits: of the blocks, 4 (planes), 8 or 16.
+            k: [B] tokens that a query head reads exactly, besides those in bfloat16; unused where all are read.
+            sink, tail: tokens at both ends that are kept in bfloat16.
+            room: tokens to come that stay in bfloat16.
+            clusters: S.
+            residual: whether to estimate the tokens that are not read.
+
+        Raises:
+            ValueError: a head dimension, number of bits or of clusters, or room that is not served.
+        """
+        batch, heads, length, width = keys.shape
+        if width not in WIDTHS:
+            raise ValueError(f"the kernels serve head dimensions of {', '.join(map(str, WIDTHS))}, not {width}")
+        if bits not in (4, 8, 16):
+            raise ValueError(f"bits is {bits}, not 4, 8 or 16")
+        if clusters < 1:
+            raise ValueError(f"clusters is {clusters}, not 1 or more")
+        if room < BLOCK:
+            raise ValueError(f"room is {room}, not a block of {BLOCK} tokens or more")
+        self.library, self.bits, self.sink, self.width = library, bits, sink, width
+        self.batch, self.heads, self.clusters = batch, heads, clusters
+        self.k = _integers([0] * batch if k is None else k)
+        tokens = [length - start for start in first]
+        middle = [max(0, count - sink - tail) for count in tokens]
+        self.slots, self.gap = _integers(middle), torch.zeros(batch, 2, dtype=torch.int32)
+        self.recents = _integers([count - mid for count, mid in zip(tokens, middle, strict=True)])
+        self.merged = _integers([0] * batch)
+        self.recent = torch.zeros(batch, heads, sink + tail + room, 2, width, dtype=torch.bfloat16)
+        self.residual = residual and bits == 4
+        self._allocate(max(-(-max(middle, default=0) // BLOCK), 1))
+        for row, start in enumerate(first):
+            inner = slice(start + sink, start + sink + middle[row])
+            columns = torch.arange(start, length)
+            ends = columns[(columns < inner.start) | (columns >= inner.stop)]
+            self.recent[row, :, : len(ends)] = torch.stack((keys[row][:, ends], values[row][:, ends]), 2)
+            if middle[row]:
+                self._fill(row, keys[row, :, inner], values[row, :, inner])
+        self._layer: Layer | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cache with everything that a step reads."""
+        return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Adds a token per row, [B, H, D] each."""
+        if int(self.recents.max()) == self.recent.shape[2]:
+            self._merge()
+        rows, at = torch.arange(self.batch), self.recents.long()
+        self.recent[rows, :, at, 0] = keys.to(torch.bfloat16)
+        self.recent[rows, :, at, 1] = values.to(torch.bfloat16)
+        self.recents += 1
+
+    def step(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
+        """Attends with one query per row and query head.
+
+        Args:
+            query: [B, H G, D].
+            scale: of scores.
+            threads: torch's number of threads if None; the results are the same with any.
+
+        Returns:
+            Outputs [B, H G, D] float32, and the logarithm of the sum of all softmax terms [B, H G] float32, by which
+            they can be merged with those of other tokens.
+        """
+        query = (query.float() * (scale * LOG2_E)).contiguous()
+        output, log_mass = torch.empty_like(query), query.new_empty(query.shape[:2])
+        if self._layer is None:
+            self._layer = self._structure()
+        layer = self._layer
+        layer.group = query.shape[1] // self.heads
+        layer.threads = torch.get_num_threads() if threads is None else threads
+        layer.query, layer.output, layer.log_mass = query.data_ptr(), output.data_ptr(), log_mass.data_ptr()
+        self.library.step(layer, self.bits)
+        return output, log_mass
+
+    def _structure(self) -> Layer:
+        """The sizes and addresses of what is kept."""
+        layer = Layer(
+            batch=self.batch, heads=self.heads, width=self.width, blocks=self.blocks, room=self.recent.shape[2],
+            segments=self.bounds.shape[2], residual=self.residual,
+        )  # fmt: skip
+        for name, _ in Layer._fields_:
+            if isinstance(kept := getattr(self, name, None), Tensor):
+                setattr(layer, name, ctypes.c_void_p(kept.data_ptr()))
+        return layer
+
+    def _allocate(self, blocks: int) -> None:
+        """Makes room for blocks, empty ones, and in planes for as many clusters."""
+        lead, width, self.blocks = (self.batch, self.heads), self.width, blocks
+        code = {4: width // 2, 8: width, 16: 2 * width}[self.bits]
+        self.keys = torch.zeros(*lead, blocks, BLOCK * code, dtype=torch.uint8)
+        segments = 0
+        if self.bits < 16:
+            self.scales = torch.zeros(*lead, blocks, 2, width, dtype=torch.bfloat16)
+        if self.bits == 4:
+            self.rows = torch.zeros(*lead, blocks, BLOCK, 3 * width // 2 + 2, dtype=torch.uint8)
+            segments = self.clusters
+            self.slope = torch.zeros(*lead, width, width, dtype=torch.bfloat16)
+            self.deviations = torch.zeros(*lead, width)
+        else:
+            self.values = torch.zeros(*lead, blocks, BLOCK * code, dtype=torch.uint8)
+        if self.bits == 8:
+            self.value_scales = torch.zeros(*lead, blocks * BLOCK)
+        self.bounds = torch.zeros(*lead, segments, 2, dtype=torch.int32)
+        self.mean_values = torch.zeros(*lead, segments, width, dtype=torch.bfloat16)
+
+    def _fill(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Packs the middle of a row's prompt, [H, n, D]."""
+        keys, values = keys.float().contiguous(), values.float().contiguous()
+        order = None
+        if self.bits == 4:
+            order, *summary = self._summarised(keys, values, self.clusters)
+            self.bounds[row], self.mean_values[row] = summary[0], summary[1]
+            self.slope[row], self.deviations[row] = summary[2], summary[3].sqrt()
+        self._pack(row, 0, keys, values, order)
+
+    def _summarised(self, keys: Tensor, values: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """Order [H, n] and bounds [H, S, 2] int32 of clusters, mean values [H, S, D], and C' [H, D, D] and variance of
+        values [H, D] within clusters, float32.
+        """
+        heads, count, width = keys.shape
+        order, bounds = (keys.new_empty(*shape, dtype=torch.int32) for shape in ((heads, count), (heads, parts, 2)))
+        moments = [keys.new_empty(heads, *shape) for shape in ((parts, width), (width, width), (width,))]
+        work = keys.new_empty(heads, -(-parts // 64) * 64 * (2 * width + 1) + count)
+        self.library.call(
+            "clusters", width, torch.get_num_threads(), heads, count, parts, SAMPLE, ROUNDS,
+            keys, values, order, bounds, *moments, work, work.shape[1],
+        )  # fmt: skip
+        return order, bounds, *moments
+
+    def _pack(self, row: int, block: int, keys: Tensor, values: Tensor, order: Tensor | None) -> None:
+        """Writes tokens [H, n, D] to a row's blocks from one on."""
+        heads, count, width = keys.shape
+
+        def at(name: str) -> Tensor | None:
+            kept = getattr(self, name, None)
+            return None if kept is None else kept[row, :, block * BLOCK if name == "value_scales" else block :]
+
+        rows = "rows" if self.bits == 4 else "values"
+        self.library.call(
+            "pack", width, self.bits, torch.get_num_threads(), heads, count, count, self.blocks,
+            keys, values, order, at("keys"), at("scales"), at(rows), at("value_scales"),
+        )  # fmt: skip
+
+    def _merge(self) -> None:
+        """Moves a block of tokens of every row without room, the oldest after the sinks, to the others."""
+        for row in (self.recents == self.recent.shape[2]).nonzero().flatten().tolist():
+            block = -(-int(self.slots[row]) // BLOCK)
+            if block == self.blocks:
+                self._grow(max(4, block // 8))
+            oldest = slice(self.sink, self.sink + BLOCK)
+            keys, values = (self.recent[row, :, oldest, part].float().contiguous() for part in (0, 1))
+            if self.bits == 4:
+                self._add_cluster(row, block * BLOCK, keys, values)
+            self._pack(row, block, keys, values, None)
+            if self.slots[row] % BLOCK:
+                self.gap[row, 0], self.gap[row, 1] = self.slots[row], block * BLOCK
+            self.slots[row] = (block + 1) * BLOCK
+            self.recent[row, :, self.sink : -BLOCK] = self.recent[row, :, self.sink + BLOCK :].clone()
+            self.recents[row] -= BLOCK
+
+    def _add_cluster(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Adds a block as a cluster, and to the covariance and variance within clusters."""
+        _, _, mean, slope, variance = self._summarised(keys, values, 1)
+        number = self.clusters + int(self.merged[row])
+        self.bounds[row, :, number] = torch.tensor([start, start + BLOCK], dtype=torch.int32)
+        self.mean_values[row, :, number] = mean[:, 0].to(torch.bfloat16)
+        before = int(self.slots[row]) - int(self.gap[row].diff())
+        share = BLOCK / (before + BLOCK)
+        self.slope[row] = torch.lerp(self.slope[row].float(), slope, share).to(torch.bfloat16)
+        self.deviations[row] = torch.lerp(self.deviations[row].square(), variance, share).sqrt()
+        self.merged[row] += 1
+
+    def _grow(self, blocks: int) -> None:
+        """Makes room for more blocks, and in planes for as many more clusters."""
+        for name, each in (
+            ("keys", 1), ("scales", 1), ("rows", 1), ("values", 1), ("value_scales", BLOCK),
+            ("bounds", self.bits == 4), ("mean_values", self.bits == 4),
+        ):  # fmt: skip
+            if isinstance(kept := getattr(self, name, None), Tensor):
+                more = kept.new_zeros(*kept.shape[:2], blocks * each, *kept.shape[3:])
+                setattr(self, name, torch.cat((kept, more), 2))
+        self.blocks += blocks
+        self._layer = None
+
+
+def _integers(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int32)

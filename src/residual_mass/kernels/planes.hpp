@@ -1,0 +1,328 @@
+// One step over keys in two planes of 4 bits: scan of the high plane, exact top K, exact rows, the rest by regression.
+#pragma once
+#include "common.hpp"
+
+namespace {
+
+// A channel of a key is middle + step * (code - 127.5), with code = 16 * high + low. The queries times the steps of a block
+// are rounded to 8 bits, unit * rounded, so that
+//   query . key = query . middle + unit * rounded . (code - 127.5),
+// and in the scan 7.5 stands for the low part.
+
+// The queries of a KV head against one block.
+struct Rounded {
+  int8_t* codes;  // [G, D]
+  float* unit;    // [G]
+};
+
+// Rounds one query for a block, and returns query . middle - unit * rounded . `less`.
+template <int D>
+float round_query(const float* query, const bf16* scales, float less, int8_t* codes, float& unit) {
+  Floats scaled[D / W], most = all(1e-30f), score = {};
+  for (int i = 0; i < D / W; i++) {
+    scaled[i] = load<Floats>(query + i * W) * widen(scales + D + i * W);
+    most = largest(absolute(scaled[i]), most);
+  }
+  const float top = highest(most), inverse = 127 / top;
+  unit = top / 127;
+  Floats total = {};
+  for (int i = 0; i < D / W; i++) {
+    const Ints code = rounded(scaled[i] * inverse);
+    store_bytes(codes + i * W, code);
+    total += to_floats(code), score += load<Floats>(query + i * W) * widen(scales + i * W);
+  }
+  return sum(score - less * unit * total);
+}
+
+inline int32_t four(const int8_t* codes) { return load<int32_t>(codes); }
+
+// Scores of a block's tokens by the high plane [D / 8, 64, 4]: byte i of a token has channel 8 j + i of its j-th four in
+// the low half, and channel 8 j + 4 + i in the high half.
+template <int D, int G>
+void scan_block(const float* query, const uint8_t* keys, const bf16* scales, Rounded to, float* scores, size_t stride) {
+  float base[G];
+  for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - 7.5f, to.codes + g * D, to.unit[g]);
+  for (int start = 0; start < BLOCK; start += TILE * W) {
+    Ints sums[G][TILE] = {};
+#pragma GCC unroll 1
+    for (int j = 0; j < D / 8; j++) {
+      Bytes low[TILE], high[TILE];
+#pragma GCC unroll 4
+      for (int t = 0; t < TILE; t++) {
+        const Bytes pair = load<Bytes>(keys + (j * BLOCK + start + t * W) * 4);
+        low[t] = pair & 15, high[t] = pair >> 4;
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) {
+        const Ints one = all(four(to.codes + g * D + 8 * j)), two = all(four(to.codes + g * D + 8 * j + 4));
+#pragma GCC unroll 4
+        for (int t = 0; t < TILE; t++) sums[g][t] = dot4(dot4(sums[g][t], low[t], one), high[t], two);
+      }
+    }
+    for (int g = 0; g < G; g++)
+      for (int t = 0; t < TILE; t++)
+        store(scores + g * stride + start + t * W, to_floats(sums[g][t]) * (16 * to.unit[g]) + base[g]);
+  }
+}
+
+// Floats as integers of the same order, and back.
+inline Ints ordered(Floats x) { return (Ints)x ^ (((Ints)x >> 31) & 0x7fffffff); }
+inline int32_t ordered(float x) {
+  const int32_t bits = load<int32_t>(&x);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+inline float unordered(int32_t x) {
+  x ^= (x >> 31) & 0x7fffffff;
+  return load<float>(&x);
+}
+
+inline int count_from(const int32_t* x, int n, int32_t threshold) {
+  Ints found = {};
+  for (int i = 0; i < n; i += W) found -= load<Ints>(x + i) >= threshold;
+  return sum(found);
+}
+
+// The largest t of which at least k of n numbers are not below it, or the first t found of which k to `most` are not; n is
+// a multiple of W, at least k.
+inline int32_t threshold_of(const int32_t* x, int n, int k, int most) {
+  Ints least = load<Ints>(x), highest = least;
+  for (int i = W; i < n; i += W) {
+    const Ints next = load<Ints>(x + i);
+    least = next < least ? next : least, highest = next > highest ? next : highest;
+  }
+  int64_t low = least[0], high = highest[0];
+  for (int i = 1; i < W; i++) low = std::min<int64_t>(low, least[i]), high = std::max<int64_t>(high, highest[i]);
+  for (high++; high - low > 1;) {
+    const int64_t middle = low + (high - low) / 2;
+    const int found = count_from(x, n, (int32_t)middle);
+    if (found >= k && found <= most) return (int32_t)middle;
+    (found < k ? high : low) = middle;
+  }
+  return (int32_t)low;
+}
+
+struct Chosen {
+  int count, ties;    // tokens chosen, and those of equal score as the last that were not
+  float threshold;    // no token of a higher score is left, and none below it was chosen
+};
+
+// The k highest of n scores, 0 < k < n, the first of equal ones: their places go to `places` in ascending order, those of
+// ties that are left to `values`. n is below a multiple of W to which scores are set.
+inline Chosen choose(const float* scores, int n, int k, int32_t* values, int32_t* places) {
+  const int vectors = (n + W - 1) / W, step = std::max(1, vectors / (1536 / W));
+  int sampled = 0;
+  for (int i = step / 2; i < vectors; i += step, sampled += W) store(values + sampled, ordered(load<Floats>(scores + i * W)));
+  const float expected = (float)k / n * sampled;
+  const int rank = (int)(1.1f * expected + 1.5f * __builtin_sqrtf(expected)) + 3;  // a little too many
+  int32_t bound = INT32_MIN;
+  if (step > 1 && rank < sampled / 2) bound = threshold_of(values, sampled, rank, rank + rank / 8 + 1);
+  int found = 0;
+  for (;; bound = INT32_MIN, found = 0) {
+    for (int i = 0; i < n; i += W)
+      found += append(places + found, lanes() + i, (ordered(load<Floats>(scores + i)) >= bound) & first_lanes(n - i));
+    if (found >= k || bound == INT32_MIN) break;
+  }
+  for (int i = 0; i < found; i++) values[i] = ordered(scores[places[i]]);
+  store(values + found, all(INT32_MIN));
+  const int padded = (found + W - 1) / W * W;
+  const int32_t threshold = threshold_of(values, padded, k, k);
+  int count = 0, ties = 0;
+  if (count_from(values, padded, threshold) == k) {
+    for (int i = 0; i < padded; i += W) count += append(places + count, load<Ints>(places + i), load<Ints>(values + i) >= threshold);
+    return {k, 0, unordered(threshold)};
+  }
+  int left = k;
+  for (int i = 0; i < found; i++) left -= values[i] > threshold;
+  for (int i = 0; i < found; i++) {
+    const int32_t value = values[i], place = places[i];
+    if (value > threshold || (value == threshold && left-- > 0)) places[count++] = place;
+    else if (value == threshold) values[ties++] = place;
+  }
+  return {count, ties, unordered(threshold)};
+}
+
+// Scores x of the unread tokens, weights w = 2^(x - shift), and mean scores m of all tokens of a cluster:
+//   Z = sum w,  nu = sum_p Z_p v_p + sum w (x - m) C q / var(x),
+// as `ScanRegression.terms` has it, slopes limited by the values' own deviations.
+template <int D>
+Sums<D> regression(const Layer& layer, int row, int head, const float* query, const float* scores, const Chosen& chosen, const int32_t* ties) {
+  constexpr float LEAST_VARIANCE = 1e-8f * 2.0813690f, ROUNDING = 64 * 1.1920929e-7f;  // of scores in nats, in (log 2)^2
+  const size_t unit = (size_t)row * layer.heads + head;
+  const int32_t* bounds = layer.bounds + unit * layer.segments * 2;
+  Sums<D> sums;
+  sums.top = chosen.threshold;
+  float along = 0, squares = 0, most = 0, count = 0;
+  int tie = 0;
+  for (int p = 0; p < layer.segments; p++) {
+    const int start = bounds[2 * p], end = bounds[2 * p + 1];
+    if (start >= end) continue;
+    Floats total = {}, mass = {}, products = {}, square = {};
+    const auto each = [&](auto body) {  // whole vectors, and what is left of one
+      int i = start;
+      for (; i + W <= end; i += W) body(load<Floats>(scores + i), all(-1));
+      if (i < end) body(load<Floats>(scores + i), first_lanes(end - i));
+    };
+    each([&](Floats x, Ints inside) { total += (Floats)((Ints)x & inside); });
+    const float mean = sum(total) / (end - start);
+    each([&](Floats x, Ints inside) {
+      const Floats offset = (Floats)((Ints)(x - mean) & inside);
+      const Floats weights = (Floats)((Ints)exp2(x - sums.top) & (x < sums.top) & inside);
+      mass += weights, products += weights * offset, square += offset * offset;
+    });
+    float own = sum(mass), product = sum(products);
+    for (; tie < chosen.ties && ties[tie] < end; tie++) own += 1, product += sums.top - mean;
+    count += end - start, squares += sum(square), along += product, most = std::max(most, __builtin_fabsf(mean));
+    sums.mass += own;
+    sums.add(own, layer.mean_values + (unit * layer.segments + p) * D);
+  }
+  if (sums.mass == 0) return sums;
+  const float deviation = std::max(__builtin_sqrtf(std::max(squares / count, LEAST_VARIANCE)), ROUNDING * most);
+  Floats slope[D / W] = {};
+  for (int d = 0; d < D; d++)
+    for (int j = 0; j < D / W; j++) slope[j] += query[d] / deviation * widen(layer.slope + (unit * D + d) * D + j * W);
+  for (int j = 0; j < D / W; j++) {
+    const Floats steepest = load<Floats>(layer.deviations + unit * D + j * W);
+    const Floats below = slope[j] < steepest ? slope[j] : steepest;
+    sums.value[j] += along / deviation * largest(below, -steepest);
+  }
+  return sums;
+}
+
+// Adds the chosen tokens: the low plane completes their scores, and values are rows of 8 bits.
+template <int D>
+void add_rows(Sums<D>& sums, const uint8_t* rows, const float* scores, Rounded queries, int g, int group, const int32_t* places, int n) {
+  constexpr int SIZE = D / 2 + D + 2;
+  float weights[ROWS];
+  for (int i = 0; i < n; i += ROWS) {
+    const int count = std::min(ROWS, n - i);
+    for (int a = 0; a < count; a++) {
+      if (i + a + ROWS < n) {
+        const uint8_t* later = rows + (size_t)places[i + a + ROWS] * SIZE;
+        prefetch(later, SIZE), prefetch(later + SIZE - 1, 1);
+      }
+      const int place = places[i + a], at = place / BLOCK * group + g;
+      const uint8_t* row = rows + (size_t)place * SIZE;
+      const int8_t* codes = queries.codes + at * D;
+      Ints4 rest = {}, middle = {};
+      for (int j = 0; j < D / 2; j += 16) {
+        const Bytes16 pair = load<Bytes16>(row + j);
+        const Ints4 one = load<Ints4>(codes + j), two = load<Ints4>(codes + D / 2 + j);
+        rest = dot4(dot4(rest, pair & 15, one), pair >> 4, two);
+        middle = dot4(dot4(middle, Bytes16{} + 15, one), Bytes16{} + 15, two);
+      }
+      weights[a] = scores[place] + .5f * queries.unit[at] * (float)sum(rest + rest - middle);
+    }
+    sums.weigh(weights, count);
+    for (int a = 0; a < count; a++) {
+      const uint8_t* row = rows + (size_t)places[i + a] * SIZE;
+      sums.add(weights[a] * widen_one(row + SIZE - 2), (const int8_t*)row + D / 2);
+    }
+  }
+}
+
+// Buffers for the scan of one KV head, and for the choice of one query head.
+struct Scratch {
+  int blocks, group, width, units;
+  uint8_t* at;
+  size_t scores() const { return sizeof(float) * (group * (size_t)blocks * BLOCK + W); }
+  size_t units_bytes() const { return sizeof(float) * group * blocks; }
+  size_t codes() const { return (size_t)group * blocks * width; }
+  size_t unit() const { return (scores() + units_bytes() + codes() + 63) / 64 * 64; }
+  size_t places() const { return sizeof(int32_t) * ((size_t)blocks * BLOCK + 2 * W); }
+  size_t bytes(int threads) const { return units * unit() + 2 * threads * places(); }
+  float* scores_of(int u) const { return (float*)(at + u * unit()); }
+  Rounded queries_of(int u) const {
+    uint8_t* after = at + u * unit() + scores();
+    return {(int8_t*)after + units_bytes(), (float*)after};
+  }
+  int32_t* places_of(int thread) const { return (int32_t*)(at + units * unit() + 2 * thread * places()); }
+};
+
+// With as many KV heads as threads can share, each scan is used before the next is made, so that it stays in the cache.
+inline bool one_by_one(const Layer& layer) { return layer.batch * layer.heads % layer.threads == 0; }
+inline Scratch scratch_of(const Layer& layer) {
+  const int units = one_by_one(layer) ? layer.threads : layer.batch * layer.heads;
+  return {layer.blocks, layer.group, layer.width, units, layer.scratch};
+}
+
+template <int D>
+struct Step {
+  const Layer& layer;
+  Scratch scratch = scratch_of(layer);
+  size_t stride = (size_t)layer.blocks * BLOCK;
+
+  // Scores of the blocks [from, to) of one KV head for its query heads.
+  void scan(int unit, int slot, int from, int to) const {
+    const Rounded queries = scratch.queries_of(slot);
+    float* scores = scratch.scores_of(slot);
+    for (int b = from; b < to; b++) {
+      const uint8_t* keys = layer.keys + ((size_t)unit * layer.blocks + b) * (BLOCK * D / 2);
+      const bf16* scales = layer.scales + ((size_t)unit * layer.blocks + b) * 2 * D;
+      prefetch(keys + 2 * BLOCK * D, BLOCK * D / 2), prefetch(scales + 8 * D, 4 * D);
+      for (int g = 0; g < layer.group; g += GROUP) {
+        const Rounded to{queries.codes + ((size_t)b * layer.group + g) * D, queries.unit + b * layer.group + g};
+        const float* query = layer.query + ((size_t)unit * layer.group + g) * D;
+        float* block = scores + g * stride + b * BLOCK;
+        switch (std::min(GROUP, layer.group - g)) {
+          case 1: scan_block<D, 1>(query, keys, scales, to, block, stride); break;
+          case 2: scan_block<D, 2>(query, keys, scales, to, block, stride); break;
+          case 3: scan_block<D, 3>(query, keys, scales, to, block, stride); break;
+          default: scan_block<D, 4>(query, keys, scales, to, block, stride);
+        }
+      }
+    }
+  }
+
+  void finish(int unit, int slot, int g, int thread) const {
+    const int row = unit / layer.heads, head = unit % layer.heads, query_head = unit * layer.group + g;
+    const int slots = layer.slots[row], *gap = layer.gap + 2 * row, tokens = slots - (gap[1] - gap[0]);
+    const float* query = layer.query + (size_t)query_head * D;
+    float* scores = scratch.scores_of(slot) + g * stride;
+    std::fill(scores + gap[0], scores + gap[1], LOWEST);
+    int32_t* places = scratch.places_of(thread);
+    int32_t* ties = places + scratch.places() / sizeof(int32_t);
+    const int k = std::min(layer.k[row], tokens);
+    Chosen chosen{0, 0, LOWEST};
+    if (k == tokens) {
+      for (int i = 0; i < slots; i++)
+        if (i < gap[0] || i >= gap[1]) places[chosen.count++] = i;
+    } else if (k > 0) {
+      chosen = choose(scores, slots, k, ties, places);
+    } else if (layer.residual) {
+      chosen = choose(scores, slots, 1, ties, places);  // the highest score is the threshold, and no token is read
+      chosen.threshold = scores[places[0]];
+      for (int i = chosen.ties++; i > 0; i--) ties[i] = ties[i - 1];
+      ties[0] = places[0], chosen.count = 0;
+    }
+    Sums<D> sums;
+    add_recent(sums, query, layer.recent + (size_t)unit * layer.room * 2 * D, layer.recents[row]);
+    const uint8_t* rows = layer.rows + (size_t)unit * layer.blocks * BLOCK * (D / 2 + D + 2);
+    add_rows(sums, rows, scores, scratch.queries_of(slot), g, layer.group, places, chosen.count);
+    if (layer.residual && k < tokens) {
+      const Sums<D> rest = regression<D>(layer, row, head, query, scores, chosen, ties);
+      sums.merge(rest.top, rest.mass, (const float*)rest.value);
+    }
+    sums.write(layer.output + (size_t)query_head * D, layer.log_mass + query_head);
+  }
+
+  int used(int unit) const { return (layer.slots[unit / layer.heads] + BLOCK - 1) / BLOCK; }
+
+  void run() const {
+    const int units = layer.batch * layer.heads;
+    if (one_by_one(layer))
+      return parallel(layer.threads, units, [&](int unit, int thread) {
+        scan(unit, thread, 0, used(unit));
+        for (int g = 0; g < layer.group; g++) finish(unit, thread, g, thread);
+      });
+    constexpr int CUTS = 8;
+    parallel(layer.threads, units * CUTS, [&](int task, int) {
+      const int unit = task / CUTS, cut = task % CUTS, blocks = used(unit);
+      scan(unit, unit, blocks * cut / CUTS, blocks * (cut + 1) / CUTS);
+    });
+    parallel(layer.threads, units * layer.group, [&](int task, int thread) {
+      finish(task / layer.group, task / layer.group, task % layer.group, thread);
+    });
+  }
+};
+
+}  // namespace

@@ -1,0 +1,223 @@
+// Vectors of W numbers, by the vector extensions of GCC and Clang, and the few operations that differ by target.
+//
+// A library is built for each target from the same sources, so that no inline function of the standard library compiled
+// for one CPU is ever called on another.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define VNNI 1
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+constexpr int TILE = W == 4 ? 2 : W == 8 ? 2 : 4;  // vectors of tokens, or of channels, whose sums are kept in registers
+
+typedef uint16_t bf16;  // the upper half of a float
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * W)));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef int32_t Ints4 __attribute__((vector_size(16)));
+
+template <class V>
+inline V load(const void* from) {
+  V x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+template <class V>
+inline void store(void* to, V x) {
+  memcpy(to, &x, sizeof x);
+}
+inline Floats all(float x) { return x - Floats{}; }
+inline Ints all(int32_t x) { return x - Ints{}; }
+inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
+
+// W numbers of a narrower type as floats, and integers as such numbers. GCC converts bytes one by one.
+inline Floats widen(const bf16* from) {
+#if VNNI
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16);
+#else
+  typedef uint16_t Narrow __attribute__((vector_size(2 * W)));
+  return (Floats)(__builtin_convertvector(load<Narrow>(from), Ints) << 16);
+#endif
+}
+inline Floats widen(const int8_t* from) {
+#if VNNI
+  return to_floats((Ints)_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(__AVX2__)
+  return to_floats((Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  typedef int8_t Narrow __attribute__((vector_size(W)));
+  return to_floats(__builtin_convertvector(load<Narrow>(from), Ints));
+#endif
+}
+inline void store_bytes(int8_t* to, Ints x) {
+#if VNNI
+  store(to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  typedef int8_t Narrow __attribute__((vector_size(W)));
+  store(to, __builtin_convertvector(x, Narrow));
+#endif
+}
+inline void store_shorts(int16_t* to, Ints x) {
+#if VNNI
+  store(to, _mm512_cvtepi32_epi16((__m512i)x));
+#else
+  typedef int16_t Narrow __attribute__((vector_size(2 * W)));
+  store(to, __builtin_convertvector(x, Narrow));
+#endif
+}
+inline float widen_one(const void* from) {
+  const uint32_t bits = load<bf16>(from) << 16;
+  return load<float>(&bits);
+}
+// Pairs of bfloat16 in 4 bytes: the first of each, and the second.
+inline Floats first(Ints pairs) { return (Floats)(pairs << 16); }
+inline Floats second(Ints pairs) { return (Floats)(pairs & (int32_t)0xffff0000); }
+
+inline Ints lanes() {
+  Ints x;
+  for (int i = 0; i < W; i++) x[i] = i;
+  return x;
+}
+inline Ints first_lanes(int count) { return lanes() < count; }
+
+inline float sum(Floats x) {
+#if VNNI
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float total = 0;
+  for (int i = 0; i < W; i++) total += x[i];
+  return total;
+#endif
+}
+inline float highest(Floats x) {
+#if VNNI
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+inline int32_t sum(Ints x) {
+  int32_t total = 0;
+  for (int i = 0; i < W; i++) total += x[i];
+  return total;
+}
+#if defined(__AVX2__)  // else it is the same type, and so are those of the products below
+inline int32_t sum(Ints4 x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+#endif
+
+// The nearest integers, even ones of equally near; of numbers below 2^22.
+inline Ints rounded(Floats x) {
+#if VNNI
+  return (Ints)_mm512_cvtps_epi32((__m512)x);
+#endif
+  const Floats magic = all(12582912.f);
+  return (Ints)(x + magic) - (Ints)magic;
+}
+
+// 2^x with a relative error of 2e-7, and next to nothing below x = -126.5; x at most 127.
+inline Floats exp2(Floats x) {
+  x = largest(all(-127.f), x);  // in this order NaN stays
+#if VNNI
+  const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, 0), part = x - whole;
+#else
+  const Ints whole = rounded(x);
+  const Floats part = x - to_floats(whole);
+#endif
+  Floats power = all(1.5403530e-4f);
+  for (float next : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
+    power = power * part + all(next);
+#if VNNI
+  return (Floats)_mm512_scalef_ps((__m512)power, (__m512)whole);
+#else
+  return power * (Floats)((whole + 127) << 23);
+#endif
+}
+inline float exp2(float x) { return exp2(all(x))[0]; }
+
+// Adds to each sum the products of its four bytes: codes without sign, below 16 but in `dot4_wide`, and signed ones.
+inline Ints dot4(Ints sums, Bytes codes, Ints with) {
+#if VNNI
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)with);
+#elif defined(__AVX2__)
+  return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)with), _mm256_set1_epi16(1));
+#else
+  for (int i = 0; i < 4 * W; i++) sums[i / 4] += codes[i] * ((int8_t*)&with)[i];
+  return sums;
+#endif
+}
+inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) {
+#if VNNI || !defined(__AVX2__)
+  return dot4(sums, codes, with);
+#else  // products of 8 bits would overflow the 16 of their sums in pairs
+  return dot4(sums, codes & 15, with) + (dot4(Ints{}, codes >> 4, with) << 4);
+#endif
+}
+#if defined(__AVX2__)
+inline Ints4 dot4(Ints4 sums, Bytes16 codes, Ints4 with) {
+#if VNNI
+  return (Ints4)_mm_dpbusd_epi32((__m128i)sums, (__m128i)codes, (__m128i)with);
+#else
+  return sums + (Ints4)_mm_madd_epi16(_mm_maddubs_epi16((__m128i)codes, (__m128i)with), _mm_set1_epi16(1));
+#endif
+}
+#endif
+// Adds to each sum the products of two bytes, signed, with a pair of 16-bit numbers.
+inline Ints dot2(Ints sums, const int8_t* codes, int32_t pair) {
+#if VNNI
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sums, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)codes)), _mm512_set1_epi32(pair));
+#elif defined(__AVX2__)
+  return sums + (Ints)_mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes)), _mm256_set1_epi32(pair));
+#else
+  const int32_t one = (int16_t)pair, two = pair >> 16;
+  for (int i = 0; i < W; i++) sums[i] += codes[2 * i] * one + codes[2 * i + 1] * two;
+  return sums;
+#endif
+}
+
+// Writes the lanes of x where `chosen`, and returns how many there are. Up to W places are written to.
+inline int append(int32_t* to, Ints x, Ints chosen) {
+#if VNNI
+  const __mmask16 mask = _mm512_movepi32_mask((__m512i)chosen);
+  store(to, _mm512_maskz_compress_epi32(mask, (__m512i)x));
+  return __builtin_popcount(mask);
+#else
+  int count = 0;
+  for (int i = 0; i < W; i++) to[count] = x[i], count -= chosen[i];
+  return count;
+#endif
+}
+inline bool any(Ints chosen) {
+#if VNNI
+  return _mm512_movepi32_mask((__m512i)chosen) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)chosen) != 0;
+#else
+  int32_t found = 0;
+  for (int i = 0; i < W; i++) found |= chosen[i];
+  return found != 0;
+#endif
+}
+
+inline void prefetch(const void* from, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i);
+}
+
+}  // namespace

@@ -1,0 +1,257 @@
+"""Every kernel, for every kind of CPU that this one can run, against a plain reference in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.needs import KERNELS, needs
+from tests.unit.kernels.reference import attended, eight, paired, planes, real_places
+from torch import Tensor
+
+from residual_mass.kernels import LayerCache
+from residual_mass.kernels.library import TARGETS, Library
+
+pytestmark = needs(KERNELS)
+KINDS = (4, 8, 16)
+
+
+def targets() -> list[str]:
+    """Those that this CPU has the instructions for."""
+    return list(TARGETS[: TARGETS.index(Library("portable").best_target()) + 1]) if KERNELS.met() else []
+
+
+@pytest.fixture(params=targets())
+def library(request: pytest.FixtureRequest) -> Library:
+    return Library(request.param)
+
+
+def made(
+    length: int, width: int = 64, heads: int = 2, group: int = 3, batch: int = 1, seed: int = 0
+) -> tuple[Tensor, ...]:
+    """Keys and values [B, H, L, D] with clusters, and queries [B, H G, D] with scores of a standard deviation of 2."""
+    draw = torch.Generator().manual_seed(seed + length + width)
+    centres = torch.randn(heads, 20, width, generator=draw)
+    which = torch.randint(0, 20, (batch, length), generator=draw)
+    keys = centres[:, which].transpose(0, 1) + torch.randn(batch, heads, length, width, generator=draw)
+    keys = keys * (0.5 + 2 * torch.rand(width, generator=draw)) + 3 * torch.randn(width, generator=draw)
+    mix = torch.randn(width, width, generator=draw) / width**0.5
+    values = 0.5 * keys @ mix + torch.randn(batch, heads, length, width, generator=draw)
+    query = torch.randn(batch, heads * group, width, generator=draw)
+    spread = (query.view(batch, heads, group, width) @ keys.transpose(-1, -2)).std(-1, correction=0).flatten(1)
+    return keys, values, query * (2 * width**0.5 / spread.clamp_min(1e-3)).unsqueeze(-1)
+
+
+def check(cache: LayerCache, query: Tensor, scale: float | None = None) -> Tensor:
+    """Compares a step with the reference, and steps of 1 to 4 threads with each other; returns the output."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    output, log_mass = cache.step(query, scale, threads=1)
+    expected, expected_mass, gap = attended(cache, query, scale)
+    assert gap > 1e-5, "then rounding may choose other tokens: take another seed"
+    size = torch.linalg.vector_norm(expected, dim=-1, keepdim=True)
+    tolerance = 3e-5 if cache.bits == 8 else 1e-5  # there weights have 15 bits
+    assert float(((output - expected) / size).abs().max()) < tolerance
+    assert float((log_mass - expected_mass).abs().max()) < 1e-5 * max(1, float(expected_mass.abs().max()))
+    for threads in (2, 3, 4):
+        again = cache.step(query, scale, threads=threads)
+        assert output.equal(again[0]) and log_mass.equal(again[1])
+    return output
+
+
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_widths(library: Library, bits: int, width: int) -> None:
+    keys, values, query = made(701, width)
+    check(LayerCache(library, keys, values, [0], bits=bits, k=[14], clusters=9), query)
+
+
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 11])
+def test_groups_of_query_heads(library: Library, bits: int, group: int) -> None:
+    keys, values, query = made(260, group=group, heads=1)
+    check(LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5), query)
+
+
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("length", [1, 3, 20, 21, 64, 83, 84, 85, 149, 1000])
+def test_lengths(library: Library, bits: int, length: int) -> None:
+    keys, values, query = made(length)
+    check(LayerCache(library, keys, values, [0], bits=bits, k=[5], clusters=4), query)
+
+
+@pytest.mark.parametrize("bits", KINDS)
+def test_left_padding_is_not_read(library: Library, bits: int) -> None:
+    keys, values, query = made(500, batch=4)
+    first = [0, 130, 477, 499]
+    for row, start in enumerate(first):
+        keys[row, :, :start] = values[row, :, :start] = math.nan
+    check(LayerCache(library, keys, values, first, bits=bits, k=[8, 6, 2, 1], clusters=6), query)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("k", [0, 1, 2, 7, 100, 578, 579, 580, 581, 5000])
+def test_tokens_to_read(library: Library, k: int, residual: bool) -> None:
+    keys, values, query = made(600)
+    check(LayerCache(library, keys, values, [0], k=[k], clusters=8, residual=residual), query)
+
+
+def test_a_long_prompt(library: Library) -> None:
+    """Long enough for a sample to bound the threshold, and for tasks of several ranges."""
+    keys, values, query = made(9001, heads=1)
+    for bits in KINDS:
+        check(LayerCache(library, keys, values, [0], bits=bits, k=[180]), query)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 64, 300])
+def test_clusters_also_empty_ones(library: Library, clusters: int) -> None:
+    keys, values, query = made(200)
+    keys = keys[:, :, torch.arange(200) % 11]  # with 11 different keys
+    cache = LayerCache(library, keys, values, [0], k=[180], clusters=clusters)
+    sizes = cache.bounds.diff(dim=-1).squeeze(-1)
+    assert (sizes.sum(-1) == 180).all()
+    assert clusters <= 2 or (sizes == 0).any()
+    check(cache, query)
+
+
+@pytest.mark.parametrize("k", [0, 1, 50, 63, 64, 65, 200])
+def test_equal_scores_are_read_in_order(library: Library, k: int) -> None:
+    keys, values, query = made(404)
+    keys[:] = keys[:, :, :1]
+    check(LayerCache(library, keys, values, [0], k=[k], clusters=3), query)
+    keys[:, :, 1::2] *= 2
+    check(LayerCache(library, keys, values, [0], k=[k], clusters=3), query)
+
+
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("factor", [0, 1e-30, 1e-3, 30, 1e3])
+def test_flat_and_extreme_scores(library: Library, bits: int, factor: float) -> None:
+    keys, values, query = made(300)
+    cache = LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5)
+    output, log_mass = cache.step(query * factor, 0.125)
+    assert output.isfinite().all() and log_mass.isfinite().all()
+    expected, expected_mass, _ = attended(cache, query * factor, 0.125)
+    largest = float((query * factor).abs().max() * keys.abs().max()) * query.shape[-1] * 0.125
+    tolerance = 1e-5 + 1e-6 * largest  # scores have 24 bits
+    assert float((log_mass - expected_mass).abs().max()) < tolerance
+    if factor < 30:  # beyond, which tokens are chosen may hang on their last bits
+        assert torch.allclose(output.double(), expected, atol=tolerance * float(values.abs().max()))
+
+
+def test_nan_is_not_hidden(library: Library) -> None:
+    keys, values, query = made(300)
+    query[0, 1, 5] = math.nan
+    for bits in KINDS:
+        output, _ = LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5).step(query, 0.125)
+        assert output[0, 1].isnan().all() and output[0, [0, 2, 3, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", KINDS)
+def test_added_tokens_and_the_blocks_that_they_become(library: Library, bits: int) -> None:
+    """Rows of other lengths fill up at other times, and blocks beyond those that there was room for."""
+    keys, values, query = made(900, batch=2)
+    cache = LayerCache(
+        library, keys[:, :, :300], values[:, :, :300], [0, 111], bits=bits, k=[6, 3], room=64, clusters=4
+    )
+    for column in range(300, 900):
+        cache.append(keys[:, :, column], values[:, :, column])
+        if column % 149 == 0 or column in (363, 364, 365):
+            check(cache, query)
+    check(cache, query)
+    assert [len(real_places(cache, row)) + int(cache.recents[row]) for row in (0, 1)] == [900, 789]
+    keys, values = keys.bfloat16().double(), values.bfloat16().double()
+    exact = query.double().view(2, 2, 3, 64) @ keys[..., :, :].transpose(-1, -2) / 8
+    exact[1, :, :, :111] = -math.inf
+    error = cache.step(query, 0.125)[0] - (exact.softmax(-1) @ values).flatten(1, 2)
+    relative = error.norm() / (exact.softmax(-1) @ values).norm()
+    assert relative < {16: 1e-5, 8: 0.02, 4: 0.2}[bits]
+
+
+@pytest.mark.parametrize("bits", KINDS)
+def test_a_merged_state_is_that_of_all_tokens(library: Library, bits: int) -> None:
+    """Outputs and log masses of two sets of tokens give those of both."""
+    keys, values, query = made(400)
+    whole = LayerCache(library, keys, values, [0], bits=16).step(query, 0.125)
+    outputs, masses = zip(
+        *(
+            LayerCache(library, keys[:, :, part], values[:, :, part], [0], bits=bits, k=[400]).step(query, 0.125)
+            for part in (slice(0, 170), slice(170, 400))
+        ),
+        strict=True,
+    )
+    share = torch.stack(masses).softmax(0).unsqueeze(-1)
+    assert torch.allclose(torch.stack(masses).logsumexp(0), whole[1], atol={16: 1e-5}.get(bits, 0.02))
+    assert torch.allclose((torch.stack(outputs) * share).sum(0), whole[0], atol={16: 1e-5}.get(bits, 0.05))
+
+
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_what_is_packed(library: Library, width: int) -> None:
+    """Keys within half a step of theirs and values within half a scale, in the order of their clusters."""
+    keys, values, _ = made(333, width)
+    keys[:, :, :, 3] = 7.0  # a channel without range
+    inner = slice(4, 317)
+    for bits in KINDS:
+        cache = LayerCache(library, keys, values, [0], bits=bits, clusters=7)
+        for head in range(2):
+            k, v = keys[0, head, inner].double(), values[0, head, inner].double()
+            if bits == 16:
+                packed = paired(cache, 0, head)
+                assert packed[0][:313].equal(k.bfloat16().double()) and packed[1][:313].equal(v.bfloat16().double())
+                continue
+            if bits == 8:
+                codes, rows = eight(cache, 0, head)
+                order = torch.arange(313)
+            else:
+                high, low, rows = planes(cache, 0, head)
+                codes = 16 * high + low
+                near = torch.cdist(rows[:313], v)
+                order = near.argmin(-1)
+                assert order.sort().values.equal(torch.arange(313))
+            middle, step = (x.repeat_interleave(64, 0)[:313].double() for x in cache.scales[0, head].unbind(1))
+            assert ((middle + step * (codes[:313] - 127.5) - k[order]).abs() <= 0.501 * step + 1e-5).all()
+            assert ((rows[:313] - v[order]).abs() <= 0.501 * v[order].abs().amax(-1, keepdim=True) / 126).all()
+
+
+def test_moments_of_clusters(library: Library) -> None:
+    keys, values, _ = made(512, heads=1)
+    cache = LayerCache(library, keys, values, [0], clusters=20)
+    k, v = keys[0, 0, 4:-16].double(), values[0, 0, 4:-16].double()
+    _, _, rows = planes(cache, 0, 0)
+    order = torch.cdist(rows[:492], v).argmin(-1)
+    covariance, variance, within = 0, 0, 0.0
+    for number, (start, end) in enumerate(cache.bounds[0, 0].tolist()):
+        own = order[start:end]
+        assert torch.allclose(cache.mean_values[0, 0, number].double(), v[own].mean(0), rtol=2**-8, atol=1e-3)
+        away = k[own] - k[own].mean(0), v[own] - v[own].mean(0)
+        covariance, variance = covariance + away[0].T @ away[1] / 492, variance + away[1].square().sum(0) / 492
+        within += float(away[0].square().sum())
+    assert torch.allclose(cache.slope[0, 0].double(), covariance, rtol=2**-8, atol=1e-3)
+    assert torch.allclose(cache.deviations[0, 0].double(), variance.sqrt(), rtol=1e-5)
+    assert within < 0.7 * float((k - k.mean(0)).square().sum()), "clusters are nearer to their means"
+
+
+def test_memory_is_56_percent_of_bfloat16() -> None:
+    for width, heads, length in ((64, 3, 4096), (128, 8, 4096)):
+        keys, values, _ = made(length, width, heads)
+        cache = LayerCache(Library("portable"), keys, values, [0])
+        assert round(100 * cache.bytes / (2 * (keys.numel() + values.numel()))) <= 56
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 5}, "bits is 5, not 4, 8 or 16"),
+        ({"clusters": 0}, "clusters is 0, not 1 or more"),
+        ({"room": 5}, "room is 5, not a block of 64 tokens or more"),
+    ],
+)
+def test_bad_arguments(options: dict[str, int], message: str) -> None:
+    keys, values, _ = made(100)
+    with pytest.raises(ValueError, match=message):
+        LayerCache(Library("portable"), keys, values, [0], **options)
+
+
+def test_a_width_that_is_not_served() -> None:
+    keys, values, _ = made(100, 80)
+    with pytest.raises(ValueError, match="the kernels serve head dimensions of 64, 96, 128, not 80"):
+        LayerCache(Library("portable"), keys, values, [0])
