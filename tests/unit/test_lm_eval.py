@@ -25,7 +25,6 @@ from residual_mass.core.support import retrieved_count
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 
@@ -334,23 +333,9 @@ def test_wrong_arguments_are_one_line(arguments: dict[str, Any], said: str, tiny
     assert "\n" not in str(error.value)
 
 
-def test_several_processes_are_refused(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BadArgument, match="runs in one process"):
-        PartialKV(**options_of(tiny_backbone))
-
-
 @pytest.fixture
 def folder(tiny_assets: Path) -> Path:
     return tiny_assets / "models" / "tiny-llama"
-
-
-def test_by_name(folder: Path, evaluate: Evaluate, tiny_backbone: Backbone) -> None:
-    arguments = f"pretrained={folder},method=topk,budget=0.2,max_length=200"
-    by_name = evaluate("partial_kv", model_args=arguments, device="cpu", tasks=["lines", "choice"])
-    loaded = evaluate(PartialKV(**options_of(tiny_backbone, method="topk", budget=0.2)), tasks=["lines", "choice"])
-    for task in ("lines", "choice"):
-        assert_same(by_name, loaded, task)
 
 
 @pytest.mark.slow
@@ -376,7 +361,3 @@ def test_a_wrong_argument_on_the_command_line_is_one_line(
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert said == "partial_kv: error: budget=20 is not a share of the prompt's tokens in (0, 1]: for 20 % write 0.2\n"
-
-
-def test_an_arm_without_a_budget_takes_any(tiny_backbone: Backbone) -> None:
-    assert PartialKV(**options_of(tiny_backbone, method="full", budget=None)).arm == ArmSpec("full")

@@ -105,7 +105,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ForcedRow:
     """One row: a continuation under an arm."""
 
     continuation: Continuation
@@ -154,7 +154,7 @@ def write_forced(
     """
     shas = {label: sha256_of(path) for label, path in maps.items()}
     wanted = [
-        Wanted(each, arm, state, each.key(spec, arm, state, identity, shas))
+        ForcedRow(each, arm, state, each.key(spec, arm, state, identity, shas))
         for each in continuations
         for state, arm in each.rows
     ]
@@ -168,7 +168,7 @@ def write_forced(
     return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
 
 
-def _require_sound(store: RowStore, wanted: Wanted) -> None:
+def _require_sound(store: RowStore, wanted: ForcedRow) -> None:
     """Raises ValueError where a stored row is damaged."""
     row, answer = store.rows.get(wanted.key), wanted.continuation.answer
     if row is None:
@@ -233,7 +233,7 @@ def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) 
 
 
 def _compute(
-    spec: ForceSpec, backbone: Backbone, maps: Mapping[str, Path], missing: Sequence[Wanted], store: RowStore
+    spec: ForceSpec, backbone: Backbone, maps: Mapping[str, Path], missing: Sequence[ForcedRow], store: RowStore
 ) -> torch.device:
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
@@ -245,7 +245,7 @@ def _compute(
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
     engines: dict[tuple[tuple[ArmSpec, ...], int | None], SharedPrefillEngine] = {}
-    by_prompt: dict[tuple[tuple[int, ...], int | None], list[Wanted]] = {}
+    by_prompt: dict[tuple[tuple[int, ...], int | None], list[ForcedRow]] = {}
     for each in missing:
         by_prompt.setdefault((each.continuation.prompt, each.continuation.nominal_length), []).append(each)
     with tqdm(total=len(missing), unit="row") as bar:
@@ -264,7 +264,7 @@ def _compute(
     return backbone.device
 
 
-def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[Wanted]) -> None:
+def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) -> None:
     """Raises ValueError where the tokenizer knows tokens that the model does not."""
     known = model.get_input_embeddings().num_embeddings
     largest = max(max(*each.continuation.prompt, *(each.continuation.answer or ())) for each in wanted)
@@ -280,7 +280,7 @@ def _name(continuation: Continuation) -> str:
     return f"{continuation.task or continuation.text} {kind} {continuation.index}"
 
 
-def _rows(decoder: ForcedDecoder, wanted: Sequence[Wanted]) -> Iterator[list[Row]]:
+def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[Row]]:
     """The rows of one prompt's continuations, those of a state together: a resumed run then decodes the same arms side
     by side, and rounds as an undisturbed one.
     """
@@ -325,7 +325,7 @@ def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[
     return rounded | {name: values.tolist() for name, values in flags.items()}
 
 
-def _token_rows(wanted: Sequence[Wanted], store: RowStore, shas: dict[str, str]) -> Iterator[Row]:
+def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[Row]:
     for each in wanted:
         row, arm = store.rows[each.key], each.arm
         about = {

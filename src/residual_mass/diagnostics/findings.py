@@ -34,7 +34,6 @@ ACCOUNTING = (
     "log_z_error_ci_high clamped_share packs heads rows model_id revision weights phi_sha"
 ).split()
 PROVENANCE = ("study", "backbone", "maps", "model_id", "revision", "weights", "phi_sha")
-PLACE = ("backbone", "corpus", "length")
 HEADS_ORDER = ["budget_percent", "layer", "head", "pack", "query"]
 MASS_ORDER = ["k", "layer", "head", "pack"]
 MEANS = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped".split()
@@ -58,7 +57,7 @@ def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], account
             any setting.
     """
     record = Record("findings", spec, [*heads, *mass])
-    settings = read_settings(spec, heads, mass)
+    settings = read_settings(heads, mass)
     as_is = whole(settings, spec.budget_percent)
     drawn = resampled(settings, spec.budget_percent, spec.bootstrap_resamples, spec.seed)
     pairs = list(zip(as_is, drawn, strict=True))
@@ -71,28 +70,13 @@ def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], account
         record.write(path)
 
 
-def read_settings(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path]) -> list[CapturedSetting]:
+def read_settings(heads: Sequence[Path], mass: Sequence[Path]) -> list[CapturedSetting]:
     """Reads captured rows and mass curves: one setting per pair of files, in their order.
 
     Raises:
-        ValueError: the files do not belong together, or lack what `spec` asks for; names file and remedy.
+        ValueError: a backbone has too few heads for quartiles.
     """
-    if len(heads) != len(mass):
-        raise ValueError(f"--heads has {len(heads)} files, but --mass {len(mass)}; give one mass file per heads file")
-    settings = [_read_setting(*pair) for pair in zip(heads, mass, strict=True)]
-    for path, setting in zip(heads, settings, strict=True):
-        _check_spec(path, setting, spec)
-        for name in PROVENANCE:
-            if setting.facts[name] != settings[0].facts[name]:
-                raise ValueError(
-                    f"{path}: {name} is {setting.facts[name]}, but {settings[0].facts[name]} in {heads[0]}; give files "
-                    "of one backbone and one set of maps"
-                )
-    if f"{spec.corpus} {spec.length}" not in [setting.name for setting in settings]:
-        raise ValueError(
-            f"--heads has no file of {spec.corpus} at {spec.length}, where the figures make their statements; add it"
-        )
-    return settings
+    return [_read_setting(*pair) for pair in zip(heads, mass, strict=True)]
 
 
 def _read_setting(heads_file: Path, mass_file: Path) -> CapturedSetting:
@@ -103,32 +87,26 @@ def _read_setting(heads_file: Path, mass_file: Path) -> CapturedSetting:
     heads = tuple((int(layer), int(head)) for layer, head in pairs.itertuples(index=False))
     # The column of budgets is in single precision, where 0.3 is not 0.3.
     ks = {float(f"{budget:g}"): int(k) for budget, k in frame.groupby("budget_percent")["k"].first().items()}
+    if len(heads) < QUARTILES:
+        raise ValueError(
+            f"{heads_file}: quartiles need {QUARTILES} heads, the backbone has {len(heads)}; leave it out of findings"
+        )
     shape = (len(ks), len(heads), len(packs), -1)
     rows = {name: frame[name].to_numpy(np.float64).reshape(shape) for name in (*MEANS, *LOGARITHMS)}
     cells = {budget: _cells({name: values[b] for name, values in rows.items()}) for b, budget in enumerate(ks)}
+    curves = pd.read_parquet(mass_file, columns=[*MASS_ORDER, "c_mid"]).sort_values(MASS_ORDER)
+    grid = [int(k) for k in curves["k"].unique()]
+    recovered = curves["c_mid"].to_numpy(np.float64).reshape(len(grid), len(heads), len(packs))
     return CapturedSetting(
         facts={name: str(frame[name].iloc[0]) for name in (*PROVENANCE, "corpus", "length")},
         heads=heads,
         packs=packs,
         ks=ks,
         cells=cells,
-        mass=_read_mass(mass_file, heads_file, frame, (len(heads), len(packs))),
+        mass=dict(zip(grid, recovered, strict=True)),
         rows=len(frame) // len(ks),
         quartiles=_quartiles(cells[next(iter(ks))]["h_mid"]),
     )
-
-
-def _read_mass(path: Path, heads_file: Path, heads: pd.DataFrame, shape: tuple[int, int]) -> dict[int, np.ndarray]:
-    """Mean mass recovery by K, each of `shape` [H, P]; `heads` are the rows of `heads_file`."""
-    frame = pd.read_parquet(path, columns=[*PLACE, *MASS_ORDER, "c_mid"]).sort_values(MASS_ORDER)
-    for name in PLACE:
-        if frame[name].iloc[0] != heads[name].iloc[0]:
-            raise ValueError(
-                f"{path}: {name} is {frame[name].iloc[0]}, but {heads[name].iloc[0]} in {heads_file}; give mass files "
-                "in the order of the heads files"
-            )
-    ks = [int(k) for k in frame["k"].unique()]
-    return dict(zip(ks, frame["c_mid"].to_numpy(np.float64).reshape(len(ks), *shape), strict=True))
 
 
 def _quartiles(entropies: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -149,19 +127,6 @@ def _cells(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     cells["log_z_sum"] = errors.sum(axis=-1)
     cells["log_z_count"] = defined.sum(axis=-1).astype(np.float64)
     return cells
-
-
-def _check_spec(path: Path, setting: CapturedSetting, spec: FindingsSpec) -> None:
-    if spec.budget_percent not in setting.ks:
-        known = ", ".join(f"{budget:g}" for budget in setting.ks)
-        raise ValueError(
-            f"{path}: budget_percent {spec.budget_percent:g} (spec.budget_percent) is not among {known}; name one of "
-            "these, or run the capture stage with it"
-        )
-    if len(setting.heads) < QUARTILES:
-        raise ValueError(
-            f"{path}: quartiles need {QUARTILES} heads, the backbone has {len(setting.heads)}; leave it out of findings"
-        )
 
 
 def _accounting_rows(as_is: Sample, drawn: Sample) -> Iterator[dict[str, object]]:

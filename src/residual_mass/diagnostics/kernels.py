@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -20,8 +19,8 @@ from residual_mass.core.settings import tokens_of
 from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
-from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.model.phi_maps import MAPS_AT_FAULT, HeadShape, PhiMaps, require_one_file_each
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps, require_one_file_each
 from residual_mass.model.prefix import map_heads
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import KernelsSpec
@@ -44,15 +43,20 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
             f"diagnostics.head: {spec.backbone.name} has {shape.layers} layers of {shape.query_heads} query heads, "
             f"there is no layer {spec.layer}, head {spec.head}; count from 0"
         )
-    maps = [_of_the_head(spec, PhiMaps.load(path), backbone) for path in phi]
+    kv_head = spec.head * shape.kv_heads // shape.query_heads
+    maps = []
+    for named, path in zip(spec.maps, phi, strict=True):
+        of_all = PhiMaps.load(path)
+        of_all.require(shape, spec.backbone.model_id, spec.backbone.revision)
+        query, key = _only(of_all.query[spec.layer], spec.head), _only(of_all.key[spec.layer], kv_head)
+        maps.append((named.label, query.to(backbone.device), key.to(backbone.device)))
     (pack,) = make_packs(spec.corpus, backbone, spec.length, spec.queries, 1, spec.seed, assets, prompts)
     log.info("layer %d, head %d under %d sets of maps, on %s", spec.layer, spec.head, len(maps), backbone.device)
     frames: list[pd.DataFrame] = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         if layer == spec.layer:
-            of_head = keys[_kv_head(spec, shape)]
-            frames.extend(_frames(spec, maps, queries[spec.head].float(), of_head.float(), scale))
+            frames.extend(_frames(spec, maps, queries[spec.head].float(), keys[kv_head].float(), scale))
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
@@ -60,37 +64,17 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     record.write(out, device=backbone.device, identity=backbone.identity)
 
 
-class HeadMaps(NamedTuple):
-    """The feature maps of one query head: stacked maps of a single head."""
-
-    query: nn.Module
-    key: nn.Module
-    sha256: str | None
-
-
-def _of_the_head(spec: KernelsSpec, maps: PhiMaps, backbone: Backbone) -> HeadMaps:
-    """The maps of that head alone; raises ValueError unless they belong to the backbone."""
-    maps.require(backbone.shape, spec.backbone.model_id, spec.backbone.revision)
-
-    def only(stacked: nn.Module, head: int) -> nn.Module:
-        for name, value in list(stacked.named_parameters()):
-            setattr(stacked, name, nn.Parameter(value[head : head + 1].clone(), requires_grad=False))
-        return stacked.to(backbone.device)
-
-    return HeadMaps(
-        only(maps.query[spec.layer], spec.head), only(maps.key[spec.layer], _kv_head(spec, maps.shape)), maps.sha256
-    )
-
-
-def _kv_head(spec: KernelsSpec, shape: HeadShape) -> int:
-    """The KV head that the query head reads."""
-    return spec.head * shape.kv_heads // shape.query_heads
+def _only(stacked: nn.Module, head: int) -> nn.Module:
+    """Keeps the map of one head."""
+    for name, value in list(stacked.named_parameters()):
+        setattr(stacked, name, nn.Parameter(value[head : head + 1].clone(), requires_grad=False))
+    return stacked
 
 
 def _frames(
-    spec: KernelsSpec, maps: Sequence[HeadMaps], queries: Tensor, keys: Tensor, scale: float
+    spec: KernelsSpec, maps: Sequence[tuple[str, nn.Module, nn.Module]], queries: Tensor, keys: Tensor, scale: float
 ) -> list[pd.DataFrame]:
-    """One frame per maps; queries [Q, D], keys [L, D]."""
+    """One frame for each label, phi_q and phi_k of `maps`; queries [Q, D], keys [L, D]."""
     length, count = len(keys), len(queries)
     mid = partition(full_prefix(length, keys.device), spec.anchors.sink, spec.anchors.tail).mid
     k = retrieved_count(spec.budget_percent, length, spec.anchors.sink + spec.anchors.tail)
@@ -108,15 +92,12 @@ def _frames(
         "log_kernel": scores[:, mid].flatten().cpu().numpy(),
     }
     frames = []
-    for named, each in zip(spec.maps, maps, strict=True):
-        log_phi = _log_scores(each, queries, keys[mid])
+    for label, query_map, key_map in maps:
+        log_query, log_key = (
+            map_heads(m, x[None, None])[0, 0] for m, x in ((query_map, queries), (key_map, keys[mid]))
+        )
+        log_phi = torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])  # log <phi_q, phi_k>
         if not log_phi.isfinite().all():
-            raise ValueError(f"maps {named.label}, layer {spec.layer}: scores are not finite; {MAPS_AT_FAULT}")
-        frames.append(pd.DataFrame({"maps": named.label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()}))
+            raise ValueError(f"maps {label}, layer {spec.layer}: scores are not finite; {MAPS_AT_FAULT}")
+        frames.append(pd.DataFrame({"maps": label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()}))
     return frames
-
-
-def _log_scores(maps: HeadMaps, queries: Tensor, keys: Tensor) -> Tensor:
-    """log <phi_q, phi_k> [Q, N] of queries [Q, D] and keys [N, D]."""
-    log_query, log_key = (map_heads(m, x[None, None])[0, 0] for m, x in ((maps.query, queries), (maps.key, keys)))
-    return torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])

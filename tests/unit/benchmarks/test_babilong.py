@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import types
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from residual_mass.benchmarks import babilong, ruler
+from residual_mass.benchmarks import babilong
 from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, tasks_of
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -121,25 +120,6 @@ def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
     assert (len(paragraphs), len(sentences), len(set(sentences))) == (100, 600, 300)
 
 
-def test_contents_and_index_are_no_prose(tmp_path: Path) -> None:
-    prose = ["Snow fell.", "  Mina read on, from page 12 to\npage 14.", "“She left in 1859.”", "The chapter ended."]
-    contents = ["CHAPTER 1.--Snow.", "  Causes of Snow--Its Effects--Thaw.", "  Causes of Snow.\n  Its Effects."]
-    index = ["   Gates, 9.", "   Snow:\n   fallen, 12.\n   molten, 14, 20.", "\tThaw; see Snow."]
-    (tmp_path / "book.txt").write_text("\n\n".join([*contents, *prose, "INDEX.", *index]))
-    assert babilong.read_paragraphs(tmp_path) == tuple(" ".join(text.split()) for text in prose)
-
-
-def test_sentences_are_nltk_s(benchmark_assets: Path) -> None:
-    ruler.assets_data(benchmark_assets)  # shows NLTK the tables
-    from nltk.tokenize.punkt import PunktTokenizer
-
-    split, theirs = babilong.sentence_splitter(benchmark_assets / "nltk_data"), PunktTokenizer("english")
-    book = babilong.read_paragraphs(benchmark_assets / "corpora" / "books")
-    for text in ("Mr. Beck slept. Dr. Holt sang.", "It is 5. metres. The sea! bread. The end", *book[:20]):
-        assert split(text) == theirs.tokenize(text)
-    assert split("Mr. Beck slept. Dr. Holt sang.") == ["Mr. Beck slept.", "Dr. Holt sang."]
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_prompt_is_description_two_shots_and_the_example(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
     docs = built(task, tokenizer, benchmark_assets)
@@ -165,34 +145,6 @@ def test_requests_are_those_of_the_harness_s_own_task(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_scorer_knows_the_target_from_silence_and_from_another_answer(
-    task: str, tokenizer: Any, benchmark_assets: Path
-) -> None:
-    score = harness_config("babilong", task)["process_results"]
-    docs = built(task, tokenizer, benchmark_assets, count=12)
-    targets = [doc["target"] for doc in docs]
-    assert len(set(targets)) > 2
-    for doc in docs:
-        stored = {key: value for key, value in doc.items() if key != "input"}
-        assert score(stored, [f"It is the {doc['target'].upper()}."]) == {"acc": 1.0}
-        assert score(stored, [""]) == {"acc": 0.0}
-    for shift in range(1, 12):
-        said = targets[shift:] + targets[:shift]
-        right = sum(score(doc, [text])["acc"] for doc, text in zip(docs, said, strict=True))
-        assert right == sum(text == target for text, target in zip(said, targets, strict=True))
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_more_examples_append_and_the_seed_decides(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
-    three = built(task, tokenizer, benchmark_assets, count=3)
-    assert built(task, tokenizer, benchmark_assets, count=5)[:3] == three
-    assert json.loads(json.dumps(three)) == three
-    others = built(task, tokenizer, benchmark_assets, count=3, seed=6)
-    assert all(a["input"] != b["input"] for a, b in zip(three, others, strict=True))
-    assert len({doc["input"] for doc in three}) == 3
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_what_cannot_fit_is_told(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"facts and template take \d+ of 84 tokens with this tokenizer"):
         built(task, tokenizer, benchmark_assets, 100)
@@ -204,20 +156,3 @@ def test_of_the_hub_the_rows_are_those_of_the_data_set(hub: dict[str, Any], toke
     assert hub["asked"] == ("RMT-team/babilong-1k-samples", "4k", "qa3")
     assert babilong.build_examples("babilong_qa1", tokenizer, 65536, 99, 0, tmp_path, "hub") == hub["rows"]
     assert hub["asked"][1:] == ("64k", "qa1")
-
-
-def test_a_length_that_the_data_set_lacks_is_refused(error_line: ErrorLine) -> None:
-    with pytest.raises(ValueError) as error:
-        babilong.build_examples("babilong_qa1", None, 1500, 3, 0, Path("nothing"), "hub")
-    assert "length 1500" in error_line(error)
-
-
-@pytest.mark.parametrize("missing", ["nltk_data", "corpora"])
-def test_missing_assets_are_told(
-    missing: str, tokenizer: Any, benchmark_assets: Path, tmp_path: Path, error_line: ErrorLine
-) -> None:
-    for folder in {"nltk_data", "corpora"} - {missing}:
-        (tmp_path / folder).symlink_to(benchmark_assets / folder)
-    with pytest.raises(ValueError) as error:
-        built(TASKS[0], tokenizer, tmp_path)
-    assert missing in error_line(error) and "run the assets stage" in str(error.value)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,16 +38,6 @@ def test_every_task_is_either_built_or_left_out() -> None:
     assert too_long("ruler", 2048) == {}
 
 
-def test_lengths_that_say_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="length 512: ruler needs at least 1024 tokens"):
-        tasks_of("ruler", 512)
-
-
 def test_unknown_benchmark_is_refused() -> None:
     with pytest.raises(ValueError, match="'rulr' is unknown; known are babilong, longbench, ruler"):
         tasks_of("rulr", 4096)
-
-
-def test_import_is_light() -> None:
-    code = "import sys, residual_mass.benchmarks.catalogue; print({'torch', 'lm_eval', 'numpy'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -359,19 +359,3 @@ def test_one_document_has_a_value_alone(tmp_path: Path, caplog: pytest.LogCaptur
         alone = line["task"] != "vt"
         assert not alone or not any(line[name] for name in empty), line
         assert alone or all(line[name] for name in empty[:3])
-
-
-def test_the_same_rows_give_the_same_bytes_and_arms_do_not_depend_on_each_other(
-    rows: list[Row], result: list[Line], tmp_path: Path
-) -> None:
-    def by_arm(lines: Sequence[Line]) -> dict[str, Line]:
-        keys = ("text", "continuation", "state", "task", "method", "budget_percent", "maps", "metric")
-        return {str([line[key] for key in keys]): line for line in lines}
-
-    result_of(rows, tmp_path)
-    first = (tmp_path / "fidelity.csv").read_bytes()
-    assert result_of(rows, tmp_path) == result
-    assert (tmp_path / "fidelity.csv").read_bytes() == first
-    assert by_arm(result_of(list(random_rows(ARMS[::-1])), tmp_path)) == by_arm(result)
-    fewer = result_of(list(random_rows((TOPK, PHI))), tmp_path)
-    assert by_arm(fewer).items() <= by_arm(result).items()

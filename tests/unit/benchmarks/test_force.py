@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -280,13 +279,6 @@ def test_babilong_is_answered_as_its_prompt_s_examples_are(number: int) -> None:
         assert gold_answer(task, {"question": question, "target": target}) == answer
 
 
-def test_variables_are_listed_as_in_the_example_of_a_real_prompt(manifest: Path) -> None:
-    for prompt in load_prompts(manifest, "ruler_vt", 2):
-        example, asked = re.findall("they are:(.*)", prompt.prompt)
-        assert len(variables := example.split()) > 1 and asked == ""
-        assert gold_continuation("ruler_vt", {"outputs": variables}) == example
-
-
 def test_a_chat_template_s_answer_begins_without_a_blank(spec: ForceSpec, stage: Stage, backbone: Backbone) -> None:
     asked = (replace(RULER, chat_template=True),)
     rows = stage(replace(spec, corpora=(), arms=(FULL,), maps=(), arms_of_documents=(), asked=asked))
@@ -297,6 +289,21 @@ def test_a_chat_template_s_answer_begins_without_a_blank(spec: ForceSpec, stage:
     whole = backbone.tokenizer(f"<user>{prompt.prompt}</user>\n<assistant>").input_ids
     expected = -logs(backbone.model, whole, answer)[range(T), answer]
     torch.testing.assert_close(torch.tensor(gold.nll.values), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "seen"),
+    [
+        ((7, 8, 9, 7), (8, 9, 5, 9, 8), [2, 2, 0, 1, 1]),
+        ((7, 8), (8, 8, 7), [1, 1, 1]),  # what the answer itself repeats does not count
+        ((7,), (8,), [0]),
+    ],
+)
+def test_tokens_and_bigrams_of_the_prompt_are_told_apart(
+    prompt: tuple[int, ...], answer: tuple[int, ...], seen: list[int]
+) -> None:
+    continuation = force.Continuation("ruler", "niah", 0, force.GOLD, prompt, answer, len(answer), None, ())
+    assert list(continuation.seen(answer)) == seen
 
 
 # ---- rows are computed once ------------------------------------------------------------------------------------------
@@ -385,22 +392,6 @@ def test_a_damaged_row_is_named_and_computed_again(
     assert begun.computed(spec) == 1 and begun.out.read_bytes() == undisturbed.out.read_bytes()
 
 
-def test_an_answer_of_full_attention_that_was_lost_is_named(spec: ForceSpec, begun: Stage) -> None:
-    """Nothing but the row itself says how long it was."""
-    rows = [json.loads(line) for line in begun.store.read_text().splitlines()]
-    begun.store.write_text(jsonl(row | dict.fromkeys(force.PER_TOKEN, []) for row in rows))
-    with pytest.raises(ValueError, match=r"store\.jsonl:13: token does not fit the row's key"):
-        begun(replace(spec, corpora=(), asked=(RULER,)))
-
-
-def test_other_maps_recompute_their_arms_alone(spec: ForceSpec, begun: Stage) -> None:
-    """The label tells maps of one file apart, and is no part of what was computed."""
-    begun.phi[1] = begun.phi[0]
-    assert begun.computed(spec) == 0
-    found = pd.read_parquet(begun.out).query("text == 'books'").groupby(["index", "state", "maps"]).kl.agg(list)
-    assert found[0, "own", "512"] == found[0, "own", "1k"] and len(found[0, "own", "1k"]) == T
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -425,16 +416,6 @@ def test_unsuitable_inputs_are_refused_before_a_model_is_loaded(
     with pytest.raises(ValueError) as error:
         force.run(spec, stage.assets, stage.manifests, stage.phi[:1], stage.store, stage.out)
     assert "--phi has 1 files, but spec.maps names 2 maps" in error_line(error)
-
-
-def test_fewer_documents_than_asked_for_are_told(
-    spec: ForceSpec, stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        rows = stage(replace(small(spec), documents=9, arms=(TOPK,), arms_of_documents=()))
-    found = rows["index"].nunique()
-    assert 2 <= found < 9
-    assert f"{found} documents instead of 9: corpus books holds no more" in caplog.messages
 
 
 def test_a_model_with_fewer_words_than_its_tokenizer_is_refused(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.records import give_manifest, record, recorded
+from tests.records import record, recorded
 
 from residual_mass.benchmarks import generate, scorers
 from residual_mass.benchmarks.encoded import cut_to, encoded
@@ -175,14 +175,6 @@ def test_tasks_that_the_prompts_leave_out_are_skipped(spec: GenerateSpec, begun:
     assert begun(replace(spec, tasks=(*TASKS, "ruler_qa_hotpot"))) == begun(spec)
 
 
-def test_no_model_is_loaded_when_nothing_is_missing(
-    spec: GenerateSpec, begun: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("residual_mass.benchmarks.generate.load_backbone", None)
-    monkeypatch.setattr("residual_mass.model.phi_maps.PhiMaps.load", None)
-    assert len(begun(spec)) == 12
-
-
 def test_added_arm_example_or_task_keeps_the_stored_rows(spec: GenerateSpec, stage: Stage) -> None:
     small = stage(replace(spec, tasks=("ruler_vt",), examples=1, arms=spec.arms[:2]))
     stored = stage.store.read_text()
@@ -214,20 +206,6 @@ def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, begun: Stage, c
     assert before["key"] != after["key"] and begun.decoded == [1]
 
 
-def test_rows_that_were_settled_by_other_references_are_not_reused(
-    spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any
-) -> None:
-    prompt = load_prompts(manifest, "ruler_vt", 1)[0]
-    other = replace(prompt, doc=prompt.doc | {"outputs": prompt.doc["outputs"][::-1]})
-    for stops, same in ((True, False), (False, True)):
-        told = replace(spec, stop_when_saturated=stops, answer_margin=None)
-        keys = [
-            generate._key(told, encoded(told, told.truncate_to, p, tokenizer), spec.arms[0], "", {})
-            for p in (prompt, other)
-        ]
-        assert (keys[0] == keys[1]) == same
-
-
 def test_other_maps_recompute_only_the_arms_that_use_them(spec: GenerateSpec, begun: Stage, tmp_path: Path) -> None:
     before = begun(spec)
     maps = PhiMaps.load(begun.phi)
@@ -237,23 +215,6 @@ def test_other_maps_recompute_only_the_arms_that_use_them(spec: GenerateSpec, be
     record(begun.phi)
     for old, new in zip(before, begun(spec), strict=True):
         assert (old["key"] != new["key"]) == (new["method"] == "topk_phi")
-
-
-def test_other_weights_are_another_backbone(spec: GenerateSpec, begun: Stage, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    spec = replace(spec, tasks=("ruler_vt",))
-    before = begun(spec)
-    source, folder = begun.assets / "models" / "tiny-llama", tmp_path / "models" / "tiny-llama"
-    folder.mkdir(parents=True)
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] *= 1.01
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    begun.assets = tmp_path
-    give_manifest(tmp_path)
-    assert not {row["key"] for row in before} & {row["key"] for row in begun(spec)}
 
 
 @pytest.mark.parametrize(
@@ -371,28 +332,6 @@ def test_a_batch_holds_as_many_prompts_as_its_tokens(spec: GenerateSpec, begun: 
         begun.store.unlink()
         begun(replace(spec, batch_tokens=tokens))
         assert begun.decoded == sizes
-
-
-def test_what_does_not_fit_into_memory_is_decoded_in_halves(
-    spec: GenerateSpec, stage: Stage, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    alone = read_jsonl(finished / "all.jsonl")
-    decode = SharedPrefillEngine.generate
-
-    def narrow(engine: SharedPrefillEngine, ids: list[list[int]], *others: Any) -> Any:
-        if len(ids) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return decode(engine, ids, *others)
-
-    longest = max(row["prompt_tokens"] for row in alone)
-    stage(replace(spec, batch_tokens=2 * longest))
-    assert record_of(stage)["batch_tokens_used"] == 2 * longest
-    stage.store.unlink()
-    monkeypatch.setattr(SharedPrefillEngine, "generate", narrow)
-    assert stage(replace(spec, batch_tokens=2100)) == alone and stage.decoded == [1] * 4
-    assert record_of(stage)["batch_tokens_used"] == longest
 
 
 def test_text_is_cut_at_the_first_stop_string() -> None:

@@ -15,7 +15,6 @@ import pytest
 from residual_mass import frozen_prompts
 from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, seeded, tasks_of
-from residual_mass.provenance import recorded
 from residual_mass.study.specs import PromptsSpec
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
@@ -64,18 +63,6 @@ def test_prompts_are_the_strings_the_harness_sends(
     )
 
 
-def test_one_question_set_may_come_from_the_assets_and_the_other_from_a_download(
-    benchmark_assets: Path, tmp_path: Path
-) -> None:
-    scope = harness_config("ruler", "ruler_qa_squad")["custom_dataset"].__globals__
-    data = ruler._replacements({"squad.json": benchmark_assets / "qa" / "squad.json"}, str)
-    replaced = data({**scope, "download_json": lambda url: [url]})
-    assert "read_squad" in replaced and "read_hotpotqa" not in replaced
-    assert replaced["download_json"]("http://host/set.json") == ["http://host/set.json"]
-    squad = benchmark_assets / "qa" / "squad.json"
-    assert replaced["download_json"](str(squad)) == json.loads(squad.read_text())
-
-
 def _with_samples(sampler: Callable[..., Any], samples: int) -> Callable[..., Any]:
     return lambda *args, **kwargs: sampler(*args, **{**kwargs, "num_samples": samples})
 
@@ -100,22 +87,6 @@ def test_more_examples_append(task: str, benchmark_assets: Path, tokenizer: Any)
     assert ruler.build_examples(task, tokenizer, 2048, 6, 5, benchmark_assets)[:3] == three
     random.setstate(state)
     assert ruler.build_examples(task, tokenizer, 2048, 3, 6, benchmark_assets) != three or task.startswith("ruler_qa")
-
-
-def test_one_task_alone_equals_the_task_among_all(manifest: Path, benchmark_assets: Path, tokenizer: Any) -> None:
-    for task in ("ruler_qa_squad", "ruler_cwe", "niah_multivalue"):
-        alone = harness_requests("ruler", task, ruler.build_examples(task, tokenizer, 1024, 2, 3, benchmark_assets))
-        frozen = frozen_prompts.load_prompts(manifest, task, 2)
-        assert [prompt.prompt for prompt in frozen] == [text for text, _ in alone]
-
-
-def test_rebuilding_gives_the_same_bytes(
-    manifest: Path, prompts_spec: PromptsSpec, benchmark_assets: Path, tmp_path: Path
-) -> None:
-    prompts.run(prompts_spec, benchmark_assets, tmp_path / "manifest.json")
-    for file in manifest.parent.glob("*.json*"):
-        if not file.name.endswith(".meta.json"):
-            assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.usefixtures("harness_downloads")
@@ -172,11 +143,6 @@ def test_left_out_task_is_seen_in_manifest_log_and_use(
     assert "holds no prompts of ruler_qa_squad (fewer than 11 of its" in error_line(error)
 
 
-def test_missing_sentence_tables_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run the assets stage"):
-        ruler.assets_data(tmp_path)
-
-
 def test_damaged_data_is_an_error_not_a_left_out_task(benchmark_assets: Path, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "nltk_data").symlink_to(benchmark_assets / "nltk_data")
     with pytest.raises(ValueError, match=r"squad\.json: no such file"):
@@ -200,24 +166,3 @@ def test_damaged_task_file_is_named(own_manifest: Path, damage: Callable[[Path],
         frozen_prompts.load_prompts(own_manifest, "ruler_vt", 1)
     assert "ruler_vt.jsonl" in error_line(error)
     assert frozen_prompts.load_prompts(own_manifest, "ruler_cwe", 1)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, _truncate, lambda file: file.write_text("{}\n")])
-def test_damaged_manifest_is_named(own_manifest: Path, damage: Callable[[Path], None], error_line: ErrorLine) -> None:
-    damage(own_manifest)
-    with pytest.raises(ValueError) as error:
-        frozen_prompts.load_prompts(own_manifest, "ruler_vt", 1)
-    assert str(own_manifest) in error_line(error)
-
-
-def test_an_edited_manifest_is_refused(own_manifest: Path) -> None:
-    own_manifest.write_text(own_manifest.read_text().replace('"examples": 2', '"examples": 3'))
-    with pytest.raises(ValueError, match=r"manifest\.json: is not what manifest\.json\.meta\.json recorded"):
-        recorded(own_manifest)
-
-
-def test_more_examples_than_there_are_is_refused(manifest: Path) -> None:
-    with pytest.raises(ValueError, match="has 2 examples per task, not 3"):
-        frozen_prompts.load_prompts(manifest, "ruler_vt", 3)
-    with pytest.raises(ValueError, match=r"holds no prompts of ruler_xy \(no such task\); name one of niah_single_1"):
-        frozen_prompts.load_prompts(manifest, "ruler_xy", 1)

@@ -59,15 +59,6 @@ def gold(benchmark: str, doc: Doc) -> str:
 
 
 @pytest.mark.parametrize(("benchmark", "task"), TASKS)
-def test_gold_scores_one_silence_zero_and_another_answer_near_zero(benchmark: str, task: str) -> None:
-    doc, other = doc_of(benchmark, task, 0), doc_of(benchmark, task, 1)
-    assert min(both_scores(benchmark, task, doc, gold(benchmark, doc))) >= 0.999
-    assert both_scores(benchmark, task, doc, "") == (0, 0)
-    assert max(both_scores(benchmark, task, doc, gold(benchmark, other))) <= 0.15
-    assert max(both_scores(benchmark, task, other, gold(benchmark, doc))) <= 0.15
-
-
-@pytest.mark.parametrize(("benchmark", "task"), TASKS)
 @pytest.mark.parametrize(
     "form", ["", "{0}", "It is {0}\x00.", "none of these.", "{1} {0}", "\x1f{2}\n\n", "{0} {0}\tthe"]
 )
@@ -103,11 +94,6 @@ def test_one_reference_suffices_for_ruler_s_authors(text: str, harness: float, o
     assert both_scores(*QA, doc, text) == (harness, original)
 
 
-def test_other_ruler_tasks_count_shares_for_both() -> None:
-    doc = {"outputs": ["11", "22", "33", "44"], "max_length": 512}
-    assert both_scores("ruler", "niah_multivalue", doc, "11 and 33, or 5") == (0.5, 0.5)
-
-
 @pytest.mark.parametrize(
     ("question", "target", "text", "harness", "original"),
     [
@@ -134,12 +120,6 @@ def test_babilong_s_authors_want_the_target_alone_in_the_first_sentence(
 ) -> None:
     doc = {"question": question, "target": target}
     assert both_scores("babilong", "babilong_qa2", doc, text) == (harness, original)
-
-
-def test_people_and_objects_are_the_labels_of_babilong_qa5() -> None:
-    doc = {"question": "What did Fred give to Bill?", "target": "apple"}
-    score = lambda text: original_score("babilong", "babilong_qa5", doc, text)  # noqa: E731
-    assert [score("Fred gave Bill the apple"), score("apple and milk"), score("apple in the office")] == [1, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from random import Random
 
@@ -154,13 +152,6 @@ def test_answers_are_spread_over_their_labels(kind: str) -> None:
         assert all(0.6 * even < counts[label] < 1.4 * even for label in group), counts
 
 
-@pytest.mark.parametrize("kind", ["qa1", "qa2", "qa3", "qa5"])
-def test_other_answers_are_told_too(kind: str) -> None:
-    labels = PLACES if kind != "qa5" else {"Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"}
-    told = [{label for label in labels if label in " ".join(story.facts)} - {story.answer} for story in stories(kind)]
-    assert sum(len(others) > 0 for others in told) > 0.95 * len(told)
-
-
 def test_who_carries_the_thing_decides_where_it_is() -> None:
     for story in stories("qa2"):
         thing = story.question.removeprefix("Where is the ").rstrip("?")
@@ -185,16 +176,6 @@ def test_where_a_thing_is_now_never_answers_where_it_was() -> None:
         assert reader.at(thing) in PLACES - {story.answer}
 
 
-def test_every_wording_occurs() -> None:
-    facts = " ".join(fact for kind in KINDS for story in stories(kind, 200) for fact in story.facts)
-    for verb in (
-        *("moved to", "went to", "journeyed to", "travelled to", "went back to"),
-        *("grabbed", "got", "picked up", "took", "dropped", "discarded", "left", "put down"),
-        *("passed", "gave", "handed", "is north of", "is south of", "is east of", "is west of"),
-    ):
-        assert f" {verb} the " in facts
-
-
 def test_of_three_places_the_middle_and_the_ends_are_asked_about_as_often_as_in_babi() -> None:
     """In bAbI's 10,000 training stories the middle is asked about in 66 % and comes second in 66 % of the sentences."""
     told = stories("qa4", 3000)
@@ -213,34 +194,6 @@ def test_of_three_places_the_middle_and_the_ends_are_asked_about_as_often_as_in_
     assert len(asked) == 4
 
 
-def test_gifts_are_asked_about_as_often_as_in_babi() -> None:
-    told = stories("qa5", 3000)
-    asked = Counter(re.sub(r"apple|football|milk", "_", re.sub(r"Bill|Fred|Jeff|Mary", "_", s.question)) for s in told)
-    expected = {
-        "What did _ give to _?": 1 / 3,
-        **dict.fromkeys(
-            ["Who gave the _?", "Who gave the _ to _?", "Who received the _?", "Who did _ give the _ to?"], 1 / 6
-        ),
-    }
-    assert set(asked) == set(expected)
-    for words, share in expected.items():
-        assert abs(asked[words] / len(told) - share) < 0.03, asked
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_story_depends_on_its_seed_alone(kind: str) -> None:
     assert tell(kind, Random(3)) == tell(kind, Random(3)) != tell(kind, Random(4))
-
-
-def test_stories_are_the_same_in_every_process() -> None:
-    code = (
-        "from random import Random; from residual_mass.benchmarks.stories import tell\n"
-        "print([tell(kind, Random(number)) for kind in ('qa1', 'qa2', 'qa3', 'qa4', 'qa5') for number in range(9)])"
-    )
-    told = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True, text=True
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(told) == 1

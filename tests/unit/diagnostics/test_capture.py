@@ -109,18 +109,6 @@ def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
         assert found.to_list() == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, [1]), (2, [1, 2]), (16, [1, 2, 3, 5, 7, 10, 15, 16])])
-def test_the_grid_of_k_ends_with_the_mid_region(most: int, expected: list[int]) -> None:
-    assert capture.round_ks(most) == expected
-
-
-def test_constant_columns_say_what_the_rows_are_of(folder: Path, phi: Path, tmp_path: Path) -> None:
-    table = captured(make_spec(packs=1), folder, phi, tmp_path)
-    facts = {"backbone": TINY.name, "corpus": "wiki", "length": str(LENGTH), "maps": "512", "study": "test"}
-    assert {name: list(table[name].unique()) for name in facts} == {name: [value] for name, value in facts.items()}
-    assert len(table.phi_sha[0]) == 64 and len(table) == 3 * 4 * QUERIES * 2
-
-
 def test_a_budget_within_the_anchors_and_one_of_everything(folder: Path, phi: Path, tmp_path: Path) -> None:
     table = captured(make_spec(packs=1, budgets=(10.0, 100.0)), folder, phi, tmp_path)
     nothing, everything = table[table.k == 0], table[table.k == LENGTH - 20]
@@ -129,13 +117,6 @@ def test_a_budget_within_the_anchors_and_one_of_everything(folder: Path, phi: Pa
     assert nothing.e_sub.to_list() == pytest.approx(nothing.e_nosub.to_list(), abs=1e-5)  # of sums in another order
     assert (everything.e_topk < 1e-6).all() and (everything.e_sub < 1e-6).all()
     assert (everything.log_z_true == -math.inf).all() and not everything.clamped.any()
-
-
-def test_bytes_repeat(folder: Path, phi: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        captured(make_spec(packs=1), folder, phi, tmp_path / name)
-    for file in ("heads.parquet", "mass.parquet"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
 def test_maps_trained_shorter_are_refused_unless_asked_for(folder: Path, phi: Path, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from tests.unit.diagnostics.test_claims import (
 from residual_mass import statements
 from residual_mass.core.settings import to_json
 from residual_mass.diagnostics import findings
-from residual_mass.diagnostics.findings import read_settings
 from residual_mass.diagnostics.resampling import resampled, whole
 from residual_mass.files import read_json
 from residual_mass.study.specs import FindingsSpec
@@ -255,40 +254,6 @@ def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path
         made.append([(folder / name).read_bytes() for name in OUT])
     assert made[0] == made[1]
     assert read_json(tmp_path / "claims.csv.meta.json")["spec"]["bootstrap_resamples"] == SPEC.bootstrap_resamples
-
-
-def everywhere(pair: Files, kind: int, **columns: object) -> Files:
-    """The pair with other values in columns of its heads file (kind 0) or mass file (kind 1)."""
-    changed = list(pair)
-    changed[kind] = changed[kind].assign(**columns)
-    return changed[0], changed[1]
-
-
-def test_edited_captures_are_refused(files: list[Files], tmp_path: Path) -> None:
-    heads, mass = write_files(tmp_path, files)
-    for path in (heads[1], mass[2]):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-100])
-        with pytest.raises(ValueError, match=f"^{path}: is not what {path.name}.meta.json recorded: .*; delete it and"):
-            findings.run(SPEC, heads, mass, *(tmp_path / name for name in OUT))
-        path.write_bytes(whole)
-    assert not any((tmp_path / name).exists() for name in OUT)
-
-
-def test_files_that_do_not_belong_together_are_refused(files: list[Files], tmp_path: Path) -> None:
-    heads, mass = write_files(tmp_path, files)
-    with pytest.raises(ValueError, match="--heads has 3 files, but --mass 2; give one mass file per heads file"):
-        read_settings(SPEC, heads, mass[:2])
-    with pytest.raises(ValueError, match=f"^{mass[2]}: corpus is .* in {heads[1]}; give mass files in the order of"):
-        read_settings(SPEC, heads, [mass[0], mass[2], mass[1]])
-    with pytest.raises(ValueError, match="^--heads has no file of wiki at 8k, .*; add it"):
-        read_settings(dataclasses.replace(SPEC, length="8k"), heads, mass)
-    with pytest.raises(ValueError, match=r"budget_percent 5 .spec.budget_percent. is not among 2, 4, 8; name one of"):
-        read_settings(dataclasses.replace(SPEC, budget_percent=5.0), heads, mass)
-    with pytest.raises(ValueError, match=f"^{heads[1]}: phi_sha is bad, but f00 in {heads[0]}; give files of one ba"):
-        read(tmp_path, [files[0], everywhere(files[1], 0, phi_sha="bad"), files[2]])
-    with pytest.raises(ValueError, match=f"^{mass[1]}: backbone is other, but tiny in {heads[1]}"):
-        read(tmp_path, [files[0], everywhere(files[1], 1, backbone="other"), files[2]])
 
 
 def test_a_backbone_needs_four_heads(files: list[Files], tmp_path: Path) -> None:

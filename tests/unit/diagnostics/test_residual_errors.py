@@ -147,13 +147,6 @@ def test_a_single_pack_has_no_interval(folder: Path, tmp_path: Path) -> None:
     assert summary["error"].notna().all()
 
 
-def test_bytes_repeat(folder: Path, phi: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        measured(make_spec(packs=1), folder, phi, tmp_path / name)
-    for file in ("heads.parquet", "errors.csv"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -182,19 +182,6 @@ def test_short_files_are_joined_and_long_ones_cut(asked: Arguments) -> None:
     assert sum(text.strip() in words(0, 3000) for text in texts) >= 3
 
 
-def test_a_folder_of_a_corpus_name_does_not_shadow_it(asked: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(asked.model)
-    texts = [read_texts(["books"], asked.assets, tokenizer, 262, 3, 0)]
-    monkeypatch.chdir(asked.out.parent)
-    Path("books").mkdir()
-    Path("books", "a.txt").write_text(words(7, 5000))
-    texts.append(read_texts(["books"], asked.assets, tokenizer, 262, 3, 0))
-    assert texts[0] == texts[1] != read_texts(["./books"], asked.assets, tokenizer, 262, 3, 0)
-    assert parsed("smol").texts == ("wiki", "code")
-
-
 def test_a_first_argument_that_is_a_file_is_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpl3.txt").write_text("text")
@@ -242,14 +229,6 @@ def test_a_single_document_recommends_nothing() -> None:
     found = measured([("a", "topk", 0.2, float("nan"))], documents=1)
     assert answer.recommended(found) is None
     assert "single document" in answer.verdict(found) and "nats" in answer.printed(found)
-
-
-def test_what_cannot_be_told_is_said() -> None:
-    rows = [("a", "topk", 0.2, 0.005)]
-    assert not any("are few" in each for each in answer.limits(measured(rows)))
-    assert any("15 documents are few" in each for each in answer.limits(measured(rows, 15)))
-    alike = replace(measured(rows), texts=[Text("a", [[0]] * 16, 2)])
-    assert any("2 files" in each for each in answer.limits(alike))
 
 
 WRONG = {

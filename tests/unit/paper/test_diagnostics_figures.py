@@ -30,7 +30,6 @@ from residual_mass.paper.figures import FIGURES
 from residual_mass.paper.figures.kernels import SHOWN
 from residual_mass.paper.figures.points import bulk
 from residual_mass.paper.figures.style import paper_style
-from residual_mass.study.specs import FindingsSpec
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -389,10 +388,7 @@ def test_quartiles_are_those_of_the_claims(tmp_path: Path, layers: int, heads: i
     mass = frame[["backbone", "corpus", "length", "layer", "head", "pack"]].drop_duplicates().assign(k=1, c_mid=0.5)
     frame.to_parquet(tmp_path / "heads.parquet")
     mass.to_parquet(tmp_path / "mass.parquet")
-    claims = FindingsSpec(
-        study="mini", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=10, seed=0, recipe=1
-    )
-    (setting,) = read_settings(claims, [tmp_path / "heads.parquet"], [tmp_path / "mass.parquet"])
+    (setting,) = read_settings([tmp_path / "heads.parquet"], [tmp_path / "mass.parquet"])
     points = FIGURES["quartile_error"].points(spec("quartile_error"), [tmp_path / "heads.parquet"])
     for row in points.itertuples():
         quartile = setting.quartiles[row.quartile]

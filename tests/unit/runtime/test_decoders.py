@@ -90,14 +90,6 @@ def test_moments_are_decoded_without_maps(
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in moments)
 
 
-def test_methods_differ_or_equality_shows_nothing(
-    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
-) -> None:
-    arms = [ArmSpec("full"), *(ArmSpec(method, 15.0) for method in METHODS[1:])]
-    tokens = [engine_tokens(tiny_backbone, arm, phi, prompts)[0] for arm in arms]
-    assert len({tuple(row) for row in tokens}) > 2
-
-
 def test_rows_that_were_read_one_by_one(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
     together = prefill(tiny_backbone.model, prompts)
     singly = [prefill(tiny_backbone.model, [prompt]) for prompt in prompts]
@@ -108,12 +100,6 @@ def test_rows_that_were_read_one_by_one(tiny_backbone: Backbone, phi: PhiMaps, p
         for reads in ([fresh(together)], [fresh(read) for read in singly])
     ]
     assert torch.equal(*tokens)
-
-
-def test_prompts_of_two_lengths_are_refused(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
-    reads = [prefill(tiny_backbone.model, [prompt]) for prompt in (prompts[0], prompts[1][:-3])]
-    with pytest.raises(ValueError, match="prompts have 2 lengths"):
-        fill_buffers(reads, STEPS)
 
 
 def test_maps_are_asked_for_where_they_are_needed(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:

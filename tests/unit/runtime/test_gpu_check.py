@@ -25,7 +25,6 @@ from benchmarks.gpu_check import (
     Part,
     aims,
     chosen,
-    floors,
     plan,
     read_outcomes,
     run_parts,
@@ -107,18 +106,6 @@ def test_ending_the_check_ends_the_part_that_runs(tmp_path: Path) -> None:
     wait_until_gone(int(found[0]))
 
 
-def test_a_log_names_no_place_of_this_machine_and_every_fence_is_closed() -> None:
-    code = f"import sys; print('```'); sys.exit(f'{{sys.prefix}}/lib/x.py, {SCRIPT}, {Path.home()}/y.py')"
-    (outcome,) = run_parts([script("Places", code)], seconds=600)
-    assert outcome.log == "(python)/lib/x.py, ./benchmarks/gpu_check.py, ~/y.py"
-    assert outcome.text == "```\n```"
-
-
-def test_what_has_no_time_left_is_not_started() -> None:
-    (outcome,) = run_parts([script("Late", CRASH)], seconds=0)
-    assert outcome.failure.startswith("left out") and outcome.text == "" and outcome.seconds == 0
-
-
 def outcome(name: str, text: str = "", failure: str = "", log: str = "", seconds: float = 1, **more: object) -> Outcome:
     facts = {"rows": [], "facts": "* 141 GiB"} | more
     return Outcome(name, name.title(), text, failure=failure, log=log, seconds=seconds, **facts)
@@ -140,12 +127,6 @@ def test_the_snapshot_names_what_failed_and_keeps_the_rest(tmp_path: Path) -> No
     assert "at most 2.5 ms: 2.000 (1.900 to 2.100) ms, met" in text
     with open(tmp_path / "gpu_nvidia_h200_sxm_runtime.csv", newline="") as stream:
         assert list(csv.DictReader(stream)) == outcomes[2].rows
-
-
-def test_no_steps_no_aims(tmp_path: Path) -> None:
-    write_snapshot(tmp_path, "Some GPU", "", [outcome("steps", failure="ended with status 1")])
-    assert "## Aims" not in (tmp_path / "gpu_some_gpu.md").read_text()
-    assert not list(tmp_path.glob("*.csv"))
 
 
 def test_a_snapshot_is_read_again_and_says_what_is_of_an_earlier_run(tmp_path: Path) -> None:
@@ -219,14 +200,6 @@ def test_aims_of_evaluation_and_training() -> None:
     ]
     hours[0]["ruler_hours"] = "3.900"
     assert list(aims(outcomes))[-4].endswith("3.90 h, by measured rates, met")
-
-
-def test_floors_of_everything_that_was_measured() -> None:
-    rows = [step("4k", "1", "full", 3.0, floor=2.0), lacking(step("64k", "8", "topk_phi_nosub", 1.0))]
-    assert list(floors(rows))[2:] == [
-        "| 1b | 4k | 1 | fused | Full (flash) | 3.000 (2.900 to 3.100) | 2.000 | 1.50 |",
-        "| 1b | 64k | 8 | fused | TopK+phi (NoSub) | does not fit | 1.000 | -- |",
-    ]
 
 
 def test_the_plan_measures_what_the_aims_ask_for() -> None:
@@ -332,9 +305,3 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert done.stderr == "gpu-check needs an NVIDIA GPU that torch can use, and there is none here\n"
-
-
-def test_make_installs_nothing_for_the_check(tmp_path: Path) -> None:
-    command = ["make", "--no-print-directory", "-n", "gpu-check", "PYTHON=python3", f"VENV={tmp_path / 'absent'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "PYTHONPATH=src python3 benchmarks/gpu_check.py\n"

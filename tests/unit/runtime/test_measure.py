@@ -27,10 +27,8 @@ from residual_mass.runtime import measure
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import (
     copy_bandwidth,
-    copy_rates,
     decoding_bytes,
     free_bytes,
-    shortfall,
     step_traffic,
 )
 from residual_mass.study.labels import METHODS
@@ -106,17 +104,6 @@ def test_full_is_that_of_the_fastest_attention_kernel(model: PreTrainedModel, mo
     assert sorted(name for name, _ in told[:2]) == ["flash", "math"] and told[2] == ("cudnn", "not available")
     assert float(told[0][1]) <= float(told[1][1]) and full["per_step_ms"] == told[0][1]
     assert {row["attention_kernels"] for row in others} == {""}
-
-
-@pytest.mark.parametrize(
-    ("names", "tried"), [(("cudnn", "math"), ["math", "cudnn"]), (("flash", "cudnn", "math"), ["flash", "cudnn"])]
-)
-def test_the_slowest_attention_kernel_is_the_last_resort(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], tried: list[str]
-) -> None:
-    monkeypatch.setattr(measure, "kernels_on", lambda device: names)
-    full, *_ = measure.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), model, ("fused",))
-    assert [one.partition(" ")[0] for one in str(full["attention_kernels"]).split("; ")] == tried
 
 
 def test_a_fault_of_the_device_is_not_taken_for_a_kernel_that_refuses() -> None:
@@ -199,18 +186,6 @@ def test_bytes_of_the_tiny_backbone_counted_by_hand(tiny_backbone: Backbone) -> 
     assert ours["features"] == 2 * 3 * 4 * 30 * 16 * 4  # keys of retrieved tokens, to be mapped again
     assert ours["state"] == 2 * state + 2 * 2 * 2 * state  # S_R of two query heads a KV head, written and read
     assert ours["concatenation"] == 4 * whole
-
-
-def test_a_wide_support_reads_no_more_than_all_values(tiny_backbone: Backbone) -> None:
-    assert (
-        traffic_of(tiny_backbone, "fused", "topk", k=980)["values"]
-        == traffic_of(tiny_backbone, "fused", "full")["values"]
-    )
-
-
-def test_bandwidth_is_that_of_a_copy() -> None:
-    assert 1e8 < copy_bandwidth(torch.device("cpu"), rounds=2) < 1e13
-    assert len(copy_rates(torch.device("cpu"), rounds=2)) == 2
 
 
 # ---- what is timed, in what order ------------------------------------------------------------------------------------
@@ -327,23 +302,6 @@ def test_buffers_are_no_larger_than_what_is_asked_for(tiny_backbone: Backbone, m
     assert 0.4 * needed < there < needed
 
 
-def test_eight_long_prompts_of_llama_3b_need_what_was_worked_out() -> None:
-    """About 75 GB of keys, values and features beside a model of 6.4 GB and a prompt of 7.5 GB."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
-    needed = decoding_bytes(model, MapSpec(), "fused", "topk_phi", batch=8, length=65536, room=31)
-    assert 75e9 < needed < 90e9
-    assert shortfall(needed, 141 * 10**9) == ""
-    assert shortfall(needed, 66 * 10**9) == f"does not fit: needs {needed / 1e9:.1f} GB of 66.0 GB that are free"
-    assert shortfall(needed, None) == "", "where nobody knows, it is tried"
-
-
 def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(one_layer: Path, tmp_path: Path) -> None:
     free = free_bytes(torch.device("cpu"))
     assert free is not None and free > 2**20
@@ -395,15 +353,3 @@ def test_peak_memory_is_that_of_one_decoder(tiny_assets: Path) -> None:
         whole = 2 * 8 * 3 * 2 * 1024 * 16 * 4 / 2**20
         assert whole < float(str(row["peak_memory_mib"])) < needed + 64
         assert (row["recording_ms"] != "") == (row["implementation"] == "fused")
-
-
-def test_an_error_is_not_taken_for_attention_kernels_that_refuse(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: object) -> None:
-        raise RuntimeError("shapes do not fit")
-
-    monkeypatch.setattr(measure, "kernels_on", lambda device: ("flash", "math"))
-    monkeypatch.setattr(measure, "_attempt", broken)
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        list(measure.measure(replace(SPEC, contexts=("128",), batches=(1,)), model, ("fused",)))
