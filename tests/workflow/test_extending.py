@@ -236,6 +236,7 @@ def test_a_table(copy: Path) -> None:
     assert len(cells) == len(tasks) * (1 + 3 * (len(mini["methods"]) - 1))
     medians = pd.read_csv(copy / "paper_tables/mini/median_kl.csv", dtype=str)
     assert medians["text"].tolist() == ["0.200"] * 4 and medians["n"].tolist() == ["3"] * 4
+    assert "Study mini, backbone org/Small-LM." in (copy / "paper_tables/mini/median_kl.tex").read_text()
 
 
 def test_a_figure(copy: Path) -> None:

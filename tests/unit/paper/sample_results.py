@@ -1,17 +1,15 @@
-"""Result CSVs and diagnostics of the right format and with chosen values."""
+"""Result CSVs of the right format and with chosen values."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 from tests.records import recorded
 
 from residual_mass.benchmarks.columns import RESULTS
+from residual_mass.files import csv_text
 from residual_mass.study.labels import METHODS
 
 BUDGETS = (2.0, 4.0, 8.0)
@@ -32,8 +30,8 @@ def result_rows(
     tasks: tuple[str, ...] = ("niah", "vt"),
     **facts: Any,
 ) -> Rows:
-    """Rows of single tasks, of value 0.25, and of their summary, of value 0.5, where `values` names no other: by method
-    and budget for the summary, by maps in addition, or by task, method and budget.
+    """Rows of single tasks, of value 0.25, and of their summary, of value 0.5, where `values` has no other for a task,
+    method and budget.
     """
     base = {
         "benchmark": "ruler", "backbone": "smol", "length": "1k", "metric": "string_match", "stderr": "0.100000",
@@ -44,8 +42,7 @@ def result_rows(
     rows = []
     for task in (*tasks, "all"):
         for method, budget, maps in sweep_arms() if arms is None else arms:
-            names = [(task, method, budget), *([(method, budget), (method, budget, maps)] if task == "all" else [])]
-            value = next((values[name] for name in names if values and name in values), 0.5 if task == "all" else 0.25)
+            value = (values or {}).get((task, method, budget), 0.5 if task == "all" else 0.25)
             score = {"value": f"{value:.6f}", "ci_low": f"{value - 0.1:.6f}", "ci_high": f"{value + 0.15:.6f}"}
             score |= {"original_value": score["value"]}
             arm = {"method": method, "budget_percent": "" if budget is None else f"{budget:g}", "maps": maps}
@@ -62,34 +59,5 @@ def _tests_of(method: str) -> Row:
 
 
 def write_rows(path: Path, rows: Rows) -> Path:
-    with open(path, "w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, RESULTS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    path.write_text(csv_text(RESULTS, (dict.fromkeys(RESULTS, "") | row for row in rows)))
     return recorded(path, stage="score")
-
-
-def diagnostics(layers: int = 2, heads: int = 3, packs: int = 2, queries: int = 4, **facts: str) -> pd.DataFrame:
-    """Random errors and entropies for K = 1 and 21, in shuffled order, with the columns of the capture stage; `facts`
-    replace what is constant in a file."""
-    generator = np.random.default_rng(7)
-    index = pd.MultiIndex.from_product(
-        [range(packs), range(layers), range(heads), range(queries), (1, 21)],
-        names=["pack", "layer", "head", "query", "k"],
-    )
-    frame = index.to_frame(index=False)
-    constant = {
-        "backbone": "smol", "corpus": "wiki", "length": "1k", "maps": "1k", "study": "mini",
-        "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained", "phi_sha": "ab" * 32,
-    } | facts  # fmt: skip
-    frame = frame.assign(**{name: pd.Categorical([value] * len(frame)) for name, value in constant.items()})
-    frame["budget_percent"] = frame["k"].map({1: 2.0, 21: 4.0})
-    measures = (
-        "e_topk e_sub e_nosub e_exact_sub e_exact_nosub log_z_hat log_z_true residual_share_hat residual_share c_mid"
-    ).split()
-    for name in measures:
-        frame[name] = generator.random(len(frame), dtype=np.float32)
-    rows = frame.groupby(["pack", "layer", "head", "query"]).ngroup()
-    frame["h_mid"] = generator.random(len(frame), dtype=np.float32)[rows]  # the same at every K
-    frame["clamped"] = False
-    return frame.sample(frac=1, random_state=1, ignore_index=True)
