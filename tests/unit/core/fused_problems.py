@@ -1,16 +1,17 @@
-"""Random decode steps with padding and poison, and the slow reference's answer to them."""
+"""Random decode steps with padding and poison, and attention in float64, column by column, that says what is right."""
 
 from __future__ import annotations
 
+import math
+
 import torch
-from reference import attention, split, top, topk_moments, topk_phi
 from torch import Tensor
 
+from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_scan, with_summary
+from residual_mass.core.fused.packed import unpacked
 from residual_mass.core.moments import MomentState, truncated_terms
-from residual_mass.core.parts import blocks, clusters
 from residual_mass.methods import Moments, QuantisedScan
-from residual_mass.methods.interface import Layout
 
 MOMENTS = {
     "moments": Moments(),
@@ -22,6 +23,7 @@ MOMENTS = {
 SCAN = QuantisedScan(4, block=16)
 SCANS = {"scan": None, "scan, moments": Moments(), "scan, shared moments": Moments(3, shared=True)}
 """Residuals beside SCAN, likewise. Its blocks are small, so that few columns make several and the last is not full."""
+METHODS = ["topk", "topk_phi", "topk_phi_nosub", *MOMENTS, *SCANS]
 
 
 class DecodeProblem:
@@ -42,7 +44,7 @@ class DecodeProblem:
         generated: int = 2,
         room: int = 4,
         spread: float = 1.0,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         g = torch.Generator().manual_seed(seed)
 
@@ -66,8 +68,14 @@ class DecodeProblem:
             buffer[:, :, length:] = torch.nan
             buffer[:, :, length : length + generated] = draw(batch, kv_heads, generated, d).to(dtype)
 
+    def all_alike(self) -> DecodeProblem:
+        """The same with copies of one token in the mid-region, so that all scores tie."""
+        for buffer in (self.cache.keys, self.cache.values):
+            buffer[:, :, self.sink : self.cache.length - self.tail] = buffer[:, :, self.sink, None]
+        return self
+
     def arguments(self, k: int, method: str) -> dict[str, object]:
-        """Of decode_attention, for topk, topk_phi, topk_phi_nosub or one of MOMENTS or SCANS."""
+        """Of decode_attention, for one of METHODS."""
         maps = method.startswith("topk_phi")
         return {
             "query": self.query,
@@ -90,70 +98,83 @@ class DecodeProblem:
 
     def expected(self, k: int, method: str) -> Tensor:
         """[B, Hq, D] float64, from the buffers as they are, so that their rounding is no difference."""
-        rows = range(len(self.spans))
-        heads = range(self.query.shape[1])
-        return torch.tensor([[self._row(b, h, k, method) for h in heads] for b in rows], dtype=torch.float64)
+        return attention_in_float64(self.arguments(k, method))
 
-    def _row(self, b: int, h: int, k: int, method: str) -> list[float]:
-        kv, (first, last), length = h // self.groups, self.spans[b], self.cache.length
-        if method in SCANS:
-            return self._scanned_row(b, h, k, SCANS[method])
-        query = self.query[b, h].double().tolist()
-        old_k, new_k = _split(self.cache.keys[b, kv], first, last, length, self.generated)
-        old_v, new_v = _split(self.cache.values[b, kv], first, last, length, self.generated)
-        if method == "topk":
-            keys, values = old_k + new_k, old_v + new_v
-            anchors, mid = split(len(old_k), self.sink, self.tail)
-            scores = [self.scale * sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
-            tokens = anchors + top(scores, mid, k) + list(range(len(old_k), len(keys)))
-            return attention(query, keys, values, self.scale, tokens)
-        if method in MOMENTS:
-            parts = _parts(MOMENTS[method], self.cache.keys[b, kv, first:last].float(), self.sink, self.tail)
-            return topk_moments(
-                query, old_k, old_v, self.scale, self.sink, self.tail, k, parts, MOMENTS[method].shared, (new_k, new_v)
-            )
-        assert self.cache.features is not None and self.cache.log_shift is not None
-        phi_k = self.cache.features[b, kv, first:last].double() * self.cache.log_shift[b, kv].double().exp()
-        phi_q = self.log_query[b, h].float().double().exp().tolist()
-        return topk_phi(
-            query, old_k, old_v, self.scale, self.sink, self.tail, k, phi_q, phi_k.tolist(), method == "topk_phi",
-            (new_k, new_v),
-        )  # fmt: skip
 
-    def chosen(self, b: int, h: int, k: int) -> tuple[list[int], float, Tensor]:
-        """Columns that the method's own selector chooses in float64, its threshold, and the scores it saw [L]."""
-        keys, mid = self._mid_region(b, h // self.groups)
-        state = SCAN.prepare(keys.float(), mid)
-        query = self.query[b, h].double().unsqueeze(0) * self.scale
-        scores, layout = query @ keys.T, Layout(1)
-        read, threshold, _ = SCAN.select(query, scores, state, mid.unsqueeze(0), torch.tensor([k]), layout)
-        return read.indices[read.valid].tolist(), float(threshold), (query @ SCAN.keys(state, query.dtype).T)[0]
+def attention_in_float64(arguments: dict[str, object], chosen: Tensor | None = None) -> Tensor:
+    """[B, Hq, D]: a softmax over all that is read, exactly or as an estimate of the tokens that are not.
 
-    def _mid_region(self, b: int, kv: int) -> tuple[Tensor, Tensor]:
-        """Keys [L, D] float64, zero outside the mid-region [L]."""
-        first, last = self.spans[b]
-        column = torch.arange(self.cache.length)
-        mid = (column >= first + self.sink) & (column < last - self.tail)
-        return torch.where(mid.unsqueeze(-1), self.cache.keys[b, kv, : self.cache.length].double(), 0), mid
+    Retrieved are the tokens [B, Hq, L] `chosen`, or else those of the highest scores that the method sees. Moments and
+    their terms are those of `core.moments`.
+    """
+    query, cache, log_query, k = (arguments[name] for name in ("query", "cache", "log_query", "k"))
+    group, length, filled = query.shape[1] // cache.keys.shape[1], cache.length, cache.length + arguments["generated"]
+    column = torch.arange(filled, device=query.device)
+    prefix = (column >= cache.first[:, None]) & (column < cache.last[:, None])
+    real, mid = prefix | (column >= length), mid_columns(arguments)
 
-    def _scanned_row(self, b: int, h: int, k: int, residual: Moments | None) -> list[float]:
-        """Chosen by the scan, read exactly, the rest by `truncated_terms`."""
-        kv, (first, last), length = h // self.groups, self.spans[b], self.cache.length
-        mid_keys, mid = self._mid_region(b, kv)
-        columns, threshold, _ = self.chosen(b, h, k)
-        anchors = [i for i in range(first, last) if not mid[i]]
-        read = [*anchors, *columns, *range(length, length + self.generated)]
-        keys, values = (x[b, kv, read].double() for x in (self.cache.keys, self.cache.values))
-        query = self.query[b, h].double() * self.scale
-        scores = keys @ query
-        if residual is not None and len(columns) < mid.sum():
-            mid_values = torch.where(mid.unsqueeze(-1), self.cache.values[b, kv, :length].double(), 0)
-            state = residual.prepare(mid_keys.float(), mid_values.float(), mid)
-            moments = MomentState(*(part.double() for part in state))
-            terms = truncated_terms(query.unsqueeze(0), moments, torch.tensor([threshold], dtype=torch.float64))
-            scores = torch.cat((scores, terms.denominator.log() + terms.shift))
-            values = torch.cat((values, terms.numerator / terms.denominator.unsqueeze(-1)))
-        return (scores.softmax(0) @ values).tolist()
+    def by_query_head(x: Tensor) -> Tensor:
+        return x.double().repeat_interleave(group, dim=1)
+
+    keys, values = (
+        torch.where(real[:, None, :, None], by_query_head(x[:, :, :filled]), 0) for x in (cache.keys, cache.values)
+    )
+    queries = query.double() * arguments["scale"]
+    seen = selecting_scores(arguments)
+    if chosen is None:
+        best = seen.topk(min(k, length)).indices
+        chosen = torch.zeros_like(seen, dtype=torch.bool).scatter(-1, best, True) & mid[:, None]
+    read = real[:, None].expand(-1, query.shape[1], -1).clone()
+    read[..., :length] &= ~mid[:, None] | chosen
+    scores = (keys @ queries.unsqueeze(-1)).squeeze(-1).masked_fill(~read, -torch.inf)
+    if cache.moments is not None:
+        threshold = torch.minimum(seen.masked_fill(~chosen, torch.inf).amin(-1), seen.amax(-1)).clamp(min=-1e9)
+        moments = MomentState(*(by_query_head(x) for x in cache.moments))
+        terms = truncated_terms(queries.unsqueeze(2), moments, threshold.unsqueeze(2))
+        nothing_left = (mid.sum(-1)[:, None] == chosen.sum(-1)).unsqueeze(-1)
+        scores = torch.cat((scores, terms.log_mass().masked_fill(nothing_left, -torch.inf)), dim=-1)
+        values = torch.cat((values, (terms.numerator / terms.denominator.unsqueeze(-1)).nan_to_num()), dim=2)
+    if log_query is not None:
+        log_weights = log_query.double() + by_query_head(cache.log_shift)
+        unit = log_weights.amax(-1, keepdim=True)
+        z = by_query_head(cache.features) @ (log_weights - unit).exp().unsqueeze(-1)
+        z = z.squeeze(-1).log() + unit
+        left = mid[:, None] & ~chosen if arguments["subtracts"] else mid[:, None]
+        whole, rest = (z.masked_fill(~tokens, -torch.inf) for tokens in (mid[:, None], left))
+        dropped = rest.logsumexp(-1, keepdim=True) <= whole.logsumexp(-1, keepdim=True) + math.log(CLAMP_RELATIVE)
+        scores = torch.cat((scores, rest.masked_fill(dropped, -torch.inf)), dim=-1)
+        values = torch.cat((values, values[:, :, :length]), dim=2)
+    return (scores.softmax(-1).unsqueeze(-2) @ values).squeeze(-2)
+
+
+def mid_columns(arguments: dict[str, object]) -> Tensor:
+    """The columns of the mid-region, [B, L] bool."""
+    cache = arguments["cache"]
+    column = torch.arange(cache.length, device=cache.first.device)
+    first, last = cache.first[:, None] + arguments["sink"], cache.last[:, None] - arguments["tail"]
+    return (column >= first) & (column < last)
+
+
+def selecting_scores(arguments: dict[str, object], magnitudes: bool = False) -> Tensor:
+    """The scores that tokens are chosen by, [B, Hq, L] float64, or the sums of their products' magnitudes; -inf outside
+    the mid-region.
+    """
+    query, mid = arguments["query"], mid_columns(arguments)
+    keys = torch.where(mid[:, None, :, None], selecting_keys(arguments["cache"]), 0)
+    if magnitudes:
+        query, keys = query.abs(), keys.abs()
+    keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+    scores = (keys @ query.double().unsqueeze(-1)).squeeze(-1) * arguments["scale"]
+    return scores.masked_fill(~mid[:, None], -torch.inf)
+
+
+def selecting_keys(cache: DecodeCache) -> Tensor:
+    """The keys of these scores, [B, Hkv, L, D] float64."""
+    if cache.scan is None:
+        return cache.keys[:, :, : cache.length].double()
+    codes, low, step = unpacked(cache.scan.codes), cache.scan.low.double(), cache.scan.step.double()
+    keys = low.unsqueeze(-1) + step.unsqueeze(-1) * codes
+    return keys.transpose(-1, -2).flatten(2, 3)[:, :, : cache.length]
 
 
 def tolerance(method: str) -> float:
@@ -165,34 +186,16 @@ def tolerance(method: str) -> float:
 
 def nearly_all_retrieved(k: int, share: float) -> DecodeProblem:
     """One head. What it leaves has `share` of phi's mass in the mid-region, but weighs as much as all that is exact."""
-    p = DecodeProblem(seed=21, spans=[(0, 24)], length=24, groups=1, kv_heads=1, d=16, dtype=torch.float32)
+    p = DecodeProblem(seed=21, spans=[(0, 24)], length=24, groups=1, kv_heads=1, d=16)
     filled = p.cache.length + p.generated
     scores = (p.cache.keys[0, 0, :filled] @ p.query[0, 0] * p.scale).double()
-    _, mid = split(24, p.sink, p.tail)
-    chosen = top(scores.tolist(), mid, k)
-    left = [i for i in mid if i not in chosen]
+    mid = mid_columns(p.arguments(k, "topk_phi"))[0].nonzero().flatten()
+    order = mid[scores[mid].argsort(descending=True)]
+    chosen, left = order[:k], order[k:]
     log_features, log_query = p.log_features[0, 0], p.log_query[0, 0].double()
     z = (log_query + log_features).exp().sum(-1)
     log_features[left] += (share / (1 - share) * z[chosen].sum() / z[left].sum()).log()
-    exact = [i for i in range(filled) if i not in left]
+    exact = torch.ones(filled, dtype=torch.bool).index_fill(0, left, False)
     p.log_query += (scores[exact].exp().sum() / (log_query + log_features[left]).exp().sum()).log()
     p.cache = with_summary(p.cache, p.log_features, p.sink, p.tail)
     return p
-
-
-def _parts(residual: Moments, keys: Tensor, sink: int, tail: int) -> list[list[int]]:
-    """The mid-region's tokens of each part, of one head's prefix [L, D]."""
-    _, mid = split(len(keys), sink, tail)
-    if residual.parts == 1 or not mid:
-        return [mid]
-    inside, keys = torch.ones(len(mid), dtype=torch.bool), keys[mid]
-    part = blocks(inside, residual.parts) if residual.split == "blocks" else clusters(keys, inside, residual.parts)
-    return [[mid[i] for i in (part == p).nonzero().flatten().tolist()] for p in range(residual.parts)]
-
-
-def _split(
-    x: Tensor, first: int, last: int, length: int, generated: int
-) -> tuple[list[list[float]], list[list[float]]]:
-    """One head's prefix tokens and generated tokens."""
-    x = x.double()
-    return x[first:last].tolist(), x[length : length + generated].tolist()

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.unit.core.written_objective import written_objective
+from tests.unit.core.written_objective import written_losses
 from torch import Tensor
 
 from residual_mass.core import rel_l1, score_matching
-from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.fused import triton_score_matching
 from residual_mass.core.score_matching import Weights, score_matching_losses
 
@@ -84,19 +83,8 @@ class Problem:
 
     def written(self, weights: Weights) -> tuple[Tensor, ...]:
         logs = [x.double().requires_grad_() for x in (self.log_query, self.log_key)]
-        scores = self.queries.double() @ self.keys.double().transpose(-1, -2) * self.scale
-        student = log_kernel(*logs)
-        losses = torch.stack(
-            [
-                torch.stack(
-                    [
-                        written_objective(scores[head, row, : last + 1], student[head, row, : last + 1], weights)
-                        for row, last in enumerate(self.last.tolist())
-                    ]
-                )
-                for head in range(self.heads)
-            ]
-        )
+        queries, keys = self.queries.double(), self.keys.double()
+        losses = written_losses(*logs, queries, keys, self.scale, self.last, weights)
         return losses.detach(), *torch.autograd.grad((losses * self.upstream).sum(), logs)
 
 

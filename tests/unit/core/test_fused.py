@@ -1,10 +1,11 @@
-"""The fused decode in torch against a reference that forms S_R token by token, in Python floats."""
+"""The fused decode in torch: what holds on every path (`fused_checks.py`), and its own selection and packed keys."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fused_problems import MOMENTS, SCANS, DecodeProblem, nearly_all_retrieved, tolerance
+from fused_checks import *  # noqa: F403  # its tests run here with the fixture below
+from fused_problems import METHODS, SCAN, DecodeProblem, mid_columns, selecting_scores, tolerance
 from torch import Tensor
 
 from residual_mass.core import rel_l1
@@ -15,23 +16,10 @@ from residual_mass.core.moments import truncated_parts
 from residual_mass.core.selection import LONG_ROW, Selected, exhaustive_topk, largest, least_read, unordered_topk
 from residual_mass.methods import Moments
 
-METHODS = ["topk", "topk_phi", "topk_phi_nosub", *MOMENTS, *SCANS]
-SPANS = {
-    "whole rows": [(0, 24), (0, 24)],
-    "left padding": [(7, 24), (0, 24)],
-    "right padding": [(0, 24), (0, 15)],
-    "no mid-region": [(20, 24), (3, 8)],
-    "one token": [(23, 24), (0, 1)],
-}
 
-
-@pytest.mark.parametrize("k", [0, 1, 5, 19, 40])
-@pytest.mark.parametrize("spans", SPANS)
-@pytest.mark.parametrize("method", METHODS)
-def test_equals_the_token_by_token_reference(method: str, spans: str, k: int) -> None:
-    p = DecodeProblem(seed=k, spans=SPANS[spans], length=24)
-    ours = decode_attention(**p.arguments(k, method))
-    assert rel_l1(ours.double(), p.expected(k, method)).max() < tolerance(method)
+@pytest.fixture
+def decode() -> object:
+    return lambda arguments: decode_attention(**arguments)
 
 
 @pytest.mark.parametrize("k", [0, 5, 16])
@@ -51,41 +39,6 @@ def test_any_number_of_heads_anchors_and_generated_tokens(
     assert rel_l1(ours.double(), p.expected(k, method)).max() < tolerance(method)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_logits_far_beyond_what_float32_can_exponentiate(method: str) -> None:
-    p = DecodeProblem(seed=5, spans=[(0, 24)], length=24, spread=6.0)
-    ours = decode_attention(**p.arguments(4, method))
-    assert rel_l1(ours.double(), p.expected(4, method)).max() < 1e-4
-
-
-@pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("method", MOMENTS)
-def test_moments_of_scores_of_a_huge_spread(method: str, k: int) -> None:
-    """From about -10^4 to 10^4, which float32 knows to 1e-3."""
-    p = DecodeProblem(seed=13, spans=[(0, 60)], length=60, d=16, spread=100.0, dtype=torch.float32)
-    assert rel_l1(decode_attention(**p.arguments(k, method)).double(), p.expected(k, method)).max() < 5e-3
-
-
-@pytest.mark.parametrize("k", [0, 1, 7, 18])
-@pytest.mark.parametrize("method", MOMENTS)
-def test_moments_where_all_scores_tie(method: str, k: int) -> None:
-    """Copies of one token, half of which are below the cut: which of them are read makes no difference."""
-    p = DecodeProblem(seed=14, spans=[(0, 24)], length=24)
-    for buffer in (p.cache.keys, p.cache.values):
-        buffer[:, :, p.sink : p.cache.length - p.tail] = buffer[:, :, p.sink, None]
-    ours = decode_attention(**p.arguments(k, method))
-    assert ours.isfinite().all()
-    assert rel_l1(ours.double(), p.expected(k, method)).max() < 5e-3
-
-
-@pytest.mark.parametrize("method", MOMENTS)
-def test_moments_add_nothing_where_all_is_read(method: str) -> None:
-    p = DecodeProblem(seed=15, spans=[(0, 24), (4, 20)], length=24)
-    for k in (19, 40):
-        ours, exact = (decode_attention(**p.arguments(k, name)) for name in (method, "topk"))
-        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0])
 def test_one_part_is_a_special_case_of_several(spread: float) -> None:
     g = torch.Generator().manual_seed(3)
@@ -103,27 +56,6 @@ def test_one_part_is_a_special_case_of_several(spread: float) -> None:
             ours.values(weights, moments), expected.values(weights, moments), rtol=1e-4, atol=1e-5 * spread**3
         )
     assert one_part(Moments(2).prepare(keys, values, mid)) is None
-
-
-@pytest.mark.parametrize(("groups", "d"), [(1, 64), (3, 128), (4, 64), (8, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", SCANS)
-def test_scans_of_heads_of_llama(method: str, dtype: torch.dtype, groups: int, d: int) -> None:
-    p = DecodeProblem(seed=d, spans=[(9, 100), (0, 83)], length=105, groups=groups, d=d, dtype=dtype)
-    for k in (0, 11, 300):
-        ours = decode_attention(**p.arguments(k, method))
-        assert rel_l1(ours.double(), p.expected(k, method)).max() < max(1e-4, tolerance(method))
-
-
-@pytest.mark.parametrize("method", SCANS)
-def test_scans_of_one_token_again_and_again(method: str) -> None:
-    """All scores tie, in the scan too."""
-    p = DecodeProblem(seed=14, spans=[(0, 40)], length=40)
-    for buffer in (p.cache.keys, p.cache.values):
-        buffer[:, :, p.sink : p.cache.length - p.tail] = buffer[:, :, p.sink, None]
-    for k in (0, 1, 20, 34):
-        ours = decode_attention(**p.arguments(k, method))
-        assert rel_l1(ours.double(), p.expected(k, method)).max() < 5e-3
 
 
 def test_codes_that_tie_in_the_scan_and_not_in_truth() -> None:
@@ -151,56 +83,17 @@ def test_packed_codes_are_those_that_were_packed(length: int, block: int, d: int
     assert torch.equal(restored[:, :, :length], codes) and not restored[:, :, length:].any()
 
 
-@pytest.mark.parametrize("k", [1, 7, 60])
-def test_the_scan_sees_the_scores_and_chooses_the_tokens_of_the_method(k: int) -> None:
-    p = DecodeProblem(seed=17, spans=[(6, 100), (0, 93)], length=103, groups=4, d=64, dtype=torch.float32)
-    arguments = p.arguments(k, "scan")
-    cache = arguments["cache"]
+def test_scanned_scores_are_those_of_the_keys_that_the_selector_restores() -> None:
+    p = DecodeProblem(seed=17, spans=[(6, 100), (0, 93)], length=103, groups=4, d=64)
+    arguments = p.arguments(7, "scan")
+    mid = mid_columns(arguments)[:, None]
+    keys = torch.where(mid.unsqueeze(-1), p.cache.keys[:, :, :103], 0)
+    restored = SCAN.keys(SCAN.prepare(keys, mid), torch.float64)
     queries = p.query.unflatten(1, (2, -1)) * p.scale
-    scores = scanned_scores(queries, cache.scan).flatten(1, 2)[..., : p.cache.length]
-    for b, (first, last) in enumerate(p.spans):
-        for h in range(8):
-            columns, threshold, expected = p.chosen(b, h, k)
-            mid = slice(first + p.sink, last - p.tail)
-            torch.testing.assert_close(scores[b, h, mid].double(), expected[mid], rtol=1e-5, atol=1e-5)
-            ordered = expected[mid].sort(descending=True).values
-            assert ordered[k - 1] - ordered[k] > 1e-5, "scores that are apart"
-            ours = scores[b, h, mid].topk(k).indices + mid.start
-            assert set(ours.tolist()) == set(columns)
-            assert threshold == pytest.approx(float(ordered[k - 1]))
-
-
-@pytest.mark.parametrize("offset", [-200.0, 200.0])
-def test_features_far_beyond_the_floats(offset: float) -> None:
-    """phi_k e^offset and phi_q e^-offset have the same products."""
-    p = DecodeProblem(seed=6, spans=[(0, 24)], length=24)
-    arguments = p.arguments(4, "topk_phi")
-    moved = p.cache._replace(log_shift=p.cache.log_shift + offset)
-    ours = decode_attention(**arguments | {"cache": moved, "log_query": arguments["log_query"] - offset})
-    torch.testing.assert_close(ours, decode_attention(**arguments), rtol=1e-4, atol=1e-5)
-
-
-def test_when_all_is_retrieved_nothing_of_the_estimate_is_left() -> None:
-    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24)
-    arguments = p.arguments(100, "topk_phi") | {"log_query": p.log_query.float() + 60}
-    exact = decode_attention(**p.arguments(100, "topk"))
-    torch.testing.assert_close(decode_attention(**arguments), exact, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("share", [1e-2, 1e-4])
-def test_a_residual_of_little_of_the_mid_regions_mass_is_kept(share: float) -> None:
-    p = nearly_all_retrieved(6, share)
-    expected = p.expected(6, "topk_phi")
-    assert rel_l1(p.expected(6, "topk"), expected).min() > 0.1
-    assert rel_l1(decode_attention(**p.arguments(6, "topk_phi")).double(), expected).max() < 1e-6 / share
-
-
-@pytest.mark.parametrize("method", ["topk_phi", "topk_phi_nosub"])
-def test_features_that_are_not_finite_do_not_pass_for_a_dropped_residual(method: str) -> None:
-    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24)
-    arguments = p.arguments(4, method)
-    arguments["log_query"] = torch.full_like(arguments["log_query"], torch.nan)
-    assert decode_attention(**arguments).isnan().all()
+    expected = (queries.double() @ restored.mT).flatten(1, 2).masked_fill(~mid, -torch.inf)
+    scanned = scanned_scores(queries, arguments["cache"].scan).flatten(1, 2)[..., :103].masked_fill(~mid, -torch.inf)
+    for ours in (scanned.double(), selecting_scores(arguments)):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_summaries_are_of_the_rounded_features() -> None:

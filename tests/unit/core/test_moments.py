@@ -17,8 +17,6 @@ from residual_mass.core.moments import (
     truncated_terms,
 )
 from residual_mass.core.parts import blocks, clusters, clusters_of, counts
-from residual_mass.core.selection import Selected
-from residual_mass.methods import Seen
 
 D = 6
 
@@ -66,26 +64,6 @@ def test_truncated_terms_are_those_of_a_truncated_normal(shift: float) -> None:
     torch.testing.assert_close(nu[0], expected_nu, rtol=1e-7, atol=1e-7 * expected_z)
 
 
-def test_the_estimate_converges_for_gaussian_keys() -> None:
-    """Errors of mass and mean against the exact sums over the unread tokens shrink as n grows, like 1 / sqrt(n)."""
-    errors = []
-    for n in (1_000, 100_000):
-        keys, values = random_tokens(n, seed=3)
-        query = torch.tensor([[0.5, 0.2, -0.7, 0.4, 0.1, -0.3]], dtype=torch.float64)
-        scores = (query @ keys.T)[0]
-        top = scores.topk(n // 50).values
-        unread = scores < top[-1]
-        nu = scores[unread].exp() @ values[unread]
-        z = scores[unread].exp().sum()
-        estimated_nu, estimated_z = sums(truncated_terms(query, moments_of(keys, values, whole(n)), top[-1:]))
-        errors.append(
-            (float((estimated_z / z).log().abs()), float((estimated_nu[0] / estimated_z - nu / z).abs().max()))
-        )
-    (mass, mean), (final_mass, final_mean) = errors
-    assert final_mass < 0.01 and final_mean < 0.02
-    assert final_mass < mass and final_mean < mean
-
-
 def test_moments_are_those_of_each_part() -> None:
     keys, values = random_tokens(40)
     part = torch.full((40,), -1)
@@ -99,21 +77,6 @@ def test_moments_are_those_of_each_part() -> None:
         both = torch.cov(torch.cat((v, k), dim=1).T, correction=0)
         torch.testing.assert_close(moments.value_key_covariance[part], both[:D, D:])
     assert all(not x[2].any() for x in moments[:-1])
-
-
-def test_parts_add_up() -> None:
-    """Two parts are the sum of each alone, also where one of them has no tokens."""
-    keys, values = random_tokens(40)
-    part = torch.where(torch.arange(40) < 15, 0, 2)
-    queries = torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    tau = (queries @ keys.T).quantile(0.9, dim=-1)
-    together = sums(truncated_terms(queries, moments_of(keys, values, part, 3), tau))
-    apart = [
-        sums(truncated_terms(queries, moments_of(keys[some], values[some], whole(n)), tau))
-        for some, n in ((slice(0, 15), 15), (slice(15, 40), 25))
-    ]
-    for joint, first, second in zip(together, *apart, strict=True):
-        torch.testing.assert_close(joint, first + second)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -171,14 +134,6 @@ def test_a_huge_key_and_too_few_tokens() -> None:
     assert all(x.isfinite().all() for x in terms)
     nobody = moments_of(keys[:0].float(), values[:0].float(), whole(0))
     assert all(not x.any() for x in truncated_terms(queries, nobody, tau))
-
-
-def seen_of(keys: Tensor, values: Tensor, queries: Tensor, k: int) -> Seen:
-    scores = queries @ keys.T
-    top = scores.topk(k)
-    unread = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, top.indices, False)
-    read = Selected(top.indices, torch.ones_like(top.indices, dtype=torch.bool))
-    return Seen(queries, top.values[:, -1], read, unread, scores, values)
 
 
 def test_equal_scores_count_half() -> None:

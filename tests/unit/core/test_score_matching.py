@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.core.written_objective import written_objective
+from tests.unit.core.written_objective import written_losses
 from torch import Tensor
 
 from residual_mass.core import score_matching
-from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.score_matching import Weights, score_matching_losses
 
 H, R, L, D, M = 2, 6, 50, 8, 5
@@ -27,17 +26,6 @@ def inputs(seed: int, spread: float = 2.0, dtype: torch.dtype = torch.float64) -
     return log_query.requires_grad_(), log_key.requires_grad_(), draw(R, D, 3), draw(L, D, 3)
 
 
-def written(log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, weights: Weights) -> Tensor:
-    """Row by row as the paper writes it."""
-    scores, student = queries @ keys.transpose(-1, -2) * SCALE, log_kernel(log_query, log_key)
-    rows = [
-        written_objective(scores[head, row, : last + 1], student[head, row, : last + 1], weights)
-        for head in range(H)
-        for row, last in enumerate(LAST.tolist())
-    ]
-    return torch.stack(rows).view(H, R)
-
-
 @pytest.mark.parametrize("pairs", [2**18, 16 * H * R, 20 * H * R], ids=["one block", "blocks of 16", "uneven blocks"])
 @pytest.mark.parametrize("spread", [0.1, 2.0, 20.0])
 @pytest.mark.parametrize("seed", range(3))
@@ -48,7 +36,7 @@ def test_losses_and_gradients_are_those_of_the_written_terms(
     log_query, log_key, queries, keys = inputs(seed, spread)
     upstream = torch.rand(H, R, dtype=torch.float64)
     ours = score_matching_losses(log_query, log_key, queries, keys, SCALE, LAST, WEIGHTS)
-    expected = written(log_query, log_key, queries, keys, WEIGHTS)
+    expected = written_losses(log_query, log_key, queries, keys, SCALE, LAST, WEIGHTS)
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
     gradients = torch.autograd.grad((ours * upstream).sum(), (log_query, log_key))
     wanted = torch.autograd.grad((expected * upstream).sum(), (log_query, log_key))
@@ -62,7 +50,7 @@ def test_every_term_alone(only: str) -> None:
     log_query, log_key, queries, keys = inputs(5)
     weights = WEIGHTS._replace(**{name: float(name == only) for name in ("kl", "top", "fp", "z")})
     ours = score_matching_losses(log_query, log_key, queries, keys, SCALE, LAST, weights)
-    expected = written(log_query, log_key, queries, keys, weights)
+    expected = written_losses(log_query, log_key, queries, keys, SCALE, LAST, weights)
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
     (gradient,) = torch.autograd.grad(ours.sum(), log_key)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), log_key)[0], rtol=1e-9, atol=1e-11)

@@ -1,10 +1,12 @@
-"""The paper's objective of one row, term by term as its appendix on the training objective writes it."""
+"""The paper's objective, row by row and term by term as its appendix on the training objective writes it."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.score_matching import Weights
 
 
@@ -23,3 +25,18 @@ def written_objective(scores: Tensor, student: Tensor, weights: Weights) -> Tens
 
 def _huber(x: Tensor, weights: Weights) -> Tensor:
     return huber_loss(x, x.new_zeros(x.shape), reduction="none", delta=weights.huber_delta)
+
+
+def written_losses(
+    log_query: Tensor, log_key: Tensor, queries: Tensor, keys: Tensor, scale: float, last: Tensor, weights: Weights
+) -> Tensor:
+    """[H, R], row by row: each sees the keys up to its own of `last`."""
+    scores, student = queries @ keys.transpose(-1, -2) * scale, log_kernel(log_query, log_key)
+    rows = [
+        [
+            written_objective(scores[head, row, : end + 1], student[head, row, : end + 1], weights)
+            for row, end in enumerate(last.tolist())
+        ]
+        for head in range(len(scores))
+    ]
+    return torch.stack([torch.stack(of_head) for of_head in rows])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residual_mass import methods
-from residual_mass.core.accounting import Terms
+from residual_mass.core.accounting import Terms, exact_terms
 from residual_mass.core.selection import Selected, exhaustive_topk, least_read
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, TopK, method_named
@@ -25,7 +25,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class AllOfIt(Residual):
-    """No estimate: the unread tokens' exact terms, row by row."""
+    """No estimate: the unread tokens' exact terms."""
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
         return ()
@@ -33,18 +33,8 @@ class AllOfIt(Residual):
     def update(self, state: tuple[()], keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[()]:
         return ()
 
-    def terms(self, seen: Seen, state: tuple[()]) -> tuple[Tensor, Tensor, Tensor]:
-        rows, length = seen.scores.shape[-2:]
-        numerator = torch.zeros(*seen.scores.shape[:-1], seen.values.shape[-1])
-        denominator, shift = torch.zeros(seen.scores.shape[:-1]), torch.full(seen.scores.shape[:-1], -3.0)
-        for place in torch.cartesian_prod(*(torch.arange(size) for size in seen.scores.shape[:2])).tolist():
-            for row in range(rows):
-                for token in range(length):
-                    if seen.unread[*place, row, token]:
-                        weight = (seen.scores[*place, row, token] + 3.0).exp()
-                        numerator[*place, row] += weight * seen.values[*place, token]
-                        denominator[*place, row] += weight
-        return numerator, denominator, shift
+    def terms(self, seen: Seen, state: tuple[()]) -> Terms:
+        return exact_terms(seen.scores, seen.values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
         return 0

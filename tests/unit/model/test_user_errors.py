@@ -43,9 +43,11 @@ def test_a_budget_that_is_no_share(budget: Any, line: str, tiny_backbone: Backbo
 
 
 @pytest.mark.parametrize(
-    ("budget", "percent"), [(0.07, 7.0), ("0.02", 2.0), (1.0, 100.0), (torch.tensor(0.5).item(), 50.0)]
+    ("budget", "percent"),
+    [(0.07, 7), (0.14, 14), (0.29, 29), (0.57, 57), (0.0055, 0.55), ("0.02", 2), (1.0, 100)],
 )
-def test_a_budget_is_a_share(budget: Any, percent: float, tiny_backbone: Backbone) -> None:
+def test_a_budget_is_the_percentage_that_is_written(budget: Any, percent: float, tiny_backbone: Backbone) -> None:
+    """In floats 100 * 0.07 is a little above 7, and K would be one token too many."""
     with pytest.warns(UserWarning), partial_kv(tiny_backbone.model, "topk", budget) as session:
         assert session.arm.budget_percent == percent
 
