@@ -58,7 +58,9 @@ def write_log(folder: Path) -> Path:
     """The log of a training at 2k."""
     log = folder / "training_smol_2k.csv"
     log.write_text("recipe,variant,seed,step,seconds\nstudy,ours,0,0,0\nstudy,ours,0,200,230.886\n")
-    return made_by(log, "train", {"backbone": {"name": "smol"}, "length": "2k"})
+    backbone = ABOUT | {"name": "smol", "source": "hub"}
+    spec = {"backbone": backbone, "length": "2k", "steps": 200, "sequences_per_step": 1, "replay": {"reuse": 1}}
+    return made_by(log, "train", spec)
 
 
 def made_by(path: Path, stage: str, spec: Row) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import pandas as pd
 from tests.records import recorded
 
-from residual_mass.files import csv_text
 from residual_mass.paper import document, published
 from residual_mass.paper.cells import to_csv
 from residual_mass.paper.tables import find
-from residual_mass.provenance import beside
 from residual_mass.study.specs import TableSpec
 
 ROOT = Path(__file__).parents[3]
@@ -53,11 +50,3 @@ def written(folder: Path, cells: pd.DataFrame) -> Path:
     path = folder / f"{cells['table'].iloc[0]}.csv"
     path.write_text(to_csv(cells), encoding="utf-8")
     return recorded(path)
-
-
-def result_file(path: Path, rows: list[dict[str, Any]], stage: str = "score", **spec: Any) -> Path:
-    """Rows as the CSV of a stage, with what its record says of the spec."""
-    path.write_text(csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows), encoding="utf-8")
-    record = json.loads(beside(recorded(path)).read_text())
-    beside(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
-    return path

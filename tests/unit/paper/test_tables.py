@@ -10,13 +10,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from samples import TEMPLATES, latex, made, result_file, study_rows
+from sample_residuals import ABOUT, distance_row, error_row, write_log, write_rows
+from samples import TEMPLATES, latex, made, study_rows
 
 from residual_mass.metrics import KL, RELATIVE_ERROR, SAME_TOP
 from residual_mass.paper import document, published
 from residual_mass.paper.cells import format_value
 from residual_mass.paper.tables import TABLES, find
-from residual_mass.paper.tables.residuals import on_front
 from residual_mass.study.specs import TableSpec
 
 TABULARS = Path(__file__).with_name("tabulars")
@@ -184,24 +184,11 @@ def test_values_have_the_digits_that_they_need(value: float, metric: Any, text: 
 
 # ---- the stage, on files ---------------------------------------------------------------------------------------------
 
-ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/LM", "revision": "r1", "weights": "pretrained"}
 TITLES = {"smol": "Small"}
 
 
-def forced(method: str, value: float, metric: str = "kl", budget: str = "4", **facts: Any) -> dict[str, Any]:
-    """A row of a fidelity file."""
-    row = {"text": "wiki", "length": "1k", "task": "all", "continuation": "following", "state": "own", "metric": metric}
-    row |= {"method": method, "budget_percent": budget, "maps": "2k" if "phi" in method else "", "value": value}
-    row |= {"ci_low": value - 0.01, "ci_high": value + 0.01, "documents": 16, "tokens": 512, "k_mean": 9, "phi_sha": ""}
-    return ABOUT | row | dict.fromkeys(("gain", "gain_ci_low", "gain_ci_high", "gain_p", "stderr"), "") | facts
-
-
-def errors(method: str, share: float, error: float, budget: str = "4", **facts: Any) -> dict[str, Any]:
-    """A row of a residual-errors file."""
-    row = {"corpus": "wiki", "length": "1k", "method": method, "budget_percent": budget, "error": error, "k": 20}
-    row |= {"maps": "2k" if "phi" in method else "", "log_z_error": "", "step_share": share, "summary_bytes": 1024}
-    row |= {"state_bytes": 16640, "state_share": 0.0635, "training_steps": 200 if "phi" in method else "", "packs": 4}
-    return ABOUT | row | {"error_ci_low": error - 0.01, "error_ci_high": error + 0.01, "phi_sha": ""} | facts
+def forced(method: str, value: float, metric: str = "kl", **facts: Any) -> dict[str, Any]:
+    return distance_row(method, 4, metric=metric, value=value, documents=16, **facts)
 
 
 def run_table(folder: Path, label: str, files: list[Path], **shown: Any) -> tuple[str, pd.DataFrame]:
@@ -218,7 +205,7 @@ def test_fidelity_sets_the_least_divergence_in_bold_and_a_minus_in_mathematics(t
     rows += [forced(method, 1 - value, "same_top") for method, value in values.items()]
     rows += [forced(method, value - 0.25, "log_ppl_ratio") for method, value in values.items()]
     rows += [forced("topk_phi", 0.4, metric, maps="1k") for metric in ("kl", "same_top", "log_ppl_ratio")]
-    tex, cells = run_table(tmp_path, "fidelity", [result_file(tmp_path / "fidelity.csv", rows, "fidelity")])
+    tex, cells = run_table(tmp_path, "fidelity", [write_rows(tmp_path, "fidelity", rows)])
     bold = {quantity: of[of["bold"] == "1"]["method"].tolist() for quantity, of in cells.groupby("quantity")}
     assert bold["kl"] == bold["same_top"] == ["topk_phi", "topk_moments"]
     assert bold["log_ppl_ratio"] == ["topk_phi", "topk_moments"] and r"\textbf{$-0.150$}" in tex
@@ -226,18 +213,15 @@ def test_fidelity_sets_the_least_divergence_in_bold_and_a_minus_in_mathematics(t
     assert "Behind a value: 16 documents." in tex
     lacking = [row for row in rows if row["method"] != "topk_phi_nosub"]
     with pytest.raises(ValueError, match="no result for kl 1k topk_phi_nosub smol wiki 4"):
-        run_table(tmp_path, "fidelity", [result_file(tmp_path / "fidelity.csv", lacking, "fidelity")])
+        run_table(tmp_path, "fidelity", [write_rows(tmp_path, "fidelity", lacking)])
 
 
 def test_residuals_have_errors_distances_and_costs(tmp_path: Path) -> None:
-    rows = [errors("topk", 0.5, 0.3), errors("topk_phi", 0.6, 0.2), errors("topk_exact_mass", 0.6, 0.1)]
-    files = [result_file(tmp_path / "errors.csv", rows, "residual_errors")]
+    errors = {"topk": 0.3, "topk_phi": 0.2, "topk_exact_mass": 0.1}
+    rows = [error_row(method, 4, error=error) for method, error in errors.items()]
     distances = [forced("topk", 0.3), forced("topk_phi", 0.1), forced("topk_phi", 0.001, maps="1k")]
-    files.append(result_file(tmp_path / "fidelity.csv", distances, "fidelity"))
-    log = [{"step": step, "seconds": seconds} for step, seconds in ((0, 0), (200, 231), (100, 100))]
-    spec = {"backbone": ABOUT | {"name": "smol", "source": "hub"}, "length": "2k", "steps": 200}
-    files.append(result_file(tmp_path / "log.csv", log, "train", **spec, sequences_per_step=1, replay={"reuse": 1}))
-    _, cells = run_table(tmp_path, "residual_estimators", files)
+    files = [write_rows(tmp_path, "residual_errors", rows), write_rows(tmp_path, "fidelity", distances)]
+    _, cells = run_table(tmp_path, "residual_estimators", [*files, write_log(tmp_path)])
     texts = {(cell["quantity"], cell["method"]): cell["text"] for cell in cells.to_dict("records")}
     assert texts["kl", "topk_phi"] == "0.100" and texts["kl", "topk_exact_mass"] == "--"
     assert texts["training_seconds", "topk_phi"] == "231 s" and texts["training_steps", "topk"] == "none"
@@ -249,22 +233,13 @@ def test_residuals_have_errors_distances_and_costs(tmp_path: Path) -> None:
 
 def test_deployable_shows_the_front_then_topk_beside_it(tmp_path: Path) -> None:
     points = {"topk": (0.5, 0.3), "topk_phi": (0.55, 0.2), "scan4": (0.3, 0.25), "pages": (0.35, 0.26)}
-    rows = [errors(method, share, 0.1) for method, (share, _) in points.items()]
-    files = [result_file(tmp_path / "errors.csv", rows, "residual_errors")]
+    rows = [error_row(method, 4, step_share=share) for method, (share, _) in points.items()]
     distances = [forced(method, kl) for method, (_, kl) in points.items()]
     distances += [forced(method, 0.9, "same_top") for method in points]
-    files.append(result_file(tmp_path / "fidelity.csv", distances, "fidelity"))
+    files = [write_rows(tmp_path, "residual_errors", rows), write_rows(tmp_path, "fidelity", distances)]
     tex, cells = run_table(tmp_path, "deployable", files)
     assert cells["method"].drop_duplicates().tolist() == ["scan4", "topk_phi", "topk"]
     assert tex.count(r"\cmidrule(l){2-9}") == 1 and r"Top-$K$$^{\circ}$ & 4\% & 50.0\% & 0.300" in tex
-
-
-def test_the_front_against_its_definition() -> None:
-    generator = random.Random(0)
-    points = [(generator.randint(0, 9), generator.randint(0, 9)) for _ in range(80)]
-    for point, kept in zip(points, on_front(points), strict=True):
-        beaten = [one for one in points if one[0] <= point[0] and one[1] <= point[1] and one != point]
-        assert kept == (not beaten)
 
 
 def test_latencies_have_traffic_and_what_was_not_measured_has_no_times() -> None:

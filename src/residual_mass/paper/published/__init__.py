@@ -51,6 +51,8 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
         order = {corpus: number for number, corpus in enumerate(found["corpus"].unique())}
         found = found.pivot(index=index, columns="quantity", values="value").reset_index()
         found = found.sort_values("corpus", key=lambda names: names.map(order), kind="stable")
+    if stage == "runtime":
+        found = found.assign(length=found["context"])
     if stage == "score":
         found = found.assign(**dict.fromkeys(("gain", "gain_p", "flags", "data"), ""))
 
@@ -61,7 +63,7 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
         study=PUBLISHED,
         label=label,
         backbones=distinct("backbone"),
-        lengths=distinct("context" if stage == "runtime" else "length"),
+        lengths=distinct("length"),
         budgets=tuple(map(float, distinct("budget_percent"))),
         benchmarks=distinct("benchmark"),
         maps=distinct("maps"),
