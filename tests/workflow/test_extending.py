@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -17,9 +18,7 @@ import pytest
 import yaml
 from runs import ROOT, Run, dry_run, snakemake
 from tests.small_assets import MODEL_ID, REVISION, write_assets
-from tests.unit.paper.sample_residuals import distance_row, error_row
-from tests.unit.paper.sample_residuals import write_rows as write_residuals
-from tests.unit.paper.sample_results import result_rows, sweep_arms, write_rows
+from tests.unit.paper.sample_results import distance_row, error_row, score_row, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.core.settings import to_json
@@ -216,16 +215,18 @@ def test_a_table(copy: Path) -> None:
     apply(copy, "A table")
     mini = yaml.safe_load((ROOT / "config" / "studies" / "mini.yaml").read_text())
     tasks = tuple(task.name for task in BENCHMARKS["ruler"])
-    own = [(method, budget, "") for method in mini["methods"] if method not in METHODS for budget in mini["budgets"]]
+    arms = [("full", None), *product(mini["methods"][1:], mini["budgets"])]
     (copy / "results").mkdir()
     for length, fitting in (("1k", tasks[:-1]), ("2k", tasks)):
-        rows = result_rows({("ruler_vt", "topk", 4.0): 0.75}, [*sweep_arms(), *own], tasks=fitting, length=length)
-        write_rows(copy / "results" / f"ruler_smol_{length}.csv", rows)
+        rows = [score_row(task, *arm, length=length) for task in (*fitting, "all") for arm in arms]
+        best = score_row("ruler_vt", "topk", 4, length=length)
+        rows = [row | {"value": 0.75} if row == best else row for row in rows]
+        write_rows(copy / "results", "ruler", rows, length)
         of_texts = [
             (name, *text) for name in ("topk", "scan4") for text in (("wiki", 0.1), ("code", 0.3), ("books", 0.2))
         ]
         forced = [distance_row(name, 4, text=text, length=length, value=value) for name, text, value in of_texts]
-        write_residuals(copy / "results", "fidelity", forced, length)
+        write_rows(copy / "results", "fidelity", forced, length)
     targets = ["paper_tables/mini/ruler_tasks.tex", "paper_tables/mini/median_kl.csv"]
     run = snakemake(copy, "--cores", "1", *targets, snakefile=copy / "Snakefile")
     assert run.code == 0, run.output
@@ -248,7 +249,7 @@ def test_a_figure(copy: Path) -> None:
     path.write_text(yaml.safe_dump(study))
     (copy / "results").mkdir()
     rows = [error_row(name, budget, step_share=0.1 * budget) for name in ("topk", "scan4") for budget in (2, 4)]
-    write_residuals(copy / "results", "residual_errors", rows)
+    write_rows(copy / "results", "residual_errors", rows)
     target = "paper_tables/mini/figures/step_bytes.png"
     run = snakemake(copy, "--cores", "1", target, snakefile=copy / "Snakefile")
     assert run.code == 0 and (copy / target).stat().st_size > 10_000, run.output

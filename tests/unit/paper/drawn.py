@@ -13,7 +13,7 @@ import sample_diagnostics as sample
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from sample_residuals import distance_row, error_row, write_rows
+from sample_results import distance_row, error_row, write_rows
 from tests.records import recorded
 
 from residual_mass.benchmarks.columns import FIDELITY

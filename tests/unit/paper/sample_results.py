@@ -1,63 +1,80 @@
-"""Result CSVs of the right format and with chosen values."""
+"""Scores, residual errors, distances and a training log of the right format and with chosen values."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.records import recorded
 
-from residual_mass.benchmarks.columns import RESULTS
+from residual_mass.benchmarks.columns import FIDELITY, RESULTS
+from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
-from residual_mass.study.labels import METHODS
+from residual_mass.methods import method_named
+from residual_mass.provenance import beside
 
-BUDGETS = (2.0, 4.0, 8.0)
+ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
+MAPS = {"maps": "2k", "phi_sha": "a" * 64}
+STAGES = {"residual_errors": RESIDUAL_ERRORS, "fidelity": FIDELITY, "ruler": RESULTS}
+"""Columns of files by the beginning of their names; the stage of the last is `score`."""
 Row = dict[str, Any]
-Rows = list[Row]
-Arm = tuple[str, float | None, str]
 
 
-def sweep_arms(budgets: Iterable[float] = BUDGETS) -> list[Arm]:
-    """Every method at every budget, with maps trained at 2k."""
-    arms = [(method, budget, "2k" if "phi" in method else "") for method in METHODS[1:] for budget in budgets]
-    return [("full", None, ""), *arms]
+def error_row(method: str, budget: float, **facts: Any) -> Row:
+    """Of a method at a budget on Wikipedia at 1k, unless `facts` say otherwise."""
+    of_maps = MAPS | {"training_steps": 200} if method_named(method).needs_maps else {}
+    return (
+        ABOUT
+        | of_maps
+        | {
+            "corpus": "wiki", "length": "1k", "method": method, "budget_percent": f"{budget:g}", "k": 7, "error": 0.5,
+            "over_topk": "0.5", "recall": 0.9, "tokens_read": 30, "scan_bytes": 4096, "row_bytes": 7680,
+            "summary_bytes": 1024, "step_share": 0.05, "state_bytes": 16640, "state_share": 0.0634766, "packs": 8,
+            "heads": 270, "rows": 17280,
+        }
+        | facts
+    )  # fmt: skip
 
 
-def result_rows(
-    values: dict[tuple[Any, ...], float] | None = None,
-    arms: Iterable[Arm] | None = None,
-    tasks: tuple[str, ...] = ("niah", "vt"),
-    **facts: Any,
-) -> Rows:
-    """Rows of single tasks, of value 0.25, and of their summary, of value 0.5, where `values` has no other for a task,
-    method and budget.
-    """
-    base = {
-        "benchmark": "ruler", "backbone": "smol", "length": "1k", "metric": "string_match", "stderr": "0.100000",
-        "n": 8, "k_mean": 21, "k_zero_share": 0, "study": "mini", "model_id": "org/Small-LM", "revision": "r1",
-        "prompts_sha": "cd" * 32, "weights": "pretrained", "data": "original", "flags": "", "cut_share": "0.000000",
+def distance_row(method: str, budget: float, **facts: Any) -> Row:
+    """The KL divergence of a method's next token at a budget, likewise."""
+    row = {
+        "text": "wiki", "length": "1k", "task": "all", "continuation": "following", "state": "own", "method": method,
+        "budget_percent": f"{budget:g}", "metric": "kl", "value": 0.1, "documents": 12, "tokens": 384,
+    }  # fmt: skip
+    return ABOUT | (MAPS if method_named(method).needs_maps else {}) | row | facts
+
+
+def score_row(task: str, method: str, budget: float | None, **facts: Any) -> Row:
+    """The score of a RULER task, likewise; no test found anything."""
+    row = {
+        "benchmark": "ruler", "task": task, "length": "1k", "method": method, "metric": "string_match",
+        "budget_percent": "" if budget is None else f"{budget:g}", "value": 0.25, "n": 8, "data": "original",
         "decoding": "greedy",
     }  # fmt: skip
-    rows = []
-    for task in (*tasks, "all"):
-        for method, budget, maps in sweep_arms() if arms is None else arms:
-            value = (values or {}).get((task, method, budget), 0.5 if task == "all" else 0.25)
-            score = {"value": f"{value:.6f}", "ci_low": f"{value - 0.1:.6f}", "ci_high": f"{value + 0.15:.6f}"}
-            score |= {"original_value": score["value"]}
-            arm = {"method": method, "budget_percent": "" if budget is None else f"{budget:g}", "maps": maps}
-            arm |= {"phi_sha": f"{maps:x<64}" if maps else ""}
-            rows.append({**base, "task": task, **arm, **score, **_tests_of(method), **facts})
-    return rows
+    return ABOUT | (MAPS if method_named(method).needs_maps else {}) | row | facts
 
 
-def _tests_of(method: str) -> Row:
-    """Comparisons of an arm, in which nothing is found."""
-    gain = {"gain": "0.010000", "gain_ci_low": "-0.1", "gain_ci_high": "0.1", "gain_p": "0.800000", "mde": "0.200000"}
-    full = {"full_gap": "-0.050000", "full_gap_p": "0.500000", "right_to_wrong": "3", "wrong_to_right": "1"}
-    return {"full": {}, "topk": full}.get(method, gain | full)
+def write_rows(folder: Path, name: str, rows: Iterable[Row], length: str = "1k") -> Path:
+    """Rows of `STAGES` as the stage's file."""
+    path = folder / f"{name}_smol_{length}.csv"
+    path.write_text(csv_text(STAGES[name], rows))
+    return made_by(path, "score" if name == "ruler" else name, {})
 
 
-def write_rows(path: Path, rows: Rows) -> Path:
-    path.write_text(csv_text(RESULTS, (dict.fromkeys(RESULTS, "") | row for row in rows)))
-    return recorded(path, stage="score")
+def write_log(folder: Path) -> Path:
+    """The log of a training at 2k."""
+    log = folder / "training_smol_2k.csv"
+    log.write_text("recipe,variant,seed,step,seconds\nstudy,ours,0,0,0\nstudy,ours,0,200,230.886\n")
+    backbone = ABOUT | {"name": "smol", "source": "hub"}
+    spec = {"backbone": backbone, "length": "2k", "steps": 200, "sequences_per_step": 1, "replay": {"reuse": 1}}
+    return made_by(log, "train", spec)
+
+
+def made_by(path: Path, stage: str, spec: Row) -> Path:
+    """With the stage and the spec in its record."""
+    record = json.loads(beside(recorded(path)).read_text())
+    beside(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
+    return path

@@ -28,7 +28,7 @@ from drawn import (
 )
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from sample_residuals import error_row, write_rows
+from sample_results import error_row, write_rows
 
 from residual_mass.benchmarks.statistics import resampled
 from residual_mass.methods import METHODS, method_named

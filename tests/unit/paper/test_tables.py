@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from sample_residuals import ABOUT, distance_row, error_row, write_log, write_rows
+from sample_results import ABOUT, distance_row, error_row, write_log, write_rows
 from samples import TEMPLATES, latex, made, study_rows
 
 from residual_mass.metrics import KL, RELATIVE_ERROR, SAME_TOP
