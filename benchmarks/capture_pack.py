@@ -20,8 +20,8 @@ from torch import Tensor
 from training_pass import LLAMA, MIB, fresh_maps, random_llama, resident
 from transformers import LlamaConfig
 
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapsSpec
-from residual_mass.core.support import retrieved_count
 from residual_mass.diagnostics.capture import Captured
 from residual_mass.diagnostics.packs import Pack, visit_layers
 from residual_mass.model.loading import Backbone, load_backbone

@@ -23,13 +23,12 @@ from torch import Tensor
 from residual_mass.core.fused import DecodeCache, with_moments, with_scan, with_summary
 from residual_mass.core.fused.packed import scanned_scores
 from residual_mass.core.fused.torch_path import decode_attention
-from residual_mass.core.selection import largest
+from residual_mass.core.selection import largest, retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.core.support import retrieved_count
 from residual_mass.methods import Moments, QuantisedScan
+from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefill import Prefill, prefill
 from residual_mass.model.prefix import map_heads
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 from residual_mass.provenance import device_name

@@ -24,16 +24,15 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.core.fused import DecodeCache, build_cache, decode_attention_for, torch_path
-from residual_mass.core.selection import largest
+from residual_mass.core.selection import largest, retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec, tokens_of
-from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine, Work
+from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.model.prefill import Prefill, prefill
 from residual_mass.model.prefix import map_heads
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, prepared
 from residual_mass.provenance import code_version, device_name

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.diagnostics.packs import make_packs, visit_layers
+from residual_mass.model.errors import ReadLayer
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.method_errors import ReadLayer
 from residual_mass.study.plan import load
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 from residual_mass.core.moments import moments_of, truncated_terms
-from residual_mass.core.support import full_prefix, partition, retrieved_count
+from residual_mass.core.selection import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers
 from residual_mass.model.loading import load_backbone
 from residual_mass.paper.figures.style import DPI, paper_style

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics.packs import visit_layers
+from residual_mass.model.errors import ReadLayer
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.method_errors import ReadLayer
 from residual_mass.study.plan import load
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.training.held_out import PACKS, QUERIES

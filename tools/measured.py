@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
-from residual_mass.core.support import retrieved_count
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import full_bytes, most_retrieved, step_bytes
 from residual_mass.paper.tables.residuals import on_front

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from residual_mass.model.greedy import partial_generate
     from residual_mass.model.partial import partial_kv
     from residual_mass.model.phi_maps import PhiMaps
+    from residual_mass.model.static_decode import partial_generate
 
 __version__ = "0.1.0"
 __all__ = ["PhiMaps", "__version__", "partial_generate", "partial_kv"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return partial_kv
     if name == "partial_generate":
-        from residual_mass.model.greedy import partial_generate
+        from residual_mass.model.static_decode import partial_generate
 
         return partial_generate
     if name == "PhiMaps":

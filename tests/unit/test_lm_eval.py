@@ -20,8 +20,8 @@ from tests.unit.model.test_decoding import random_maps
 from tests.unit.model.test_forced import MaskedTopK
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3NextConfig
 
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.core.support import retrieved_count
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main

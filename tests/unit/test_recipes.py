@@ -83,7 +83,7 @@ def test_numeric_code_changes_only_with_its_recipe() -> None:
     [
         ("prompts", "benchmarks.ruler", "build_examples"),  # through a table of modules
         ("prompts", "benchmarks.stories", "tell"),
-        ("generate", "model.prefill", "greedy"),
+        ("generate", "model.hook", "greedy"),
         ("capture", "core.selection", "exhaustive_topk"),
         ("score", "holm", "holm"),
         ("train", "core.score_matching", "score_matching_losses"),

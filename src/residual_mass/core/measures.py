@@ -19,8 +19,7 @@ from residual_mass.core.accounting import (
     merge,
     residual_terms,
 )
-from residual_mass.core.selection import Selected, exhaustive_topk
-from residual_mass.core.support import Partition
+from residual_mass.core.selection import Partition, Selected, exhaustive_topk
 
 REL_L1_EPS = 1e-12
 

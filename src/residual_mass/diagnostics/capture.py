@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.measures import mass_curve
+from residual_mass.core.selection import full_prefix, partition, retrieved_count
 from residual_mass.core.settings import tokens_of
-from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import Pack, make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
+from residual_mass.model.errors import grouped, layer_measures
 from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.model.measured import grouped, layer_measures
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import CaptureSpec

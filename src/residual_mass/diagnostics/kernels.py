@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import attention_scores
-from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.selection import exhaustive_topk, full_prefix, partition, retrieved_count
 from residual_mass.core.settings import tokens_of
-from residual_mass.core.support import full_prefix, partition, retrieved_count
 from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.model.loading import load_backbone

@@ -19,10 +19,8 @@ from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
 from residual_mass.gold import gold_continuation
-from residual_mass.model.hook import attention_hook, exact_attention
+from residual_mass.model.hook import attention_hook, exact_attention, model_at_fault, window_of
 from residual_mass.model.loading import Backbone
-from residual_mass.model.prefill import model_at_fault
-from residual_mass.model.windows import window_of
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import held_out_corpus, special_prefix
 

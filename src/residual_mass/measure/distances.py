@@ -34,9 +34,9 @@ from residual_mass.methods import Step, method_named
 from residual_mass.methods.arms import ArmSpec, percent_written
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
+from residual_mass.model.errors import ReadLayer
 from residual_mass.model.hook import require_attention_alone
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer, one_line_errors
-from residual_mass.model.method_errors import ReadLayer
 from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.provenance import MANIFEST, Record

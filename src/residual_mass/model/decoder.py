@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.hook import exact_attention
+from residual_mass.model.hook import Window, exact_attention, window_of
 from residual_mass.model.prefix import (
     ArmRows,
     Map,
@@ -27,7 +27,6 @@ from residual_mass.model.prefix import (
     map_queries,
     prefix_terms,
 )
-from residual_mass.model.windows import Window, window_of
 
 
 class ArmDecoder:

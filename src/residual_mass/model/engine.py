@@ -20,10 +20,17 @@ from torch import Tensor, nn
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.decoder import ArmDecoder, ArmGroup, FullRows, PartialRows, generated_buffers
-from residual_mass.model.hook import attention_hook, require_attention_alone
+from residual_mass.model.hook import (
+    Prefill,
+    attention_hook,
+    end_tokens,
+    greedy,
+    model_at_fault,
+    prefill,
+    require_attention_alone,
+)
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.model.prefill import Prefill, end_tokens, greedy, model_at_fault, prefill
 from residual_mass.model.prefix import PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
 
 Finish = Literal["length", "eos", "saturated"]

@@ -19,11 +19,18 @@ from residual_mass.core.accounting import Terms, attention_scores, exact_terms, 
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.decoder import ArmDecoder, ArmGroup, FullRows
 from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine, under
-from residual_mass.model.hook import Handler, attention_hook, exact_attention
+from residual_mass.model.hook import (
+    Handler,
+    Window,
+    attention_hook,
+    end_tokens,
+    exact_attention,
+    greedy,
+    model_at_fault,
+    window_of,
+)
 from residual_mass.model.phi_maps import MAPS_AT_FAULT
-from residual_mass.model.prefill import end_tokens, greedy, model_at_fault
 from residual_mass.model.prefix import PrefixLayer, arm_rows, head_sinks, map_heads, prefix_terms, retrieved_by
-from residual_mass.model.windows import Window, window_of
 
 State = Literal["own", "dense"]
 """Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full
@@ -114,14 +121,14 @@ class ForcedDecoder:
 
     def _logits(self, arms: Sequence[ArmSpec], chunk: _FullChunk | _ArmsChunk, tokens: Sequence[int]) -> Tensor:
         """Runs all tokens of all arms through the model at once, with the attention of `chunk`: [A, T, V]."""
-        counted = _Counted(chunk)
+        counted = _Recorded(chunk)
         logits = self._forward(counted, len(arms), tokens)
         if counted.calls != dict.fromkeys(range(len(self.prefix)), 1):
             raise RuntimeError(f"attention hook calls by layer {counted.calls}, expected one in each")
         extremes = torch.stack(logits.flatten(1).aminmax(dim=1))  # a NaN is both; less memory than a mask of all
         finite = extremes.isfinite().all(0).tolist()
         if not all(finite):
-            self._forward(watched := _Watched(chunk, finite.index(False)), len(arms), tokens)
+            self._forward(watched := _Recorded(chunk, finite.index(False)), len(arms), tokens)
             arm = arms[finite.index(False)]
             place = "" if watched.layer is None else f", from layer {watched.layer} on,"
             what = f"the logits of the continuation under {arm.method}{under(arm.maps)}{place} are"
@@ -136,28 +143,20 @@ class ForcedDecoder:
             return self.engine.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
 
-class _Counted:
-    """Counts a handler's calls by layer: a bypassed hook would give numbers of the tokens without their prefix."""
+class _Recorded:
+    """Counts a handler's calls by layer, for a bypassed hook would give numbers of the tokens without their prefix, and
+    finds the first layer in which the attention of `watched`, a row, is not finite.
+    """
 
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
+    def __init__(self, handler: Handler, watched: int | None = None) -> None:
+        self.handler, self.watched = handler, watched
         self.calls: dict[int, int] = {}
-
-    def __call__(self, module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
-        self.calls[module.layer_idx] = self.calls.get(module.layer_idx, 0) + 1
-        return self.handler(module, *tensors)
-
-
-class _Watched:
-    """Finds the first layer in which the attention of an arm is not finite."""
-
-    def __init__(self, handler: Handler, arm: int) -> None:
-        self.handler, self.arm = handler, arm
         self.layer: int | None = None
 
     def __call__(self, module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
+        self.calls[module.layer_idx] = self.calls.get(module.layer_idx, 0) + 1
         output = self.handler(module, *tensors)
-        if self.layer is None and not output[self.arm].isfinite().all():
+        if self.watched is not None and self.layer is None and not output[self.watched].isfinite().all():
             self.layer = module.layer_idx
         return output
 

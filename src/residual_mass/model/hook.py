@@ -1,16 +1,20 @@
-"""Routes a model's attention through a handler, and restores it afterwards.
+"""Routes a model's attention through a handler, and restores it afterwards; which layers read the whole text and which
+only a window of it; and the exact prefill.
 
-The handler gets the arguments of a transformers attention function: rotary-applied queries and keys, with keys and
+A handler gets the arguments of a transformers attention function: rotary-applied queries and keys, with keys and
 values not yet repeated over the query heads of a group. It keeps its own state by `module.layer_idx`.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = tokens, Lq = queries, D = head dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import isfunction, unwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +24,54 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from residual_mass.model.windows import window_of
+if TYPE_CHECKING:
+    from residual_mass.study.specs import BackboneSpec
+
+Position = TypeVar("Position", int, Tensor)
+
+SLIDING = ("sliding_attention", "hybrid_sliding")
+CHUNKED = ("chunked_attention",)
+WHOLE = ("full_attention", "hybrid", "attention")
+"""Layer types of transformers' configurations; `hybrid` ones have recurrent states beside their attention."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens that a query sees: the last `size` with its own, or those since the last multiple of `size`."""
+
+    size: int
+    chunked: bool = False
+
+    def first(self, query: Position) -> Position:
+        """Returns the first position that the query at a position sees, below 0 where the text is shorter."""
+        return query // self.size * self.size if self.chunked else query - self.size + 1
+
+
+def window_of(layer: nn.Module) -> Window | None:
+    """Returns the window of an attention layer, None if it reads the whole text.
+
+    Raises:
+        ValueError: the layer is of another kind, such as one that chooses blocks of tokens itself.
+    """
+    kind = _layer_type(layer.config, layer.layer_idx)
+    if kind in SLIDING:
+        return Window(layer.config.sliding_window)
+    if kind in CHUNKED:
+        return Window(layer.config.attention_chunk_size, chunked=True)
+    if kind not in WHOLE:
+        raise ValueError(f"{type(layer).__name__} is a layer of type {kind}, which reads a choice of its own")
+    return None
+
+
+def _layer_type(config: Any, index: int) -> str:
+    """Looks up a layer's type, as transformers' caches do."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return types[index]
+    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        return "sliding_attention"
+    return "chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention"
+
 
 NAME = "residual_mass"
 
@@ -224,3 +275,55 @@ def visible_columns(module: nn.Module, mask: Tensor | None) -> Tensor | None:
     if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
         raise ValueError(f"{type(module).__name__} adds a bias to scores by its mask, which is not supported")
     return visible
+
+
+@dataclass
+class Prefill:
+    """State of a model after a prompt; an attention handler that fills itself.
+
+    Attributes:
+        layers: keys and values [B, Hkv, L, D] by layer.
+        next_token: [B], the greedy continuation.
+        finite: [B] bool, False where its logits are not finite.
+    """
+
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    next_token: Tensor = field(default_factory=lambda: torch.tensor(0))
+    finite: Tensor = field(default_factory=lambda: torch.tensor(True))
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        self.layers[module.layer_idx] = (key, value)
+        return exact_attention(module, query, key, value, mask, scale)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
+    """Reads prompts of equal length in one pass; computes logits only at the last position."""
+    read = Prefill()
+    with attention_hook(model, read, hybrid=True):
+        inputs = torch.tensor(prompts, device=device_of(model))
+        logits = model(inputs, use_cache=False, logits_to_keep=1).logits
+    read.next_token, read.finite = greedy(logits)
+    return read
+
+
+def model_at_fault(spec: BackboneSpec) -> str:
+    """Says why a model may return values that are not finite, and what to do."""
+    return f"{spec.model_id} has damaged weights or overflows in {spec.dtype}: fetch it again, or choose another dtype"
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the likeliest next tokens [B] of logits [B, L, V], and whether they are valid [B]: False if a logit is
+    NaN or the largest one is infinite.
+    """
+    last = logits[:, -1]
+    token = last.argmax(-1)  # index of a NaN if there is one
+    return token, last.gather(-1, token.unsqueeze(-1)).squeeze(-1).isfinite()
+
+
+def end_tokens(model: PreTrainedModel, given: int | list[int] | None = None) -> frozenset[int]:
+    """Returns the ids that end a generation: those given, or else the model's."""
+    ends = model.generation_config.eos_token_id if given is None else given
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -21,7 +21,14 @@ from residual_mass.core.accounting import merge
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm, percent_of_share
-from residual_mass.model.hook import attention_hook, attention_layers, device_of, exact_attention, text_config
+from residual_mass.model.hook import (
+    attention_hook,
+    attention_layers,
+    device_of,
+    exact_attention,
+    text_config,
+    window_of,
+)
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import (
     ArmRows,
@@ -36,7 +43,6 @@ from residual_mass.model.prefix import (
     prefix_terms,
     summarise_prefix,
 )
-from residual_mass.model.windows import window_of
 
 
 @contextmanager

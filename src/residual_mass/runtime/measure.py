@@ -28,14 +28,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import tokens_of
-from residual_mass.core.support import retrieved_count
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
-from residual_mass.model.hook import device_of
+from residual_mass.model.hook import Prefill, device_of, prefill
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.model.prefill import Prefill, prefill
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.provenance import MANIFEST, Record, device_name
 from residual_mass.runtime.prototype import PrototypeDecoder

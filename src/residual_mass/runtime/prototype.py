@@ -29,13 +29,11 @@ from residual_mass.core.accounting import (
     summarise,
 )
 from residual_mass.core.feature_maps import ReZeroMap
-from residual_mass.core.selection import Selected
+from residual_mass.core.selection import Selected, full_prefix, partition
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.core.support import full_prefix, partition
 from residual_mass.methods import method_named
-from residual_mass.model.hook import attention_hook, device_of
+from residual_mass.model.hook import Prefill, attention_hook, device_of
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefill import Prefill
 from residual_mass.model.prefix import KEY_CHUNK
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.output_matching import Window, complete, log_mass_error, output_errors
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
-from residual_mass.core.support import retrieved_count
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import TrainSpec

@@ -37,7 +37,7 @@ from residual_mass.core.output_matching import (
 from residual_mass.core.score_matching import Weights, score_matching_losses
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.settings import AnchorSpec, to_json, tokens_of
-from residual_mass.model.measured import grouped
+from residual_mass.model.errors import grouped
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import TrainSpec, VariantSpec

@@ -26,8 +26,8 @@ from residual_mass.core.output_matching import (
     Window,
     exact_targets,
 )
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
-from residual_mass.core.support import retrieved_count
 from residual_mass.files import sha256_text
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.loading import Backbone

@@ -11,8 +11,8 @@ from tests.conftest import tiny_llama
 from residual_mass.core.fused import triton_path
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model import static_decode
+from residual_mass.model.hook import prefill
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.model.prefill import prefill
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

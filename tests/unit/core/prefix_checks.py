@@ -18,7 +18,7 @@ from residual_mass.core.accounting import SummaryState, Terms, key_features, sum
 from residual_mass.core.fused import triton_path, triton_prefix
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model import prefix_kernels
+from residual_mass.model import prefix
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
@@ -111,7 +111,7 @@ class Problem:
             state = SummaryState(*(x.to(DEVICE) for x in summary.state))
             summary = Summary(state, summary.features.to(DEVICE))
         queries = self.queries.to(DEVICE)
-        terms = prefix_kernels.kernel_terms(queries, log_query, layer, summary, rows, self.scale)
+        terms = prefix.kernel_terms(queries, log_query, layer, summary, rows, self.scale)
         assert all(x.dtype == torch.float32 for x in terms)
         return Terms(*(x.cpu() for x in terms))
 
@@ -264,7 +264,7 @@ def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(triton_prefix, "prefix_terms", counted)
     tokens = []
     for kernels in (False, True):
-        monkeypatch.setattr(prefix_kernels, "kernels_run_on", lambda device, answer=kernels: answer)
+        monkeypatch.setattr(prefix, "kernels_run_on", lambda device, answer=kernels: answer)
         engine = SharedPrefillEngine(backbone, arms, AnchorSpec(2, 6), phi, nominal_length=None)
         tokens.append([[g.tokens for g in row] for row in engine.generate(prompts, [6, 4, 2])])
         assert len(calls) == (5 * 2 if kernels else 0)

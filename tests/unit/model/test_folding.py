@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from residual_mass.core.selection import partition
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.core.support import partition
 from residual_mass.methods import (
     METHODS,
     Method,

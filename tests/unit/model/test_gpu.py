@@ -12,7 +12,7 @@ from tests.needs import GPU, TRITON, needs
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model import prefix_kernels
+from residual_mass.model import prefix
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
@@ -57,7 +57,7 @@ def test_kernels_decode_the_torch_paths_tokens(tiny_assets: Path, monkeypatch: p
     monkeypatch.setattr(triton_prefix, "prefix_terms", counted)
     ours = generate(tiny_assets, "cuda", "float32", d_phi=16)
     assert len(calls) > 0
-    monkeypatch.setattr(prefix_kernels, "kernels_run_on", lambda device: False)
+    monkeypatch.setattr(prefix, "kernels_run_on", lambda device: False)
     before = len(calls)
     assert ours == generate(tiny_assets, "cuda", "float32", d_phi=16)
     assert len(calls) == before

@@ -16,7 +16,7 @@ from residual_mass.core.measures import rel_l1
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods import names
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.method_errors import ReadLayer
+from residual_mass.model.errors import ReadLayer
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
 

@@ -13,9 +13,8 @@ from residual_mass.core.accounting import Terms, exact_terms, merge, sink_terms
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
-from residual_mass.model.hook import exact_attention
+from residual_mass.model.hook import Window, exact_attention
 from residual_mass.model.partial import PartialSession
-from residual_mass.model.windows import Window
 
 HEADS, GROUPS, D, SCALE = 4, 2, 8, 0.3
 

@@ -13,9 +13,9 @@ from tests.needs import GPU, needs
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefill import Prefill, prefill
 from residual_mass.model.prefix import retrieved_by
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 from residual_mass.runtime.prototype import PrototypeDecoder

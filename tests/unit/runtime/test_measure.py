@@ -19,9 +19,9 @@ from tests.records import give_manifest
 from transformers import PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefill import Prefill, prefill
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 from residual_mass.runtime import measure
 from residual_mass.runtime.prototype import PrototypeDecoder

@@ -7,7 +7,7 @@ import torch
 from tests.unit.training.conftest import LENGTH, SPEC, Make
 
 from residual_mass.core.feature_maps import log_kernel
-from residual_mass.model.measured import layer_measures
+from residual_mass.model.errors import layer_measures
 from residual_mass.training.held_out import MEASURES, HeldOut, held_out_rows
 
 KS = (9, 28)

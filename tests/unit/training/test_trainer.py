@@ -25,8 +25,8 @@ from tests.records import give_manifest
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 from torch import Tensor
 
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import MapSpec, to_json
-from residual_mass.core.support import retrieved_count
 from residual_mass.files import read_csv
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
