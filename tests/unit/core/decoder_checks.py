@@ -11,7 +11,7 @@ from tests.conftest import tiny_llama
 from residual_mass.core.fused import triton_path
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model import static_decode
-from residual_mass.model.hook import prefill
+from residual_mass.model.hook import attention_hook, prefill
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 
@@ -39,7 +39,7 @@ def test_one_recorded_step_serves_all(method: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(static_decode, "decode_attention_for", lambda *_: triton_path.decode_attention)
     ours = decoder()
     assert ours.sizes_on_device and not by_torch.sizes_on_device
-    with ours._hooked():
+    with torch.no_grad(), attention_hook(model, ours):
         for _ in range(2):  # a second run starts from the same prompt
             ours._begin(first)
             ours.tokens.zero_()
