@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import sha256_of, write_json
-from residual_mass.provenance import MANIFEST, beside, named
+from residual_mass.provenance import MANIFEST, relative_name, sidecar_of
 
 
 def record(*files: Path) -> None:
@@ -17,7 +17,7 @@ def record(*files: Path) -> None:
 
 def recorded(file: Path, **facts: Any) -> Path:
     """The file, with the record that its stage would leave beside it."""
-    write_json(beside(file), {"outputs": {named(file): sha256_of(file)}, **facts})
+    write_json(sidecar_of(file), {"outputs": {relative_name(file): sha256_of(file)}, **facts})
     return file
 
 

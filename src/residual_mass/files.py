@@ -28,21 +28,21 @@ RANDOM_PART = "?" * 8
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a temporary file in `path`'s folder, which replaces `path` atomically on success and is removed on an
     exception. Temporary files of killed processes are removed first.
 
     Raises:
         OSError: the file cannot be written (a full disk, for example); names it. Errors of other files are unchanged.
     """
-    with naming(path):
+    with errors_naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         temporary, held = _temporary_of(path)
     try:
-        with naming(path, temporary):
+        with errors_naming(path, temporary):
             yield temporary
-        with naming(path):
+        with errors_naming(path):
             with open(temporary, "rb") as stream:
                 os.fsync(stream.fileno())
             umask = os.umask(0)
@@ -65,17 +65,17 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Keeps other processes from claiming `path`, which need not exist, until this one is done or dead.
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from locking `path`, which need not exist, until this one is done or dead.
 
     Raises:
-        ValueError: another process has claimed it.
+        ValueError: another process has locked it.
         OSError: its folder cannot be written to; names it.
     """
-    from filelock import FileLock, Timeout  # only here: the library's users claim nothing
+    from filelock import FileLock, Timeout  # only here: the library's users lock nothing
 
     lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
-    with naming(path):
+    with errors_naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
@@ -95,14 +95,14 @@ def claimed(path: Path) -> Iterator[None]:
 def require_writable(*paths: Path) -> None:
     """Raises OSError naming the first of the files that cannot be written; to be called before long work."""
     for path in paths:
-        with naming(path):
+        with errors_naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent, buffering=0) as stream:
                 stream.write(b"0")  # creating an empty file works on a full disk
 
 
 @contextmanager
-def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+def errors_naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
     """Turns an OSError into one that names `path` and the remedy. With `temporary`, the name under which `path` is
     written, errors of other files are unchanged.
     """
@@ -118,7 +118,7 @@ def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -209,7 +209,7 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
 
 def write_parquet(path: Path, frame: pandas.DataFrame) -> None:
     """Writes the frame without its index; checksums let `read_parquet` notice every damage."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         frame.to_parquet(temporary, index=False, write_page_checksum=True)
 
 

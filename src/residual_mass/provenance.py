@@ -52,7 +52,7 @@ class Record:
             ValueError: an input is missing, has no record or differs from it.
         """
         self._started = time.monotonic()
-        checked = {named(path): recorded(path) for path in inputs if path is not None}
+        checked = {relative_name(path): recorded(path) for path in inputs if path is not None}
         self._content = {
             "stage": stage,
             "spec": dict(spec) if isinstance(spec, Mapping) else json.loads(to_json(spec)),
@@ -93,7 +93,7 @@ class Record:
             "peak_memory_mib": _peak_memory(device if on_a_gpu else None),
         }
         outputs = {"outputs": _hashes([output, *members])}
-        write_json(beside(output), {**self._content, **outputs, **ran_on, **used, **facts})
+        write_json(sidecar_of(output), {**self._content, **outputs, **ran_on, **used, **facts})
 
 
 def recorded(path: Path) -> str:
@@ -106,7 +106,7 @@ def recorded(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {REMAKE}")
     found = sha256_of(path)
-    sidecar = beside(path)
+    sidecar = sidecar_of(path)
     if not sidecar.is_file():
         if path.name == MANIFEST and "pins" in read_json(path):
             return found
@@ -117,12 +117,12 @@ def recorded(path: Path) -> str:
     return found
 
 
-def beside(output: Path) -> Path:
+def sidecar_of(output: Path) -> Path:
     """Returns the path of a file's record."""
     return output.with_name(output.name + SUFFIX)
 
 
-def named(path: Path) -> str:
+def relative_name(path: Path) -> str:
     """Returns a file's name in records: relative to the working directory, or to `~` if only that contains it."""
     path, here, home = Path(os.path.abspath(path)), Path.cwd(), Path(os.path.expanduser("~"))
     if path.is_relative_to(home) and not here.is_relative_to(home):
@@ -160,7 +160,7 @@ def output_of(*command: str) -> str | None:
 
 
 def _hashes(paths: Iterable[Path]) -> dict[str, str]:
-    return {named(path): sha256_of(path) for path in paths}
+    return {relative_name(path): sha256_of(path) for path in paths}
 
 
 @functools.cache

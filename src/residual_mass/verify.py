@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, sha256_of
-from residual_mass.provenance import MANIFEST, SUFFIX, beside
+from residual_mass.provenance import MANIFEST, SUFFIX, sidecar_of
 from residual_mass.recipes import RECIPES
 from residual_mass.texts.assets import listed_in
 
@@ -42,7 +42,7 @@ def _results(path: Path) -> Iterator[Path]:
     manifest of their folder lists, nor working files, whose folders begin with an underscore.
     """
     if not path.is_dir():
-        if not path.is_file() and not beside(path).is_file():
+        if not path.is_file() and not sidecar_of(path).is_file():
             raise ValueError(f"{path}: no such file or folder; name a result or a folder of results")
         yield path
     elif (path / MANIFEST).is_file():
@@ -58,10 +58,10 @@ def _problems(path: Path, hashed: Hashed) -> Iterator[str]:
     was made from, and the recipe of its stage.
     """
     try:
-        record = _assets_record(path) or read_json(beside(path))
+        record = _assets_record(path) or read_json(sidecar_of(path))
         outputs, inputs, recipe = record["outputs"], record["inputs"], record["spec"].get("recipe")
     except (ValueError, KeyError, TypeError):
-        yield f"has no record ({beside(path).name})"
+        yield f"has no record ({sidecar_of(path).name})"
         return
     base = _base(path, next((name for name in outputs if Path(name).name == path.name), path.name))
     for files, what in ((outputs, "differs from the record"), (inputs, "has changed since this was made from it")):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from residual_mass.files import claimed, remove_leftovers, replacing, write_json, write_text
+from residual_mass.files import atomic_write, locked, remove_leftovers, write_json, write_text
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def test_what_a_killed_process_left_goes_when_its_file_is_written_again(tmp_path
     path, neighbour = tmp_path / "all.json", tmp_path / "all.json.meta.json"
     for file in (path, neighbour):
         for _ in range(2):
-            with busy(file, "replacing") as process:
+            with busy(file, "atomic_write") as process:
                 process.kill()
     assert len(temporaries(tmp_path)) == 2  # of each file one: the second process removed what the first left
     write_json(path, {})
@@ -51,11 +51,11 @@ def test_what_a_killed_process_left_goes_when_its_file_is_written_again(tmp_path
 
 def test_what_a_living_process_writes_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
-    with busy(path, "replacing") as process:
+    with busy(path, "atomic_write") as process:
         write_text(path, "ours")
         remove_leftovers(path)
         (other,) = temporaries(tmp_path)
-        with replacing(path) as inner:
+        with atomic_write(path) as inner:
             assert sorted([other, inner]) == temporaries(tmp_path)
         process.communicate("")
         assert process.returncode == 0
@@ -68,7 +68,7 @@ def test_names_mean_themselves(name: str, tmp_path: Path) -> None:
         (tmp_path / f".{other}.abcdefgh{Path(other).suffix}").write_text("")
     kept = temporaries(tmp_path)
     path = tmp_path / name
-    with busy(path, "replacing") as process:
+    with busy(path, "atomic_write") as process:
         process.kill()
     assert len(temporaries(tmp_path)) == 4
     remove_leftovers(path)
@@ -77,16 +77,16 @@ def test_names_mean_themselves(name: str, tmp_path: Path) -> None:
 
 def test_a_claim_is_of_one_living_process(tmp_path: Path) -> None:
     path = tmp_path / "new" / "checkpoint"
-    with busy(path, "claimed") as process:
+    with busy(path, "locked") as process:
         with (
             pytest.raises(ValueError, match="another job is writing to it; wait for that one or stop it"),
-            claimed(path),
+            locked(path),
         ):
             pass
         assert len(temporaries(path.parent)) == 1
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        with claimed(path), pytest.raises(ValueError, match="another job"), claimed(path):
+        with locked(path), pytest.raises(ValueError, match="another job"), locked(path):
             pass
     assert list(path.parent.iterdir()) == []
 
@@ -96,11 +96,11 @@ def test_many_that_claim_take_turns(tmp_path: Path) -> None:
     path, number = tmp_path / "claim", tmp_path / "number"
     number.write_text("0")
     code = (
-        "import pathlib; from residual_mass.files import claimed\n"
+        "import pathlib; from residual_mass.files import locked\n"
         f"path, number, done = pathlib.Path({str(path)!r}), pathlib.Path({str(number)!r}), 0\n"
         "while done < 100:\n"
         "    try:\n"
-        "        with claimed(path):\n"
+        "        with locked(path):\n"
         "            number.write_text(str(int(number.read_text()) + 1))\n"
         "        done += 1\n"
         "    except ValueError:\n"

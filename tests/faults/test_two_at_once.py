@@ -11,7 +11,7 @@ from tests.faults.conftest import Undisturbed, names_in
 from tests.faults.forks import Forks
 
 from residual_mass.benchmarks.store import GENERATED, RowStore
-from residual_mass.files import claimed
+from residual_mass.files import locked
 
 REFUSED = "another job is writing to it; wait for that one or stop it"
 
@@ -25,7 +25,7 @@ def test_one_that_starts_while_the_other_is_at_work_is_refused(
 ) -> None:
     """This process is the other one."""
     out, log = tmp_path / "out", tmp_path / "log"
-    with claimed(out / file) if name == "train" else RowStore(out / file, GENERATED):
+    with locked(out / file) if name == "train" else RowStore(out / file, GENERATED):
         assert forks.run(undisturbed[name].stage.arguments(out), log) == 2
     last = log.read_text().splitlines()[-1]
     assert last == f"residual_mass {name}: error: {out / file}: {REFUSED}"

@@ -21,7 +21,7 @@ from samples import made, study_rows, written
 
 from residual_mass import cli
 from residual_mass.benchmarks import babilong
-from residual_mass.provenance import beside
+from residual_mass.provenance import sidecar_of
 
 KINDS = (
     "train", "prompts ruler", "prompts babilong", "prompts longbench", "generate", "force", "fidelity",
@@ -75,7 +75,7 @@ def outcome(job: Job) -> tuple[int, list[str], list[Path]]:
 
 def is_hashed(path: Path) -> bool:
     """Whether its sha256 is recorded, so that not even one changed bit goes unnoticed."""
-    return beside(path).is_file() or "prompts" in path.parts or "assets" in path.parts
+    return sidecar_of(path).is_file() or "prompts" in path.parts or "assets" in path.parts
 
 
 def holds_the_same(path: Path, whole: bytes) -> bool:

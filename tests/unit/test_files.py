@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from filelock import FileLock
 
-from residual_mass.files import claimed, read_csv, read_parquet, replacing, write_text
+from residual_mass.files import atomic_write, locked, read_csv, read_parquet, write_text
 
 AGAIN = "delete it and run the capture stage again"
 
@@ -64,10 +64,10 @@ def test_the_first_missing_column_and_a_file_without_rows_are_named(path: Path) 
 
 def test_only_what_befalls_the_file_itself_is_said_of_it(tmp_path: Path) -> None:
     path = tmp_path / "result"
-    with pytest.raises(FileNotFoundError) as other, replacing(path):
+    with pytest.raises(FileNotFoundError) as other, atomic_write(path):
         (tmp_path / "input").read_bytes()
     assert other.value.filename == str(tmp_path / "input") and "cannot be written" not in str(other.value)
-    with pytest.raises(OSError) as own, replacing(path) as temporary:
+    with pytest.raises(OSError) as own, atomic_write(path) as temporary:
         temporary.unlink()
         temporary.read_bytes()
     assert str(own.value).startswith(f"{path}: cannot be written (No such file")
@@ -98,7 +98,7 @@ def test_a_file_takes_its_name_whole_and_after_it_is_on_the_disk(
 
 def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError) as error, claimed(path := tmp_path / "file" / "checkpoint"):
+    with pytest.raises(OSError) as error, locked(path := tmp_path / "file" / "checkpoint"):
         pass
     assert str(error.value).startswith(f"{path}: cannot be written (")
 
@@ -110,7 +110,7 @@ def test_where_there_are_no_locks_a_claim_warns_and_goes_on(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(FileLock, "acquire", no_locks)
-    with claimed(path := tmp_path / "checkpoint"):
+    with locked(path := tmp_path / "checkpoint"):
         assert f"{path}: this file system has no locks; run no second job" in caplog.text
 
 

@@ -22,7 +22,7 @@ from tests.needs import GIT, needs
 
 from residual_mass import cli, provenance, verify
 from residual_mass.files import read_json, sha256_of, write_json, write_text
-from residual_mass.provenance import Record, beside, device_name, recorded
+from residual_mass.provenance import Record, device_name, recorded, sidecar_of
 from residual_mass.recipes import RECIPES
 
 SOURCE = Path(provenance.__file__).parents[1]
@@ -114,10 +114,12 @@ DAMAGES: dict[str, tuple[Callable[[], object], dict[Path, str]]] = {
     "a result is gone": (PHI.unlink, {PHI: f"{PHI} is missing", TEXTS: f"{PHI} is missing"}),
     "a member": (lambda: TASK.write_text("other"), {PROMPTS: f"{TASK} differs from the record"}),
     "an asset": (lambda: SPEECH.write_text("other"), {MANIFEST: "corpora/sotu/a.txt differs from the record"}),
-    "no record": (beside(SCORES).unlink, {SCORES: f"has no record ({SCORES.name}.meta.json)"}),
-    "a damaged record": (lambda: beside(SCORES).write_text("{"), {SCORES: f"has no record ({SCORES.name}.meta.json)"}),
+    "no record": (sidecar_of(SCORES).unlink, {SCORES: f"has no record ({SCORES.name}.meta.json)"}),
+    "a damaged record": (
+        lambda: sidecar_of(SCORES).write_text("{"), {SCORES: f"has no record ({SCORES.name}.meta.json)"}
+    ),
     "a record of something else": (
-        lambda: beside(SCORES).write_text("[]"), {SCORES: f"has no record ({SCORES.name}.meta.json)"}
+        lambda: sidecar_of(SCORES).write_text("[]"), {SCORES: f"has no record ({SCORES.name}.meta.json)"}
     ),
     "a new file": (
         lambda: write_text(Path("results/new.csv"), "x"), {Path("results/new.csv"): "has no record (new.csv.meta.json)"}
@@ -162,7 +164,7 @@ def test_a_record_says_what_ran_on_what(study: Path) -> None:
     record = Record("train", TOLD[PHI], [MANIFEST, None])
     PHI.write_text("new maps")
     record.write(PHI, device=torch.device("cpu"), processes=2, steps=5)
-    found = read_json(beside(PHI))
+    found = read_json(sidecar_of(PHI))
     assert PHI.read_bytes() != before
     assert (found["stage"], found["spec"], found["steps"], found["processes"]) == ("train", TOLD[PHI], 5, 2)
     assert found["inputs"] == {str(MANIFEST): sha256_of(MANIFEST)} and found["outputs"] == {str(PHI): sha256_of(PHI)}
@@ -178,13 +180,13 @@ def test_inputs_are_recorded_as_they_were_found(study: Path) -> None:
     before = sha256_of(TEXTS)
     TEXTS.write_text("changed while the stage ran")
     record.write(SCORES)
-    assert read_json(beside(SCORES))["inputs"] == {str(TEXTS): before}
+    assert read_json(sidecar_of(SCORES))["inputs"] == {str(TEXTS): before}
 
 
 def test_only_the_manifest_of_the_assets_needs_no_record(study: Path) -> None:
-    assert not beside(MANIFEST).exists() and recorded(MANIFEST) == sha256_of(MANIFEST)
+    assert not sidecar_of(MANIFEST).exists() and recorded(MANIFEST) == sha256_of(MANIFEST)
     write_json(PROMPTS, {"tasks": {}})
-    beside(PROMPTS).unlink()
+    sidecar_of(PROMPTS).unlink()
     with pytest.raises(ValueError, match=rf"^{PROMPTS}: has no record \(manifest.json.meta.json\) beside it"):
         recorded(PROMPTS)
 
@@ -204,7 +206,7 @@ def test_neither_tokens_nor_home_directories_are_recorded(
     record = Record("runtime", {"recipe": RECIPES["runtime"]}, [brought])
     write_text(result, "x")
     record.write(result)
-    text = beside(result).read_text()
+    text = sidecar_of(result).read_text()
     assert "hf_secret" not in text and str(tmp_path) not in text and "lovelace" not in text
     assert set(json.loads(text)["inputs"]) == {"~/assets/manifest.json"}
     assert said() == {}
@@ -216,7 +218,8 @@ def test_without_a_home_directory_names_are_those_from_the_working_directory(tmp
     """As for a user whom the machine does not know."""
     code = (
         "import os, pwd; del os.environ['HOME']; pwd.getpwuid = {}.__getitem__;"
-        "from pathlib import Path; from residual_mass.provenance import named; print(named(Path('/data/a.csv')))"
+        "from pathlib import Path; from residual_mass.provenance import relative_name as name;"
+        "print(name(Path('/data/a.csv')))"
     )
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r}); {code}"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -227,8 +230,8 @@ def test_a_name_starts_from_the_working_directory(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    assert provenance.named(Path("results/../results/a.csv")) == "results/a.csv"
-    assert provenance.named(tmp_path / "assets" / "manifest.json") == "../assets/manifest.json"
+    assert provenance.relative_name(Path("results/../results/a.csv")) == "results/a.csv"
+    assert provenance.relative_name(tmp_path / "assets" / "manifest.json") == "../assets/manifest.json"
 
 
 # ---- code ------------------------------------------------------------------------------------------------------------

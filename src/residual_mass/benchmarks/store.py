@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from residual_mass.files import claimed, jsonl, naming, sha256_text
+from residual_mass.files import errors_naming, jsonl, locked, sha256_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class RowStore:
 
     def __enter__(self) -> RowStore:
         with ExitStack() as opened:
-            opened.enter_context(claimed(self.path))
-            with naming(self.path):
+            opened.enter_context(locked(self.path))
+            with errors_naming(self.path):
                 self._file = opened.enter_context(open(self.path, "a+b", buffering=0))
             self._read()
             self._opened = opened.pop_all()
@@ -63,7 +63,7 @@ class RowStore:
         is added, so that a resumed run decodes together what an undisturbed one does.
         """
         fresh = list(rows)
-        with naming(self.path):
+        with errors_naming(self.path):
             size = self._file.seek(0, os.SEEK_END)
             try:
                 self._write(jsonl(fresh).encode())
@@ -96,7 +96,7 @@ class RowStore:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             logger.warning("%s: cutting off a torn last line (%d bytes)", self.path, len(content) - whole)
-            with naming(self.path):
+            with errors_naming(self.path):
                 self._file.truncate(whole)
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
             row = _parse(line)

@@ -25,7 +25,7 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.forced import ForcedDecoder
-from residual_mass.model.loading import adopted
+from residual_mass.model.loading import wrap_model
 from residual_mass.model.partial import make_arm, partial_kv, partial_session, require_maps
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.prefix import PrefixLayer, build_prefix
@@ -251,7 +251,7 @@ class Scorer:
     ) -> None:
         # As in `partial_kv`, maps need only fit the heads: a folder's name says nothing of the weights in it.
         facts = phi.training_facts if phi is not None else {}
-        backbone = adopted(model, tokenizer, facts.get("model_id", ""), facts.get("revision", ""))
+        backbone = wrap_model(model, tokenizer, facts.get("model_id", ""), facts.get("revision", ""))
         self.arm = arm
         self.engine = _TextEngine(backbone, [arm], anchors, phi if arm.needs_maps else None, None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from residual_mass.files import replacing, write_json, write_text
+from residual_mass.files import atomic_write, write_json, write_text
 from residual_mass.measure.distances import BASELINE, Measured
 from residual_mass.methods import method_named
 
@@ -140,7 +140,7 @@ def write(measured: Measured, text: str) -> list[Path]:
     rows["seconds_full"] = measured.seconds["full"]
     rows["recommended"] = 0 if best is None else (rows[ARM] == best[ARM]).all(axis=1).astype(int)
     write_text(table, rows.to_csv(index=False, float_format="%.6g"))
-    with replacing(picture) as temporary:
+    with atomic_write(picture) as temporary:
         draw(measured).savefig(temporary, format="png", dpi=150, metadata={"Software": None})
     write_text(words, text)
     write_json(settings, measured.settings)

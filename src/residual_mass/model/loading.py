@@ -136,7 +136,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     return Backbone(spec, model, tokenizer, identity)
 
 
-def adopted(
+def wrap_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, model_id: str = "", revision: str = ""
 ) -> Backbone:
     """Makes a backbone of a model that is loaded already, in evaluation mode and without gradients.

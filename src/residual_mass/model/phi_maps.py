@@ -21,7 +21,7 @@ from torch import nn
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
-from residual_mass.files import replacing, sha256_of
+from residual_mass.files import atomic_write, sha256_of
 from residual_mass.methods.arms import ArmSpec
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
@@ -147,7 +147,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Writes the file atomically; raises OSError naming it on failure (a full disk)."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
         except safetensors.SafetensorError as error:

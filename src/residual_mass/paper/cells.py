@@ -16,7 +16,7 @@ import pandas as pd
 from residual_mass.files import REMAKE, csv_text, read_csv, read_json
 from residual_mass.holm import holm
 from residual_mass.metrics import METRICS, Metric
-from residual_mass.provenance import beside
+from residual_mass.provenance import sidecar_of
 
 ALL_TASKS = "all"
 """Task of the mean over a benchmark's tasks."""
@@ -44,7 +44,7 @@ def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
     """The rows of result files by the stage that wrote them, as their records say, each with its file as `source`."""
     found: dict[str, list[pd.DataFrame]] = {}
     for path in paths:
-        record = read_json(beside(path))
+        record = read_json(sidecar_of(path))
         rows = maps_row(path) if path.suffix == ".safetensors" else read_frame(path)
         if record["stage"] == "train":
             rows = rows.assign(**_training(record))

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from residual_mass.files import replacing
+from residual_mass.files import atomic_write
 
 REMEDY = "on Debian `apt install texlive-latex-extra`"
 REPRODUCIBLE = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1"}
@@ -36,7 +36,7 @@ def run(document: Path, out: Path) -> None:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 log.write_text(said, encoding="utf-8")
                 raise ValueError(f"{document}: {program} fails: {_first_error(said)}; all it says is in {log}")
-        with replacing(out) as temporary:
+        with atomic_write(out) as temporary:
             shutil.copyfile(built, temporary)
     log.unlink(missing_ok=True)  # of a run that failed
 

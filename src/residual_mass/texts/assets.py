@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from residual_mass.files import claimed, naming, read_json, require_writable, sha256_of, write_json
+from residual_mass.files import errors_naming, locked, read_json, require_writable, sha256_of, write_json
 from residual_mass.provenance import MANIFEST, Record
 
 log = logging.getLogger(__name__)
@@ -126,10 +126,10 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
         return
     require_writable(out)
     record = Record("assets", {"pins": pins}, [])
-    with claimed(out):
+    with locked(out):
         for leftover in out.parent.glob(".build-*"):
             shutil.rmtree(leftover)  # of a killed process
-        with naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
+        with errors_naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
             wheels, content = Path(build, "wheels"), Path(build, "content")
             log.info("downloading %d pinned wheels (about 130 MB)", len(pins))
             _download(requirements, wheels)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from residual_mass.core.settings import to_json, tokens_of
-from residual_mass.files import claimed, csv_text, remove_leftovers, sha256_text, write_text
+from residual_mass.files import csv_text, locked, remove_leftovers, sha256_text, write_text
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import read_safetensors, write_safetensors
 from residual_mass.provenance import MANIFEST, Record
@@ -53,7 +53,7 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
     """
     record = Record("train", spec, [assets / MANIFEST])
     _check(spec, out)
-    with processes() as group, claimed(checkpoint) if group.leads else nullcontext():
+    with processes() as group, locked(checkpoint) if group.leads else nullcontext():
         slots = group.share(spec.sequences_per_step)
         backbone = load_backbone(spec.backbone, assets, group.device())
         length, count = tokens_of(spec.length), spec.sequences_per_step

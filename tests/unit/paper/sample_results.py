@@ -13,7 +13,7 @@ from residual_mass.benchmarks.columns import FIDELITY, RESULTS
 from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
 from residual_mass.methods import method_named
-from residual_mass.provenance import beside
+from residual_mass.provenance import sidecar_of
 
 ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
 MAPS = {"maps": "2k", "phi_sha": "a" * 64}
@@ -75,6 +75,6 @@ def write_log(folder: Path) -> Path:
 
 def made_by(path: Path, stage: str, spec: Row) -> Path:
     """With the stage and the spec in its record."""
-    record = json.loads(beside(recorded(path)).read_text())
-    beside(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
+    record = json.loads(sidecar_of(recorded(path)).read_text())
+    sidecar_of(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
     return path

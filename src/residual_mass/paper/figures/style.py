@@ -22,7 +22,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from residual_mass.files import replacing
+from residual_mass.files import atomic_write
 from residual_mass.study.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
@@ -117,9 +117,9 @@ def paper_style() -> Iterator[None]:
 def save(figure: Figure, pdf: Path, png: Path) -> None:
     """Writes both files without times or versions in their metadata."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every glyph of the PDF's fonts
-    with replacing(pdf) as temporary:
+    with atomic_write(pdf) as temporary:
         figure.savefig(temporary, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
-    with replacing(png) as temporary:
+    with atomic_write(png) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
