@@ -59,6 +59,7 @@ def test_nothing_is_loaded_from_outside_and_nothing_runs(tmp_path: Path) -> None
     assert set(re.findall(r'(?:src|href)="([^"]{5})', html)) <= {"data:", "#fide", "#rule"}
     assert "org/Small&lt;LM&gt;" in html and "<LM>" not in html
     assert "prefers-color-scheme: dark" in html and "width=device-width" in html
+    assert "<th>Top-<i>K+φ</i></th>" in html  # mathematics as letters
 
 
 def test_it_opens_with_findings_and_the_figure_of_fidelity(tmp_path: Path) -> None:
@@ -80,15 +81,3 @@ def test_the_same_bytes_twice_and_a_study_without_anything(tmp_path: Path) -> No
     assert "Beside the paper" not in make(tmp_path, comparison=None)
     with pytest.raises(ValueError, match="no table and no figure"):
         page.run(SPEC, [], [], None, TEMPLATES / "report.html.j2", tmp_path / "out.html")
-
-
-@pytest.mark.parametrize(
-    ("latex", "html"),
-    [
-        (r"Top-$K{+}\phi$", "Top-<i>K+φ</i>"), (r"$d_\phi{=}64$", "<i>d<sub>φ</sub>=64</i>"),
-        (r"a < b $e_{\mathrm{TopK}}$", "a &lt; b <i>e<sub>TopK</sub></i>"), ("$-0.1$", "−0.1"),
-        (r"$^{*}$", "<i><sup>*</sup></i>"), ("no $ alone", "no $ alone"),
-    ],
-)  # fmt: skip
-def test_mathematics_as_letters(latex: str, html: str) -> None:
-    assert page.html(latex) == html

@@ -16,7 +16,7 @@ from samples import TEMPLATES, latex, made, study_rows
 from residual_mass.metrics import KL, RELATIVE_ERROR, SAME_TOP
 from residual_mass.paper import document, published
 from residual_mass.paper.cells import format_value
-from residual_mass.paper.tables import TABLES, find
+from residual_mass.paper.tables import find
 from residual_mass.study.specs import TableSpec
 
 TABULARS = Path(__file__).with_name("tabulars")
@@ -41,13 +41,6 @@ def test_the_goldens_have_the_papers_bold() -> None:
     theirs = {label: published.rows(label)["bold"].eq("1").sum() for label in ("ruler_sweep", "exact_accounting")}
     ours = {label: (TABULARS / f"{label}.tex").read_text().count(r"\textbf") for label in theirs}
     assert ours == theirs
-
-
-def test_every_table_has_a_template_with_a_caption() -> None:
-    for label in TABLES:
-        name = label.removesuffix("_") if label == "runtime_" else label
-        text = (TEMPLATES / f"{name}.tex.j2").read_text()
-        assert "<% block caption %>" in text and 'extends "frame.tex.j2"' in text
 
 
 # ---- bold and marks --------------------------------------------------------------------------------------------------
