@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +145,8 @@ def keyed_cells(cells: pd.DataFrame) -> list[tuple[Latex, dict[str, str]]]:
     quantities of a measurement stand together.
     """
     keys = key_columns(cells)
-    measured = [name for name in keys if name not in ("quantity", "maps")]
-    order = cells.groupby(
-        [*measured, cells["maps"] if "maps" in keys else cells["text"].map(lambda _: "")], sort=False
-    ).ngroup()
-    cells = cells.iloc[order.argsort(kind="stable")]
+    measurement = cells.groupby([name for name in keys if name != "quantity"], sort=False).ngroup()
+    cells = cells.iloc[measurement.argsort(kind="stable")]
     found = []
     for cell in cells[cells["value"] != ""].to_dict("records"):
         parts = [cell[name] for name in keys if cell[name]]
@@ -185,17 +181,6 @@ def _interval(low: str, high: str, decimals: int) -> Latex:
 # ---- document --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
-    """A table or figure: its name, the path of its file from the document, and the label that refers to it."""
-
-    name: str
-    path: Latex
-    label: Latex
-    caption: str = ""
-    """Of figures; tables bring theirs along."""
-
-
 def run_document(
     spec: DocumentSpec,
     tables: Sequence[Path],
@@ -215,24 +200,19 @@ def run_document(
     if not tables and not figures:
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
     record = Record("document", spec, [*tables, *figures, numbers], sources=[template])
-    text = render(
-        template,
-        study=spec.study,
-        backbones=spec.backbones,
-        numbers=_place(numbers, out.parent) if numbers else None,
-        warnings=list(warnings_of(spec.backbones)),
-        tables=[Part(path.stem, _place(path, out.parent), Latex(f"tab:{path.stem}")) for path in tables],
-        figures=[
-            Part(
-                path.stem,
-                _place(path, out.parent),
-                Latex(f"fig:{path.stem}"),
-                caption_of(path.stem, spec.figure_titles),
-            )
-            for path in figures
-        ],
-    )
-    write_text(out, text)
+
+    def shown(path: Path, kind: str, caption: str = "") -> dict[str, str]:
+        """A table or figure by its name, path and label; tables bring their captions along."""
+        place = _place(path, out.parent)
+        return {"name": path.stem, "path": place, "label": Latex(f"{kind}:{path.stem}"), "caption": caption}
+
+    parts = {
+        "tables": [shown(path, "tab") for path in tables],
+        "figures": [shown(path, "fig", caption_of(path.stem, spec.figure_titles)) for path in figures],
+        "numbers": _place(numbers, out.parent) if numbers else None,
+        "warnings": list(warnings_of(spec.backbones)),
+    }
+    write_text(out, render(template, study=spec.study, backbones=spec.backbones, **parts))
     record.write(out)
 
 

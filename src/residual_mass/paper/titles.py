@@ -53,11 +53,6 @@ FAMILIES = {ROUGE: "Summarisation", QA_F1: "Question answering"}
 """LongBench's tasks by their metric."""
 
 
-def model_name(model_id: str) -> str:
-    """A model's name on the hub, without its organisation."""
-    return model_id.split("/")[-1]
-
-
 def method_title(method: str) -> str:
     """A method's title, or its name where it has none."""
     return METHOD_TITLES.get(method, method)
