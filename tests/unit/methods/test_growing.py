@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.core.test_moments import seen_of
+from tests.unit.methods.test_residuals import seen_of
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import merge

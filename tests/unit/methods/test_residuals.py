@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.core.test_moments import D, random_tokens, seen_of, sums
+from tests.unit.core.test_moments import D, random_tokens, sums
 from torch import Tensor
 
 from residual_mass.core.accounting import merge
 from residual_mass.core.parts import blocks, clusters, clusters_of
+from residual_mass.core.selection import Selected
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import (
     METHODS,
@@ -50,6 +51,14 @@ PARTS = (
 )  # fmt: skip
 MORE_PARTS_THAN_TOKENS = (Centroids(64), ScanRegression(64))
 WRITTEN_OUT = (*ONE_PART, *PARTS, *MORE_PARTS_THAN_TOKENS, GroupSums(8))
+
+
+def seen_of(keys: Tensor, values: Tensor, queries: Tensor, k: int) -> Seen:
+    scores = queries @ keys.T
+    top = scores.topk(k)
+    unread = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, top.indices, False)
+    read = Selected(top.indices, torch.ones_like(top.indices, dtype=torch.bool))
+    return Seen(queries, top.values[:, -1], read, unread, scores, values)
 
 
 def problem(residual: Residual, k: int, size: float = 1.0) -> tuple[Tensor, Tensor, Seen]:
