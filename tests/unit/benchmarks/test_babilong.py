@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from residual_mass.benchmarks import babilong
 from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, tasks_of
 
-ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("babilong", 1024)
 ANSWER = 16
 
@@ -55,18 +53,6 @@ def test_prompt_and_answer_have_exactly_the_length(
     assert [len(tokenizer(prompt).input_ids) + ANSWER for prompt, _ in requests] == [length] * 4
 
 
-def test_special_tokens_count(benchmark_assets: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(benchmark_assets / "models" / "tiny-llama")
-
-    def with_bos(text: str) -> Any:
-        return types.SimpleNamespace(input_ids=[0, *tokenizer(text).input_ids])
-
-    ((prompt, _),) = harness_requests("babilong", TASKS[0], built(TASKS[0], with_bos, benchmark_assets, count=1))
-    assert len(tokenizer(prompt).input_ids) + 1 + ANSWER == 1024
-
-
 def test_a_tokenizer_that_cannot_hit_the_length_stays_just_below_it(tokenizer: Any, benchmark_assets: Path) -> None:
     def in_threes(text: str) -> Any:
         return types.SimpleNamespace(input_ids=[0] * (3 * len(text.split())))
@@ -100,16 +86,6 @@ def test_facts_lie_in_order_between_whole_sentences(task: str, tokenizer: Any, b
     assert adjacent.count(True) < len(adjacent) / 2
 
 
-def test_examples_begin_at_different_places_of_the_books(tokenizer: Any, benchmark_assets: Path) -> None:
-    openings = set()
-    for doc in built("babilong_qa4", tokenizer, benchmark_assets, count=8):
-        noise = doc["input"]
-        for fact in doc["facts"]:
-            noise = noise.replace(fact, "")
-        openings.add(noise.split(".")[0].strip())
-    assert len(openings) > 4
-
-
 def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
     paragraphs = babilong.read_paragraphs(benchmark_assets / "corpora" / "books")
     split = babilong.sentence_splitter(benchmark_assets / "nltk_data")
@@ -118,16 +94,6 @@ def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
         assert gone not in text
     sentences = [sentence for paragraph in paragraphs for sentence in split(paragraph)]
     assert (len(paragraphs), len(sentences), len(set(sentences))) == (100, 600, 300)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_prompt_is_description_two_shots_and_the_example(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
-    docs = built(task, tokenizer, benchmark_assets)
-    config = harness_config("babilong", task)
-    shots = [f"{s['input']}\n{s['question']} {s['target']}\n\n" for s in config["fewshot_config"]["samples"][:2]]
-    for doc, (prompt, settings) in zip(docs, harness_requests("babilong", task, docs), strict=True):
-        assert prompt == f"{config['description']}{''.join(shots)}{doc['input']}\n{doc['question']}"
-        assert settings["until"] == []
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -56,10 +56,6 @@ class Stage:
         return read_jsonl(self.out)
 
 
-def record_of(stage: Stage) -> dict[str, Any]:
-    return json.loads(stage.out.with_name("all.jsonl.meta.json").read_text())
-
-
 @pytest.fixture(scope="session")
 def finished(
     spec: GenerateSpec, benchmark_assets: Path, manifest: Path, phi: Path, tmp_path_factory: pytest.TempPathFactory

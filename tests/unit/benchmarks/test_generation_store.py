@@ -4,8 +4,6 @@ import json
 import os
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +35,6 @@ def path(tmp_path: Path) -> Path:
         store.append(ROWS[:2])
         store.append(ROWS[2:])
     return path
-
-
-def test_rows_come_back(path: Path) -> None:
-    with RowStore(path, GENERATED) as store:
-        assert list(store.rows.values()) == ROWS
-        assert store.rows["k1"] == ROWS[1]
 
 
 @pytest.mark.parametrize("room", [0, 10, 10_000])
@@ -98,26 +90,6 @@ def test_rows_that_contradict_each_other_are_refused(path: Path) -> None:
     path.write_bytes(content + content.replace(b"nea", b"NEA"))
     with pytest.raises(ValueError, match=r"rows\.jsonl:4: differs from an earlier row"), RowStore(path, GENERATED):
         pass
-
-
-def test_second_job_on_a_store_is_refused(path: Path, error_line: ErrorLine) -> None:
-    with RowStore(path, GENERATED), pytest.raises(ValueError) as error, RowStore(path, GENERATED):
-        pass
-    assert f"{path}: another job is writing" in error_line(error)
-    with RowStore(path, GENERATED):  # and free again afterwards
-        pass
-
-
-def test_rows_survive_a_killed_writer(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    writer = (
-        "import os, pathlib, signal; from residual_mass.benchmarks.store import GENERATED, RowStore\n"
-        f"with RowStore(pathlib.Path({str(path)!r}), GENERATED) as store:\n"
-        f"    store.append([{ROWS[0]}]); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", writer], env=os.environ).returncode < 0
-    with RowStore(path, GENERATED) as store:
-        assert store.rows == {"k0": ROWS[0]}
 
 
 def test_rows_are_on_the_disk_once_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

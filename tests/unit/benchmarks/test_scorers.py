@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
 
-from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, harness_config, harness_requests, harness_task
-from residual_mass.benchmarks.ruler import build_examples
+from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, harness_config
 from residual_mass.benchmarks.scorers import both_scores, harness_score, original_score, saturated
 
 TASKS = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
@@ -207,51 +200,3 @@ def test_nothing_changes_a_saturated_babilong_score(case: tuple[Doc, str, str]) 
         scores = both_scores("babilong", "babilong_qa3", doc, text)
         assert both_scores("babilong", "babilong_qa3", doc, text + continuation) == scores
         assert scores[0] == 1
-
-
-class Answers(LM):
-    """A language model that knows one text for each prompt."""
-
-    def __init__(self, text_of: dict[str, str]) -> None:
-        super().__init__()
-        self.text_of = text_of
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        return [self.text_of[request.args[0]] for request in requests]
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> Any:
-        raise NotImplementedError
-
-
-def _answers(docs: list[Doc]) -> Iterator[str]:
-    """Right, partial, wrong, empty, and right among noise, in turn."""
-    for number, doc in enumerate(docs):
-        right = ", ".join(doc["outputs"])
-        wrong = ", ".join(docs[number - 1]["outputs"])
-        yield [right, doc["outputs"][0].upper(), wrong, "", f"\x00 It is\x1f{right}. {wrong}"][number % 5]
-
-
-@pytest.mark.parametrize("length", [1024, 4096])
-@pytest.mark.parametrize("task", ["niah_single_1", "ruler_vt", "ruler_cwe", "ruler_qa_squad"])
-def test_score_is_that_of_the_harness_s_own_run(task: str, length: int, tokenizer: Any, benchmark_assets: Path) -> None:
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    docs = build_examples(task, tokenizer, length, 5, 0, benchmark_assets)
-    prompts = [prompt for prompt, _ in harness_requests("ruler", task, docs)]
-    texts = dict(zip(prompts, _answers(docs), strict=True))
-    results = simple_evaluate(
-        Answers(texts),
-        tasks=[harness_task("ruler", task, docs)],
-        bootstrap_iters=0,
-        task_manager=TaskManager(include_defaults=False),  # the tasks it would index are not used
-    )
-    assert results is not None
-    samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
-    ours = [harness_score("ruler", task, doc, texts[prompt]) for doc, prompt in zip(docs, prompts, strict=True)]
-    assert [sample[str(length)] for sample in samples] == ours
-    assert results["results"][task][f"{length},none"] == pytest.approx(sum(ours) / len(ours), abs=1e-12)
-    assert ours[0] == 1 and ours[3] == 0 and ours[4] == 1 and (len(docs[1]["outputs"]) == 1) == (ours[1] == 1)

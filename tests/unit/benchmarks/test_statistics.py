@@ -15,7 +15,6 @@ from residual_mass.benchmarks.statistics import (
     EXACT,
     compare_arms,
     compare_over_tasks,
-    estimate_arms,
     estimate_over_tasks,
     minimal_detectable_effect,
     skewed_interval,
@@ -61,14 +60,6 @@ def test_over_tasks_is_unweighted_and_stratified() -> None:
     assert both.value == pytest.approx((0.5 + 98.5 / 100) / 2)
     assert both.stderr == pytest.approx(math.hypot(tasks[0].stderr or 0, tasks[1].stderr or 0) / 2)
     assert np.allclose(both.draws, [(a + b) / 2 for a, b in zip(tasks[0].draws, tasks[1].draws, strict=True)])
-
-
-def test_arms_together_are_each_arm_alone() -> None:
-    scores = np.random.default_rng(0).random((3, 40))
-    for together, alone in zip(estimate_arms(scores, 600, 5, "t"), scores, strict=True):
-        expected = estimate_task(list(alone), 600, 5, "t")
-        assert together.value == pytest.approx(expected.value) and together.stderr == pytest.approx(expected.stderr)
-        assert np.allclose(together.draws, expected.draws, atol=1e-12)
 
 
 def test_draws_are_means_of_the_drawn_examples() -> None:
@@ -143,16 +134,6 @@ def test_p_holds_its_level_under_the_null() -> None:
         rejected = np.mean([p <= 0.05 for p in ps])
         assert rejected <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
         assert rejected >= 0.02  # it can reject
-
-
-def test_paired_interval_is_that_of_the_differences_in_the_same_resamples() -> None:
-    rng = np.random.default_rng(2)
-    first, second = rng.random(30), rng.random(30)
-    comparison = compare_task(first, second, 500, 7, "t")
-    arms = [estimate_task(scores, 500, 7, "t") for scores in (first, second)]
-    assert np.allclose(comparison.mean.draws, arms[0].draws - arms[1].draws, atol=1e-12)
-    assert comparison.mean.value == pytest.approx(arms[0].value - arms[1].value)
-    assert comparison.mean.stderr == pytest.approx(np.std(first - second, ddof=1) / math.sqrt(30))
 
 
 def test_signs_are_random_independent_and_shared_by_pairs() -> None:

@@ -16,15 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 import yaml
 from benchmarks import gpu_check
 from benchmarks.gpu_check import (
     Outcome,
     Part,
-    aims,
-    chosen,
     plan,
     read_outcomes,
     run_parts,
@@ -141,19 +137,6 @@ def test_a_snapshot_is_read_again_and_says_what_is_of_an_earlier_run(tmp_path: P
     assert "## Steps\n\nOf an earlier run:\n\n* 141 GiB\n\n| a table |" in text and "## Tests\n\n3 passed" in text
 
 
-def test_parts_are_chosen_by_name_or_by_its_first_word() -> None:
-    parts = plan("cuda")
-    assert chosen(parts, []) == parts
-    assert [part.name for part in chosen(parts, ["steps", "tests"])] == ["steps-1b", "tests", "steps-3b"]
-    assert [part.name for part in chosen(parts, ["steps-3b", "steps-3b"])] == ["steps-3b"]
-    assert len({part.name for part in parts}) == len(parts)
-    with pytest.raises(SystemExit) as refused:
-        chosen(parts, ["steps", "step"])
-    line = str(refused.value)
-    assert line.startswith("--only step: no such part; there are ceilings, kernels, agreement, steps, ")
-    assert "\n" not in line and "kernels-3b" in line
-
-
 def test_aims_beside_what_was_measured() -> None:
     rows = [
         step("64k", "1", "topk_phi", 2.51, floor=1.7), step("64k", "1", "topk_phi", 85.0, side="prototype"),
@@ -182,26 +165,6 @@ def test_aims_beside_what_was_measured() -> None:
     assert list(step_aims(slower[1:]))[-2].endswith("Full not measured, missed")
 
 
-def test_aims_of_evaluation_and_training() -> None:
-    hours = [{"backbone": "1b", "context": "64k", "ruler_hours": "4.004"}]
-    measured = (("8k", "float32", "0.1"), ("64k", "float32", "0.95"), ("64k", "bfloat16", "0.85"))
-    columns = ("backbone", "context", "precision", "sequence_s")
-    short, *whole = (dict(zip(columns, ("1b", *values), strict=True)) for values in measured)
-    outcomes = [
-        outcome("evaluation-1b", rows=hours),
-        outcome("training-1b", rows=whole),
-        outcome("training-8k", rows=[short]),
-    ]
-    assert list(aims(outcomes))[-4:] == [
-        "* 1b, all arms of RULER at 64k: at most 4 GPU-hours: 4.00 h, by measured rates, missed",
-        "* 1b, training on a sequence of 64k: at most 0.9 GPU-s: 0.95 s with products of float32, missed",
-        "* 1b, training on a sequence of 64k: at most 0.9 GPU-s: 0.85 s with products of bfloat16, met",
-        "* 3b, training on a sequence of 64k: at most 2 GPU-s: not measured",
-    ]
-    hours[0]["ruler_hours"] = "3.900"
-    assert list(aims(outcomes))[-4].endswith("3.90 h, by measured rates, met")
-
-
 def test_the_plan_measures_what_the_aims_ask_for() -> None:
     parts = plan("cuda")
     steps = {part.name.removeprefix("steps-"): part.command for part in parts if part.name.startswith("steps-")}
@@ -225,15 +188,6 @@ def test_the_evaluation_is_that_of_the_papers_study() -> None:
     assert [(arm.method, arm.budget_percent) for arm in gpu_parts.ARMS] == arms
     tokens = [128] * 8 + [30, 120, 50, 32, 32]
     assert gpu_parts.ruler_seconds(2.0, 0.5) == sum(500 * (2 + 0.5 * (count - 1)) for count in tokens)
-
-
-def test_full_is_timed_with_every_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of which a CPU has."""
-    monkeypatch.setattr(gpu_parts, "kernels_on", lambda device: ("flash", "cudnn", "math"))
-    x = torch.randn(1, 2, 8, 16)
-    times = gpu_parts._full_times(lambda: F.scaled_dot_product_attention(x, x, x), torch.device("cpu"))
-    assert list(times) == ["full: flash", "full: cudnn", "full: math"]
-    assert times["full: cudnn"] == "not available" and " to " in times["full: flash"] and " to " in times["full: math"]
 
 
 def test_every_file_with_tests_that_need_a_gpu_is_run() -> None:

@@ -106,14 +106,6 @@ def test_full_is_that_of_the_fastest_attention_kernel(model: PreTrainedModel, mo
     assert {row["attention_kernels"] for row in others} == {""}
 
 
-def test_a_fault_of_the_device_is_not_taken_for_a_kernel_that_refuses() -> None:
-    def faulty() -> None:
-        raise torch.AcceleratorError("an illegal memory access")
-
-    with pytest.raises(torch.AcceleratorError):
-        measure.with_each(("math",), faulty)
-
-
 def test_a_method_without_a_fast_step_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="method topk_mean has no fast decode step"):
         measure.run(replace(SPEC, own_methods=("topk_mean",)), tiny_assets, tmp_path / "out.csv")
