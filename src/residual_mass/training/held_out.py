@@ -21,7 +21,7 @@ from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import held_out_corpus
-from residual_mass.training.columns import MEASURES
+from residual_mass.training import MEASURES
 from residual_mass.training.teacher import LayerTrace, by_kv_head, record_traces, with_targets
 
 PACKS, QUERIES = 3, 4

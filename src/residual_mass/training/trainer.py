@@ -30,7 +30,7 @@ from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle, training_corpus
 from residual_mass.texts.hub import commits_of
 from residual_mass.texts.names import HUB
-from residual_mass.training.columns import COLUMNS
+from residual_mass.training import COLUMNS
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
 from residual_mass.training.learner import Learner
 from residual_mass.training.processes import Processes, StopSignals, processes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model import forced
 from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.model.forced import ForcedDecoder
 from residual_mass.model.hook import attention_hook
@@ -101,14 +99,6 @@ def test_states_differ_after_the_first_token_alone(tiny_backbone: Backbone) -> N
     torch.testing.assert_close(own[0], dense[0], atol=1e-5, rtol=0)
 
 
-@torch.no_grad()
-def test_full_is_the_plain_model(tiny_backbone: Backbone) -> None:
-    (prompt,), (tokens,) = random_ids(150), random_ids(T)
-    full, _ = ForcedDecoder(engine_of(tiny_backbone), prompt).full(tokens)
-    plain = tiny_backbone.model(torch.tensor([prompt + tokens])).logits[0, -T:]
-    torch.testing.assert_close(full.log_softmax(-1), plain.log_softmax(-1), atol=1e-4, rtol=0)
-
-
 class MaskedTopK:
     """TopK over the whole text in one pass: plain SDPA under an additive mask for the rows after the prefix."""
 
@@ -141,22 +131,8 @@ def test_topk_is_sdpa_under_a_mask(budget: float, tiny_backbone: Backbone) -> No
     torch.testing.assert_close(ours.log_softmax(-1), masked.log_softmax(-1), atol=1e-4, rtol=0)
 
 
-def test_greedy_is_plain_generation(tiny_backbone: Backbone) -> None:
-    (prompt,) = random_ids(150)
-    decoder = ForcedDecoder(engine_of(tiny_backbone), prompt[:-1])
-    out = tiny_backbone.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
-    assert decoder.greedy(prompt[-1], 12) == out[0, 150:].tolist()
-
-
-def test_a_bypassed_hook_is_refused(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it every arm would be read as full attention over the continuation alone."""
-    decoder = ForcedDecoder(engine_of(tiny_backbone), random_ids(150)[0])
-    monkeypatch.setattr(forced, "attention_hook", lambda *_, **__: nullcontext())
-    with pytest.raises(RuntimeError, match="attention hook calls"):
-        list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
-
-
 def test_a_layer_that_skips_the_hook_is_refused(tiny_backbone: Backbone) -> None:
+    """Without it every arm would be read as full attention over the continuation alone."""
     backbone = copy.deepcopy(tiny_backbone)
     decoder = ForcedDecoder(engine_of(backbone), random_ids(150)[0])
     skipped = backbone.model.model.layers[1].self_attn

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import TINY, byte_tokenizer
-from tests.needs import GPU, TRITON, needs
+from tests.needs import GPU, needs
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model import prefix
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
@@ -41,23 +40,3 @@ def test_bfloat16_decodes_to_the_end(tiny_assets: Path) -> None:
     end = byte_tokenizer().eos_token_id
     for tokens in (tokens for row in generate(tiny_assets, "cuda", "bfloat16") for tokens in row):
         assert len(tokens) == 12 or tokens[-1] == end
-
-
-def test_kernels_decode_the_torch_paths_tokens(tiny_assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many features as the kernels have tiles for."""
-    pytest.importorskip("triton", reason=TRITON.reason)
-    from residual_mass.core.fused import triton_prefix
-
-    calls, compute = [], triton_prefix.prefix_terms
-
-    def counted(*given: object, **more: object) -> object:
-        calls.append(1)
-        return compute(*given, **more)
-
-    monkeypatch.setattr(triton_prefix, "prefix_terms", counted)
-    ours = generate(tiny_assets, "cuda", "float32", d_phi=16)
-    assert len(calls) > 0
-    monkeypatch.setattr(prefix, "kernels_run_on", lambda device: False)
-    before = len(calls)
-    assert ours == generate(tiny_assets, "cuda", "float32", d_phi=16)
-    assert len(calls) == before

@@ -89,14 +89,6 @@ def test_partial_kv_takes_them_without_maps(tiny_backbone: Backbone, prompts: li
     assert not torch.allclose(logits["topk"], logits["full"])
 
 
-def test_an_unknown_method_is_told_with_similar_ones() -> None:
-    line = "^method 'topk_fi' is unknown; the most similar are topk_phi, topk, [a-z_]+$"
-    with pytest.raises(ValueError, match=line):
-        method_named("topk_fi")
-    with pytest.raises(ValueError, match=line):
-        ArmSpec("topk_fi", 4.0)
-
-
 def test_the_papers_methods_come_first() -> None:
     assert tuple(one.name for one in METHODS)[: len(OF_THE_PAPER)] == OF_THE_PAPER
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from residual_mass.paper.figures.style import GREY, figure, finish, looks_of, make_logarithmic, panels, plain
 from residual_mass.study.specs import FigureSpec
-from residual_mass.training.columns import RUN
+from residual_mass.training import RUN
 
 MARKS = 12
 """Most markers of a line."""

@@ -1,6 +1,0 @@
-"""Columns of the held-out log that the `train` stage writes; imports nothing."""
-
-RUN = ("recipe", "variant", "seed")
-"""Columns that identify a training."""
-MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error", "clamped_share")
-COLUMNS = (*RUN, "step", "seconds", "corpus", "k", "layer", *MEASURES)
