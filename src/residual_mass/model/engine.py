@@ -208,7 +208,7 @@ class SharedPrefillEngine:
             if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
                 what = f"the keys or values of layer {layer} are"
                 raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
-            raise NotFiniteError(prompt, f"the summary of layer {layer}{under(label)} is", MAPS_AT_FAULT)
+            raise NotFiniteError(prompt, f"the summary of layer {layer}{maps_suffix(label)} is", MAPS_AT_FAULT)
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
@@ -235,7 +235,7 @@ class SharedPrefillEngine:
         for prompt, a in bad:
             if batch.finish[prompt][a] is None:
                 arm = self.arms[a]
-                what = f"the logits of generated token {step + 2} under {arm.method}{under(arm.maps)} are"
+                what = f"the logits of generated token {step + 2} under {arm.method}{maps_suffix(arm.maps)} are"
                 raise NotFiniteError(
                     prompt, what, MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.backbone.spec)
                 )
@@ -286,7 +286,7 @@ class _Batch:
         return True
 
 
-def under(label: str | None) -> str:
+def maps_suffix(label: str | None) -> str:
     return "" if label is None else f" with the maps {label}"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, merge, promoted
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.decoder import ArmDecoder, ArmGroup, FullRows
-from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine, under
+from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine, maps_suffix
 from residual_mass.model.hook import (
     Handler,
     Window,
@@ -131,7 +131,7 @@ class ForcedDecoder:
             self._forward(watched := _Recorded(chunk, finite.index(False)), len(arms), tokens)
             arm = arms[finite.index(False)]
             place = "" if watched.layer is None else f", from layer {watched.layer} on,"
-            what = f"the logits of the continuation under {arm.method}{under(arm.maps)}{place} are"
+            what = f"the logits of the continuation under {arm.method}{maps_suffix(arm.maps)}{place} are"
             cause = MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.engine.backbone.spec)
             raise NotFiniteError(0, what, cause)
         return logits
