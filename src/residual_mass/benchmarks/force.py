@@ -89,10 +89,6 @@ class Continuation:
             recipe=spec.recipe,
         )
 
-    def place(self) -> Row:
-        """What the columns of its rows say of it."""
-        return {"text": self.text, "task": self.task, "index": self.index, "continuation": self.kind}
-
     def seen(self, answer: Sequence[int]) -> Iterator[int]:
         """For every token what the prompt has of it: 0 nothing, 1 the token, 2 the bigram that it ends."""
         tokens, bigrams = self._in_prompt
@@ -207,10 +203,6 @@ def following(
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
     """A benchmark's prompts, each with its right answer and with the answer that full attention will give."""
-    if len(prompts) != len(spec.asked):
-        raise ValueError(
-            f"--prompts has {len(prompts)} files, but spec.asked names {len(spec.asked)}; give one for each"
-        )
     for asked, manifest in zip(spec.asked, prompts, strict=True):
         content = load_manifest(manifest)
         require_prompts_of(manifest, asked.benchmark, spec.length, spec.backbone.tokenizer)
@@ -327,16 +319,12 @@ def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[
 
 def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[Row]:
     for each in wanted:
-        row, arm = store.rows[each.key], each.arm
+        row, arm, place = store.rows[each.key], each.arm, each.continuation
         about = {
-            **each.continuation.place(),
-            "state": each.state,
-            "method": arm.method,
-            "budget_percent": arm.budget_percent,
-            "maps": arm.maps or "",
-            "phi_sha": shas[arm.maps] if arm.maps else "",
-            "k": row["k"],
-        }
-        per_token = {name: row[name] for name in PER_TOKEN} | {"seen": each.continuation.seen(row["token"])}
+            "text": place.text, "task": place.task, "index": place.index, "continuation": place.kind,
+            "state": each.state, "method": arm.method, "budget_percent": arm.budget_percent, "maps": arm.maps or "",
+            "phi_sha": shas[arm.maps] if arm.maps else "", "k": row["k"],
+        }  # fmt: skip
+        per_token = {name: row[name] for name in PER_TOKEN} | {"seen": place.seen(row["token"])}
         for position, values in enumerate(zip(*per_token.values(), strict=True)):
             yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}
