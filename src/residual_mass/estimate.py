@@ -51,8 +51,9 @@ def run(jobs: Path, results: Path) -> None:
             jobs=("hours", "size"), present=("present", "sum"), hours=("hours", lambda hours: hours.sum(skipna=False))
         )
         print(by_result.to_string(float_format="{:.2f}".format, na_rep="no rate yet"))
-        print(f"\nLeft to do in study {study.name}:")
-        for (backbone, stage), left in lines[~lines["present"]].groupby(["backbone", "stage"], sort=False):
+        to_do = lines[~lines["present"]]
+        print(f"\nLeft to do in study {study.name}:{' nothing' if to_do.empty else ''}")
+        for (backbone, stage), left in to_do.groupby(["backbone", "stage"], sort=False):
             hours = f"about {left['hours'].sum():.2f} hours"
             unknown = "no rate measured yet; finish a small one first, for one with --config examples=2"
             print(f"  {backbone}, {stage}: {len(left)} jobs, {unknown if left['hours'].isna().any() else hours}")

@@ -219,8 +219,9 @@ def test_a_killed_generate_job_continues_where_it_was(study: Path) -> None:
 
 def test_the_estimate_uses_the_rates_that_were_measured(study: Path) -> None:
     code, output = snakemake(study, "estimate", "--config", "examples=100")
-    assert code == 0 and "no rate" not in output and "Left to do in study mini:\nnothing" in output, output
-    assert re.search(r"^results/generations/ruler_tiny_1k_main +yes +1,?\d{3},\d{3} ", output, re.MULTILINE)
+    assert code == 0 and "no rate" not in output and "Left to do in study mini: nothing" in output, output
+    (hours,) = re.findall(r"^results/generations/ruler_tiny_1k_main +1 +1 +(\S+)$", output, re.MULTILINE)
+    assert float(hours) > 0
 
 
 def test_the_readme_script_runs(study: Path) -> None:

@@ -72,12 +72,11 @@ def test_the_documented_site_settings_name_every_submitted_rule() -> None:
 
 def submitted_rules() -> dict[str, str]:
     """Text of every rule that is no local one, with that of the rule it is made from."""
-    texts: dict[str, str] = {}
-    for path in sorted((ROOT / "workflow" / "rules").glob("*.smk")):
-        parts = re.split(r"^(?=rule |use rule )", path.read_text(), flags=re.MULTILINE)
-        for part in parts[1:]:
-            if derived := re.match(r"use rule (\w+) as (\w+) with:", part):
-                texts[derived[2]] = texts[derived[1]] + part
-            else:
-                texts[part.split()[1].rstrip(":")] = part
+    rules = "\n".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
+    texts, bases = {}, {}
+    for part in re.split(r"^(?=rule |use rule )", rules, flags=re.MULTILINE)[1:]:
+        words = part.replace(":", " ").split()
+        name = words[4] if words[0] == "use" else words[1]
+        texts[name], bases[name] = part, words[2] if words[0] == "use" else None
+    texts = {name: text + texts.get(bases[name], "") for name, text in texts.items()}
     return {name: text for name, text in texts.items() if "localrule: True" not in text}

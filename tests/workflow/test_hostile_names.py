@@ -219,7 +219,7 @@ def test_a_folder_that_pythonpath_cannot_name_is_refused(name: str, tmp_path: Pa
 
 def test_make_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: Path) -> None:
     """`make test` with one trivial test, in an environment that is there already."""
-    for name in ("requirements.lock", "pyproject.toml"):
+    for name in ("requirements.lock", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, checkout)
     (checkout / "tests").mkdir()
     (checkout / "tests" / "test_one.py").write_text("def test_one():\n    pass\n")
