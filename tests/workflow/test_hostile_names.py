@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, configuration_error, dry_run, snakemake, without_gpus
+from runs import ROOT, dry_run, snakemake, without_gpus
 from tests.small_study import write_small_study
 
 HOSTILE = "a b'\"$(touch pwned)`touch pwned`;touch pwned;&& touch pwned|#\\x"
@@ -123,83 +123,6 @@ def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: 
     assert titles == {HOSTILE}
     assert {words[words.index("--assets") + 1] for words in given if "--assets" in words} == {assets}
     assert_nothing_ran(tmp_path)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"study": "mini; touch pwned"}, "config/config.yaml: study: mini; touch pwned is not one of"),
-    ({"assets": "-rf"}, "configuration: assets: String should match pattern"),
-    ({"assets": "results/{x}"}, "configuration: assets: String should match pattern"),
-    ({"assets": "results\ntouch pwned"}, "configuration: assets: String should match pattern"),
-    ({"examples": "1; touch pwned"}, "configuration: examples: Input should be a valid integer, not '1; touch pwned'"),
-    ({"backbones": {"$(touch pwned)": {}}}, "configuration: backbones.$(touch pwned): String should match pattern"),
-    ({"backbones": {"smol\n": {}}}, "configuration: backbones.smol: String should match pattern"),
-    (
-        {"backbones": {"smol": {"title": "a\x1b[2J"}}},
-        "configuration: backbones.smol.title: String should match pattern",
-    ),
-    (
-        {"backbones": {"smol": {"model_id": "../../etc"}}},
-        "configuration: backbones.smol.model_id: String should match pattern",
-    ),
-    (
-        {"backbones": {"smol": {"model_id": "a/.."}}},
-        "configuration: backbones.smol.model_id: String should match pattern",
-    ),
-    (
-        {"backbones": {"smol": {"revision": "`id`"}}},
-        "configuration: backbones.smol.revision: String should match pattern",
-    ),
-    (
-        {"backbones": {"smol": {"tokenizer": "t;id"}}},
-        "configuration: backbones.smol.tokenizer: String should match pattern",
-    ),
-    (
-        {"backbones": {"1b": {"revision": "main"}}},
-        "config/config.yaml: backbones.1b.revision: main may move; write the",
-    ),
-    ({"variants": {"x;touch pwned": {}}}, "configuration: variants.x;touch pwned: String should match pattern"),
-    ({"ablations": {"loss": ["ours", "a b"]}}, "configuration: ablations.loss.1: String should match pattern"),
-]
-
-
-@pytest.mark.parametrize(("settings", "line"), REFUSED)
-def test_a_setting_that_could_be_run_is_refused(settings: dict[str, Any], line: str) -> None:
-    said = configuration_error(ROOT, settings)
-    assert said.startswith(line) and "\n" not in said
-
-
-STUDY_REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
-    (("diagnostics", "corpora"), ["wiki; touch pwned"], "diagnostics.corpora.0: wiki; touch pwned is not one of"),
-    (("mismatch", "backbones"), ["--help"], "mismatch.backbones.0: String should match pattern"),
-    (("tables",), ["$(touch pwned)"], "tables.0: String should match pattern"),
-    (("lengths",), ["1k\n"], "lengths.0: String should match pattern"),
-    (("maps", "trained"), ["1k;id"], "maps.trained.0: String should match pattern"),
-    (("phi", "corpora"), ["`id`"], "phi.corpora.0: `id` is not one of"),
-    (("methods",), ["full", "topk", "topk_phi", "$(id)"], "methods.3: String should match pattern"),
-]
-
-
-@pytest.mark.parametrize(("keys", "value", "line"), STUDY_REFUSED)
-def test_a_study_that_could_be_run_is_refused(keys: tuple[str, ...], value: Any, line: str, tmp_path: Path) -> None:
-    for name in ("config", "workflow"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    path = tmp_path / "config" / "studies" / "mini.yaml"
-    study = yaml.safe_load(path.read_text())
-    place = study
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
-    path.write_text(yaml.safe_dump(study))
-    said = configuration_error(tmp_path)
-    assert said.startswith(f"config/studies/mini.yaml: {line}") and "\n" not in said
-
-
-def test_a_study_file_with_a_hostile_name_is_refused(tmp_path: Path) -> None:
-    for name in ("config", "workflow"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(tmp_path / "config/studies/mini.yaml", tmp_path / "config/studies/$(touch pwned).yaml")
-    said = configuration_error(tmp_path)
-    assert said.startswith("config/studies: '$(touch pwned).yaml': a study's name has letters, digits, _ and - only")
 
 
 SLOW = pytest.mark.slow

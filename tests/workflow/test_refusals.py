@@ -1,4 +1,4 @@
-"""What is wrong is told before any job, in one line that names it and what is known."""
+"""What is wrong is reported before any job, in one line that names it and what is known."""
 
 from __future__ import annotations
 
@@ -21,24 +21,10 @@ TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol-methods, 1b, 3b"),
     (
         "paper_tables/mini/no_such_table.tex",
-        "table 'no_such_table' is not in config/studies/mini.yaml, which has natural_main, stress_1pct, ruler_sweep, "
-        "babilong_sweep, cross_length_mismatch, dphi_ablation, loss_ablation, fidelity, fidelity_answers, "
-        "residual_estimators, deployable, exact_accounting, phi_param_count, training_cost_64k, runtime_smol",
+        "table 'no_such_table' is not in config/studies/mini.yaml, which has natur",
     ),
-    (
-        "paper_tables/published/runtime_smol.tex",
-        "table 'runtime_smol' is not in the paper, which has babilong_sweep, cross_length_mismatch, dphi_ablation, "
-        "exact_accounting, loss_ablation, natural_main, phi_param_count, ruler_sweep, runtime_1b, runtime_3b, "
-        "stress_1pct, training_cost_64k",
-    ),
-    (
-        "paper_tables/mini/figures/heat.pdf",
-        "figure 'heat' is not in config/studies/mini.yaml, which has fidelity, fidelity_tokens, fidelity_tokens_ruler, "
-        "entropy_gain, kernel_sanity, logz_calibration, "
-        "fullsub_nosub_delta, ablation_kernel_fidelity, "
-        "entropy_heatmap, mass_curves, quartile_error, "
-        "fixedk_breakdown_smol, fixedk_breakdown_smol_cwe, training_curves",
-    ),
+    ("paper_tables/published/runtime_smol.tex", "table 'runtime_smol' is not in the paper, which has babilong_sweep, "),
+    ("paper_tables/mini/figures/heat.pdf", "figure 'heat' is not in config/studies/mini.yaml, which has fidelity, "),
     ("paper_tables/small/main.pdf", "study 'small' is not in config/studies, which has methods, mini, paper"),
 ]
 
@@ -46,141 +32,108 @@ TARGETS = [
 @pytest.mark.parametrize(("target", "line"), TARGETS)
 def test_an_unknown_target(target: str, line: str, tmp_path: Path) -> None:
     run = dry_run(tmp_path, target)
-    assert (run.code, run.said) == (1, [line])
+    assert run.code == 1 and len(run.said) == 1 and run.said[0].startswith(line), run.output
 
 
 def test_an_unknown_setting_ends_the_run(tmp_path: Path) -> None:
     run = dry_run(tmp_path, "all", "--config", "exmples=3")
-    assert (run.code, run.said) == (
-        1,
-        ["configuration: exmples: unknown key; `python -m residual_mass.study.reference` explains the keys"],
-    )
+    line = "configuration: exmples: unknown key; `python -m residual_mass.study.reference` explains the keys"
+    assert (run.code, run.said) == (1, [line])
 
 
-SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"study": "small"}, "config/config.yaml: study: small is not one of methods, mini, paper"),
+PATTERN = "String should match pattern"
+SETTINGS: list[tuple[str, Any, str]] = [
+    ("study", "small", "study, of those with a backbone: small is not one of methods, mini, paper"),
+    ("study", "mini; touch pwned", "mini; touch pwned is not one of methods, mini, paper"),
+    ("examples", 0, "Input should be greater than or equal to 1, not 0"),
+    ("examples", "1; touch pwned", "Input should be a valid integer, not '1; touch pwned'"),
+    ("offline", "maybe", "Input should be a valid boolean"),
+    ("assets", "-rf", PATTERN),
+    ("assets", "results/{x}", PATTERN),
+    ("assets", "results\ntouch pwned", PATTERN),
+    ("backbones", {"Smol": {}}, f"backbones.Smol: {PATTERN}"),
+    ("backbones", {"$(touch pwned)": {}}, f"backbones.$(touch pwned): {PATTERN}"),
+    ("backbones", {"smol\n": {}}, f"backbones.smol: {PATTERN}"),
+    ("backbones.smol.contxt", 1, "unknown key"),
+    ("backbones.smol.dtype", "bfloat16", "write `requires_gpu: true`"),
+    ("backbones.smol.study", "small", "small is not one of methods, mini, paper"),
+    ("backbones.smol.context", 1024, "1024 tokens, but study mini has 2k"),
+    ("backbones.smol.tokenizer", "llama32", "llama32 is of study mini"),
+    ("backbones.smol.tokenizer", "t;id", PATTERN),
+    ("backbones.smol.title", "a\x1b[2J", PATTERN),
+    ("backbones.smol.model_id", "../../etc", PATTERN),
+    ("backbones.smol.model_id", "a/..", PATTERN),
+    ("backbones.smol.revision", "`id`", PATTERN),
+    ("backbones.1b.revision", "main", "revision main may move; write the commit"),
     (
-        {"examples": 0},
-        "configuration: examples: Input should be greater than or equal to 1, not 0; `python -m ",
+        "backbones.smol",
+        {"study": "paper", "tokenizer": "llama32", "context": 65536},
+        "a backbone: mini is not one of",
     ),
-    (
-        {"backbones": {"smol": {"contxt": 1}}},
-        "configuration: backbones.smol.contxt: unknown key",
-    ),
-    ({"backbones": {"Smol": {}}}, "configuration: backbones.Smol: String should match pattern '^[a-z0-9]"),
-    (
-        {"backbones": {"smol": {"dtype": "bfloat16"}}},
-        "configuration: backbones.smol.requires_gpu: a backbone in bfloat16 is run on a GPU; write `requires_gpu: ",
-    ),
-    (
-        {"backbones": {"smol": {"study": "small"}}},
-        "config/config.yaml: backbones.smol.study: small is not one of",
-    ),
-    (
-        {"backbones": {"smol": {"context": 1024}}},
-        "config/config.yaml: backbones.smol.context: 1024 tokens, but study mini has the length 2k",
-    ),
-    (
-        {"backbones": {"smol": {"tokenizer": "llama32"}}},
-        "config/config.yaml: backbones.1b.tokenizer: llama32 is of study mini; backbones share one within a study",
-    ),
-    (
-        {"variants": {"narrow": {"map": {"d_phy": 8}}}},
-        "configuration: variants.narrow.map.d_phy: unknown key",
-    ),
-    (
-        {"variants": {"ours": {}}},
-        "config/config.yaml: variants.ours: the name of a study's own recipe",
-    ),
-    (
-        {"variants": {"wide": {"objective": {"budgets": []}}}},
-        "configuration: variants.wide.objective.budgets: Tuple should have at least 1 item",
-    ),
-    ({"ablations": {"dphi": ["dphi_8"]}}, "config/config.yaml: ablations.dphi: dphi_8 is not one of ours, dphi_32, "),
-    (
-        {"backbones": {"smol": {"study": "paper", "tokenizer": "llama32", "context": 65536}}},
-        "config/config.yaml: backbones: study mini has none; give one `study: mini`",
-    ),
+    ("variants", {"x;touch pwned": {}}, f"variants.x;touch pwned: {PATTERN}"),
+    ("variants", {"ours": {}}, "variants.ours: the name of a study's own recipe"),
+    ("variants", {"narrow": {"mop": {}}}, "variants.narrow.mop: Input should be 'map' or 'objective'"),
+    ("ablations.loss", ["ours", "a b"], PATTERN),
 ]
+"""A dotted key of config.yaml, a value for it, and words of the message."""
 
 
 def test_the_configuration_as_it_is() -> None:
     assert configuration_error(ROOT) == ""
 
 
-@pytest.mark.parametrize(("settings", "line"), SETTINGS)
-def test_a_wrong_setting(settings: dict[str, Any], line: str) -> None:
-    said = configuration_error(ROOT, settings)
-    assert said.startswith(line) and "\n" not in said
+@pytest.mark.parametrize(("key", "value", "words"), SETTINGS)
+def test_a_wrong_setting(key: str, value: Any, words: str) -> None:
+    said = configuration_error(ROOT, reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value))
+    assert words in said and "\n" not in said, said
 
 
 STUDIES: list[tuple[str, dict[str, Any], str]] = [
     ("mini", {"phi.objective.lambda_l": 1}, "phi.objective.lambda_l: unknown key"),
     ("mini", {"diagnostics.packs": ...}, "diagnostics.packs: missing key"),
-    ("mini", {"lengths": [512, "2k"]}, "lengths.0: Input should be a valid string, not 512; `python -m residual_mass."),
-    ("mini", {"maps.trained": ["512", "1k"]}, "maps.main: 2k is not among maps.trained"),
+    ("mini", {"lengths": [512, "2k"]}, "lengths.0: Input should be a valid string, not 512"),
+    ("mini", {"lengths": ["1k\n"]}, f"lengths.0: {PATTERN}"),
+    ("mini", {"maps.trained": ["1k;id"]}, f"maps.trained.0: {PATTERN}"),
+    ("mini", {"mismatch.backbones": ["--help"]}, f"mismatch.backbones.0: {PATTERN}"),
+    ("mini", {"tables": ["$(touch pwned)"]}, f"tables.0: {PATTERN}"),
+    ("mini", {"methods": ["full", "$(id)"]}, f"methods.1: {PATTERN}"),
+    ("mini", {"diagnostics.corpora": ["wiki; touch pwned"]}, "diagnostics.corpora.0: Input should be 'sotu', 'wiki'"),
     ("mini", {"diagnostics.corpora": ["wiki", "cwe", "wiki"]}, "diagnostics.corpora: has wiki twice; remove one"),
-    ("mini", {"diagnostics.corpora": ["cwe", "wiki"]}, "diagnostics.corpora: cwe comes first, where the text belongs"),
-    ("mini", {"fidelity.corpora": ["needles"]}, "fidelity.corpora.0: needles is not one of sotu, wiki, pydoc, books, "),
-    ("mini", {"phi.corpora": ["code"]}, "phi.corpora.0: code is not one of sotu, wiki, pydoc, fineweb, arxiv, bigp"),
+    ("mini", {"fidelity.corpora": ["needles"]}, "fidelity.corpora.0: Input should be 'sotu', 'wiki'"),
+    ("mini", {"phi.corpora": ["code"]}, "phi.corpora.0: Input should be 'sotu', 'wiki'"),
     ("mini", {"phi.curriculum": {"length": "512"}}, "phi.curriculum.share: missing key"),
-    ("mini", {"phi.curriculum": {"length": "1k", "share": 0.5}}, "phi.curriculum.length: 1k is beyond the trained len"),
-    ("mini", {"phi.gpus": 2, "phi.sequences_per_step": 3}, "phi.sequences_per_step: 3 is not a multiple of gpus (2)"),
-    ("mini", {"truncate_to": "4k"}, "maps.main: 2k is what the maps are trained on, but the study has the length 4k"),
-    ("mini", {"benchmarks.longbench.lengths": ["4k"]}, "maps.main: 2k is what the maps are trained on, but the study"),
-    ("mini", {"benchmarks.babilong.lengths": ["512"]}, "benchmarks.babilong: length 512: babilong needs at least 1024"),
-    ("mini", {"benchmarks.longbench.lengths": None}, "tables: natural_main shows one length of longbench"),
-    ("mini", {"methods": ["full", "topk_phi"]}, "methods: topk is missing, which tables of the paper, mismatch and "),
-    ("mini", {"methods": ["full", "topk_best"]}, "methods: topk_best is not one of full, topk, topk_phi, "),
+    ("mini", {"phi.gpus": 2, "phi.sequences_per_step": 3}, "sequences_per_step (3) is not a multiple of gpus (2)"),
+    ("mini", {"truncate_to": "4k"}, "maps.main: trained on 2k, but the study evaluates 4k"),
+    ("mini", {"benchmarks.longbench.lengths": ["4k"]}, "maps.main: trained on 2k, but the study evaluates 4k"),
+    ("mini", {"methods": ["full", "topk_phi"]}, "methods, of tables of the paper: topk is not one of full, topk_phi"),
     ("mini", {"fidelity.methods": ["topk_best"]}, "fidelity.methods: topk_best is not one of "),
+    ("mini", {"fidelity.methods": ["topk_phi"]}, "fidelity.methods: topk_phi is not one of "),
     ("mini", {"diagnostics.budget": 3}, "diagnostics.budget: 3 is not one of 2, 4, 8"),
     ("mini", {"diagnostics.backbones": ["1b"]}, "diagnostics.backbones: 1b is not one of smol"),
-    ("mini", {"mismatch.maps": ["256", "2k"]}, "mismatch.maps: 256 is not one of 512, 1k, 2k"),
+    ("mini", {"mismatch.budget": 3}, "mismatch.budget: 3 is not one of 2, 4, 8"),
     ("mini", {"ablations.budget": 3}, "ablations.budget: 3 is not one of 2, 4, 8"),
-    ("mini", {"ablations.benchmarks": ["babilong"], "benchmarks.babilong.lengths": ["2k"]}, "ablations.length: 1k is "),
     (
         "mini",
         {"ablations.benchmarks": ["longbench"], "benchmarks.longbench.lengths": ["1k"]},
-        "ablations.benchmarks: prompts of longbench are up to truncate_to (2k) long, beyond ablations.length (1k)",
+        "ablations.benchmarks: longbench has prompts of up to 2k, its maps only 1k",
     ),
-    (
-        "mini",
-        {"ablations.backbones": [], "figures": {}},
-        "tables: dphi_ablation needs a backbone in ablations.back",
-    ),
-    ("mini", {"diagnostics.backbones": []}, "tables: exact_accounting needs a backbone in diagnostics.backbones"),
-    ("mini", {"fidelity.lengths": [], "fidelity.prompts_at": []}, "tables: fidelity needs a length in fidelity.len"),
-    (
-        "mini",
-        {"fidelity.lengths": ["1k"], "fidelity.benchmarks": ["longbench"], "figures": {}},
-        "tables: fidelity_answers needs one of fidelity.benchmarks at one of fidelity.prompts_at",
-    ),
-    ("mini", {"tables": ["table_nine"]}, "tables: table_nine is not one of natural_main, stress_1pct, "),
-    ("mini", {"tables": ["runtime_1b"]}, "tables: runtime_1b is not one of natural_main, "),
-    ("mini", {"figures.heat": {}}, "figures: heat is not one of fidelity, fidelity_tokens, error_by_k, "),
+    ("mini", {"figures.heat": {}}, "heat is not one of fidelity, fidelity_tokens, error_by_k, "),
     ("mini", {"figures.fixedk_breakdown_x": {"backbone": "smol"}}, "figures.fixedk_breakdown_x.corpus: missing key"),
-    ("mini", {"figures.fidelity.texts": ["wiki", "pydoc"]}, "figures.fidelity.texts: pydoc is not one of wiki, code, "),
-    ("mini", {"figures.ablation_kernel_fidelity.variants": ["dphi_7"]}, "figures.ablation_kernel_fidelity.variants: d"),
-    ("methods", {"residuals.methods": ["topk", "full"]}, "residuals.methods: full is not one of topk, topk_phi, "),
-    ("methods", {"residuals.methods": ["topk_moments"]}, "residuals.methods: topk is missing, with which the others "),
-    ("methods", {"residuals.corpora": ["cwe"]}, "residuals.corpora.0: cwe is not one of "),
-    (
-        "methods",
-        {"residuals.backbones": [], "figures": {}},
-        "tables: residual_estimators needs a backbone in",
-    ),
-    ("methods", {"residuals.budgets": [2]}, "residuals.budgets, as residual_estimators shows: 0.5 is not one of 2"),
-    ("methods", {"residuals.corpora": ["books"], "figures": {}}, "tables: deployable needs a length and a text of r"),
-    ("methods", {"figures.error_by_k.texts": ["pydoc"]}, "figures.error_by_k.texts: pydoc is not one of wiki, code"),
+    ("mini", {"figures.fidelity.maps": ["2k"]}, "figures.fidelity.maps: unknown key"),
+    ("mini", {"figures.fidelity.texts": ["wiki", "pydoc"]}, "figures.fidelity: pydoc is not one of wiki, code, ruler"),
+    ("methods", {"residuals.methods": ["topk_moments"]}, "residuals.methods: topk is not one of topk_moments"),
+    ("methods", {"residuals.corpora": ["cwe"]}, "residuals.corpora.0: Input should be "),
+    ("methods", {"residuals.budgets": [2]}, "budgets, of the table residual_estimators: 0.5 is not one of 2"),
+    ("methods", {"figures.error_by_k.texts": ["pydoc"]}, "figures.error_by_k: pydoc is not one of wiki, code"),
 ]
-"""A study, what is changed in it by dotted key (`...` takes it out), and the beginning of the message."""
+"""A study, what is changed in it by dotted key (`...` takes it out), and words of the message."""
 
 
-@pytest.mark.parametrize(("study", "changes", "line"), STUDIES)
-def test_a_wrong_study(study: str, changes: dict[str, Any], line: str, checkout: Path) -> None:
+@pytest.mark.parametrize(("study", "changes", "words"), STUDIES)
+def test_a_wrong_study(study: str, changes: dict[str, Any], words: str, checkout: Path) -> None:
     change(checkout, study, changes)
     said = configuration_error(checkout)
-    assert said.startswith(f"config/studies/{study}.yaml: {line}") and "\n" not in said
+    assert said.startswith(f"config/studies/{study}.yaml:") and words in said and "\n" not in said, said
 
 
 def change(checkout: Path, study: str, changes: dict[str, Any]) -> None:
@@ -194,55 +147,77 @@ def change(checkout: Path, study: str, changes: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(protocol))
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"figures.entropy_gain.corpus": "poems"}, "corpus 'poems' is not in config/studies/mini.yaml, which has wiki"),
-        ({"diagnostics.lengths": ["2k"]}, "length '1k' is not in diagnostics.lengths of config/studies/mini.yaml"),
-        ({"figures.training_curves.maps": ["4k"]}, "maps '4k' is not in config/studies/mini.yaml, which has 512, 1k"),
-        ({"fidelity.lengths": ["1k"]}, "length '2k' is not in fidelity.lengths of config/studies/mini.yaml, which has"),
-    ],
-)
-def test_what_a_figure_needs_and_no_job_makes(changes: dict[str, Any], line: str, checkout: Path) -> None:
-    change(checkout, "mini", changes)
+MINI = "config/studies/mini.yaml"
+BABILONG = "generate smol benchmark=babilong length=512 group=main tasks=all"
+JOBS: list[tuple[dict[str, Any], str, str]] = [
+    ({"diagnostics.corpora": ["wiki"]}, "capture smol corpus=cwe length=1k", f"corpus 'cwe' is not in {MINI}, which"),
+    ({"diagnostics.lengths": ["2k"]}, "capture smol corpus=wiki length=1k", "length '1k' is not in diagnostics.length"),
+    ({"maps.trained": ["512", "1k"]}, "train smol maps=2k", f"maps '2k' is not in {MINI}, which has 512, 1k"),
+    ({"fidelity.lengths": ["1k"]}, "force smol length=2k", "length '2k' is not in fidelity.lengths of config/studies/"),
+    ({"benchmarks.babilong.lengths": ["512"]}, BABILONG, "length 512: babilong needs at least 1024"),
+    ({"methods": ["full", "topk_best"]}, "force smol length=1k", "method 'topk_best' is unknown; the most similar "),
+    ({"residuals.methods": ["topk", "full"]}, "residual_errors smol length=1k", "arm 'full': full takes no budget_p"),
+    ({}, "table study=mini label=table_nine", f"table 'table_nine' is not in {MINI}, which has natural_main, "),
+    ({}, "table study=mini label=runtime_1b", f"table 'runtime_1b' is not in {MINI}, which has natural_main, "),
+    ({"ablations.backbones": []}, "table study=mini label=dphi_ablation", f"{MINI}: tables: dphi_ablation has noth"),
+    ({"diagnostics.backbones": []}, "table study=mini label=exact_accounting", f"{MINI}: tables: exact_accounting h"),
+    ({"fidelity.prompts_at": []}, "table study=mini label=fidelity_answers", f"{MINI}: tables: fidelity_answers has"),
+    ({}, "comparison study=mini", f"{MINI}: tables: has none to compare with the paper's; add one"),
+    ({}, "numbers study=mini", f"{MINI}: tables: has none whose numbers could be quoted; add one"),
+    ({}, "document study=mini", f"{MINI}: tables, figures: has neither for a document; add one"),
+]
+"""What is changed in a mini study without tables and figures, a job, and how the line begins that refuses it."""
+
+
+@pytest.mark.parametrize(("changes", "job", "line"), JOBS)
+def test_a_job_that_the_study_cannot_have(changes: dict[str, Any], job: str, line: str, checkout: Path) -> None:
+    stage, *words = job.replace(" smol ", " backbone=smol ").split()
+    change(checkout, "mini", {"tables": [], "figures": {}} | changes)
+    plan, place = plan_of(checkout), dict(word.split("=") for word in words)
+    with pytest.raises(SystemExit) as refused:
+        plan.work(stage, Wildcards(fromdict=place))
+    assert str(refused.value).startswith(line)
+
+
+def test_a_figure_of_what_no_job_makes_ends_the_run(checkout: Path) -> None:
+    change(checkout, "mini", {"figures.entropy_gain.corpus": "poems"})
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
-    assert run.code == 1 and run.said[-1].startswith(line), run.output
+    assert run.code == 1 and run.said[-1].startswith(f"corpus 'poems' is not in {MINI}, which has wiki, cwe")
 
 
-def test_a_study_may_not_be_called_like_the_papers_tables(checkout: Path) -> None:
-    shutil.copy(checkout / "config/studies/mini.yaml", checkout / "config/studies/published.yaml")
-    assert configuration_error(checkout).startswith("config/studies: 'published.yaml': a study's name has letters")
+def test_a_wrong_key_of_a_variant_ends_its_training() -> None:
+    config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    config["variants"]["kl_only"]["objective"]["nome"] = 1
+    with pytest.raises(SystemExit, match="^config/config.yaml: variants.kl_only.objective.nome: unknown key"):
+        load(ROOT, config).work("train_variants", Wildcards(fromdict={"backbone": "smol", "maps": "1k"}))
 
 
-def test_a_study_may_leave_comparisons_out(checkout: Path) -> None:
-    path = checkout / "config" / "studies" / "mini.yaml"
-    study = yaml.safe_load(path.read_text())
-    study["benchmarks"] = {"babilong": study["benchmarks"]["babilong"] | {"lengths": ["2k"]}}
-    study["mismatch"]["backbones"], study["ablations"]["backbones"] = [], []
-    study["fidelity"] |= {"lengths": [], "benchmarks": [], "prompts_at": []}
-    study["tables"] = ["stress_1pct", "babilong_sweep"]
-    study["figures"] = {"training_curves": {"backbone": "smol", "maps": ["1k"]}}
-    study["residuals"] |= {"backbones": []}
-    study["diagnostics"] |= {"backbones": [], "corpora": ["wiki"]}
-    path.write_text(yaml.safe_dump(study))
-    assert configuration_error(checkout) == ""
+@pytest.mark.parametrize("name", ["published", "$(touch pwned)"])
+def test_a_name_that_no_study_may_have(name: str, checkout: Path) -> None:
+    shutil.copy(checkout / "config/studies/mini.yaml", checkout / f"config/studies/{name}.yaml")
+    line = f"config/studies: '{name}.yaml': a study's name has letters, digits, _ and - only"
+    assert configuration_error(checkout).startswith(line)
+
+
+def test_a_study_may_leave_most_out(checkout: Path) -> None:
+    babilong = yaml.safe_load((ROOT / MINI).read_text())["benchmarks"]["babilong"]
+    leaner = {
+        "benchmarks": {"babilong": babilong | {"lengths": ["2k"]}}, "mismatch.backbones": [], "ablations.backbones": [],
+        "fidelity.lengths": [], "fidelity.benchmarks": [], "fidelity.prompts_at": [], "residuals.backbones": [],
+        "tables": ["stress_1pct", "babilong_sweep"], "diagnostics.backbones": [],
+        "figures": {"training_curves": {"backbone": "smol", "maps": ["1k"]}},
+    }  # fmt: skip
+    change(checkout, "mini", leaner)
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
     assert run.jobs == {
         "all": 1, "assets": 1, "prompts": 1, "train": 2, "generate": 1, "score": 1, "table": 2,
         "comparison": 1, "numbers": 1, "figure": 1, "document": 1, "runtime": 1, "report": 1, "total": 15,
     }, run.output  # fmt: skip
-    study["tables"] = []
-    path.write_text(yaml.safe_dump(study))
-    plan = plan_of(checkout)
-    assert plan.rendered("mini")[0] == "paper_tables/mini/main.tex"
-    with pytest.raises(SystemExit, match="^config/studies/mini.yaml: tables: has none to compare"):
-        plan.work("comparison", Wildcards(fromdict={"study": "mini"}))
-    study["figures"] = {}
-    path.write_text(yaml.safe_dump(study))
+    change(checkout, "mini", {"tables": []})
+    assert plan_of(checkout).rendered("mini")[0] == "paper_tables/mini/main.tex"
+    change(checkout, "mini", {"figures": {}})
     plan = plan_of(checkout)
     assert plan.rendered("mini") == [] and plan.targets("mini") == plan.results("mini")
-    with pytest.raises(SystemExit, match="^config/studies/mini.yaml: tables, figures: has neither"):
-        plan.work("document", Wildcards(fromdict={"study": "mini"}))
 
 
 def plan_of(checkout: Path) -> Plan:

@@ -1,7 +1,6 @@
-"""What a study makes, and what each of its jobs reads and is told.
+"""What a study makes, and what each of its jobs reads and is told: one method of `Plan` for each stage.
 
-The rules of the workflow take inputs and specs from a `Plan`; the functions behind them, one for each stage, are in
-`study.stages` and `study.rendering`. The DAG itself is Snakemake's.
+The rules of the workflow take inputs and specs from it. The DAG itself is Snakemake's.
 """
 
 from __future__ import annotations
@@ -11,24 +10,41 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from snakemake.io import expand
 
-from residual_mass.core.settings import to_json
-from residual_mass.paper.comparison import COMPARED
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.benchmarks.columns import decoding_words
+from residual_mass.core.settings import MapsSpec, length_and_variant, maps_label, to_json, tokens_of
+from residual_mass.diagnostics import PROMPT_PACKS
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import ArmSpec, own_identities
+from residual_mass.paper import published as of_the_paper
+from residual_mass.paper.comparison import COMPARED, settings_of
+from residual_mass.paper.tables import RUNTIME, TABLES, find
+from residual_mass.paper.titles import benchmark_title
 from residual_mass.provenance import MANIFEST
-from residual_mass.study import paths, rendering, stages
-from residual_mass.study.config import Configuration, Study, file_of
+from residual_mass.recipes import RECIPES
+from residual_mass.study import paths, specs
+from residual_mass.study.config import Configuration, file_of
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.sections import BackboneSettings
-from residual_mass.study.specs import BackboneSpec
-from residual_mass.study.stages import Wildcards, Work, benchmark_results, known, shared, task_files
+from residual_mass.study.figures import FIGURES, kind_of
+from residual_mass.study.labels import METHODS
+from residual_mass.study.sections import Decoding, Figure, Study
+from residual_mass.study.values import parsed
+
+Wildcards = Any
+"""Of a Snakemake job: its wildcards as attributes."""
+Work = tuple[Mapping[str, str | list[str]], Any]
+"""What a job reads, by the flag of its stage, and its spec; None for a stage without."""
+Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The studies of a checkout.
+    """The studies of a checkout. A method with the name of a stage says what the stage's jobs read and are told.
 
     Attributes:
         root: the checkout.
@@ -50,102 +66,18 @@ class Plan:
 
     def work(self, stage: str, wildcards: Wildcards) -> Work:
         """What a job reads and is told; a wildcard that the configuration does not know ends the run in one line."""
-        function = getattr(rendering, stage, None) or getattr(stages, stage)
         try:
-            return function(self, wildcards)
+            work: Work = getattr(self, stage)(wildcards)
         except ValueError as error:
             sys.exit(str(error))
-
-    @property
-    def assets_folder(self) -> Path:
-        return Path(self.configuration.main.assets)
-
-    @property
-    def assets_manifest(self) -> str:
-        return str(self.assets_folder / MANIFEST)
-
-    @property
-    def variants_phi(self) -> list[str]:
-        """Files of the variants, as one rule makes them."""
-        return [paths.VARIANT_PHI.replace("{variant}", variant) for variant in self.variants]
-
-    def here(self, path: str) -> str:
-        """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
-        return os.path.relpath(self.root / path)
-
-    # ---- studies and backbones ---------------------------------------------------------------------------------------
-
-    @property
-    def studies(self) -> dict[str, Study]:
-        return self.configuration.studies
-
-    @property
-    def variants(self) -> list[str]:
-        """Labels of the feature maps that the ablations train beside a study's own."""
-        return sorted(self.configuration.main.variants)
-
-    def backbones_of(self, study: str) -> list[str]:
-        return self.configuration.backbones_of(study)
-
-    def backbone_spec(self, name: str) -> BackboneSpec:
-        backbone = self.configuration.main.backbones[known("backbone", name, self.configuration.main.backbones)]
-        return BackboneSpec(name=name, **shared(BackboneSettings, backbone))
-
-    def backbone_specs(self, study: str) -> tuple[BackboneSpec, ...]:
-        return tuple(map(self.backbone_spec, self.backbones_of(study)))
-
-    def titles(self, names: Iterable[str]) -> dict[str, str]:
-        return {name: self.configuration.main.backbones[name].title for name in names}
-
-    def study_named(self, wildcards: Wildcards) -> Study:
-        return self.studies[known("study", wildcards.study, self.studies, "config/studies")]
-
-    def study_of(self, wildcards: Wildcards, section: str = "") -> Study:
-        """The study of the wildcards' backbone, after a check of the other wildcards against it.
-
-        Args:
-            section: the section of the study that lists the lengths of these jobs; empty for those of a benchmark.
-
-        Raises:
-            ValueError: a wildcard is not in the configuration; lists what is.
-        """
-        name = self.backbone_spec(wildcards.backbone).study
-        study, where, given = self.studies[name], file_of(name), dict(wildcards.items())
-        if benchmark := given.get("benchmark"):
-            known("benchmark", benchmark, study.benchmarks, where)
-        lengths = getattr(study, section).lengths if section else study.lengths_of(given.get("benchmark", ""))
-        options: dict[str, tuple[Iterable[str], str]] = {
-            "length": (lengths, f"{section}.lengths of {where}" if section else where),
-            "maps": (study.maps.trained, where),
-            "corpus": (study.diagnostics.corpora, where),
-            "comparison": (["mismatch", *self.ablations], "config/config.yaml"),
-            "ablation": (self.ablations, "config/config.yaml"),
-        }
-        for kind, (values, place) in options.items():
-            if kind in given:
-                known(kind, given[kind], values, place)
-        if "tasks" in given:
-            known("task file", given["tasks"], task_files(study, given["benchmark"], given["length"]), where)
-        return study
-
-    @property
-    def ablations(self) -> list[str]:
-        """Names of the ablation tables."""
-        return list(dataclasses.asdict(self.configuration.main.ablations))
-
-    def examples_of(self, study: Study, benchmark: str) -> int:
-        """Examples per task that are decoded."""
-        return self.configuration.main.examples or study.benchmarks[benchmark].examples
-
-    # ---- targets -----------------------------------------------------------------------------------------------------
+        return work
 
     def results(self, study: str) -> list[str]:
         """Every result CSV that `all` makes."""
         protocol, names = self.studies[study], self.backbones_of(study)
-        place = {"backbone": names, "length": protocol.fidelity.lengths}
         compared, captured = protocol.residuals, protocol.diagnostics.backbones
         return [
-            *expand(paths.FIDELITY, **place),
+            *expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths),
             *(path for benchmark in protocol.benchmarks for path in benchmark_results(protocol, names, benchmark)),
             *expand(paths.MISMATCH, backbone=protocol.mismatch.backbones),
             *expand(paths.ABLATION, ablation=self.ablations, backbone=protocol.ablations.backbones),
@@ -170,6 +102,469 @@ class Plan:
         rendered = self.rendered(study)
         return [*self.results(study), *rendered, *([paths.REPORT] if rendered else [])]
 
+    # ---- studies and backbones ---------------------------------------------------------------------------------------
+
+    @property
+    def assets_folder(self) -> Path:
+        return Path(self.configuration.main.assets)
+
+    @property
+    def assets_manifest(self) -> str:
+        return str(self.assets_folder / MANIFEST)
+
+    @property
+    def variants_phi(self) -> list[str]:
+        """Files of the variants, as one rule makes them."""
+        return [paths.VARIANT_PHI.replace("{variant}", variant) for variant in self.variants]
+
+    @property
+    def studies(self) -> dict[str, Study]:
+        return self.configuration.studies
+
+    @property
+    def variants(self) -> list[str]:
+        """Labels of the feature maps that the ablations train beside a study's own."""
+        return sorted(self.configuration.main.variants)
+
+    @property
+    def ablations(self) -> list[str]:
+        """Names of the ablation tables."""
+        return list(vars(self.configuration.main.ablations))
+
+    def backbones_of(self, study: str) -> list[str]:
+        return self.configuration.backbones_of(study)
+
+    def backbone_spec(self, name: str) -> specs.BackboneSpec:
+        backbones = self.configuration.main.backbones
+        return filled(specs.BackboneSpec, backbones[known("backbone", name, backbones)], name=name)
+
+    def backbone_specs(self, study: str) -> tuple[specs.BackboneSpec, ...]:
+        return tuple(map(self.backbone_spec, self.backbones_of(study)))
+
+    def titles(self, names: Iterable[str]) -> dict[str, str]:
+        return {name: self.configuration.main.backbones[name].title for name in names}
+
+    def template(self, name: str) -> str:
+        return self.here(paths.TEMPLATE.format(name=name))
+
+    def here(self, path: str) -> str:
+        """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
+        return os.path.relpath(self.root / path)
+
+    def study_named(self, wildcards: Wildcards) -> Study:
+        return self.studies[known("study", wildcards.study, self.studies, "config/studies")]
+
+    def study_of(self, wildcards: Wildcards, section: str = "", backbone: str = "") -> Study:
+        """The study of the wildcards' backbone, after a check of the other wildcards against it.
+
+        Args:
+            section: the section of the study that lists the lengths of these jobs; empty for those of a benchmark.
+            backbone: in place of the wildcards'.
+
+        Raises:
+            ValueError: a wildcard is not in the configuration; lists what is.
+        """
+        name = self.backbone_spec(backbone or wildcards.backbone).study
+        study, where, given = self.studies[name], file_of(name), dict(wildcards.items())
+        benchmark = known("benchmark", given.get("benchmark", ""), ["", *study.benchmarks], where)
+        lengths = getattr(study, section).lengths if section else study.lengths_of(benchmark)
+        options: dict[str, tuple[Iterable[str], str]] = {
+            "length": (lengths, f"{section}.lengths of {where}" if section else where),
+            "maps": (study.maps.trained, where),
+            "corpus": (study.diagnostics.corpora, where),
+            "comparison": (["mismatch", *self.ablations], "config/config.yaml"),
+            "ablation": (self.ablations, "config/config.yaml"),
+            "tasks": (task_files(study, benchmark, given["length"]) if "tasks" in given else (), where),
+        }
+        for kind in options.keys() & given.keys():
+            known(kind, given[kind], *options[kind])
+        return study
+
+    def examples_of(self, study: Study, benchmark: str) -> int:
+        """Examples per task that are decoded."""
+        return self.configuration.main.examples or study.benchmarks[benchmark].examples
+
+    def spec_of(self, spec: type[Made], stage: str, w: Wildcards, *sources: Any, **given: Any) -> Made:
+        """A spec with the backbone of the wildcards, its study and the stage's recipe."""
+        backbone = self.backbone_spec(w.backbone)
+        about = SimpleNamespace(study=backbone.study, backbone=backbone, recipe=RECIPES[stage])
+        return filled(spec, about, w, *sources, **given)
+
+    # ---- prompts and maps --------------------------------------------------------------------------------------------
+
+    def prompts(self, w: Wildcards) -> Work:
+        """The examples of a benchmark, frozen once for all backbones with a tokenizer."""
+        backbones = self.configuration.main.backbones.values()
+        known("tokenizer", w.tokenizer, sorted({backbone.tokenizer for backbone in backbones}))
+        owner = self.backbone_spec(self.configuration.tokenizer_owner(w.tokenizer))
+        study = self.study_of(w, backbone=owner.name)
+        forced = study.fidelity
+        spec = filled(
+            specs.PromptsSpec, w, study.benchmarks[w.benchmark], owner,
+            tokenizer_source="hub" if owner.source == "hub" else "assets",
+            examples=max(
+                self.examples_of(study, w.benchmark),
+                forced.examples if forced.lengths and w.benchmark in forced.benchmarks else 0,
+            ),
+            recipe=RECIPES["prompts"],
+        )  # fmt: skip
+        return {"assets": self.assets_manifest}, spec
+
+    def train(self, w: Wildcards) -> Work:
+        """The study's own recipe."""
+        return self._training(w, {"ours": {}})
+
+    def train_variants(self, w: Wildcards) -> Work:
+        return self._training(w, self.configuration.main.variants)
+
+    def _training(self, w: Wildcards, variants: Mapping[str, Mapping[str, Any]]) -> Work:
+        """One training job; its GPUs are a resource of the job and no part of the spec."""
+        study = self.study_of(w)
+
+        def variant(label: str, changes: Mapping[str, Any]) -> specs.VariantSpec:
+            where = f"config/config.yaml: variants.{label}."
+            parts = ((name, getattr(study.phi, name)) for name in ("map", "objective"))
+            made = {name: changed(part, changes.get(name, {}), f"{where}{name}.") for name, part in parts}
+            return specs.VariantSpec(label, **made)
+
+        every = tuple(variant(*item) for item in sorted(variants.items()))
+        given = {"name": "study", "length": w.maps, "variants": every}
+        return {"assets": self.assets_manifest}, self.spec_of(specs.TrainSpec, "train", w, study.phi, study, **given)
+
+    # ---- given continuations -----------------------------------------------------------------------------------------
+
+    def force(self, w: Wildcards) -> Work:
+        """Given continuations under every arm: those of the main group, and on documents further ones."""
+        study = self.study_of(w, "fidelity")
+        forced, maps = study.fidelity, forced_maps(study, [w.backbone])
+        asked = [name for name in forced.benchmarks if w.length in study.answered_lengths(name)]
+        others = [("topk_phi", label) for label in maps[1:]]
+        others += [(name, study.maps.main if method_named(name).needs_maps else None) for name in forced.methods]
+        arms = main_arms(study)
+        further = tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets)
+        prompts = (
+            filled(specs.AskedSpec, study.benchmarks[name], benchmark=name, examples=forced.examples) for name in asked
+        )
+        spec = self.spec_of(
+            specs.ForceSpec, "force", w, forced, study,
+            asked=tuple(prompts), arms=arms, arms_of_documents=further, maps=maps_specs(maps),
+            residuals=own_identities((*arms, *further)),
+        )  # fmt: skip
+        files = {"prompts": [self._prompts_of(w, name) for name in asked], "phi": self._phi(w, maps)}
+        return {"assets": self.assets_manifest, **files}, spec
+
+    def fidelity(self, w: Wildcards) -> Work:
+        study = self.study_of(w, "fidelity")
+        spec = self.spec_of(specs.FidelitySpec, "fidelity", w, study.score)
+        return {"forced": paths.FORCED.format(backbone=w.backbone, length=w.length)}, spec
+
+    # ---- generated answers -------------------------------------------------------------------------------------------
+
+    def generate(self, w: Wildcards) -> Work:
+        """Answers of a group of arms to some tasks of a benchmark."""
+        study = self.study_of(w)
+        maps, arms = self._group_maps(study, w.group), main_arms(study)
+        if w.group != "main":  # one method at one budget under different maps
+            budget = study.mismatch.budget if w.group == "mismatch" else study.ablations.budget
+            arms = tuple(ArmSpec("topk_phi", budget, label) for label in maps)
+        spec = self.spec_of(
+            specs.GenerateSpec, "generate", w, study.benchmarks[w.benchmark], study,
+            tasks=tasks_of(w.benchmark, tokens_of(w.length)) if w.tasks == "all" else (w.tasks,),
+            examples=self.examples_of(study, w.benchmark), arms=arms, maps=maps_specs(maps),
+            allow_extrapolation=w.group == "mismatch",  # what it shows; refused everywhere else
+            residuals=own_identities(arms),
+        )  # fmt: skip
+        files = {"prompts": self._prompts_of(w, w.benchmark), "phi": self._phi(w, maps)}
+        return {"assets": self.assets_manifest, **files}, spec
+
+    def score(self, w: Wildcards) -> Work:
+        """Scores of the main arms; for a comparison those of its maps as well."""
+        study, compared = self.study_of(w), w.get("comparison")
+        benchmark, groups = study.benchmarks[w.benchmark], ["main"]
+        if compared:
+            group = "mismatch" if compared == "mismatch" else "ablation"
+            groups += [group] * bool(self._group_maps(study, group))
+        decoding = {field.name: getattr(benchmark, field.name) for field in dataclasses.fields(Decoding)}
+        del decoding["batch_tokens"]
+        spec = self.spec_of(
+            specs.ScoreSpec, "score", w, benchmark, study.score,
+            seed=study.score.seed, examples=self.examples_of(study, w.benchmark),
+            arms=self._compared_arms(study, compared) if compared else None,
+            decoding=decoding_words(**decoding, truncate_to=study.truncate_to),
+        )  # fmt: skip
+        place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
+        tasks = task_files(study, w.benchmark, w.length)
+        generations = expand(paths.GENERATIONS, **place, group=groups, tasks=tasks)
+        return {"prompts": self._prompts_of(w, w.benchmark), "generations": generations}, spec
+
+    def mismatch(self, w: Wildcards) -> Work:
+        place = {"comparison": "mismatch", "benchmark": "ruler", "length": self.study_of(w).mismatch.lengths}
+        return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
+
+    def ablation(self, w: Wildcards) -> Work:
+        ablated = self.study_of(w).ablations
+        place = {"comparison": w.ablation, "benchmark": ablated.benchmarks, "length": ablated.length}
+        return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
+
+    def compared_maps(self, study: Study, comparison: str) -> tuple[str, ...]:
+        """Labels of the maps that a comparison is about, in the order of its table's rows."""
+        if comparison == "mismatch":
+            return study.mismatch.maps
+        rows = getattr(self.configuration.main.ablations, comparison)
+        return tuple(maps_label(study.ablations.length, "" if row == "ours" else row) for row in rows)
+
+    def _group_maps(self, study: Study, group: str) -> list[str]:
+        """Labels of the maps that a group of arms uses; what the main group decodes is not decoded again."""
+        if group == "main":
+            return [study.maps.main]
+        of_ablations = [maps_label(study.ablations.length, each) for each in ("", *self.variants)]
+        labels = study.mismatch.maps if group == "mismatch" else of_ablations
+        return [label for label in labels if label != study.maps.main]
+
+    def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
+        budget = study.mismatch.budget if comparison == "mismatch" else study.ablations.budget
+        rows = (ArmSpec("topk_phi", budget, maps) for maps in self.compared_maps(study, comparison))
+        own = (ArmSpec(name, budget) for name in own_methods(study, budget))
+        return (ArmSpec("full"), ArmSpec("topk", budget), *rows, *own)
+
+    # ---- measurements ------------------------------------------------------------------------------------------------
+
+    def capture(self, w: Wildcards) -> Work:
+        study = self.study_of(w, "diagnostics")
+        maps = maps_specs([study.maps.main])[0]
+        spec = self.spec_of(specs.CaptureSpec, "capture", w, study.diagnostics, study, maps=maps)
+        phi = self._phi(w, [study.maps.main])
+        return {"assets": self.assets_manifest, "phi": phi, "prompts": self._prompts_of_packs(w)}, spec
+
+    def kernels(self, w: Wildcards) -> Work:
+        """Kernels of the main maps, and at the ablations' point of theirs as well."""
+        study = self.study_of(w, "diagnostics")
+        captured = study.diagnostics
+        ablated = w.backbone in study.ablations.backbones and w.length == study.ablations.length
+        maps = [study.maps.main, *(self._group_maps(study, "ablation") if ablated else [])]
+        spec = self.spec_of(
+            specs.KernelsSpec, "kernels", w, captured.head, captured, study,
+            budget_percent=captured.budget, maps=maps_specs(maps),
+        )  # fmt: skip
+        return {"assets": self.assets_manifest, "phi": self._phi(w, maps), "prompts": self._prompts_of_packs(w)}, spec
+
+    def findings(self, w: Wildcards) -> Work:
+        """What is read out of the captures of all texts and lengths."""
+        study = self.study_of(w)
+        captured = study.diagnostics
+        known("backbone", w.backbone, captured.backbones, "diagnostics.backbones of its study")
+        spec = self.spec_of(
+            specs.FindingsSpec, "findings", w, study.score,
+            budget_percent=captured.budget, corpus=captured.corpora[0], length=max(captured.lengths, key=tokens_of),
+        )  # fmt: skip
+        place = {"backbone": w.backbone, "corpus": captured.corpora, "length": captured.lengths}
+        return {"heads": expand(paths.HEADS, **place), "mass": expand(paths.MASS, **place)}, spec
+
+    def residual_errors(self, w: Wildcards) -> Work:
+        study = self.study_of(w, "residuals")
+        compared, maps = study.residuals, residual_maps(study)
+        identities = own_identities(ArmSpec(name, compared.budgets[0]) for name in compared.methods)
+        spec = self.spec_of(
+            specs.ResidualErrorsSpec, "residual_errors", w, compared, study.score, study,
+            maps=next(iter(maps_specs(maps)), None), residuals=identities,
+        )  # fmt: skip
+        return {"assets": self.assets_manifest, "phi": self._phi(w, maps)}, spec
+
+    def runtime(self, w: Wildcards) -> Work:
+        study = self.study_of(w)
+        own = tuple(name for name in own_methods(study) if method_named(name).fused)
+        spec = self.spec_of(specs.RuntimeSpec, "runtime", w, study.runtime, study, map=study.phi.map, own_methods=own)
+        return {"assets": self.assets_manifest}, spec
+
+    def _phi(self, w: Wildcards, maps: Iterable[str]) -> list[str]:
+        return expand(paths.PHI, backbone=w.backbone, maps=maps)
+
+    def _prompts_of(self, w: Wildcards, benchmark: str) -> str:
+        tokenizer = self.backbone_spec(w.backbone).tokenizer
+        return paths.PROMPTS.format(benchmark=benchmark, tokenizer=tokenizer, length=w.length)
+
+    def _prompts_of_packs(self, w: Wildcards) -> list[str]:
+        """RULER's frozen prompts, where the packs are made of them."""
+        return [self._prompts_of(w, "ruler")] if w.corpus in PROMPT_PACKS else []
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def table(self, w: Wildcards) -> Work:
+        """Any registered table may be asked for, listed in the study or not."""
+        study, names = self.study_named(w), self.backbones_of(w.study)
+        labels = [*(label for label in TABLES if label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
+        known("table", w.label, labels, file_of(w.study))
+        results, shown = self._shown_by(study, names, w.label)
+        if not results:
+            raise ValueError(f"{file_of(w.study)}: tables: {w.label} has nothing to show; take it out")
+        shown = {"backbones": names, "budgets": study.budgets, "lengths": (), "benchmarks": ()} | shown
+        titles = self.titles(shown["backbones"])
+        spec = specs.TableSpec(study=w.study, label=w.label, backbone_titles=titles, **shown)
+        return {"results": results, "template": self.template(template_of(w.label))}, spec
+
+    def _shown_by(self, study: Study, names: list[str], label: str) -> tuple[list[str], dict[str, Any]]:
+        """The files that a table shows, and where they are not of the whole study, what of it they are of."""
+        table, forced, compared = find(label), study.fidelity, study.residuals
+        mismatch, ablations, captured = study.mismatch, study.ablations, study.diagnostics
+        match table.of:
+            case "scores":
+                of = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
+                return [path for name in of for path in benchmark_results(study, names, name)], {
+                    "lengths": sorted({length for each in of.values() for length in each}, key=tokens_of),
+                    "lengths_of": of,
+                    "benchmarks": sorted(study.benchmarks),
+                    "own_methods": own_methods(study),
+                }
+            case "fidelity":
+                shown = {"lengths": forced.lengths, "maps": forced_maps(study, names)}
+                return expand(paths.FIDELITY, backbone=names, length=forced.lengths), shown
+            case "answers":
+                of = {name: study.answered_lengths(name) for name in forced.benchmarks}
+                lengths = [length for length in forced.lengths if any(length in each for each in of.values())]
+                shown = {"lengths": lengths, "lengths_of": of, "benchmarks": forced.benchmarks}
+                return expand(paths.FIDELITY, backbone=names, length=lengths), shown | {"maps": [study.maps.main]}
+            case "residuals":  # with the fidelity of the same methods and the logs of their maps
+                of_both = [length for length in compared.lengths if length in forced.lengths]
+                return [
+                    *expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths),
+                    *expand(paths.FIDELITY, backbone=compared.backbones, length=of_both),
+                    *expand(paths.TRAINING_LOG, backbone=compared.backbones, maps=residual_maps(study)),
+                ], {"backbones": compared.backbones, "lengths": compared.lengths}
+            case "mismatch":
+                return expand(paths.MISMATCH, backbone=mismatch.backbones), {
+                    "backbones": mismatch.backbones,
+                    "lengths": mismatch.lengths,
+                    "maps": mismatch.maps,
+                    "budgets": [mismatch.budget],
+                    "benchmarks": ["ruler"],
+                    "own_methods": own_methods(study, mismatch.budget),
+                }
+            case "dphi" | "loss":
+                return expand(paths.ABLATION, ablation=table.of, backbone=ablations.backbones), {
+                    "backbones": ablations.backbones,
+                    "benchmarks": ablations.benchmarks,
+                    "lengths": [ablations.length],
+                    "budgets": [ablations.budget],
+                    "maps": self.compared_maps(study, table.of),
+                    "own_methods": own_methods(study, ablations.budget),
+                }
+            case "diagnostics":
+                shown = {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
+                return expand(paths.ACCOUNTING, backbone=captured.backbones), shown
+            case "maps":
+                return [path for name in names for path in self._sized_phi(study, name)], {"budgets": ()}
+            case "training":
+                return expand(paths.TRAINING_LOG, backbone=names, maps=study.maps.main), {"budgets": ()}
+        backbone = label.removeprefix(RUNTIME)
+        shown = {"backbones": [backbone], "lengths": study.runtime.contexts, "budgets": ()}
+        return expand(paths.RUNTIME, backbone=backbone), shown
+
+    def _sized_phi(self, study: Study, backbone: str) -> list[str]:
+        """The main maps of a backbone, and where the ablations are made those of other widths."""
+        labels = [study.maps.main]
+        if backbone in study.ablations.backbones:
+            labels += [maps for maps in self.compared_maps(study, "dphi") if maps != study.ablations.length]
+        return expand(paths.PHI, backbone=backbone, maps=labels)
+
+    def published_table(self, w: Wildcards) -> Work:
+        """A table with the paper's own values."""
+        known("table", w.label, of_the_paper.labels(), "the paper")
+        return {"template": self.template(template_of(w.label))}, None
+
+    def comparison(self, w: Wildcards) -> Work:
+        """The tables of a study that the paper has as well, and the settings that decide what can be compared."""
+        labels = [label for label in self.study_named(w).tables if label in COMPARED]
+        if not labels:
+            raise ValueError(f"{file_of(w.study)}: tables: has none to compare with the paper's; add one")
+        variants = self.configuration.main.variants
+        spec = specs.ComparisonSpec(
+            study=w.study,
+            settings=self._settings(w.study),
+            paper=self._settings("paper") if "paper" in self.studies else {},
+            variants={label: settings_of({"phi": changes}) for label, changes in variants.items()},
+        )
+        return {"tables": expand(paths.CELLS, study=w.study, label=labels)}, spec
+
+    def _settings(self, study: str) -> dict[str, str]:
+        """What values of a study depend on; the paper's protocol is that of its own study."""
+        backbones = {each.name: dataclasses.asdict(each) for each in self.backbone_specs(study)}
+        return settings_of(dataclasses.asdict(self.studies[study]) | {"backbones": backbones})
+
+    def numbers(self, w: Wildcards) -> Work:
+        cells = expand(paths.CELLS, study=w.study, label=self.study_named(w).tables)
+        if not cells:
+            raise ValueError(f"{file_of(w.study)}: tables: has none whose numbers could be quoted; add one")
+        return {"tables": cells, "template": self.template("numbers")}, specs.NumbersSpec(w.study)
+
+    # ---- figures, document and page ----------------------------------------------------------------------------------
+
+    def figure(self, w: Wildcards) -> Work:
+        """A figure of a study; its files are in the order of its lines or rows."""
+        study = self.study_named(w)
+        shown = study.figures[known("figure", w.label, study.figures, file_of(w.study))]
+        kind, names, maps = FIGURES[kind_of(w.label)], shown.of("backbone", "backbones"), shown.maps
+        lengths: Any = shown.of("length", "lengths") or study.ablations.length
+        if kind.main_maps:
+            maps = (study.maps.main,)
+        if shown.variants:
+            maps = (lengths, *(maps_label(lengths, variant) for variant in shown.variants))
+        spec = specs.FigureSpec(
+            label=w.label,
+            title=self._figure_title(shown),
+            budget_percent=study.diagnostics.budget if kind.one_budget else None,
+            maps=maps,
+            backbone_titles=self.titles(names) if len(names) > 1 else {},
+            texts=shown.of("text", "texts"),
+            score=study.score if kind_of(w.label) == "fidelity_tokens" else None,
+        )
+        place = {"backbone": names, "corpus": shown.of("corpus", "corpora"), "length": lengths, "maps": maps}
+        return {"data": [path for pattern in kind.data for path in expand(pattern, **place)]}, spec
+
+    def _figure_title(self, shown: Figure) -> str:
+        """The backbone, unless there are several, and the text that a figure shows."""
+        names = shown.of("backbone", "backbones")
+        text = map(benchmark_title, shown.of("corpus", "text", "length"))
+        return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
+
+    def _figure_titles(self, study: Study) -> dict[str, str]:
+        return {label: self._figure_title(shown) for label, shown in study.figures.items()}
+
+    def document(self, w: Wildcards) -> Work:
+        """All tables and figures of a study, in the order of its configuration."""
+        study = self.study_named(w)
+        if not study.tables and not study.figures:
+            raise ValueError(f"{file_of(w.study)}: tables, figures: has neither for a document; add one")
+        spec = specs.DocumentSpec(w.study, self.backbone_specs(w.study), self._figure_titles(study))
+        return {
+            "tables": expand(paths.TABLE, study=w.study, label=study.tables),
+            "figures": expand(paths.FIGURE_PDF, study=w.study, label=study.figures),
+            "numbers": expand(paths.NUMBERS, study=w.study) if study.tables else [],
+            "template": self.template("main"),
+        }, spec
+
+    def document_pdf(self, w: Wildcards) -> Work:
+        """What a document reads by itself."""
+        files, _ = self.document(w)
+        return {name: files[name] for name in ("tables", "figures", "numbers")}, None
+
+    def report(self, _: Wildcards) -> Work:
+        """The page of the study that config.yaml names."""
+        name = self.configuration.main.study
+        study, compared = self.studies[name], set(self.studies[name].tables) & set(COMPARED)
+        spec = specs.ReportSpec(
+            study=name,
+            backbones=self.backbone_specs(name),
+            budgets=study.budgets,
+            recommended=study.methods[-1],
+            figure_titles=self._figure_titles(study),
+        )
+        return {
+            "tables": expand(paths.CELLS, study=name, label=study.tables),
+            "figures": expand(paths.FIGURE_PNG, study=name, label=study.figures),
+            "comparison": expand(paths.COMPARISON, study=name) if compared else [],
+            "template": self.here(paths.PAGE_TEMPLATE),
+        }, spec
+
 
 def load(root: Path, config: dict[str, Any]) -> Plan:
     """The plan of a checkout; a mistake in its configuration ends the run in one line.
@@ -177,9 +572,83 @@ def load(root: Path, config: dict[str, Any]) -> Plan:
     Args:
         config: Snakemake's, config/config.yaml with what the command line changed.
     """
-    words = {"true": True, "false": False}  # on the command line Snakemake takes `offline=true` for a text
-    offline = config.get("offline")
     try:
-        return Plan(root, read_configuration(root, config | {"offline": words.get(str(offline).lower(), offline)}))
+        return Plan(root, read_configuration(root, config))
     except ValueError as error:
         sys.exit(str(error))
+
+
+# ---- what several stages share ---------------------------------------------------------------------------------------
+
+
+def known(kind: str, value: str, options: Iterable[str], where: str = "config/config.yaml") -> str:
+    """Returns `value`. Raises ValueError where it is not among the options."""
+    if value not in (options := list(dict.fromkeys(options))):
+        raise ValueError(f"{kind} {value!r} is not in {where}, which has {', '.join(filter(None, options))}")
+    return value
+
+
+def filled(spec: type[Made], *sources: Any, **given: Any) -> Made:
+    """A spec whose fields are as given, or else those of the first source that has them."""
+    for field in dataclasses.fields(spec):  # type: ignore[arg-type]
+        source = next((each for each in sources if hasattr(each, field.name)), None)
+        if source is not None:
+            given.setdefault(field.name, getattr(source, field.name))
+    return spec(**given)
+
+
+def changed(settings: Made, changes: Mapping[str, Any], where: str) -> Made:
+    """The settings with some of their keys changed. Raises ValueError where a key is unknown or wrong."""
+    return parsed(type(settings), dataclasses.asdict(settings) | changes, where)  # type: ignore[call-overload]
+
+
+def main_arms(study: Study) -> tuple[ArmSpec, ...]:
+    """Every method at every budget."""
+    return tuple(
+        ArmSpec(method, budget, study.maps.main if method_named(method).needs_maps else None)
+        for method in study.methods
+        for budget in (study.budgets if method != "full" else (None,))
+    )
+
+
+def own_methods(study: Study, budget: float | None = None) -> tuple[str, ...]:
+    """The study's methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
+    own = (name for name in study.methods if name not in METHODS)
+    if budget is None:
+        return tuple(own)
+    return tuple(name for name in own if budget in study.budgets and not method_named(name).needs_maps)
+
+
+def forced_maps(study: Study, backbones: Iterable[str]) -> list[str]:
+    """The main maps, and where one of these backbones has them those that were trained on shorter texts; none where no
+    method needs maps.
+    """
+    if not any(method_named(name).needs_maps for name in (*study.methods, *study.fidelity.methods)):
+        return []
+    others = study.mismatch.maps if set(backbones) & set(study.mismatch.backbones) else ()
+    return list(dict.fromkeys([study.maps.main, *others]))
+
+
+def residual_maps(study: Study) -> list[str]:
+    """Labels of the maps that the compared methods need: the main ones, or none."""
+    return [study.maps.main] * any(method_named(name).needs_maps for name in study.residuals.methods)
+
+
+def maps_specs(labels: Iterable[str]) -> tuple[MapsSpec, ...]:
+    """The labels, each with the length that its maps were trained at, in tokens."""
+    return tuple(MapsSpec(label, tokens_of(length_and_variant(label)[0])) for label in labels)
+
+
+def task_files(study: Study, benchmark: str, length: str) -> tuple[str, ...]:
+    """How the tasks are dealt out to generate jobs."""
+    whole = study.benchmarks[benchmark].tasks_per_job == "all"
+    return ("all",) if whole else tasks_of(benchmark, tokens_of(length))
+
+
+def benchmark_results(study: Study, backbones: Iterable[str], benchmark: str) -> list[str]:
+    return expand(paths.RESULTS, benchmark=benchmark, backbone=backbones, length=study.lengths_of(benchmark))
+
+
+def template_of(label: str) -> str:
+    """Latencies of all backbones share one template."""
+    return "runtime" if label.startswith(RUNTIME) else label

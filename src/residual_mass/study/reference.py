@@ -1,6 +1,6 @@
 """The configuration's keys, read from its classes.
 
-python -m residual_mass.study.reference           every key with its type and meaning, the figures' too, and the texts
+python -m residual_mass.study.reference           every key with its type and meaning, kinds of figures, texts
 python -m residual_mass.study.reference config    the JSON schema of config/config.yaml, for an editor
 python -m residual_mass.study.reference study     that of config/studies/*.yaml
 """
@@ -15,13 +15,11 @@ from typing import Any
 
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study import sections
-from residual_mass.study.config import Main, Study
-from residual_mass.study.figures import FIGURES, Figure
+from residual_mass.study.figures import FIGURES
 from residual_mass.study.values import adapter
 from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
-CLASSES = {name: value for name, value in vars(sections).items() if is_dataclass(value)}
-SCHEMAS = {"config": Main, "study": Study}
+SCHEMAS = {"config": sections.Main, "study": sections.Study}
 
 
 def main(name: str = "") -> None:
@@ -35,17 +33,10 @@ def schema_of(cls: type[Any]) -> dict[str, Any]:
     """The JSON schema of a file, with the meaning of every key."""
     schema = adapter(cls).json_schema()
     for name, part in schema["$defs"].items():
-        for base in CLASSES[name].__mro__ if name in CLASSES else ():  # pydantic reads the docstrings of a class alone
+        for base in getattr(sections, name, cls).__mro__:  # pydantic reads the docstrings of a class alone
             for key, value in adapter(base).json_schema()["properties"].items() if is_dataclass(base) else ():
-                part["properties"][key] = value | part["properties"][key]
-    if cls is Study:
-        every, schemas = adapter(Figure).json_schema(), {False: {}, True: {}}
-        for name, kind in FIGURES.items():
-            keys = {key: every["properties"][key] for key in kind.keys}
-            shown = every | {"properties": keys, "required": list(kind.keys), "description": kind.meaning}
-            schemas[kind.several][f"^{name}(_[a-z0-9]+)*$" if kind.several else name] = shown
-        of_names = {"properties": schemas[False], "patternProperties": schemas[True], "additionalProperties": False}
-        schema["properties"]["figures"] |= of_names
+                if key in part["properties"]:
+                    part["properties"][key] = value | part["properties"][key]
     return schema
 
 
@@ -53,7 +44,10 @@ def _reference() -> Iterator[str]:
     for file, name in (("config/config.yaml", "config"), ("config/studies/*.yaml", "study")):
         schema = schema_of(SCHEMAS[name])
         yield f"\n{file}"
-        yield from _lines(schema, schema.get("$defs", {}), "  ")
+        yield from _lines(schema, schema["$defs"], "  ")
+    yield "\nFigures, by kind, with the keys of each"
+    for name, kind in FIGURES.items():
+        yield f"  {name}{'_<anything>' * kind.several}: {', '.join(kind.keys)}"
     yield "\nTexts"
     for name, meaning in (ASSETS | {name: f"`{text.data_set}` on the hub" for name, text in HUB.items()}).items():
         uses = [use for use, names in (("training", TRAINED), ("measurements", MEASURED)) if name in names]
@@ -64,15 +58,14 @@ def _reference() -> Iterator[str]:
 
 def _lines(section: dict[str, Any], parts: dict[str, Any], prefix: str) -> Iterator[str]:
     """A line for every key of a section and of the sections in it; `<name>` stands for the keys of a mapping."""
-    for name, value in (section.get("properties", {}) | section.get("patternProperties", {})).items():
-        key = prefix + name.replace("(_[a-z0-9]+)*$", "_<anything>").lstrip("^")
+    for name, value in section.get("properties", {}).items():
         meaning = " ".join(value.get("description", "").split())
-        yield f"{key} ({_type_of(value)}): {meaning}".rstrip(": ")
-        of_names = value.get("patternProperties", {}) if not value.get("properties") else {}
-        inner = next(iter(of_names.values()), value)
-        named = next((each["$ref"] for each in inner.get("anyOf", [inner]) if "$ref" in each), None)
-        place = f"{key}.<name>." if of_names else f"{key}."
-        yield from _lines(parts[named.rpartition("/")[2]] if named else inner, parts, place)
+        yield f"{prefix}{name} ({_type_of(value)}): {meaning}".rstrip(": ")
+        of_names = next(iter(value.get("patternProperties", {}).values()), value.get("additionalProperties"))
+        inner = of_names or value
+        named = next((each["$ref"] for each in inner.get("anyOf", [inner]) if "$ref" in each), "")
+        place = f"{prefix}{name}.<name>." if of_names else f"{prefix}{name}."
+        yield from _lines(parts.get(named.rpartition("/")[2], {}), parts, place)
 
 
 def _type_of(schema: dict[str, Any]) -> str:
@@ -83,10 +76,9 @@ def _type_of(schema: dict[str, Any]) -> str:
         return f"{'one or more' if schema.get('minItems') else 'any number'} of: {_type_of(schema['items'])}"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{option}`" for option in schema.get("enum", [schema.get("const")]))
-    if "$ref" in schema or schema.get("type") == "object":
-        return "section"
-    title, plain = schema.get("title", ""), {"string": "text", "null": "`null`"}
-    return title if title and title.islower() else plain.get(schema["type"], schema["type"])
+    bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
+    words = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
+    return " ".join([{"string": "text", "null": "`null`"}.get(kind := schema.get("type", "section"), kind), *words])
 
 
 if __name__ == "__main__":

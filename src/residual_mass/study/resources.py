@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from residual_mass.study.plan import Plan
-from residual_mass.study.stages import Wildcards
+from residual_mass.study.plan import Plan, Wildcards
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,55 @@
-"""The sections of the configuration, one class each. A key's type, bounds and meaning stand here and nowhere else, for
-specs inherit them; `study.config` has the two files as wholes.
+"""Every key of the configuration: its type, bounds and meaning, which stand nowhere else, since specs inherit sections.
+
+Without pydantic, as in the GPU check, types are read by nobody.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from residual_mass.core.settings import MapSpec, Settings
+from residual_mass.core.settings import AnchorSpec, MapSpec, Settings
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.study.labels import TOPK
-from residual_mass.study.values import (
-    ConfigError,
-    Count,
-    Distinct,
-    Field,
-    HeldOutText,
-    Length,
-    Line,
-    MeasuredText,
-    Name,
-    Natural,
-    NotNegative,
-    OneOrMore,
-    Percent,
-    Positive,
-    Share,
-    ShortName,
-    TrainedText,
-    parsed,
-)
+from residual_mass.study.figures import FIGURES, kind_of
+from residual_mass.texts.names import MEASURED, TRAINED
+
+if TYPE_CHECKING:
+    TrainedText = HeldOutText = MeasuredText = str
+else:
+    TrainedText, HeldOutText = Literal[TRAINED], Literal[MEASURED]
+    MeasuredText = Literal[(*MEASURED, *PROMPT_PACKS)]
+
+try:
+    from pydantic import AfterValidator, Field
+except ModuleNotFoundError:  # the GPU check makes specs without it; there these marks mean nothing
+
+    def AfterValidator(*_: object, **marks: object) -> object:  # type: ignore[no-redef]  # noqa: N802
+        return marks
+
+    Field = AfterValidator
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if repeated := next((value for value in values if values.count(value) > 1), None):
+        raise ValueError(f"has {repeated} twice; remove one")
+    return values
+
+
+Item = TypeVar("Item")
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Percent = Annotated[float, Field(gt=0, le=100)]
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+Length = Annotated[str, Field(pattern=r"^[1-9][0-9]*k?$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+ShortName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+Label = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+Distinct = Annotated[tuple[Item, ...], AfterValidator(_distinct)]
+OneOrMore = Annotated[tuple[Item, ...], Field(min_length=1), AfterValidator(_distinct)]
 
 # ---- backbones -------------------------------------------------------------------------------------------------------
 
@@ -42,9 +60,7 @@ class BackboneSettings(Settings):
 
     study: Line
     """The one study whose protocol applies to this backbone."""
-    model_id: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$", title="hub repository")
-    ]
+    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")]
     """Repository on the Hugging Face hub; with `source: assets` its last part, in lower case, names the folder under
     `models/`."""
     revision: Name
@@ -70,7 +86,9 @@ class RegisteredBackbone(BackboneSettings):
 
     def __post_init__(self) -> None:
         if self.dtype == "bfloat16" and not self.requires_gpu:
-            raise ConfigError("requires_gpu", "a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`")
+            raise ValueError("a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`")
+        if self.source == "hub" and not re.fullmatch("[0-9a-f]{40}", self.revision):
+            raise ValueError(f"revision {self.revision} may move; write the commit, 40 digits and letters a to f")
 
 
 # ---- feature maps ----------------------------------------------------------------------------------------------------
@@ -85,10 +103,6 @@ class Maps(Settings):
     trained: OneOrMore[Length]
     """Lengths at which maps can be trained (`results/phi/1b_4k.safetensors`)."""
 
-    def __post_init__(self) -> None:
-        if self.main not in self.trained:
-            raise ConfigError("main", f"{self.main} is not among maps.trained")
-
 
 @dataclass(frozen=True)
 class ObjectiveSpec(Settings):
@@ -99,7 +113,7 @@ class ObjectiveSpec(Settings):
     subtractive completion itself, at the budgets of `budgets`."""
     tau: Positive = 10.0
     """Temperature of the divergence term."""
-    lambda_kl: Annotated[float, Field(ge=0, le=1, title="share")] = 0.99
+    lambda_kl: Annotated[float, Field(ge=0, le=1)] = 0.99
     """Weight of the divergence term; the auxiliary terms get the rest."""
     lambda_top: NotNegative = 1.0
     """Weight of the top-band term."""
@@ -190,22 +204,8 @@ class Phi(TrainingSettings):
 
     def __post_init__(self) -> None:
         if self.sequences_per_step % self.gpus:
-            raise ConfigError(
-                "sequences_per_step",
-                f"{self.sequences_per_step} is not a multiple of gpus ({self.gpus}), which share them; change one",
-            )
-
-    def changed(self, changes: Mapping[str, Any]) -> Phi:
-        """These settings with the changes of a variant, key by key, also within sections.
-
-        Raises:
-            ConfigError: the result is contradictory.
-        """
-        own = dataclasses.asdict(self)
-        return parsed(Phi, own | changes | {key: own[key] | changes.get(key, {}) for key in SECTIONS_OF_PHI})
-
-
-SECTIONS_OF_PHI = ("map", "objective", "replay")
+            count = self.sequences_per_step
+            raise ValueError(f"sequences_per_step ({count}) is not a multiple of gpus ({self.gpus}); change one")
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -346,16 +346,12 @@ class Diagnostics(Sampling):
     backbones: Distinct[Name]
     """Backbones that are captured on every text at every length, for the table and the claims."""
     corpora: OneOrMore[MeasuredText]
-    """Texts that can be captured on; all maps are compared on the first, which is not made of prompts."""
+    """Texts that can be captured on; the claims are about the first."""
     lengths: OneOrMore[Length]
     """Lengths that can be captured at."""
     budget: Percent
     """One of the budgets: what the table, the claims and the figures of a single K show."""
     head: Head
-
-    def __post_init__(self) -> None:
-        if (first := self.corpora[0]) in PROMPT_PACKS:
-            raise ConfigError("corpora", f"{first} comes first, where the text belongs that all maps are compared on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,10 +369,6 @@ class Residuals(Sampling):
     methods: OneOrMore[Name]
     """Methods, of which `topk` is one, for the others are compared with it."""
 
-    def __post_init__(self) -> None:
-        if TOPK not in self.methods:
-            raise ConfigError("methods", f"{TOPK} is missing, with which the others are compared; add it")
-
 
 @dataclass(frozen=True)
 class Latencies(Settings):
@@ -393,3 +385,126 @@ class Latencies(Settings):
     """Measured runs, after one that is not."""
     seed: Natural
     """Seed of the prompts and of the feature maps' random weights."""
+
+
+@dataclass(frozen=True)
+class Figure(Settings):
+    """What a figure shows. Its kind says which of these keys it has."""
+
+    backbone: Name = ""
+    """A backbone of the study; one of `ablations` or `residuals` where the figure shows these."""
+    backbones: OneOrMore[Name] = ()
+    """Backbones of the study, a row of panels for each."""
+    corpus: Name = ""
+    """One of the diagnostics corpora."""
+    corpora: OneOrMore[Name] = ()
+    """Diagnostics corpora; there is a panel for every corpus and length."""
+    text: Name = ""
+    """A corpus of `fidelity`, or a benchmark of it that has the length."""
+    texts: Annotated[OneOrMore[Name], Field(max_length=4)] = ()
+    """Corpora of `residuals` or of `fidelity`, or benchmarks of `fidelity` that have every one of the lengths; there is
+    a panel for every text and length."""
+    length: Length = ""
+    """One of the lengths of the section that the figure shows."""
+    lengths: OneOrMore[Length] = ()
+    """Lengths of the section that the figure shows."""
+    maps: OneOrMore[Length] = ()
+    """Lengths that the maps are trained at, a line for each."""
+    variants: Annotated[OneOrMore[Name], Field(max_length=4)] = ()
+    """Variants of `config.yaml`, a panel for each."""
+
+    def of(self, *keys: str) -> tuple[str, ...]:
+        """The values of these keys; those that the figure does not have add none."""
+        found = (getattr(self, key) for key in keys)
+        return tuple(value for each in found for value in ((each,) if isinstance(each, str) else each) if value)
+
+
+# ---- the two files --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(Settings):
+    """Protocol of one study."""
+
+    lengths: OneOrMore[Length]
+    """Context lengths that are evaluated."""
+    maps: Maps
+    budgets: OneOrMore[Percent]
+    """Exact-support budgets in percent of the prefix, anchors included."""
+    methods: OneOrMore[Name]
+    """Evaluated methods: `full`, `topk`, `topk_phi`, `topk_phi_nosub`, and others, also your own (docs/extending.md);
+    every method but `full` is run at every budget."""
+    anchors: AnchorSpec
+    truncate_to: Length
+    """Prompts that leave no room for the answer within this length are cut on the left, after the BOS token; results
+    say how many."""
+    benchmarks: dict[Name, Benchmark]
+    """Benchmarks by name: `ruler`, `babilong`, `longbench`; none leaves scores out."""
+    fidelity: Fidelity
+    mismatch: Mismatch
+    ablations: Ablations
+    phi: Phi
+    diagnostics: Diagnostics
+    residuals: Residuals
+    runtime: Latencies
+    score: Resampling
+    tables: Distinct[Annotated[str, Field(pattern=r"^(runtime_[a-z0-9.-]+|[a-z0-9_]+)$")]]
+    """Tables that `all` makes; each has a template in `paper_tables/templates`, and the latencies `runtime_<backbone>`
+    share one."""
+    figures: dict[str, Figure]
+    """Figures that `all` makes, each with what it shows; one that is not named is not made."""
+
+    def __post_init__(self) -> None:
+        for label, figure in self.figures.items():
+            keys = FIGURES[kind_of(label)].keys
+            for key in vars(figure):
+                if bool(figure.of(key)) != (key in keys):
+                    raise ValueError(f"figures.{label}.{key}: {'missing' if key in keys else 'unknown'} key")
+
+    def lengths_of(self, benchmark: str) -> tuple[str, ...]:
+        """Lengths at which a benchmark is evaluated."""
+        if benchmark not in self.benchmarks:
+            return ()
+        return self.benchmarks[benchmark].lengths or self.lengths
+
+    def answered_lengths(self, benchmark: str) -> tuple[str, ...]:
+        """Lengths at which the prompts of a benchmark are continued by given answers."""
+        if benchmark not in self.fidelity.benchmarks:
+            return ()
+        return tuple(length for length in self.lengths_of(benchmark) if length in self.fidelity.prompts_at)
+
+    @property
+    def evaluated_lengths(self) -> set[str]:
+        """Every length at which something is evaluated with the main maps."""
+        lengths = {length for benchmark in self.benchmarks for length in self.lengths_of(benchmark)}
+        return lengths.union(self.lengths, self.fidelity.lengths, self.diagnostics.lengths, [self.truncate_to])
+
+
+@dataclass(frozen=True)
+class AblationRows(Settings):
+    """Rows of the ablation tables, in order; `ours` is the study's own recipe."""
+
+    dphi: OneOrMore[Name]
+    """Rows of `results/ablation_dphi_*.csv`."""
+    loss: OneOrMore[Name]
+    """Rows of `results/ablation_loss_*.csv`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Main(Settings):
+    """What `config/config.yaml` says."""
+
+    study: Line
+    """Study that `all` makes: a file of `config/studies` without its ending."""
+    examples: Count | None
+    """Examples per task, in place of every benchmark's own count; `null` keeps the study's. Existing rows are kept."""
+    assets: Annotated[str, Field(pattern=r"^[^{}\x00-\x1f\x7f-][^{}\x00-\x1f\x7f]*$")]
+    """Folder of the downloaded data and models; one that was made elsewhere is used as it is."""
+    offline: Annotated[bool, Field(strict=False)]  # on the command line Snakemake takes `offline=true` for a text
+    """Whether to run without network, from the assets folder and the hub's cache, which the target `prefetch` fills."""
+    backbones: Annotated[dict[ShortName, RegisteredBackbone], Field(min_length=1)]
+    """Language models by the short name that file names carry."""
+    variants: dict[Label, dict[Literal["map", "objective"], dict[str, Any]]]
+    """Feature maps that the ablations train beside the study's own, by label: what each changes of `phi.map` and
+    `phi.objective`."""
+    ablations: AblationRows

@@ -4,7 +4,6 @@ changed value, and only that, reruns a job.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +21,7 @@ from residual_mass.study.sections import (
     Sampling,
     TrainingSettings,
 )
-from residual_mass.study.values import ConfigError, parsed
+from residual_mass.study.values import parsed
 
 Spec = TypeVar("Spec")
 
@@ -31,22 +30,9 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
     """The JSON object `text` as a spec; the inverse of `core.settings.to_json`.
 
     Raises:
-        ValueError: not JSON, or a key is unknown, missing, wrong or doubled; one line that names it.
+        ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
     """
-    try:
-        return parsed(spec, json.loads(text, object_pairs_hook=_with_distinct_keys))
-    except ConfigError as slip:
-        raise ValueError(f"spec{'.' if slip.key else ': '}{slip}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--spec is not JSON: {error}") from None
-
-
-def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data, keys = dict(pairs), [key for key, _ in pairs]
-    if len(data) < len(keys):
-        doubled = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError("", f"has the key {doubled!r} twice; remove one")
-    return data
+    return parsed(spec, text, "spec.")
 
 
 @dataclass(frozen=True)
