@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 Number = TypeVar("Number", float, Decimal)
 Flag = Literal["floor", "ceiling"]
@@ -77,10 +77,10 @@ class Metric:
             return ""
         return f"{'at most' if (flag == 'floor') == self.higher_is_better else 'at least'} {value:g}"
 
-    def is_right(self, score: float) -> bool:
-        """Whether this is the score of a right answer; of metrics with `right` alone."""
+    def is_right(self, scores: Any) -> Any:
+        """Whether a score, or each of an array, is that of a right answer; of metrics with `right` alone."""
         assert self.right is not None, f"{self.name} has no right answers"
-        return not self.better(self.right, score)
+        return self.goodness(scores) >= self.goodness(self.right)
 
 
 def _score(name: str, title: str, right: float | None = None) -> Metric:

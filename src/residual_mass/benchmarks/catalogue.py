@@ -25,8 +25,6 @@ Data = Literal["original", "simulated", "stand-in"]
 """Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's
 definition, or other real text in the task's format.
 """
-LEVEL, POWER = 0.95, 0.80
-"""Of intervals, and of the test behind the minimal detectable gain."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ Shape letters: A = arms, N = tokens of all documents, D = documents, R = resampl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,9 @@ import numpy as np
 import pandas as pd
 
 from residual_mass.benchmarks.columns import FIDELITY, FORCED, GREEDY
-from residual_mass.benchmarks.statistics import (
-    Comparison,
-    MeanScore,
-    compare_arms,
-    compare_over_tasks,
-    estimate_arms,
-    estimate_over_tasks,
-    resampled,
-    skewed_interval,
-)
+from residual_mass.benchmarks.statistics import Means, means, resampled, sign_flip_p, skewed_interval
 from residual_mass.files import csv_text, read_parquet, write_text
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.metrics import DELTA_P_RMS, FIRST, KEPT, KL, LOG_PPL_RATIO, NLL, QUANTILES, SAME_TOP, Metric
+from residual_mass.metrics import DELTA_P_RMS, FIRST, KEPT, KL, LOG_PPL_RATIO, NLL, QUANTILES, SAME_TOP
 from residual_mass.provenance import Record
 from residual_mass.study.specs import FidelitySpec
 
@@ -38,174 +27,122 @@ log = logging.getLogger(__name__)
 
 PERMUTATIONS = 20_000
 """Random signs behind a p-value: many tests are corrected together, so single ones must be fine."""
-FULL = ArmSpec("full")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a task's or a corpus's documents under all arms, which see the same ones.
-
-    Attributes:
-        arms: in the order of the rows.
-        starts: [D], where each document begins.
-        measures: by name, [A, N].
-        facts: of the arms' rows: `phi_sha`, and the mean over documents of `k`, [A].
-    """
-
-    arms: list[ArmSpec]
-    starts: np.ndarray
-    measures: dict[str, np.ndarray]
-    facts: dict[str, list[Any]]
-
-    @classmethod
-    def of(cls, frame: pd.DataFrame) -> Tokens:
-        """Takes the rows of one task in one state."""
-        by_arm = {
-            ArmSpec(str(method), None if np.isnan(budget) else float(budget), str(maps) or None): rows
-            for (method, budget, maps), rows in frame.groupby(
-                ["method", "budget_percent", "maps"], sort=False, dropna=False
-            )
-        }
-        starts = np.flatnonzero(next(iter(by_arm.values()))["position"] == 0)
-        measures = {name: np.stack([rows[name] for rows in by_arm.values()]).astype(float) for name in MEASURES}
-        facts = {
-            "k": [rows["k"].iloc[starts].mean() for rows in by_arm.values()],
-            "phi_sha": [rows["phi_sha"].iloc[0] for rows in by_arm.values()],
-        }
-        return cls(list(by_arm), starts, measures, facts)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[D], tokens of each document."""
-        return np.diff([*self.starts, self.measures["kl"].shape[1]])
-
-    @property
-    def delta_p(self) -> np.ndarray:
-        """[A, N], how the probability of each token changes."""
-        return np.exp(-self.measures["nll"]) - np.exp(-self.measures["full_nll"])
-
-    def means(self, values: np.ndarray) -> np.ndarray:
-        """[A, N] -> [A, D], the mean of each document."""
-        return np.add.reduceat(values, self.starts, axis=1) / self.lengths
-
-
-MEASURES = ("nll", "full_nll", "kl", "same_top", "first")
-BY_DOCUMENT: dict[Metric, Callable[[Tokens], np.ndarray]] = {
-    KL: lambda tokens: tokens.means(tokens.measures["kl"]),
-    SAME_TOP: lambda tokens: tokens.means(tokens.measures["same_top"]),
-    LOG_PPL_RATIO: lambda tokens: tokens.means(tokens.measures["nll"] - tokens.measures["full_nll"]),
-    NLL: lambda tokens: tokens.means(tokens.measures["nll"]),
-    FIRST: lambda tokens: tokens.means(tokens.measures["first"]),
-    KEPT: lambda tokens: tokens.means(_before_the_first(tokens.measures["same_top"] == 0, tokens.starts)),
-}
-"""Values [A, D] of each metric that is a mean over documents."""
+PLACE = ["text", "continuation", "state"]
+ARM = ["method", "budget_percent", "maps"]
+BY_DOCUMENT = [metric.name for metric in (KL, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT)]
+"""Metrics that are means over documents of means over tokens, in the order of the result's rows."""
+UNCERTAINTIES = ["stderr", "ci_low", "ci_high", "gain_ci_low", "gain_ci_high", "gain_p"]
+"""What a single document leaves unknown."""
 
 
 def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
     """The `fidelity` stage: a CSV row per text, task, arm, state and metric."""
     record = Record("fidelity", spec, [forced])
-    frame = read_parquet(forced, FORCED, "force")
-    lines: list[dict[str, Any]] = []
-    for (text, continuation, state), rows in frame.groupby(["text", "continuation", "state"], sort=False):
-        place = {"text": text, "continuation": continuation, "state": state}
-        tasks = {str(task): Tokens.of(part) for task, part in rows.groupby("task", sort=False)}
-        if min(len(each.starts) for each in tasks.values()) == 1:
+    tables: list[pd.DataFrame] = []
+    for place, rows in _tokens(read_parquet(forced, FORCED, "force")).groupby(PLACE, sort=False):
+        text, continuation, state = map(str, place)
+        tasks = {
+            f"{text} {continuation} {task}": part.sort_values(["arm", "index", "position"])
+            for task, part in rows.groupby("task", sort=False)
+        }
+        if min(part["index"].nunique() for part in tasks.values()) == 1:
             log.warning("%s, %s: one document only, so no interval and no test", text, continuation)
-        name = f"{text} {continuation}"
-        for task, tokens in tasks.items() if len(tasks) > 1 else ():
-            lines += _lines(spec, place | {"task": task}, {task: tokens}, name)
-        lines += _lines(spec, place | {"task": "all"}, tasks, name, quantiles=True)
-    write_text(out, csv_text(FIDELITY, map(_written, lines)))
+        found = [(part["task"].iloc[0], {name: part}) for name, part in tasks.items() if len(tasks) > 1]
+        for task, some in [*found, ("all", tasks)]:
+            about = {"text": text, "continuation": continuation, "state": state, "task": task}
+            tables.append(_table(spec, some, over_tokens=task == "all").assign(**about))
+    backbone = spec.backbone
+    result = pd.concat(tables).assign(
+        backbone=backbone.name, length=spec.length, study=spec.study, model_id=backbone.model_id,
+        revision=backbone.revision, weights=backbone.weights,
+    )  # fmt: skip
+    write_text(out, csv_text(FIDELITY, result[FIDELITY].map(_written).to_dict("records")))
     record.write(out)
 
 
-def _lines(
-    spec: FidelitySpec, place: Mapping[str, str], tasks: Mapping[str, Tokens], name: str, quantiles: bool = False
-) -> Iterator[dict[str, Any]]:
-    """The rows of all arms over these tasks, and with `quantiles` those over tokens as well."""
-    some, backbone = next(iter(tasks.values())), spec.backbone
-    alone = min(len(tokens.starts) for tokens in tasks.values()) == 1  # nothing can be said beyond the value
-    # Only an answer of full attention can be kept.
-    metrics = [metric for metric in BY_DOCUMENT if metric != KEPT or place["continuation"] == GREEDY]
-    estimates = {metric.name: _over(spec, tasks, name, BY_DOCUMENT[metric]) for metric in metrics}
-    gains = {metric.name: _gains(spec, tasks, name, BY_DOCUMENT[metric]) for metric in metrics}
-    if quantiles:
-        estimates |= _token_estimates(spec, tasks, name)
-    about = place | {
-        "backbone": backbone.name, "length": spec.length, "study": spec.study, "model_id": backbone.model_id,
-        "revision": backbone.revision, "weights": backbone.weights,
-        "documents": sum(len(tokens.starts) for tokens in tasks.values()),
-        "tokens": sum(tokens.measures["kl"].shape[1] for tokens in tasks.values()),
-    }  # fmt: skip
-    kl = [BY_DOCUMENT[KL](tokens).clip(min=0) for tokens in tasks.values()]  # rounding can leave less than 0
-    for a, arm in enumerate(some.arms):
-        of_arm = {
-            "method": arm.method,
-            "budget_percent": "" if arm.budget_percent is None else f"{arm.budget_percent:g}",
-            "maps": arm.maps or "",
-            "phi_sha": some.facts["phi_sha"][a],
-            "k_mean": float(np.mean([tokens.facts["k"][a] for tokens in tasks.values()])),
-        }
-        for metric, of_metric in estimates.items():
-            if arm == FULL and metric not in (NLL.name, FIRST.name):
-                continue  # its distance from itself
-            row = about | of_arm | {"metric": metric} | _mean(of_metric[a], "value", "", alone)
-            if metric == KL.name and not alone:
-                row["ci_low"], row["ci_high"] = skewed_interval([of_task[a] for of_task in kl])
-            if gain := gains.get(metric, {}).get(arm):
-                row |= _mean(gain.mean, "gain", "gain_", alone) | {"gain_p": None if alone else gain.p}
-                del row["gain_stderr"]
-            yield row
+def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
+    """The tokens with the metrics of each, and the number of their `arm`."""
+    delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
+    arm = forced.groupby(ARM, sort=False, dropna=False).ngroup()
+    document = [forced[name] for name in (*PLACE, "task", "index")]
+    return forced.assign(
+        arm=arm, delta_p=delta_p, delta_p_squared=delta_p**2, log_ppl_ratio=forced["nll"] - forced["full_nll"],
+        kept=(~forced["same_top"]).groupby([*document, arm]).cumsum() == 0,
+    )  # fmt: skip
 
 
-def _mean(mean: MeanScore, value: str, prefix: str, alone: bool) -> dict[str, float | None]:
-    low, high = (None, None) if alone else mean.interval
-    return {
-        value: mean.value,
-        f"{prefix}stderr": None if alone else mean.stderr,
-        f"{prefix}ci_low": low,
-        f"{prefix}ci_high": high,
+def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: bool) -> pd.DataFrame:
+    """The lines of all arms over these tasks, with `over_tokens` those of root mean squares and quantiles, too."""
+    some = next(iter(tasks.values()))
+    arms = some.groupby("arm")[[*ARM, "phi_sha"]].first()
+    greedy = some["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
+    metrics = [name for name in BY_DOCUMENT if greedy or name != KEPT.name]
+    values = {task: _by_document(part, [*metrics, "k"]) for task, part in tasks.items()}
+    flat = {task: of_task.reshape(-1, of_task.shape[-1]) for task, of_task in values.items()}
+    lines = _lines(means(flat, spec.bootstrap_resamples, spec.seed), [*metrics, "k"], arms.index)
+    arms["k_mean"] = lines.loc["k", "value"]
+    lines = lines[: -len(arms)].join(_gains(spec, values, metrics, arms))
+    documents = [of_task.shape[-1] for of_task in values.values()]
+    for place, arm in enumerate(arms.index if min(documents) > 1 else ()):
+        kl = [of_task[0, place].clip(min=0) for of_task in values.values()]  # rounding can leave less than 0
+        lines.loc[(KL.name, arm), ["ci_low", "ci_high"]] = skewed_interval(kl)
+    if over_tokens:
+        lines = pd.concat([lines, *_over_tokens(spec, tasks, arms.index)])
+    if min(documents) == 1:  # nothing can be said beyond the value
+        lines[UNCERTAINTIES] = np.nan
+    lines = lines.reset_index().join(arms, on="arm")
+    lines = lines[(lines["method"] != "full") | lines["metric"].isin([NLL.name, FIRST.name])]  # no distance from itself
+    size = sum(len(part) for part in tasks.values()) // len(arms)
+    return lines.sort_values("arm", kind="stable").assign(documents=sum(documents), tokens=size)
+
+
+def _by_document(tokens: pd.DataFrame, names: list[str]) -> np.ndarray:
+    """[names, A, D], means over the tokens of each document."""
+    found = tokens.groupby(["arm", "index"])[names].mean()
+    return found.to_numpy().T.reshape(len(names), tokens["arm"].nunique(), -1)
+
+
+def _lines(found: Means, metrics: list[str], arms: pd.Index | list[int]) -> pd.DataFrame:
+    """A line for each metric and arm, in this order."""
+    return found.frame.set_axis(pd.MultiIndex.from_product([metrics, arms], names=["metric", "arm"]))
+
+
+def _gains(
+    spec: FidelitySpec, values: Mapping[str, np.ndarray], metrics: list[str], arms: pd.DataFrame
+) -> pd.DataFrame:
+    """The differences of methods with a residual estimate to topk at the same budget, where there is one."""
+    places = list(enumerate(zip(arms["method"], arms["budget_percent"], strict=True)))
+    topk = {budget: place for place, (method, budget) in places if method == "topk"}
+    pairs = [(place, topk[budget]) for place, (method, budget) in places if method != "topk" and budget in topk]
+    first, second = np.array(pairs, dtype=int).reshape(-1, 2).T
+    differences = {
+        task: (of_task[:-1, first] - of_task[:-1, second]).reshape(-1, of_task.shape[-1])
+        for task, of_task in values.items()
     }
+    found = _lines(means(differences, spec.bootstrap_resamples, spec.seed), metrics, arms.index[first])
+    found["p"] = sign_flip_p(differences, PERMUTATIONS, spec.seed)
+    return found.drop(columns="stderr").add_prefix("gain_").rename(columns={"gain_value": "gain"})
 
 
-def _over(
-    spec: FidelitySpec, tasks: Mapping[str, Tokens], name: str, values: Callable[[Tokens], np.ndarray]
-) -> list[MeanScore]:
-    """The mean over documents and then over tasks, for each arm."""
-    by_task = [
-        estimate_arms(values(tokens), spec.bootstrap_resamples, spec.seed, f"{name} {task}")
-        for task, tokens in tasks.items()
-    ]
-    return [estimate_over_tasks(of_arm) for of_arm in zip(*by_task, strict=True)]
-
-
-def _token_estimates(spec: FidelitySpec, tasks: Mapping[str, Tokens], name: str) -> dict[str, list[MeanScore]]:
-    """By metric, the root mean square and the quantiles over the tokens of all documents, for each arm."""
-    squares = _over(spec, tasks, name, lambda tokens: tokens.means(tokens.delta_p**2))
-    found = {DELTA_P_RMS.name: [MeanScore(each.value**0.5, None, each.draws**0.5) for each in squares]}
-    counts = np.concatenate(
-        [
-            np.concatenate(list(resampled(len(tokens.starts), spec.bootstrap_resamples, spec.seed, f"{name} {task}")))
-            for task, tokens in tasks.items()
-        ],
-        axis=1,
-    )
-    document = np.repeat(np.arange(counts.shape[1]), np.concatenate([tokens.lengths for tokens in tasks.values()]))
-    pooled = {
-        "kl": np.concatenate([tokens.measures["kl"] for tokens in tasks.values()], axis=1),
-        "delta_p": np.concatenate([tokens.delta_p for tokens in tasks.values()], axis=1),
-    }
+def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd.Index) -> Iterator[pd.DataFrame]:
+    """The root mean square and the quantiles over the tokens of all documents."""
+    resampling = spec.bootstrap_resamples, spec.seed
+    squares = means({task: _by_document(part, ["delta_p_squared"])[0] for task, part in tasks.items()}, *resampling)
+    roots = Means(squares.value**0.5, np.full(len(arms), np.nan), squares.draws**0.5)
+    yield _lines(roots, [DELTA_P_RMS.name], arms)
+    lengths = {task: part.groupby("index").size() // len(arms) for task, part in tasks.items()}
+    counts = [np.concatenate(list(resampled(len(of_task), *resampling, task))) for task, of_task in lengths.items()]
+    sizes = np.concatenate(list(lengths.values()))
+    document = np.repeat(np.arange(len(sizes)), sizes)
     for measure, shares in QUANTILES.items():
-        by_arm = [token_quantiles(values, document, counts, list(shares.values())) for values in pooled[measure]]
-        for q, end in enumerate(shares):
-            found[f"{measure}_{end}"] = [of_arm[q] for of_arm in by_arm]
-    return found
+        by_task = [part[measure].to_numpy().reshape(len(arms), -1) for part in tasks.values()]
+        for arm, of_arm in zip(arms, np.concatenate(by_task, axis=1), strict=True):
+            found = token_quantiles(of_arm, document, np.concatenate(counts, axis=1), list(shares.values()))
+            yield _lines(found, [f"{measure}_{end}" for end in shares], [arm])
 
 
-def token_quantiles(
-    values: np.ndarray, document: np.ndarray, counts: np.ndarray, shares: Sequence[float]
-) -> list[MeanScore]:
-    """Quantiles over tokens, interpolated linearly between neighbours, with resampled documents.
+def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray, shares: Sequence[float]) -> Means:
+    """Quantiles over tokens, interpolated linearly between neighbours, with resampled documents; a row for each share.
 
     Args:
         values: [N]; document: [N], the number of each token's document.
@@ -219,44 +156,16 @@ def token_quantiles(
     def at(rank: np.ndarray) -> np.ndarray:
         return ordered[(reached <= rank[:, None]).sum(axis=1)]
 
-    found = []
+    draws = []
     for share in shares:
         low = np.floor(share * last)
         below, above = at(low), at(np.minimum(low + 1, last))
-        draws = below + (share * last - low) * (above - below)
-        found.append(MeanScore(float(np.quantile(values, share)), None, draws))
-    return found
+        draws.append(below + (share * last - low) * (above - below))
+    return Means(np.quantile(values, shares), np.full(len(shares), np.nan), np.stack(draws))
 
 
-def _gains(
-    spec: FidelitySpec, tasks: Mapping[str, Tokens], name: str, values: Callable[[Tokens], np.ndarray]
-) -> dict[ArmSpec, Comparison]:
-    """The difference of each arm with a residual estimate to topk at the same budget, where there is one."""
-    arms = next(iter(tasks.values())).arms
-    pairs = [(arm, ArmSpec("topk", arm.budget_percent)) for arm in arms if arm.method not in ("full", "topk")]
-    pairs = [pair for pair in pairs if pair[1] in arms]
-    by_task = []
-    for task, tokens in tasks.items():
-        of_arm = dict(zip(tokens.arms, values(tokens), strict=True))
-        differences = np.array([of_arm[a] - of_arm[b] for a, b in pairs]).reshape(len(pairs), len(tokens.starts))
-        resampling = spec.bootstrap_resamples, spec.seed, f"{name} {task}"
-        by_task.append(compare_arms(differences, *resampling, permutations=PERMUTATIONS))
-    compared = [compare_over_tasks(of_pair) for of_pair in zip(*by_task, strict=True)]
-    return {arm: each for (arm, _), each in zip(pairs, compared, strict=True)}
-
-
-def _before_the_first(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """[A, N] bool -> [A, N] float, 1 for the tokens of a document before its first flagged one."""
-    parts = np.split(flags, starts[1:], axis=1)
-    return np.concatenate([np.cumsum(part, axis=1) == 0 for part in parts], axis=1).astype(float)
-
-
-def _written(row: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{_rounded(value)}" for name, value in row.items()}
-
-
-def _rounded(value: Any) -> Any:
-    """Six significant digits, for a KL may be as small as 1e-6."""
-    if value is None:
-        return ""
-    return f"{value + 0.0:.6g}" if isinstance(value, float) else value  # adding zero removes the sign of -0.0
+def _written(value: Any) -> Any:
+    """Six significant digits, for a KL may be as small as 1e-6; what is not known is empty."""
+    if isinstance(value, float):
+        return "" if np.isnan(value) else f"{value + 0.0:.6g}"  # adding zero removes the sign of -0.0
+    return value

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from residual_mass.frozen_prompts import load_manifest, load_prompts, require_pr
 from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
-from residual_mass.model.phi_maps import PhiMaps, require_maps_of, require_one_file_each
+from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KINDS = {"token": int, "nll": float, "full_nll": float, "kl": float, "same_top": bool, "first": bool}
+PER_TOKEN = ("token", "nll", "full_nll", "kl", "same_top", "first")
 """What a stored row has of each token."""
-PER_TOKEN = tuple(KINDS)
 STORED = frozenset({"key", "k", *PER_TOKEN})
 DIGITS = 9
 """After the point, of stored nats."""
@@ -75,19 +74,16 @@ class Continuation:
     nominal_length: int | None
     rows: tuple[tuple[str, ArmSpec], ...]
 
-    def key(self, spec: ForceSpec, arm: ArmSpec, state: str, identity: str, shas: dict[str, str]) -> str:
-        return row_key(
-            prompt=sha256_text(json.dumps(self.prompt)),
-            answer=None if self.answer is None else sha256_text(json.dumps(self.answer)),
-            limit=self.limit,
-            backbone=identity,
-            arm={**arm.rule.identity, "budget_percent": arm.budget_percent},
-            phi=shas[arm.maps] if arm.maps else None,
-            anchors=asdict(spec.anchors),
-            nominal_length=self.nominal_length,
-            state=state,
-            recipe=spec.recipe,
-        )
+    def key(self, spec: ForceSpec, arm: ArmSpec, state: str, identity: str, shas: Mapping[str, str]) -> str:
+        answer = None if self.answer is None else sha256_text(json.dumps(self.answer))
+        prompt = sha256_text(json.dumps(self.prompt))
+        own = {"prompt": prompt, "answer": answer, "limit": self.limit, "state": state}
+        return row_key(spec, arm, identity, shas, self.nominal_length, **own)
+
+    @property
+    def name(self) -> str:
+        kind = "example" if self.task else "document"
+        return f"{self.task or self.text} {kind} {self.index}"
 
     def seen(self, answer: Sequence[int]) -> Iterator[int]:
         """For every token what the prompt has of it: 0 nothing, 1 the token, 2 the bigram that it ends."""
@@ -118,9 +114,7 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
         phi: files of the feature maps, in the order of `spec.maps`.
     """
     record = Record("force", spec, [assets / MANIFEST, *prompts, *phi])
-    require_one_file_each(phi, spec.maps)
-    maps = {each.label: path for each, path in zip(spec.maps, phi, strict=True)}
-    require_maps_of((*spec.arms, *spec.arms_of_documents), maps)
+    maps = files_by_label(phi, spec.maps, (*spec.arms, *spec.arms_of_documents))
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     texts = documents(spec, spec.rows_of_document, tokenizer, assets)
@@ -155,27 +149,11 @@ def write_forced(
         for state, arm in each.rows
     ]
     with RowStore(store, STORED) as rows:
-        for each in wanted:
-            _require_sound(rows, each)
         missing = [each for each in wanted if each.key not in rows.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
         device = _compute(spec, load(), maps, missing, rows) if missing else None
         write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
     return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
-
-
-def _require_sound(store: RowStore, wanted: ForcedRow) -> None:
-    """Raises ValueError where a stored row is damaged."""
-    row, answer = store.rows.get(wanted.key), wanted.continuation.answer
-    if row is None:
-        return
-    tokens = row["token"] if answer is None else list(answer)
-    size = len(tokens) if isinstance(tokens, list) else 0
-    for name, kind in KINDS.items():
-        values = row[name]
-        sound = isinstance(values, list) and 0 < len(values) == size and all(type(value) is kind for value in values)
-        if not sound or (name == "token" and values != tokens):
-            store.require(wanted.key, {name: kind})
 
 
 def documents(
@@ -236,23 +214,25 @@ def _compute(
     _check_vocabulary(spec, backbone.model, missing)
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
-    engines: dict[tuple[tuple[ArmSpec, ...], int | None], SharedPrefillEngine] = {}
-    by_prompt: dict[tuple[tuple[int, ...], int | None], list[ForcedRow]] = {}
-    for each in missing:
-        by_prompt.setdefault((each.continuation.prompt, each.continuation.nominal_length), []).append(each)
+
+    @cache
+    def engine(arms: tuple[ArmSpec, ...], nominal: int | None) -> SharedPrefillEngine:
+        return SharedPrefillEngine(backbone, arms, spec.anchors, phi, nominal)
+
+    def prompt_of(row: ForcedRow) -> tuple[tuple[int, ...], int | None]:
+        return row.continuation.prompt, row.continuation.nominal_length
+
     with tqdm(total=len(missing), unit="row") as bar:
-        for (prompt, nominal), rows in by_prompt.items():
-            bar.set_postfix_str(_name(rows[0].continuation))
-            arms = tuple(dict.fromkeys(each.arm for each in rows))
-            if (arms, nominal) not in engines:
-                engines[arms, nominal] = SharedPrefillEngine(backbone, arms, spec.anchors, phi, nominal)
+        for (prompt, nominal), group in groupby(missing, prompt_of):
+            rows = list(group)
+            bar.set_postfix_str(name := rows[0].continuation.name)
             try:
-                decoder = ForcedDecoder(engines[arms, nominal], prompt[:-1])
+                decoder = ForcedDecoder(engine(tuple(dict.fromkeys(row.arm for row in rows)), nominal), prompt[:-1])
                 for done in _rows(decoder, rows):
                     store.append(done)
                     bar.update(len(done))
             except (NotFiniteError, torch.OutOfMemoryError) as error:
-                raise ValueError(f"{_name(rows[0].continuation)}: {str(error).partition('. ')[0]}") from None
+                raise ValueError(f"{name}: {str(error).partition('. ')[0]}") from None
     return backbone.device
 
 
@@ -265,11 +245,6 @@ def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) 
             f"{spec.backbone.name}: the texts hold token {largest}, but the model has {known} tokens; give the model "
             "the tokenizer that it was trained with"
         )
-
-
-def _name(continuation: Continuation) -> str:
-    kind = "example" if continuation.task else "document"
-    return f"{continuation.task or continuation.text} {kind} {continuation.index}"
 
 
 def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[Row]]:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from residual_mass.benchmarks.catalogue import task_named
 from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.benchmarks.scorers import both_scores
-from residual_mass.benchmarks.statistics import (
-    Comparison,
-    MeanScore,
-    compare_arms,
-    compare_over_tasks,
-    estimate_arms,
-    estimate_over_tasks,
-)
-from residual_mass.benchmarks.store import Row
+from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
-from residual_mass.holm import holm
 from residual_mass.methods import names
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import Metric, metric_of_mean
@@ -37,6 +29,14 @@ logger = logging.getLogger(__name__)
 SIGNIFICANT = 0.05
 DATA_ORDER = ("original", "simulated", "stand-in")
 FULL = ArmSpec("full")
+TURNED = ["right_to_wrong", "wrong_to_right"]
+"""Numbers of answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141)."""
+GAIN = {"value": "gain", "ci_low": "gain_ci_low", "ci_high": "gain_ci_high", "p": "gain_p", "mde": "mde"}
+FULL_GAP = {"value": "full_gap", "p": "full_gap_p"}
+SHARES = {"k": "k_mean", "k_zero": "k_zero_share", "cut": "cut_share"}
+"""Columns of the result by those that they are made of."""
+SCORERS = ["harness", "original"]
+GENERATED = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha", "prompt_sha", "file"]
 RERUN = "run the generate stage again"
 
 
@@ -48,11 +48,16 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
         task: load_prompts(prompts, task, min(spec.examples, entry["examples"]))
         for task, entry in manifest["tasks"].items()
     }
-    answers = collect(generations, examples, spec.arms)
-    scores = {task: _score_task(spec, task, examples[task], answers[task]) for task in examples}
-    lines = [line for task in examples for line in _lines(spec, manifest, task, {task: scores[task]})]
-    lines += _lines(spec, manifest, "all", scores)
-    write_text(out, csv_text(RESULTS, lines))
+    rows = collect(generations, examples, spec.arms)
+
+    @cache  # ROUGE is slow, and many arms say the same
+    def scores(task: str, index: int, text: str) -> tuple[float, float]:
+        return both_scores(spec.benchmark, task, examples[task][index].doc, text)
+
+    rows[SCORERS] = [scores(*each) for each in zip(rows["task"], rows["index"], rows["text"], strict=True)]
+    tables = [_table(spec, manifest, str(task), of_task) for task, of_task in rows.groupby("task", sort=False)]
+    tables.append(_table(spec, manifest, "all", rows))
+    write_text(out, csv_text(RESULTS, pd.concat(tables).to_dict("records")))
     record.write(out)
 
 
@@ -65,8 +70,8 @@ def join(results: Sequence[Path], out: Path) -> None:
 
 def collect(
     generations: Sequence[Path], examples: Mapping[str, Sequence[Prompt]], arms: Sequence[ArmSpec] | None = None
-) -> dict[str, dict[ArmSpec, list[Row]]]:
-    """The rows of all files by task and arm, in the order of the examples; a file may hold some tasks or arms only.
+) -> pd.DataFrame:
+    """The rows of all files, ordered by task, arm and example; a file may hold some tasks or arms only.
 
     Args:
         generations: the files.
@@ -76,31 +81,30 @@ def collect(
     Raises:
         ValueError: a row comes from another prompt, comes twice, or is missing; names the file.
     """
-    found: dict[tuple[str, ArmSpec], dict[int, Row]] = {}
-    for path in generations:
-        for row in read_jsonl(path):
-            task, index, arm = row["task"], row["index"], ArmSpec(row["method"], row["budget_percent"], row["maps"])
-            if arms is not None and arm not in arms:
-                continue
-            prompts = examples.get(task, ())
-            if index >= len(prompts) or row["prompt_sha"] != prompts[index].sha256:
-                raise ValueError(
-                    f"{path}: {task} example {index} was generated from other prompts; give those, or {RERUN}"
-                )
-            if index in (cell := found.setdefault((task, arm), {})):
-                raise ValueError(f"{path}: a second row for {_name(task, arm)} example {index}; give each arm once")
-            cell[index] = row
-    ordered = sorted({arm for _, arm in found} | set(arms or ()), key=_canonical)
+    found = [
+        {**row, "arm": ArmSpec(row["method"], row["budget_percent"], row["maps"]), "file": path}
+        for path in generations
+        for row in read_jsonl(path)
+    ]
+    rows = pd.DataFrame([row for row in found if arms is None or row["arm"] in arms], columns=GENERATED)
+    shas = {(task, prompt.index): prompt.sha256 for task, prompts in examples.items() for prompt in prompts}
+    place: dict[tuple[str, ArmSpec, int], int] = {}
+    for number, (task, index, arm, sha, file) in enumerate(
+        rows[["task", "index", "arm", "prompt_sha", "file"]].itertuples(index=False, name=None)
+    ):
+        if shas.get((task, index)) != sha:
+            raise ValueError(f"{file}: {task} example {index} was generated from other prompts; give those, or {RERUN}")
+        if place.setdefault((task, arm, index), number) != number:
+            raise ValueError(f"{file}: a second row for {_name(task, arm)} example {index}; give each arm once")
+    ordered = sorted({*rows["arm"], *(arms or ())}, key=_canonical)
     for task, arm in product(examples, ordered):
         count = len(examples[task])
-        if missing := [str(i) for i in range(count) if i not in found.get((task, arm), {})]:
+        if missing := [str(i) for i in range(count) if (task, arm, i) not in place]:
             listed, searched = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5), ", ".join(map(str, generations))
             what = f"{_name(task, arm)} lacks {len(missing)} of {count} examples ({listed})"
             raise ValueError(f"{searched}: {what}; {RERUN}")
-    return {
-        task: {arm: [found[task, arm][i] for i in range(len(prompts))] for arm in ordered}
-        for task, prompts in examples.items()
-    }
+    order = [place[task, arm, i] for task in examples for arm in ordered for i in range(len(examples[task]))]
+    return rows.iloc[order].reset_index(drop=True)
 
 
 def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
@@ -112,106 +116,67 @@ def _name(task: str, arm: ArmSpec) -> str:
     return " ".join(part for part in (task, arm.method, budget, arm.maps) if part)
 
 
-@dataclass(frozen=True)
-class TaskScores:
-    """The scores of all arms on a task.
+def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """The lines of all arms over the tasks of `rows`, as text; what is not known is empty.
 
-    Attributes:
-        rows: generations of each arm.
-        value: by the harness's scorer.
-        original: by the scorer of the benchmark's authors.
-        gain: differences to topk at the same budget, of arms with a residual estimate where there is a topk.
-        full_gap: differences to full, of the other arms where there is full.
-        turned: answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141); of arms with
-            a `full_gap`, where answers are right or wrong.
+    Methods with a residual estimate are compared with topk at the same budget, and all arms with full.
     """
-
-    rows: dict[ArmSpec, list[Row]]
-    value: dict[ArmSpec, MeanScore]
-    original: dict[ArmSpec, MeanScore]
-    gain: dict[ArmSpec, Comparison]
-    full_gap: dict[ArmSpec, Comparison]
-    turned: dict[ArmSpec, tuple[int, int]]
-
-
-def _score_task(spec: ScoreSpec, task: str, prompts: Sequence[Prompt], rows: dict[ArmSpec, list[Row]]) -> TaskScores:
-    arms, metric = list(rows), task_named(spec.benchmark, task).metric
-    scores = np.empty((2, len(arms), len(prompts)))  # by the harness and by the authors
-    for index, prompt in enumerate(prompts):
-        texts = [of_arm[index]["text"] for of_arm in rows.values()]
-        of_text = {text: both_scores(spec.benchmark, task, prompt.doc, text) for text in dict.fromkeys(texts)}
-        scores[:, :, index] = np.array([of_text[text] for text in texts]).T
-    harness = dict(zip(arms, scores[0], strict=True))
-    pairs = [(arm, ArmSpec("topk", arm.budget_percent)) for arm in arms if arm.method not in ("full", "topk")]
-    pairs = [pair for pair in pairs if pair[1] in rows] + [(arm, FULL) for arm in arms if FULL in rows and arm != FULL]
-    differences = np.array([harness[arm] - harness[other] for arm, other in pairs]).reshape(len(pairs), len(prompts))
-    resampling = spec.bootstrap_resamples, spec.seed, task
-    estimates = estimate_arms(scores.reshape(-1, len(prompts)), *resampling)
-    compared = dict(zip(pairs, compare_arms(differences, *resampling), strict=True))
-    right = {} if metric.right is None else {arm: np.array([metric.is_right(x) for x in harness[arm]]) for arm in arms}
-    return TaskScores(
-        rows,
-        dict(zip(arms, estimates[: len(arms)], strict=True)),
-        dict(zip(arms, estimates[len(arms) :], strict=True)),
-        {arm: each for (arm, other), each in compared.items() if other != FULL},
-        {arm: each for (arm, other), each in compared.items() if other == FULL},
-        {
-            arm: (int((right[FULL] & ~right[arm]).sum()), int((~right[FULL] & right[arm]).sum()))
-            for arm, other in pairs if other == FULL and right
-        },
-    )  # fmt: skip
-
-
-def _lines(
-    spec: ScoreSpec, manifest: dict[str, Any], task: str, scores: Mapping[str, TaskScores]
-) -> Iterator[dict[str, str]]:
-    """The rows of all arms over the tasks of `scores`."""
-    entries, tasks = [task_named(spec.benchmark, name) for name in scores], list(scores.values())
+    arms = {arm: number for number, arm in enumerate(dict.fromkeys(rows["arm"]))}
+    rows = rows.assign(arm=rows["arm"].map(arms), k_zero=rows["k"] == 0, cut=rows["cut_tokens"] > 0)
+    tasks = {str(name): part for name, part in rows.groupby("task", sort=False)}
+    scores = {name: part[SCORERS].to_numpy().T.reshape(2, len(arms), -1) for name, part in tasks.items()}
+    entries = [task_named(spec.benchmark, name) for name in scores]
     metric, kinds = metric_of_mean(entry.metric for entry in entries), {e.data(spec.data_source) for e in entries}
-    about = {
-        "benchmark": spec.benchmark, "backbone": spec.backbone.name, "length": spec.length, "task": task,
-        "metric": metric.name, "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
-        "decoding": spec.decoding, "study": spec.study, "model_id": spec.backbone.model_id,
-        "revision": spec.backbone.revision, "prompts_sha": manifest["sha256"], "weights": spec.backbone.weights,
-    }  # fmt: skip
-    gaps = {arm: compare_over_tasks([of_task.full_gap[arm] for of_task in tasks]) for arm in tasks[0].full_gap}
-    beating = _better_than_full(task, gaps, metric)
-    for arm in tasks[0].rows:
-        rows = [row for of_task in tasks for row in of_task.rows[arm]]
-        value = estimate_over_tasks([of_task.value[arm] for of_task in tasks])
-        numbers = _mean("", value) | _mean("original_", estimate_over_tasks([each.original[arm] for each in tasks]))
-        numbers |= {
-            "k_mean": np.mean([row["k"] for row in rows]),
-            "k_zero_share": np.mean([row["k"] == 0 for row in rows]),
-            "cut_share": np.mean([row["cut_tokens"] > 0 for row in rows]),
-        }
-        if arm in tasks[0].gain:
-            gain = compare_over_tasks([of_task.gain[arm] for of_task in tasks])
-            low, high = gain.mean.interval
-            numbers |= {"gain": gain.mean.value, "gain_ci_low": low, "gain_ci_high": high}
-            numbers |= {"gain_p": gain.p, "mde": gain.detectable}
-        if arm in gaps:
-            numbers |= {"full_gap": gaps[arm].mean.value, "full_gap_p": gaps[arm].p}
-        counts = {"n": len(rows)}
-        if turned := [of_task.turned[arm] for of_task in tasks if arm in of_task.turned]:
-            if len(turned) == len(tasks):
-                counts["right_to_wrong"], counts["wrong_to_right"] = (sum(each) for each in zip(*turned, strict=True))
-        yield {
-            **about,
-            "method": arm.method,
-            "budget_percent": "" if arm.budget_percent is None else f"{arm.budget_percent:g}",
-            "maps": arm.maps or "",
-            "phi_sha": rows[0]["phi_sha"] or "",
-            "flags": " ".join(sorted({*metric.flags(value.value), *["beats_full"] * (arm in beating)})),
-            **{name: _number(number) for name, number in numbers.items()},
-            **{name: str(count) for name, count in counts.items()},
-        }
+
+    estimates = [(arm, ArmSpec("topk", arm.budget_percent)) for arm in arms if arm.method not in ("full", "topk")]
+    gains = [(arms[arm], arms[topk]) for arm, topk in estimates if topk in arms]
+    gaps = [(number, arms[FULL]) for arm, number in arms.items() if FULL in arms and arm != FULL]
+    first, second = np.array([*gains, *gaps], dtype=int).reshape(-1, 2).T
+    differences = {name: of_task[0, first] - of_task[0, second] for name, of_task in scores.items()}
+    stacked = {name: np.concatenate([*scores[name], differences[name]]) for name in scores}
+    found = means(stacked, spec.bootstrap_resamples, spec.seed).frame
+    compared = found[2 * len(arms) :].set_index(first)
+    compared["p"] = sign_flip_p(differences, spec.bootstrap_resamples, spec.seed)
+    compared["mde"] = minimal_detectable_effect(compared["stderr"])
+    gap = compared[len(gains) :].rename(columns=FULL_GAP)[[*FULL_GAP.values()]]
+
+    table = found[: len(arms)].join([
+        found[len(arms) : 2 * len(arms)].reset_index(drop=True).add_prefix("original_"),
+        compared[: len(gains)].rename(columns=GAIN)[[*GAIN.values()]],
+        gap,
+        rows.groupby("arm")[["k", "k_zero", "cut"]].mean().rename(columns=SHARES),
+    ])  # fmt: skip
+    beating = _better_than_full(task, gap.set_index(pd.Index(arms)[gap.index]), metric)
+    flags = [metric.flags(value) for value in table["value"]]
+    table = table.map(_number).assign(
+        method=[arm.method for arm in arms],
+        budget_percent=["" if arm.budget_percent is None else f"{arm.budget_percent:g}" for arm in arms],
+        maps=[arm.maps or "" for arm in arms],
+        phi_sha=rows.groupby("arm")["phi_sha"].first(),
+        flags=[
+            " ".join(sorted(each | {"beats_full"} if arm in beating else each))
+            for arm, each in zip(arms, flags, strict=True)
+        ],
+        n=rows.groupby("arm").size(),
+        benchmark=spec.benchmark, backbone=spec.backbone.name, length=spec.length, task=task, metric=metric.name,
+        data="+".join(kind for kind in DATA_ORDER if kind in kinds), decoding=spec.decoding, study=spec.study,
+        model_id=spec.backbone.model_id, revision=spec.backbone.revision, prompts_sha=manifest["sha256"],
+        weights=spec.backbone.weights,
+    )  # fmt: skip
+    if gaps and all(entry.metric.right is not None for entry in entries):
+        right = [entry.metric.is_right(of_task[0]) for entry, of_task in zip(entries, scores.values(), strict=True)]
+        full = arms[FULL]
+        table["right_to_wrong"] = sum((each[full] & ~each).sum(axis=1) for each in right)
+        table["wrong_to_right"] = sum((each & ~each[full]).sum(axis=1) for each in right)
+        table = table.astype({name: object for name in TURNED})
+        table.loc[full, TURNED] = ""
+    return table.fillna("")
 
 
-def _better_than_full(task: str, gaps: Mapping[ArmSpec, Comparison], metric: Metric) -> set[ArmSpec]:
+def _better_than_full(task: str, gaps: pd.DataFrame, metric: Metric) -> set[ArmSpec]:
     """The arms significantly better than full, Holm-adjusted over the partial arms of the task; each is reported."""
-    adjusted = dict(zip(gaps, holm([gap.p for gap in gaps.values()]), strict=True))
-    beating = {arm for arm, gap in gaps.items() if metric.better(gap.mean.value, 0) and adjusted[arm] < SIGNIFICANT}
+    adjusted = pd.Series(holm(gaps["full_gap_p"]), gaps.index)
+    beating = {arm for arm in gaps.index if metric.better(gaps["full_gap"][arm], 0) and adjusted[arm] < SIGNIFICANT}
     for arm in sorted(beating, key=_canonical):
         logger.warning(
             "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
@@ -220,11 +185,5 @@ def _better_than_full(task: str, gaps: Mapping[ArmSpec, Comparison], metric: Met
     return beating
 
 
-def _mean(prefix: str, mean: MeanScore) -> dict[str, float | None]:
-    low, high = mean.interval
-    fields = {"value": mean.value, "stderr": mean.stderr, "ci_low": low, "ci_high": high}
-    return {prefix + name: number for name, number in fields.items()}
-
-
-def _number(number: float | None) -> str:
-    return "" if number is None else f"{round(number, 6) + 0.0:.6f}"  # adding zero removes the sign of -0.0
+def _number(number: float) -> str:
+    return "" if np.isnan(number) else f"{round(number, 6) + 0.0:.6f}"  # adding zero removes the sign of -0.0

@@ -1,105 +1,119 @@
-"""Means over examples and over tasks, and paired differences of two arms, with standard errors, bootstrap intervals and
-permutation tests.
+"""Means over examples and then over tasks, with bootstrap intervals, paired permutation tests and Holm's correction.
+
+The values of a task are an array [rows, examples]; a row is an arm, or the difference of two arms on the same examples.
+Resamples and random signs depend on the seed, the task's name and its number of examples alone, so all rows of a task
+share them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
 import numpy as np
+import pandas as pd
 from scipy.special import stdtrit
 
-from residual_mass.benchmarks.catalogue import LEVEL, POWER
-
+LEVEL, POWER = 0.95, 0.80
+"""Of intervals, and of the test behind the minimal detectable effect."""
 CHUNK = 256
 """Resamples drawn at a time, to bound memory; no result depends on it."""
 EXACT = 16
 """Most differences of which all sign patterns are tried."""
 TIE = 1e-12
 """Sums that differ by less than this share of their terms' size are equal, as they differ by rounding only."""
+Tasks = Mapping[str, np.ndarray]
+"""Values [rows, examples] by task; the rows are the same in all tasks."""
 
 
 @dataclass(frozen=True)
-class MeanScore:
-    """A mean score, or the mean difference of two arms' scores.
+class Means:
+    """Unweighted means over tasks of the means over examples.
 
     Attributes:
-        stderr: its sample standard error; None for a single example.
-        draws: [resamples], the mean in each bootstrap resample.
+        value: [rows].
+        stderr: [rows], sample standard error; NaN where a task has a single example.
+        draws: [rows, resamples], the mean in each bootstrap resample.
     """
 
-    value: float
-    stderr: float | None
+    value: np.ndarray
+    stderr: np.ndarray
     draws: np.ndarray
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Percentile bootstrap interval."""
-        low, high = np.quantile(self.draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return float(low), float(high)
+    def frame(self) -> pd.DataFrame:
+        """The columns `value`, `stderr`, `ci_low` and `ci_high`."""
+        low, high = percentile_interval(self.draws)
+        return pd.DataFrame({"value": self.value, "stderr": self.stderr, "ci_low": low, "ci_high": high})
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The difference of two arms on the same examples.
-
-    Attributes:
-        mean: mean difference, over several tasks the unweighted mean of theirs.
-        differences: by task, [examples].
-        flipped: [resamples], the mean difference under random signs of all differences.
-    """
-
-    mean: MeanScore
-    differences: tuple[np.ndarray, ...]
-    flipped: np.ndarray
-
-    @property
-    def p(self) -> float:
-        """Two-sided p-value of the paired sign-flip permutation test of no difference.
-
-        Exact for up to EXACT non-zero differences, else Monte Carlo.
-        """
-        shares = np.concatenate([task / len(task) for task in self.differences]) / len(self.differences)
-        shares = shares[shares != 0]
-        bound = abs(shares.sum()) - TIE * np.abs(shares).sum()
-        if len(shares) <= EXACT:
-            return float(np.mean(np.abs(_all_signs(len(shares)) @ shares) >= bound))
-        return float(1 + np.count_nonzero(np.abs(self.flipped) >= bound)) / (1 + len(self.flipped))
-
-    @property
-    def detectable(self) -> float | None:
-        return minimal_detectable_effect(self.differences)
+def means(tasks: Tasks, resamples: int, seed: int) -> Means:
+    """Means of every row, with resamples drawn within each task."""
+    value, variance, draws = [], [], np.zeros(1)
+    for task, values in tasks.items():
+        rows, n = values.shape
+        value.append(values.mean(axis=1))
+        variance.append(values.var(axis=1, ddof=1) / n if n > 1 else np.full(rows, np.nan))
+        sums = np.concatenate([counts @ values.T for counts in resampled(n, resamples, seed, task)]).T
+        draws = draws + sums / n
+    return Means(np.mean(value, axis=0), np.sqrt(np.sum(variance, axis=0)) / len(tasks), draws / len(tasks))
 
 
-def estimate_arms(scores: np.ndarray, resamples: int, seed: int, task: str) -> list[MeanScore]:
-    """Mean over examples of each arm, given scores [arms, examples].
-
-    Resamples depend on seed, task and number of examples only, so all arms are resampled alike.
-    """
-    n = scores.shape[1]
-    draws = np.concatenate([counts @ scores.T for counts in resampled(n, resamples, seed, task)]).T / n
-    return [
-        MeanScore(float(of_arm.mean()), _stderr(of_arm), drawn) for of_arm, drawn in zip(scores, draws, strict=True)
-    ]
+def percentile_interval(draws: np.ndarray) -> np.ndarray:
+    """Percentile bootstrap interval, [..., resamples] -> [2, ...]."""
+    return np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=-1)
 
 
 def resampled(n: int, resamples: int, seed: int, task: str) -> Iterator[np.ndarray]:
     """How often each of n examples is drawn: [resamples, n], in chunks."""
     rng = _generator(f"{seed} {task}")
     for size in _chunks(resamples):
-        yield _counts(rng.integers(n, size=(size, n)))
+        cells = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
+        yield np.bincount(cells.ravel(), minlength=size * n).reshape(size, n).astype(np.float64)
 
 
-def estimate_over_tasks(tasks: Sequence[MeanScore]) -> MeanScore:
-    """Unweighted mean over tasks, with resamples drawn within each task."""
-    draws = np.mean([task.draws for task in tasks], axis=0)
-    return MeanScore(
-        float(np.mean([task.value for task in tasks])), _stratified([task.stderr for task in tasks]), draws
-    )
+def sign_flip_p(differences: Tasks, permutations: int, seed: int) -> np.ndarray:
+    """Two-sided p-value [rows] of the paired sign-flip permutation test that the mean difference is 0.
+
+    Exact for up to EXACT non-zero differences, else Monte Carlo with so many permutations.
+    """
+    shares = np.concatenate([task / task.shape[1] for task in differences.values()], axis=1) / len(differences)
+    bound = np.abs(shares.sum(axis=1)) - TIE * np.abs(shares).sum(axis=1)
+    many = np.count_nonzero(shares, axis=1) > EXACT
+    p = np.empty(len(shares))
+    for row in np.flatnonzero(~many):
+        few = shares[row, shares[row] != 0]
+        p[row] = np.mean(np.abs(_all_signs(len(few)) @ few) >= bound[row])
+    if many.any():
+        flipped = [_flipped(values[many], permutations, seed, task) for task, values in differences.items()]
+        as_extreme = np.count_nonzero(np.abs(np.mean(flipped, axis=0)) >= bound[many, None], axis=1)
+        p[many] = (1 + as_extreme) / (1 + permutations)
+    return p
+
+
+def _flipped(values: np.ndarray, permutations: int, seed: int, task: str) -> np.ndarray:
+    """[rows, permutations], mean differences of a task under random signs."""
+    n, rng = values.shape[1], _generator(f"{seed} {task} signs")
+    signs = (2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1 for size in _chunks(permutations))
+    return np.concatenate([each @ values.T for each in signs]).T / n
+
+
+@cache
+def _all_signs(n: int) -> np.ndarray:
+    """[2^n, n], every pattern of signs."""
+    return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
+
+
+def minimal_detectable_effect(stderr: np.ndarray) -> np.ndarray:
+    """The true mean difference that a two-sided 5 % test finds with 80 % power.
+
+    NaN where differences have no spread, as with a single example or ties only.
+    """
+    normal = NormalDist()
+    return (normal.inv_cdf((1 + LEVEL) / 2) + normal.inv_cdf(POWER)) * np.where(stderr > 0, stderr, np.nan)
 
 
 def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -132,46 +146,16 @@ def _relative_error(values: np.ndarray) -> float:
     return float(max(of_sample, min(of_logarithms, 1)))  # the sample's is never above 1
 
 
-def compare_arms(
-    differences: np.ndarray, resamples: int, seed: int, task: str, permutations: int | None = None
-) -> list[Comparison]:
-    """A comparison for each row of paired differences [pairs, examples], resampled as in `estimate_arms`.
-
-    The random signs, too, depend on seed, task and number of examples only; there are as many as `permutations`, or as
-    the resamples where that is None.
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values in the given order. Rejecting those below alpha bounds the probability of any false
+    rejection by alpha, however the tests depend on each other.
     """
-    n = differences.shape[1]
-    rng = _generator(f"{seed} {task} signs")
-    chunks = _chunks(permutations or resamples)
-    sums = [(2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1) @ differences.T for size in chunks]
-    flipped = np.concatenate(sums).T / n
-    means = estimate_arms(differences, resamples, seed, task)
-    return [Comparison(mean, (pair,), flips) for mean, pair, flips in zip(means, differences, flipped, strict=True)]
-
-
-def compare_over_tasks(tasks: Sequence[Comparison]) -> Comparison:
-    """Unweighted mean over tasks, with resamples and signs drawn within each task."""
-    return Comparison(
-        estimate_over_tasks([task.mean for task in tasks]),
-        tuple(of_task for task in tasks for of_task in task.differences),
-        np.mean([task.flipped for task in tasks], axis=0),
-    )
-
-
-def minimal_detectable_effect(differences: Sequence[np.ndarray]) -> float | None:
-    """The true mean difference (unweighted over tasks) that a two-sided 5 % test finds with 80 % power.
-
-    None where the paired differences of the tasks have no spread, as with a single example or ties only.
-    """
-    stderr = _stratified([_stderr(task) for task in differences])
-    normal = NormalDist()
-    return (normal.inv_cdf((1 + LEVEL) / 2) + normal.inv_cdf(POWER)) * stderr if stderr else None
-
-
-@cache
-def _all_signs(n: int) -> np.ndarray:
-    """[2^n, n], every pattern of signs."""
-    return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
+    p = np.array(p_values, dtype=np.float64)
+    order = p.argsort(kind="stable")
+    factors = len(p) - np.arange(len(p))
+    # Adjusted values must keep the order of the p-values, although factors decrease.
+    p[order] = np.maximum.accumulate(np.minimum(1.0, factors * p[order]))
+    return p.tolist()
 
 
 def _generator(name: str) -> np.random.Generator:
@@ -181,20 +165,3 @@ def _generator(name: str) -> np.random.Generator:
 def _chunks(resamples: int) -> Iterator[int]:
     for start in range(0, resamples, CHUNK):
         yield min(CHUNK, resamples - start)
-
-
-def _counts(drawn: np.ndarray) -> np.ndarray:
-    """How often each example was drawn: [resamples, n] indices -> [resamples, n] counts."""
-    size, n = drawn.shape
-    cells = drawn + n * np.arange(size)[:, None]
-    return np.bincount(cells.ravel(), minlength=size * n).reshape(size, n).astype(np.float64)
-
-
-def _stderr(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
-
-
-def _stratified(errors: Sequence[float | None]) -> float | None:
-    """Standard error of the unweighted mean of independent means."""
-    known = [error for error in errors if error is not None]
-    return float(np.sqrt(np.square(known).sum()) / len(known)) if len(known) == len(errors) else None

@@ -5,24 +5,50 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from residual_mass.files import errors_naming, jsonl, locked, sha256_text
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.study.specs import ForceSpec, GenerateSpec
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 GENERATED = frozenset("key task index method budget_percent maps k cut_tokens text phi_sha prompt_sha".split())
 """The fields of a generated row that later stages read."""
+AGAIN = "delete the line, and the row is computed again"
 
 
-def row_key(**inputs: Any) -> str:
-    """Hash of everything that determines a row."""
-    return sha256_text(json.dumps(inputs, sort_keys=True))
+def row_key(
+    spec: GenerateSpec | ForceSpec,
+    arm: ArmSpec,
+    identity: str,
+    shas: Mapping[str, str],
+    nominal: int | None,
+    **own: Any,
+) -> str:
+    """Hash of everything that determines a row.
+
+    Args:
+        identity: of the backbone.
+        shas: sha256 of the feature maps by label.
+        nominal: L in the budget formula; None takes the prefix's own length.
+        own: what the stage adds.
+    """
+    common = {
+        "backbone": identity,
+        "phi": shas.get(arm.maps or ""),
+        "arm": {**arm.rule.identity, "budget_percent": arm.budget_percent},
+        "anchors": asdict(spec.anchors),
+        "nominal_length": nominal,
+        "recipe": spec.recipe,
+    }
+    return sha256_text(json.dumps(common | own, sort_keys=True))
 
 
 class RowStore:
@@ -40,8 +66,6 @@ class RowStore:
     def __init__(self, path: Path, fields: frozenset[str]) -> None:
         self.path, self.fields = path, fields
         self.rows: dict[str, Row] = {}
-        self._lines: dict[str, int] = {}
-        """Line number of each row that was read."""
 
     def __enter__(self) -> RowStore:
         with ExitStack() as opened:
@@ -64,31 +88,15 @@ class RowStore:
         """
         fresh = list(rows)
         with errors_naming(self.path):
-            size = self._file.seek(0, os.SEEK_END)
+            size, data = self._file.seek(0, os.SEEK_END), jsonl(fresh).encode()
             try:
-                self._write(jsonl(fresh).encode())
+                while data:  # a nearly full disk takes a part of it
+                    data = data[self._file.write(data) :]
+                os.fsync(self._file.fileno())
             except OSError:
                 self._file.truncate(size)
                 raise
         self.rows |= {row["key"]: row for row in fresh}
-
-    def _write(self, data: bytes) -> None:
-        while data:  # a nearly full disk takes a part of it
-            data = data[self._file.write(data) :]
-        os.fsync(self._file.fileno())
-
-    def require(self, key: str, expected: Row) -> None:
-        """Compares the row of that key, if present, with fields that the key determines.
-
-        Raises:
-            ValueError: it is damaged; names file and line.
-        """
-        row = self.rows.get(key, expected)
-        if wrong := [name for name, value in expected.items() if row.get(name) != value]:
-            raise ValueError(
-                f"{self.path}:{self._lines[key]}: {wrong[0]} does not fit the row's key; delete the line, and the row "
-                "is computed again"
-            )
 
     def _read(self) -> None:
         self._file.seek(0)
@@ -99,19 +107,11 @@ class RowStore:
             with errors_naming(self.path):
                 self._file.truncate(whole)
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
-            row = _parse(line)
-            if row is None or not row.keys() >= self.fields or not isinstance(row["key"], str):
-                raise ValueError(
-                    f"{self.path}:{number}: not a row of this store; delete the line, and the row is computed again"
-                )
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or not row.keys() >= self.fields or not isinstance(row["key"], str):
+                raise ValueError(f"{self.path}:{number}: not a row of this store; {AGAIN}")
             if self.rows.setdefault(row["key"], row) != row:
                 raise ValueError(f"{self.path}:{number}: differs from an earlier row of its key; delete one of them")
-            self._lines[row["key"]] = number
-
-
-def _parse(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None

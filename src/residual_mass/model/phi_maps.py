@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,11 +126,18 @@ def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
 
 
-def require_maps_of(arms: Iterable[ArmSpec], labels: Collection[str]) -> None:
-    """Raises ValueError unless the spec's maps, of these labels, are those of all arms."""
+def files_by_label(phi: Sequence[Path], maps: Sequence[MapsSpec], arms: Iterable[ArmSpec] = ()) -> dict[str, Path]:
+    """The files of a spec's maps by label.
+
+    Raises:
+        ValueError: there is not one file for each, or an arm needs maps that are not among them.
+    """
+    require_one_file_each(phi, maps)
+    files = {each.label: path for each, path in zip(maps, phi, strict=True)}
     for arm in arms:
-        if arm.needs_maps and arm.maps not in labels:
-            raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(labels)}")
+        if arm.needs_maps and arm.maps not in files:
+            raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(files)}")
+    return files
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from residual_mass.benchmarks.statistics import holm
 from residual_mass.files import REMAKE, csv_text, read_csv, read_json
-from residual_mass.holm import holm
 from residual_mass.metrics import METRICS, Metric
 from residual_mass.provenance import sidecar_of
 

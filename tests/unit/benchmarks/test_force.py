@@ -20,7 +20,7 @@ from residual_mass.benchmarks import force
 from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.store import Row, RowStore
 from residual_mass.core.settings import AnchorSpec, MapsSpec
-from residual_mass.files import jsonl, sha256_of
+from residual_mass.files import sha256_of
 from residual_mass.frozen_prompts import load_prompts
 from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
@@ -367,29 +367,6 @@ def test_what_determines_a_row_is_in_its_key(spec: ForceSpec, begun: Stage, chan
     narrow = replace(spec, corpora=(), arms=(TOPK,), arms_of_documents=(), asked=(RULER,))
     assert begun.computed(narrow) == 0
     assert begun.computed(replace(narrow, **change)) == 4
-
-
-@pytest.mark.parametrize(
-    ("field", "damage"),
-    [
-        ("token", lambda values: [values[0] + 1, *values[1:]]), ("token", lambda values: None),
-        ("kl", lambda values: values[:-1]), ("nll", lambda values: [*values[:-1], "x"]), ("first", lambda values: {}),
-    ],
-)  # fmt: skip
-def test_a_damaged_row_is_named_and_computed_again(
-    spec: ForceSpec, begun: Stage, undisturbed: Stage, field: str, damage: Callable[[Any], Any], error_line: ErrorLine
-) -> None:
-    lines = begun.store.read_text().splitlines(keepends=True)
-    row = json.loads(lines[8])
-    row[field] = damage(row[field])
-    begun.store.write_text("".join([*lines[:8], jsonl([row]), *lines[9:]]))
-    with pytest.raises(ValueError) as error:
-        begun(spec)
-    assert error_line(error) == (
-        f"{begun.store}:9: {field} does not fit the row's key; delete the line, and the row is computed again"
-    )
-    begun.store.write_text("".join([*lines[:8], *lines[9:]]))
-    assert begun.computed(spec) == 1 and begun.out.read_bytes() == undisturbed.out.read_bytes()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from residual_mass.benchmarks.store import GENERATED, RowStore, row_key
+from residual_mass.benchmarks.store import GENERATED, RowStore
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 
@@ -108,12 +106,3 @@ def test_rows_are_on_the_disk_once_append_returns(tmp_path: Path, monkeypatch: p
             assert synced[-1:] == [(path.stat().st_ino, path.stat().st_size)]
             assert path.read_bytes().endswith(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
     assert len(synced) == len(ROWS)
-
-
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text(), min_size=1), st.data())
-def test_key_depends_on_every_input_and_not_on_their_order(
-    inputs: dict[str, str | int | None], data: st.DataObject
-) -> None:
-    assert row_key(**dict(reversed(inputs.items()))) == row_key(**inputs)
-    name = data.draw(st.sampled_from(sorted(inputs)))
-    assert row_key(**{**inputs, name: f"{inputs[name]}x"}) != row_key(**inputs)

@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.records import record, recorded
-from tests.unit.benchmarks.pairs import compare_task
+from tests.records import record
+from tests.small_assets import freeze_prompts
 from tests.unit.test_metrics import LOSS
 
 from residual_mass.benchmarks import scoring
 from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, tasks_of
 from residual_mass.benchmarks.scorers import both_scores
-from residual_mass.benchmarks.statistics import compare_over_tasks
-from residual_mass.files import jsonl, sha256_of
-from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
-from residual_mass.holm import holm
+from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
+from residual_mass.files import jsonl
+from residual_mass.frozen_prompts import load_manifest, load_prompts
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import BackboneSpec, ScoreSpec
@@ -98,15 +97,6 @@ def rows(manifest: Path) -> list[Row]:
     return rows_of(manifest, gold)
 
 
-def test_gold_scores_one_and_silence_zero(manifest: Path, tmp_path: Path) -> None:
-    table = score(manifest, rows_of(manifest, lambda t, a, d: gold(t, a, d) if a.method == "full" else ""), tmp_path)
-    assert {line["task"] for line in table} == {*tasks_of("ruler", 1024), "all"}
-    for line in table:
-        expected = "1.000000" if line["method"] == "full" else "0.000000"
-        assert [line[c] for c in ("value", "ci_low", "ci_high")] == [expected] * 3
-        assert line["stderr"] == "0.000000"
-
-
 @pytest.mark.parametrize("text", ["", "{0}", "it is {0}\x00.", "none of these", "{0} {1}"])
 def test_values_are_means_of_the_harness_s_scores(text: str, manifest: Path, tmp_path: Path) -> None:
     def said(_task: str, _arm: ArmSpec, doc: Any) -> str:
@@ -171,16 +161,13 @@ def _without(rows: list[Row], **where: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (lambda rows: _without(rows, task="ruler_vt"), "all.jsonl: ruler_vt full lacks 2 of 2 examples (0, 1)"),
         (
             lambda rows: _without(rows, task="ruler_vt", index=1, method="topk"),
             "ruler_vt topk 2% lacks 1 of 2 examples (1)",
         ),
         (lambda rows: _without(rows, task="ruler_vt", method="full"), "ruler_vt full lacks 2 of 2 examples (0, 1)"),
-        (lambda rows: rows[:-1], "ruler_qa_squad topk_phi 2% 1k lacks 1 of 2 examples (1)"),
         (lambda rows: [*rows, rows[3]], "all.jsonl: a second row for niah_single_1 full example 1"),
         (lambda rows: [{**rows[0], "index": 2}, *rows], "niah_single_1 example 2 was generated from other prompts"),
-        (lambda rows: [{**rows[0], "task": "other"}, *rows], "other example 0 was generated from other prompts"),
         (lambda rows: [{**rows[0], "prompt_sha": "0"}, *rows[1:]], "niah_single_1 example 0 was generated from other"),
         (
             lambda rows: [*rows, {**rows[-1], "maps": "2k"}],
@@ -247,22 +234,9 @@ def test_arms_named_by_the_spec_are_all_that_is_scored(
     assert "all.jsonl: niah_single_1 topk 8% lacks 2 of 2 examples (0, 1)" in error_line(error)
 
 
-def _frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str = "ruler") -> Path:
+def frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str = "ruler") -> Path:
     """A prompts manifest over hand-made docs."""
-    from residual_mass.frozen_prompts import table_sha256
-
-    tasks = {}
-    for task, of_task in docs.items():
-        prompts = [Prompt(task, i, f"{task} {i}", 8, [], doc) for i, doc in enumerate(of_task)]
-        (folder / f"{task}.jsonl").write_text(jsonl(vars(prompt) for prompt in prompts))
-        sha = sha256_of(folder / f"{task}.jsonl")
-        tasks[task] = {"file": f"{task}.jsonl", "sha256": sha, "examples": len(of_task), "data": "original"}
-    manifest = {
-        "benchmark": benchmark, "length": "1k", "tokenizer": "tiny", "harness": {}, "left_out": {},
-        "examples": max(map(len, docs.values())), "tasks": tasks, "sha256": table_sha256(tasks),
-    }  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return recorded(folder / "manifest.json")
+    return freeze_prompts(folder / "prompts" / "manifest.json", benchmark, "1k", docs)
 
 
 RIGHT = {"full": 0.7, "topk": 0.3, "topk_phi": 0.6, "topk_phi_nosub": 0.9}
@@ -286,7 +260,7 @@ def study(tmp_path: Path) -> tuple[Path, list[Row]]:
     def answer(_task: str, arm: ArmSpec, doc: Any) -> str:
         return " ".join(output for output in doc["outputs"] if rng.random() < RIGHT[arm.method])
 
-    manifest = _frozen(tmp_path, docs)
+    manifest = frozen(tmp_path, docs)
     return manifest, rows_of(manifest, answer, STUDY_ARMS)
 
 
@@ -308,26 +282,26 @@ def test_every_number_by_definition(study: tuple[Path, list[Row]], tmp_path: Pat
         assert line["budget_percent"] == (f"{arm.budget_percent:g}" if arm.budget_percent else "")
         covered = tasks if task == "all" else [task]
         of_arm = {name: _scores(manifest, rows, name, arm) for name in covered}
-        expected: dict[str, float | None] = {}
+        expected: dict[str, Any] = {}
         for column, prefix in enumerate(("", "original_")):
-            value = compare_over_tasks([compare_task(s[:, column], 0 * s[:, 0], 200, 0, t) for t, s in of_arm.items()])
-            low, high = value.mean.interval
-            expected |= {f"{prefix}value": value.mean.value, f"{prefix}stderr": value.mean.stderr}
-            expected |= {f"{prefix}ci_low": low, f"{prefix}ci_high": high}
+            of_scorer = means({name: scores[:, column][None] for name, scores in of_arm.items()}, 200, 0).frame
+            expected |= of_scorer.add_prefix(prefix).iloc[0].to_dict()
 
-        def against(other: ArmSpec, of_arm: dict[str, np.ndarray] = of_arm) -> Any:
-            return compare_over_tasks(
-                [compare_task(s[:, 0], _scores(manifest, rows, t, other)[:, 0], 200, 0, t) for t, s in of_arm.items()]
-            )
+        def minus(other: ArmSpec, of_arm: dict[str, np.ndarray] = of_arm) -> dict[str, np.ndarray]:
+            return {
+                name: (scores - _scores(manifest, rows, name, other))[:, 0][None] for name, scores in of_arm.items()
+            }
 
         if arm.needs_maps and arm.budget_percent == 2.0:  # there is no topk at 8 %
-            gain = against(ArmSpec("topk", 2.0))
-            low, high = gain.mean.interval
-            expected |= {"gain": gain.mean.value, "gain_ci_low": low, "gain_ci_high": high}
-            expected |= {"gain_p": gain.p, "mde": gain.detectable}
+            differences = minus(ArmSpec("topk", 2.0))
+            gain = means(differences, 200, 0).frame.iloc[0]
+            expected |= {"gain": gain["value"], "gain_ci_low": gain["ci_low"], "gain_ci_high": gain["ci_high"]}
+            expected |= {"gain_p": sign_flip_p(differences, 200, 0)[0]}
+            expected |= {"mde": minimal_detectable_effect(gain["stderr"])}
         if arm.method != "full":
-            gap = against(ArmSpec("full"))
-            expected |= {"full_gap": gap.mean.value, "full_gap_p": gap.p}
+            differences = minus(FULL)
+            expected |= {"full_gap": means(differences, 2, 0).value[0]}
+            expected |= {"full_gap_p": sign_flip_p(differences, 200, 0)[0]}
             turned = Counter(
                 (bool(before == 1), bool(after == 1))  # half of two references is not right
                 for name, after_all in of_arm.items()
@@ -368,7 +342,7 @@ def test_an_arm_above_full_is_flagged_and_reported(
     ("right", "flags"), [(50, "ceiling"), (49, "ceiling"), (48, ""), (25, ""), (2, ""), (1, "floor"), (0, "floor")]
 )
 def test_floor_and_ceiling(right: int, flags: str, tmp_path: Path) -> None:
-    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(50)]})
+    manifest = frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(50)]})
     arms = [ArmSpec("full"), ArmSpec("topk", 2.0)]
     rows = rows_of(
         manifest, lambda _t, _a, doc: doc["outputs"][0] if int(doc["outputs"][0][1:-1]) < right else "", arms
@@ -383,7 +357,7 @@ def test_flags_and_alarm_follow_the_direction_of_the_metric(
 ) -> None:
     loss = replace(LOSS, floor=0.9, ceiling=0.1)
     monkeypatch.setitem(BENCHMARKS, "ruler", tuple(replace(task, metric=loss) for task in BENCHMARKS["ruler"]))
-    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(30)]})
+    manifest = frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(30)]})
     rows = rows_of(manifest, lambda t, a, d: gold(t, a, d) if a.method == "full" else "", ARMS[:2])
     table = score(manifest, rows, tmp_path)
     assert [line["flags"] for line in table] == ["floor", "beats_full ceiling"] * 2
@@ -392,7 +366,7 @@ def test_flags_and_alarm_follow_the_direction_of_the_metric(
 
 
 def test_one_example_leaves_undefined_numbers_empty(tmp_path: Path) -> None:
-    manifest = _frozen(tmp_path, {"ruler_vt": [{"outputs": ["7"], "max_length": 1024}]})
+    manifest = frozen(tmp_path, {"ruler_vt": [{"outputs": ["7"], "max_length": 1024}]})
     phi = line_of(score(manifest, rows_of(manifest, gold), tmp_path), "all", "topk_phi")
     empty = [name for name in NUMBERS if phi[name] == ""]
     assert empty == ["stderr", "original_stderr", "mde"]
@@ -423,7 +397,7 @@ def test_metric_and_data_of_the_other_benchmarks(
     benchmark: str, source: Any, metrics: list[str], data: list[str], tmp_path: Path
 ) -> None:
     doc = {"question": "Where?", "target": "office", "answers": ["the red house. It is old."]}
-    manifest = _frozen(tmp_path, {task.name: [doc] * 3 for task in BENCHMARKS[benchmark]}, benchmark)
+    manifest = frozen(tmp_path, {task.name: [doc] * 3 for task in BENCHMARKS[benchmark]}, benchmark)
     rows = rows_of(manifest, lambda t, a, d: d["target"] if benchmark == "babilong" else d["answers"][0])
     if benchmark == "babilong":
         for row in rows:

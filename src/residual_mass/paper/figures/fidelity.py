@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from residual_mass.benchmarks.columns import FIDELITY, FOLLOWING, GREEDY, OWN
-from residual_mass.benchmarks.statistics import MeanScore, resampled
+from residual_mass.benchmarks.statistics import percentile_interval, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import ALL_TASKS, numbers
@@ -156,9 +156,9 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series, names
     points = []
     for x, number in enumerate(sums):
         size = int(sizes[number].sum())
-        mean = MeanScore(sums[number].sum() / size, None, draws[:, x])
-        low, high = mean.interval if len(table) > 1 else (np.nan, np.nan)
-        points.append({"x": x, "label": names[number], "y": mean.value, "low": low, "high": high, "tokens": size})
+        low, high = percentile_interval(draws[:, x]) if len(table) > 1 else (np.nan, np.nan)
+        mean = sums[number].sum() / size
+        points.append({"x": x, "label": names[number], "y": mean, "low": low, "high": high, "tokens": size})
     return pd.DataFrame(points)
 
 
