@@ -1,4 +1,4 @@
-"""Cells of tables: one row of a DataFrame per printed number, with its text, interval, tests and place in the table.
+"""Cells of tables: a DataFrame with one row per printed number, with its text, interval, tests and place in the table.
 
 All fields are text, as in the result files; what computes converts what it needs. The fields before `text` are the
 cell's key. LAYOUT says where a cell stands: rows that agree in it share a field of the printed table.
@@ -7,14 +7,19 @@ cell's key. LAYOUT says where a cell stands: rows that agree in it share a field
 from __future__ import annotations
 
 import functools
+import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from residual_mass.benchmarks.statistics import holm
-from residual_mass.files import REMAKE, csv_text, read_csv, read_json
+from residual_mass.core.settings import MAPS_HEADER, maps_label
+from residual_mass.files import csv_text, read_json
 from residual_mass.metrics import METRICS, Metric
 from residual_mass.provenance import sidecar_of
 
@@ -45,47 +50,37 @@ def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
     found: dict[str, list[pd.DataFrame]] = {}
     for path in paths:
         record = read_json(sidecar_of(path))
-        rows = maps_row(path) if path.suffix == ".safetensors" else read_frame(path)
+        if path.suffix == ".safetensors":
+            stage, rows = "maps", maps_row(path)
+        else:
+            stage, rows = READ_AS.get(record["stage"], record["stage"]), read_frame(path)
         if record["stage"] == "train":
             rows = rows.assign(**_training(record))
-        stage = "maps" if path.suffix == ".safetensors" else READ_AS.get(record["stage"], record["stage"])
         found.setdefault(stage, []).append(rows.assign(source=path.name))
     return {stage: pd.concat(frames, ignore_index=True).fillna("") for stage, frames in found.items()}
 
 
 def read_frame(path: Path) -> pd.DataFrame:
-    """A CSV as text. Raises ValueError naming the file when it is missing, cut short or malformed."""
-    return pd.DataFrame(read_csv(path, (), "stage that writes it"))
+    """A CSV as text; its record has been checked."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
 def maps_row(path: Path) -> pd.DataFrame:
-    """What the header of a file of feature maps says: their backbone, shape and number; the weights stay on disk.
-
-    Raises:
-        ValueError: the file holds no feature maps; names it.
-    """
-    import json
-    import math
-
+    """What the header of a file of feature maps says: their backbone, shape and number; the weights stay on disk."""
     import safetensors
 
-    from residual_mass.core.settings import MAPS_HEADER, maps_label
-
-    try:
-        with safetensors.safe_open(path, framework="numpy") as stream:
-            facts = json.loads(stream.metadata()[MAPS_HEADER])
-            size = sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())
-        shape, recipe = facts["shape"], facts["training"]["recipe"]
-        (variant,) = recipe["variants"]
-        heads = {f"{kind}_heads": shape["layers"] * shape[f"{kind}_heads"] for kind in ("query", "kv")}
-        label = maps_label(recipe["length"], "" if variant["label"] == "ours" else variant["label"])
-        row = {"maps": label, "params_per_head": size // sum(heads.values()), **heads, **facts["map"]}
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not feature maps of this version ({error!r}); delete it and {REMAKE}") from None
+    with safetensors.safe_open(path, framework="numpy") as stream:
+        facts = json.loads(stream.metadata()[MAPS_HEADER])
+        size = sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())
+    shape, recipe = facts["shape"], facts["training"]["recipe"]
+    (variant,) = recipe["variants"]
+    heads = {f"{kind}_heads": shape["layers"] * shape[f"{kind}_heads"] for kind in ("query", "kv")}
+    label = maps_label(recipe["length"], "" if variant["label"] == "ours" else variant["label"])
+    row = {"maps": label, "params_per_head": size // sum(heads.values()), **heads, **facts["map"]}
     return pd.DataFrame([{name: str(value) for name, value in row.items()}])
 
 
-def _training(record: dict) -> dict[str, str]:
+def _training(record: dict[str, Any]) -> dict[str, str]:
     """What the record of a training says of it, as columns."""
     spec = record["spec"]
     backbone, replay = spec["backbone"], spec["replay"]
@@ -117,31 +112,30 @@ def part(layout: str, titles: Iterable[str], **fixed: Iterable[str]) -> pd.DataF
     return pd.DataFrame({layout: list(titles), **{name: list(values) for name, values in fixed.items()}}, dtype=str)
 
 
-def without_budget(cells: pd.DataFrame, columns: pd.DataFrame) -> pd.DataFrame:
-    """Full attention has no budget: where the columns are budgets, it has one field, without a column."""
-    full = cells["method"] == "full"
-    cells.loc[full, ["budget_percent", "column"] if "budget_percent" in columns else ["budget_percent"]] = ""
-    return cells.drop_duplicates(ignore_index=True)
-
-
-def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | None = None) -> pd.DataFrame:
-    """Cells with the columns of the rows that agree with them in every column that both have.
+def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool = False) -> pd.DataFrame:
+    """Cells with the columns of the one row that agrees with them in every column that both have.
 
     Args:
         absent: cells that may lack a row; by default none.
 
     Raises:
-        ValueError: a cell has no row, or several; names it.
+        ValueError: a cell has no row, or several.
     """
     keys = [name for name in cells if name in rows]
-    found = cells.merge(rows, how="left", on=keys, indicator=True)
-    lacking = found["_merge"] == "left_only" if len(found) == len(cells) else found.duplicated(list(cells))
-    wrong = found[lacking & ~absent] if absent is not None and len(found) == len(cells) else found[lacking]
-    if len(wrong):
-        place = " ".join(text for text in wrong.iloc[0][keys] if text and text != ALL_TASKS)
-        what = "no result" if len(found) == len(cells) else "several results"
-        raise ValueError(f"{what} for {place}: run the stage that makes it again, with that cell once")
+    found = cells.merge(rows, how="left", on=keys, validate="many_to_one", indicator=True)
+    lacking = found[(found["_merge"] == "left_only") & ~pd.Series(absent, found.index)]
+    if len(lacking):
+        place = " ".join(text for text in lacking.iloc[0][keys] if text and text != ALL_TASKS)
+        raise ValueError(f"no result for {place}: run the stage that makes it again, with that cell")
     return found.drop(columns="_merge").fillna("")
+
+
+def of_quantity(cells: pd.DataFrame) -> pd.DataFrame:
+    """Each cell with the value and the interval of its quantity, which are columns of its row."""
+    endings = {"value": "", "ci_low": "_ci_low", "ci_high": "_ci_high"}
+    records = cells.to_dict("records")
+    cells[list(endings)] = [[str(row.get(row["quantity"] + end, "")) for end in endings.values()] for row in records]
+    return cells
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -163,30 +157,39 @@ def format_value(value: float, metric: Metric) -> str:
     return f"{value:z.{decimals}f}"
 
 
+def format_hours(hours: float) -> str:
+    if hours >= 2:
+        return f"{hours:.1f} h"
+    seconds = round(3600 * hours)
+    return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
 FORMS: dict[str, Callable[[float], str]] = {
     **{name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()},
     **dict.fromkeys(("step_share", "state_share"), "{:.1%}".format),
+    **dict.fromkeys(("params_per_head", "q_heads", "kv_heads"), "{:,.0f}".format),
+    **dict.fromkeys(("phi_q_total", "phi_k_total", "total"), lambda count: f"{count / 1e6:.1f}M"),
     **dict.fromkeys(("summary_bytes", "state_bytes", "training_steps"), "{:,.0f}".format),
     "training_seconds": lambda seconds: f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h",
+    **dict.fromkeys(
+        ("steps", "sequences", "teacher_passes"),
+        lambda count: f"{count / 1000:.0f}k" if count and count % 1000 == 0 else f"{count:,.0f}",
+    ),
+    "wall_clock_h": format_hours,
+    **dict.fromkeys(
+        ("per_step_ms", "end_to_end_ms", "floor_ms", "over_floor"),
+        lambda number: f"{number:.2f}" if number < 1e4 else f"{number:.0f}",  # long times have no room for decimals
+    ),
+    "step_bytes": lambda count: f"{count / 1e9:.3f}",
 }
 """How a quantity is printed, if not as a score."""
 
 
 def texts(cells: pd.DataFrame) -> pd.Series:
-    """The values by the rule of their `quantity`; LEFT_OUT where there is none."""
-    forms = [FORMS.get(quantity, format_score) for quantity in cells.get("quantity", pd.Series("", cells.index))]
-    found = zip(cells["value"], forms, strict=True)
-    return pd.Series([form(float(value)) if value else LEFT_OUT for value, form in found], cells.index, dtype=str)
-
-
-def of_quantity(cells: pd.DataFrame) -> pd.DataFrame:
-    """Each cell with the value and the interval of its quantity, which are columns of its row."""
-    records = cells.to_dict("records")
-    for field, ending in (("value", ""), ("ci_low", "_ci_low"), ("ci_high", "_ci_high")):
-        cells[field] = pd.Series(
-            [str(row.get(row["quantity"] + ending, "")) for row in records], cells.index, dtype=str
-        )
-    return cells
+    """The values as their `quantity` is printed; LEFT_OUT where there is none."""
+    pairs = zip(cells.get("quantity", [""] * len(cells)), cells["value"], strict=True)
+    found = [FORMS.get(quantity, format_score)(float(value)) if value else LEFT_OUT for quantity, value in pairs]
+    return pd.Series(found, cells.index, dtype=str)
 
 
 def in_mathematics(cells: pd.DataFrame) -> pd.Series:
@@ -198,23 +201,17 @@ def best(cells: pd.DataFrame, competing: pd.Series, by: Sequence[str], higher: p
     """Whether a cell prints the best of the competing texts with the same fields `by`; equal digits tie."""
     competing = competing & (cells["text"] != LEFT_OUT)
     shown = pd.to_numeric(cells["text"].where(competing))
-    good = shown if higher is True else -shown if higher is False else shown.where(higher, -shown)
+    good = pd.Series(np.where(higher, shown, -shown), cells.index)
     return competing & (good == good.groupby([cells[name] for name in by]).transform("max"))
 
 
-def with_gains(cells: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
-    """Adds p-values corrected by Holm over all tests with the same fields `by`, and marks what remains of them."""
-    cells = cells.assign(mark="")
-    tested = cells["gain_p"] != ""
-    corrected = pd.Series("", cells.index)
-    groups = cells[tested].groupby(list(by)) if by else [((), cells[tested])]
-    for _, group in groups:
-        exact = holm([float(p) for p in group["gain_p"]])
-        corrected[group.index] = [f"{p:.6f}" for p in exact]
-        passed = [index for index, p in zip(group.index, exact, strict=True) if p < ALPHA]
-        signs = numbers(cells.loc[passed, "gain"])
-        cells.loc[passed, "mark"] = signs.map(lambda gain: "above" if gain > 0 else "below" if gain < 0 else "")
-    return cells.assign(gain_p_holm=corrected)
+def with_gains(cells: pd.DataFrame) -> pd.DataFrame:
+    """Adds p-values, corrected by Holm over all tests of a grid, and marks what is still below ALPHA."""
+    p_values = numbers(cells["gain_p"]).dropna()
+    exact = p_values.groupby(cells["grid"]).transform(lambda of: pd.Series(holm(list(of)), of.index))
+    sign = np.sign(numbers(cells["gain"])).where(exact.reindex(cells.index) < ALPHA)
+    corrected = exact.map("{:.6f}".format).astype(object).reindex(cells.index, fill_value="")
+    return cells.assign(gain_p_holm=corrected, mark=sign.map({1: "above", -1: "below"}).fillna(""))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -223,10 +220,8 @@ def with_gains(cells: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
 def finished(label: str, cells: pd.DataFrame, keys: str, extra: str = "") -> pd.DataFrame:
     """The cells with the columns of the CSV in their order, `keys` first; what is not known is empty."""
     columns = ["table", *keys.split(), *COMMON, *extra.split(), *SHAPE]
-    cells = cells.assign(table=label, **{name: "" for name in columns if name not in cells and name != "table"})
-    for name in ("bold", "own"):
-        cells[name] = cells[name].map({True: "1"}).fillna("")
-    return cells[columns].fillna("").astype(str)
+    flags = {name: cells[name].map({True: "1"}) for name in ("bold", "own") if name in cells}
+    return cells.assign(table=label, **flags).reindex(columns=columns).astype(object).fillna("").astype(str)
 
 
 def key_columns(cells: pd.DataFrame) -> list[str]:

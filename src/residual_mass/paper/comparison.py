@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from residual_mass.benchmarks.catalogue import metric_of
@@ -46,7 +47,6 @@ COMPARED = [
 """Labels of the compared tables."""
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
 """First words of verdicts."""
-OTHER_BACKBONE = "other backbone: "
 PAPERS_VARIANTS = {variant for label in ("dphi_ablation", "loss_ablation") for variant in published.variants_of(label)}
 """Feature maps of the paper's ablations; those that a study adds have its own settings alone."""
 MAPS = {5, 6, 7, 10, 11, 12, 16}
@@ -87,10 +87,9 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> N
         ValueError: a file differs from its record; names it.
     """
     record = Record("comparison", spec, tables)
-    ours = {path.stem: places(read_frame(path)) for path in tables}
-    theirs = {label: published_cells(label) for label in COMPARED}
-    rows = pd.concat([compared(cells, ours.get(label), spec) for label, cells in theirs.items()])
-    write_text(out, csv_text(COLUMNS, rows.to_dict("records")))
+    ours = pd.concat([places(read_frame(path)) for path in tables], ignore_index=True).fillna("")
+    theirs = pd.concat(map(published_cells, COMPARED), ignore_index=True).fillna("")
+    write_text(out, csv_text(COLUMNS, compared(theirs, ours, spec).to_dict("records")))
     write_text(picture, csv_text(PICTURE, whole_tables(theirs, ours, spec)))
     for path in (out, picture):
         record.write(path)
@@ -122,10 +121,9 @@ def published_cells(label: str) -> pd.DataFrame:
 
 def places(cells: pd.DataFrame) -> pd.DataFrame:
     """Cells with a value: with all fields of PLACE and FACTS, and the family that they are counted under."""
-    cells = cells[cells["value"] != ""].copy()
-    for name in (*PLACE, *FACTS):
-        if name not in cells:
-            cells[name] = "score" if name == "quantity" else ""
+    cells = cells[cells["value"] != ""]
+    lacking = {name: "score" if name == "quantity" else "" for name in (*PLACE, *FACTS) if name not in cells}
+    cells = cells.assign(**lacking)
     return cells.assign(family=[family(cell) for cell in cells.to_dict("records")])
 
 
@@ -143,23 +141,22 @@ def family(cell: Cell) -> str:
 # ---- every cell ------------------------------------------------------------------------------------------------------
 
 
-def compared(theirs: pd.DataFrame, ours: pd.DataFrame | None, spec: ComparisonSpec) -> pd.DataFrame:
-    """The published cells of a table with the study's in the same place, and a verdict on each."""
-    label = theirs["table"].iloc[0]
-    ours = theirs.iloc[:0] if ours is None else ours
-    others = ours[~ours["backbone"].isin(MODELS)].assign(others=lambda of: of["backbone"] + " (" + of["model_id"] + ")")
+def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> pd.DataFrame:
+    """The published cells with the study's in the same place, if of the same model, and a verdict on each."""
+    same = ours["model_id"] == ours["backbone"].map(MODELS)
+    others = ours[~same].assign(others=ours["backbone"] + " (" + ours["model_id"] + ")")
     others = others.groupby(PLACE, sort=False)["others"].agg(", ".join).reset_index()
     rows = theirs[[*PLACE, "backbone"]].assign(published=theirs["text"], published_bold=theirs["bold"].replace("", "0"))
-    rows = rows.merge(ours, how="left", on=[*PLACE, "backbone"]).merge(others, how="left", on=PLACE).fillna("")
-    rows["backbones"] = ", ".join(ours["backbone"].unique())
+    rows = rows.merge(ours[same], how="left", on=[*PLACE, "backbone"]).merge(others, how="left", on=PLACE)
+    backbones = ours.groupby("table")["backbone"].agg(lambda names: ", ".join(names.unique()))
+    rows = rows.assign(backbones=rows["table"].map(backbones)).fillna("")
     records = rows.to_dict("records")
     rows[["verdict", "reason"]] = [verdict(row, spec) for row in records]
     rows["ours"] = [printed(row) if row["model_id"] else "" for row in records]
     rows[["ci_low", "ci_high"]] = [_bounds(row) or ("", "") for row in records]
-    about_ours = ["ours", "ci_low", "ci_high", "n", "model_id", "weights", "source"]
-    rows[about_ours] = rows[about_ours].mask(rows["reason"].str.startswith(OTHER_BACKBONE), "")
-    deviations = " ".join(map(str, sorted(LATENCIES if label.startswith(RUNTIME) else DEVIATIONS[label])))
-    examples = [str(EXAMPLES.get(name, "")) for name in rows["benchmark"]]
+    points = {label: DEVIATIONS.get(label, LATENCIES) for label in COMPARED}
+    deviations = rows["table"].map({label: " ".join(map(str, sorted(of))) for label, of in points.items()})
+    examples = rows["benchmark"].map(EXAMPLES).map("{:g}".format, na_action="ignore").fillna("")
     return rows.assign(study=spec.study, published_n=examples, deviations=deviations)[COLUMNS]
 
 
@@ -170,12 +167,12 @@ def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
     comparable, and only costs that were measured as in the paper.
 
     Args:
-        row: the value as `published`, its place, the study's cell there (fields are empty where there is none), and
-            names of the `others` in that place and of the `backbones` of the study's table.
+        row: the value as `published`, its place, the study's cell there of the same model (fields are empty where there
+            is none), and names of the `others` in that place and of the `backbones` of the study's table.
     """
-    if row["model_id"] != MODELS[row["backbone"]]:
-        if others := f"{row['backbone']} ({row['model_id']})" if row["model_id"] else row["others"]:
-            return NOT_COMPARABLE, f"{OTHER_BACKBONE}{others}"
+    if not row["model_id"]:
+        if row["others"]:
+            return NOT_COMPARABLE, f"other backbone: {row['others']}"
         if not row["backbones"]:
             return NOT_RUN, "the study leaves the table out"
         known = row["backbone"] in row["backbones"].split(", ")
@@ -274,30 +271,24 @@ def _matters(key: str, cell: Cell) -> bool:
 # ---- whole tables ----------------------------------------------------------------------------------------------------
 
 
-def whole_tables(
-    theirs: Mapping[str, pd.DataFrame], ours: Mapping[str, pd.DataFrame], spec: ComparisonSpec
-) -> Iterator[dict[str, str]]:
+def whole_tables(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> Iterator[dict[str, str]]:
     """One row per statement: what the paper and the study find, and whether both have the same sign.
 
     Counts printed values without a test, so a direction can be chance; cells and backbones may differ.
     """
-    for table, cells in theirs.items():
+    for table in COMPARED:
         if table == "training_cost_64k":  # which has one number per backbone
             continue
-        sides = [each[each["text"] != LEFT_OUT] for each in (cells, ours.get(table, cells.iloc[:0]))]
-        sides = [each.assign(number=each["text"].map(Decimal).astype(object)) for each in sides]
-        if table in ("dphi_ablation", "loss_ablation"):
-            paper, own = _ranks(*sides)
-        else:
-            paper, own = (_findings(table, each) for each in sides)
+        sides = [cells[(cells["table"] == table) & (cells["text"] != LEFT_OUT)] for cells in (theirs, ours)]
+        sides = [cells.assign(number=cells["text"].map(Decimal).astype(object)) for cells in sides]
+        ranked = table in ("dphi_ablation", "loss_ablation")
+        found = _ranks(*sides) if ranked else [_findings(table, cells) for cells in sides]
         notes = {name: _note(of.to_dict("records"), spec) for name, of in sides[1].groupby("family")}
-        for name, statement in dict.fromkeys([*paper, *own]):
-            pair = [each.get((name, statement), ("", None)) for each in (paper, own)]
-            signs = [sign for _, sign in pair]
-            same = "" if None in signs else "yes" if signs[0] == signs[1] else "no"
-            row = dict(zip(("published", "ours"), (text for text, _ in pair), strict=True))
-            row |= {"table": table, "family": name, "statement": statement, "same_direction": same}
-            yield row | {"note": notes.get(name, "not run")}
+        for name, statement in dict.fromkeys([*found[0], *found[1]]):
+            (paper, sign), (own, own_sign) = (each.get((name, statement), ("", None)) for each in found)
+            same = "" if None in (sign, own_sign) else "yes" if sign == own_sign else "no"
+            row = table, name, statement, paper, own, same, notes.get(name, "not run")
+            yield dict(zip(PICTURE, row, strict=True))
 
 
 def _note(cells: list[dict[str, str]], spec: ComparisonSpec) -> str:
@@ -309,70 +300,49 @@ def _note(cells: list[dict[str, str]], spec: ComparisonSpec) -> str:
 
 
 def _findings(table: str, cells: pd.DataFrame) -> Findings:
+    """What the cells of a table say, family by family."""
+    found: Findings = {}
     if table == "exact_accounting":
-        return _accounting(cells)
-    if table.startswith(RUNTIME):
-        return _latencies(cells)
-    if table == "cross_length_mismatch":
-        return _mismatch(cells)
-    found: Findings = {}
-    for other, title in (("topk", "TopK"), ("topk_phi_nosub", "NoSub")):
-        for name, each in changes(cells, other).items():
-            wins, losses = sum(change > 0 for change in each), sum(change < 0 for change in each)
-            mean = f"{sum(each, Decimal()) / len(each):+z.3f}"
-            sides = f"{wins} / {len(each) - wins - losses} / {losses}"
-            found[name, f"cells with TopK+phi above / equal / below {title}"] = sides, _sign(wins - losses)
-            found[name, f"mean change from {title} to TopK+phi"] = mean, _sign(Decimal(mean))
+        sub, nosub = (pairs(cells, name, "e_topk", "quantity") for name in ("e_sub", "e_nosub"))
+        lowest = sub["lower"] & pairs(cells, "e_sub", "e_nosub", "quantity")["lower"]
+        for name in cells["family"].unique():
+            of = sub["family"] == name
+            found[name, "rows in which TopK+phi has the lowest error of the three"] = _share(lowest[of])
+            found[name, "rows in which NoSub has a lower error than TopK"] = _share(nosub["lower"][of])
+    elif table == "cross_length_mismatch":
+        of = pairs(cells, "topk_phi", "topk")
+        beyond = [
+            tokens_of(length_and_variant(maps)[0]) < tokens_of(at)
+            for maps, at in zip(of["maps"], of["length"], strict=True)
+        ]
+        for (name, use), each in of.groupby(["family", np.where(beyond, "beyond", "within")]):
+            found[name, f"cells below TopK, of those with maps used {use} their length"] = _share(each["lower"])
+    elif table.startswith(RUNTIME):
+        of = pairs(cells[cells["quantity"] == "per_step_ms"].assign(budget_percent=""), "topk_phi", "full")
+        for name, each in of.sort_values("length", key=lambda names: names.map(tokens_of)).groupby(
+            "family", sort=False
+        ):
+            ratios = each["length"] + " " + (each["number"] / each["other"]).map("{:.2f}".format)
+            found[name, "contexts at which a step of TopK+phi is shorter than one of Full"] = _share(each["lower"])
+            found[name, "step of TopK+phi over one of Full, by context"] = ", ".join(ratios), None
+    else:
+        for other, title in (("topk", "TopK"), ("topk_phi_nosub", "NoSub")):
+            of = pairs(cells, "topk_phi", other)
+            for name, change in (of["number"] - of["other"]).groupby(of["family"], sort=False):
+                above, below = (change > 0).sum(), (change < 0).sum()
+                counts = f"{above} / {len(change) - above - below} / {below}"
+                mean = f"{sum(change, Decimal()) / len(change):+z.3f}"
+                found[name, f"cells with TopK+phi above / equal / below {title}"] = counts, _sign(above - below)
+                found[name, f"mean change from {title} to TopK+phi"] = mean, _sign(Decimal(mean))
     return found
 
 
-def changes(cells: pd.DataFrame, other: str) -> dict[str, list[Decimal]]:
-    """Printed differences from the method `other` to completion, by family of cells."""
-    where = ["family", "backbone", "benchmark", "task", "length", "budget_percent"]
-    phi, partner = (cells.loc[cells["method"] == method, [*where, "number"]] for method in ("topk_phi", other))
-    pairs = phi.merge(partner, on=where, suffixes=("", "_other"))
-    return (pairs["number"] - pairs["number_other"]).groupby(pairs["family"], sort=False).agg(list).to_dict()
-
-
-def _mismatch(cells: pd.DataFrame) -> Findings:
-    """Maps, at lengths that they were trained for and at longer ones, against TopK at the same length."""
-    phi, topk = (cells[cells["method"] == method] for method in ("topk_phi", "topk"))
-    pairs = phi.merge(topk[["backbone", "length", "number"]], on=["backbone", "length"], suffixes=("", "_topk"))
-    beyond = pairs["maps"].map(lambda maps: tokens_of(length_and_variant(maps)[0])) < pairs["length"].map(tokens_of)
-    use = beyond.map({True: "beyond", False: "within"})
-    statement = "cells below TopK, of those with maps used " + use + " their length"
-    lower = (pairs["number"] < pairs["number_topk"]).groupby([pairs["family"], statement])
-    return {key: _share(each) for key, each in lower}
-
-
-def _accounting(cells: pd.DataFrame) -> Findings:
-    """The errors of each row, a corpus at a length."""
-    place = ["family", "backbone", "corpus", "length", "budget_percent", "maps"]
-    rows = cells.pivot(index=place, columns="quantity", values="number").reset_index() if len(cells) else cells
-    found: Findings = {}
-    for name in cells["family"].unique():
-        of = rows[rows["family"] == name]
-        lowest = [sub < min(pair) for sub, *pair in zip(of["e_sub"], of["e_topk"], of["e_nosub"], strict=True)]
-        found[name, "rows in which TopK+phi has the lowest error of the three"] = _share(lowest)
-        lower = of["e_nosub"] < of["e_topk"]
-        found[name, "rows in which NoSub has a lower error than TopK"] = _share(lower)
-    return found
-
-
-def _latencies(cells: pd.DataFrame) -> Findings:
-    """Decode steps of TopK+phi against those of full attention, by sign and ratio."""
-    steps = cells[cells["quantity"] == "per_step_ms"].sort_values("length", key=lambda names: names.map(tokens_of))
-    phi, full = (
-        steps.loc[steps["method"] == method, ["family", "length", "number"]] for method in ("topk_phi", "full")
-    )
-    pairs = phi.merge(full, on=["family", "length"], suffixes=("", "_full"))
-    found: Findings = {}
-    for name, of in pairs.groupby("family", sort=False):
-        shorter = _share(of["number"] < of["number_full"])
-        ratios = of["length"] + " " + (of["number"] / of["number_full"]).map("{:.2f}".format)
-        found[name, "contexts at which a step of TopK+phi is shorter than one of Full"] = shorter
-        found[name, "step of TopK+phi over one of Full, by context"] = ", ".join(ratios), None
-    return found
+def pairs(cells: pd.DataFrame, one: str, other: str, by: str = "method") -> pd.DataFrame:
+    """The cells of `one`, with the number of `other` in the same place and whether that of `one` is lower."""
+    where = ["family", "backbone", "benchmark", "task", "corpus", "length", "budget_percent"]
+    ones, others = (cells[cells[by] == name] for name in (one, other))
+    found = ones.merge(others[[*where, "number"]].rename(columns={"number": "other"}), on=where)
+    return found.assign(lower=found["number"] < found["other"])
 
 
 def _ranks(theirs: pd.DataFrame, ours: pd.DataFrame) -> tuple[Findings, Findings]:
@@ -380,13 +350,13 @@ def _ranks(theirs: pd.DataFrame, ours: pd.DataFrame) -> tuple[Findings, Findings
     paper: Findings = {}
     own: Findings = {}
     several, order = ours["backbone"].nunique() > 1, "rows, best first"
-    scores_there = {name: scores for (_, name), scores in _scores(theirs).items()}
-    for name, scores in scores_there.items():
+    there = {name: scores for (_, name), scores in _scores(theirs)}
+    for name, scores in there.items():
         paper[name, order] = _order(scores), None
-    for (backbone, name), scores in _scores(ours).items():
+    for (backbone, name), scores in _scores(ours):
         which = f" ({backbone})" if several else ""
         own[name, order + which] = _order(scores), None
-        both = pd.concat([scores_there.get(name, scores.iloc[:0]), scores], axis=1, join="inner").astype(float)
+        both = pd.concat([there.get(name, scores.iloc[:0]), scores], axis=1, join="inner").astype(float)
         if both.nunique().gt(1).all():
             from scipy.stats import kendalltau  # only here: it takes a second
 
@@ -397,11 +367,11 @@ def _ranks(theirs: pd.DataFrame, ours: pd.DataFrame) -> tuple[Findings, Findings
     return paper, own
 
 
-def _scores(cells: pd.DataFrame) -> dict[tuple[str, str], pd.Series]:
+def _scores(cells: pd.DataFrame) -> Iterable[tuple[tuple[str, str], pd.Series]]:
     """Scores by backbone and family, then by row, whose names do not depend on the maps' training length."""
     variants = cells["maps"].map(lambda maps: length_and_variant(maps)[1])
     rows = variants.where(variants != "", cells["method"].where(cells["maps"] == "", "ours"))
-    return dict(list(cells.set_index(rows).groupby(["backbone", "family"], sort=False)["number"]))
+    return cells.set_index(rows).groupby(["backbone", "family"], sort=False)["number"]
 
 
 def _order(scores: pd.Series) -> str:
@@ -409,10 +379,9 @@ def _order(scores: pd.Series) -> str:
     return " > ".join(" = ".join(ties.index) for _, ties in list(scores.groupby(scores, sort=True))[::-1])
 
 
-def _share(holds: Iterable[bool]) -> tuple[str, int]:
-    holds = list(holds)
-    return f"{sum(holds)} of {len(holds)}", _sign(2 * sum(holds) - len(holds))
+def _share(holds: pd.Series) -> tuple[str, int]:
+    return f"{holds.sum()} of {len(holds)}", _sign(2 * holds.sum() - len(holds))
 
 
 def _sign(value: Decimal | float) -> int:
-    return (value > 0) - (value < 0)
+    return int(value > 0) - int(value < 0)

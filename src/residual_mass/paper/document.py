@@ -19,7 +19,7 @@ from residual_mass.paper.published import MODELS
 from residual_mass.paper.tables import find
 from residual_mass.provenance import Record
 from residual_mass.study.labels import PUBLISHED
-from residual_mass.study.specs import BackboneSpec, DocumentSpec, NumbersSpec, TableSpec
+from residual_mass.study.specs import DocumentSpec, NumbersSpec, TableSpec
 
 FRAME = "frame.tex.j2"
 """The template that all templates of tables extend."""
@@ -27,10 +27,6 @@ COUNTED = ("examples", "documents", "packs")
 """What is counted behind a value that prose would quote."""
 SMALLEST_P = 0.001
 """P-values below it are printed as such: more digits say nothing about so few resamples."""
-KINDS = {
-    "simulated": "Examples called simulated were made here after the benchmark's definition.",
-    "stand-in": "Examples called stand-in are other real text in the benchmark's format.",
-}
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -62,51 +58,27 @@ def latex(cells: pd.DataFrame, template: Path) -> str:
 
 
 def context(cells: pd.DataFrame) -> dict[str, Any]:
-    """What templates of tables are given."""
-    label = cells["table"].iloc[0]
-    of = {name: list(dict.fromkeys(text for text in cells.get(name, ()) if text)) for name in cells}
+    """What templates of tables are given: the cells to walk, and what captions say of all of them."""
+    label, values = cells["table"].iloc[0], cells[cells["value"] != ""]
+    of = {name: list(dict.fromkeys(filter(None, values[name]))) for name in values}
+    models = dict(zip(values["model_id"], values["weights"], strict=True))
+    sizes = values[values["n"] != ""].groupby("counted", sort=False)["n"]
     return {
         "table": label, "label": Latex(f"tab:{label}"), "heads": find(label).heads, "grids": grids(cells),
-        "grouped": bool(of["group"]), "study": "".join(of["study"][:1]), "sources": of["source"], "notes": notes(cells),
+        "grouped": cells["group"].any(), "study": of["study"][0], "published": PUBLISHED in of["study"],
+        "sources": of["source"], "models": models, "warnings": list(warnings(models)),
         "budget": ", ".join(f"{budget}%" for budget in of.get("budget_percent", ())),
         "lengths": ", ".join(of.get("length", ())),
-        "backbone": ", ".join(map(model_name, of["model_id"] or of["backbone"])),
+        "backbone": ", ".join(MODELS.get(name, name).split("/")[-1] for name in of["model_id"] or of["backbone"]),
+        "kinds": {kind for data in of["data"] for kind in data.split("+")},
+        "sizes": [(counted, (each.astype(int).min(), each.astype(int).max())) for counted, each in sizes],
+        "tested": (values["gain_p_holm"] != "").sum(), "values": len(values),
+        "above": (values["mark"] == "above").sum(), "below": (values["mark"] == "below").sum(),
+        "floor": values["flags"].str.contains("floor").sum(),
+        "alarms": values["flags"].str.contains("beats_full").sum(),
+        "additions": (cells["row"] + cells["column"]).str.contains("{*}", regex=False).any(),
+        "devices": of.get("device", []), "dashes": (cells["text"] == LEFT_OUT).any(),
     }  # fmt: skip
-
-
-def notes(cells: pd.DataFrame) -> list[str]:
-    """Sentences that end a caption: models, sample sizes, tests, and what a reader must not overlook."""
-    values = cells[cells["value"] != ""]
-    if PUBLISHED in set(values["study"]):
-        return ["All values are the paper's own (Hoshi, Miyashita and Deguchi); none was computed here."]
-    models = dict(zip(values["model_id"], values["weights"], strict=True))
-    found = [f"Study {values['study'].iloc[0]}, backbone {', '.join(models)}.", *warnings(models)]
-    kinds = {kind for data in values["data"] for kind in data.split("+")}
-    found += [sentence for kind, sentence in KINDS.items() if kind in kinds]
-    for counted, sizes in values[values["n"] != ""].groupby("counted", sort=False)["n"]:
-        low, high = sizes.astype(int).min(), sizes.astype(int).max()
-        found.append(
-            f"Behind a value: {low} {counted}." if low == high else f"Behind a value: {low} to {high} {counted}."
-        )
-    if tested := int((values["gain_p_holm"] != "").sum()):
-        above, below = ((values["mark"] == side).sum() for side in ("above", "below"))
-        found.append(
-            f"Of {tested} paired comparisons with Top-$K$ at the same budget, {above + below} remain at $p < 0.05$ "
-            rf"after Holm's correction ({above} above, $\dagger$; {below} below, $\ddagger$)."
-        )
-    if floor := int(values["flags"].str.contains("floor").sum()):
-        found.append(
-            f"At the floor, where methods cannot be told apart, are {floor} of {len(values)} values; they win nothing."
-        )
-    if alarms := int(values["flags"].str.contains("beats_full").sum()):
-        found.append(f"Alarm: {alarms} values beat Full by more than chance; suspect the evaluation before the method.")
-    if cells["row"].str.contains("{*}", regex=False).any() or cells["column"].str.contains("{*}", regex=False).any():
-        found.append("Titles with $^{*}$ are our additions to the paper's table; they are never bold.")
-    if "device" in cells and any(cells["device"]):
-        found.append(f"Measured on {', '.join(dict.fromkeys(filter(None, cells['device'])))} with random feature maps.")
-    if (cells["text"] == LEFT_OUT).any():
-        found.append("A dash stands for what the study does not evaluate or could not measure.")
-    return found
 
 
 def warnings(models: dict[str, str]) -> Iterator[str]:
@@ -115,10 +87,6 @@ def warnings(models: dict[str, str]) -> Iterator[str]:
         yield f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
     if others := [model for model in models if model not in MODELS.values()]:
         yield f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
-
-
-def model_name(model_id: str) -> str:
-    return MODELS.get(model_id, model_id).split("/")[-1]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -210,14 +178,10 @@ def run_document(
         "tables": [shown(path, "tab") for path in tables],
         "figures": [shown(path, "fig", caption_of(path.stem, spec.figure_titles)) for path in figures],
         "numbers": _place(numbers, out.parent) if numbers else None,
-        "warnings": list(warnings_of(spec.backbones)),
+        "warnings": list(warnings({each.model_id: each.weights for each in spec.backbones})),
     }
     write_text(out, render(template, study=spec.study, backbones=spec.backbones, **parts))
     record.write(out)
-
-
-def warnings_of(backbones: Sequence[BackboneSpec]) -> Iterator[str]:
-    return warnings({backbone.model_id: backbone.weights for backbone in backbones})
 
 
 def _place(path: Path, folder: Path) -> Latex:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
 
-from residual_mass.files import read_text
-
-RESTORE = "restore it from the repository"
+Field = list[dict[str, str]]
+"""The cells that share a field of a printed table."""
 ESCAPES = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -56,10 +55,15 @@ def stacked(title: str, align: str) -> Latex:
     return lines[0] if len(lines) == 1 else Latex(rf"\shortstack[{align}]{{{stack}}}")
 
 
-def printed(field: dict[str, Any]) -> Latex:
-    """A field as LaTeX; in bold and marked as its one cell is."""
-    text = escape(field["text"])
-    return Latex((rf"\textbf{{{text}}}" if field["bold"] else text) + MARKS[field["mark"]])
+def printed(field: Field) -> tuple[str, bool, str]:
+    """The text of a field, whether it is bold, and its mark; a field of several cells has neither."""
+    alone, cell = len(field) == 1, field[0]
+    return cell["printed"] or cell["text"], alone and bool(cell["bold"]), cell["mark"] if alone else ""
+
+
+def field_latex(field: Field) -> Latex:
+    text, bold, mark = printed(field)
+    return Latex((rf"\textbf{{{escape(text)}}}" if bold else escape(text)) + MARKS[mark])
 
 
 def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
@@ -67,40 +71,25 @@ def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     found = []
     for title, of in itertools.groupby(cells.to_dict("records"), key=lambda cell: cell["grid"]):
         of = list(of)
-        columns = [name for name in dict.fromkeys(cell["column"] for cell in of) if name]
+        columns, groups = (list(dict.fromkeys(cell[name] for cell in of)) for name in ("column", "group"))
         blocks = [
-            {"title": block, "rows": list(_rows(list(rows), len(columns)))}
-            for block, rows in itertools.groupby(of, key=lambda cell: cell["block"])
+            {"title": name, "rows": _rows(rows)} for name, rows in itertools.groupby(of, lambda cell: cell["block"])
         ]
-        groups = list(dict.fromkeys(cell["group"] for cell in of))
-        found.append({"title": title, "columns": columns, "groups": groups, "blocks": blocks})
+        found.append({"title": title, "columns": [*filter(None, columns)], "groups": groups, "blocks": blocks})
     return found
 
 
-def _rows(cells: list[dict[str, str]], columns: int) -> Iterator[dict[str, Any]]:
+def _rows(cells: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
     """Rows; one ends where another title follows, or a field comes back that is not the last."""
-    row: dict[str, Any] | None = None
-    own = False
+    rows: list[dict[str, Any]] = []
+    title, fields = None, {}
     for cell in cells:
         place = cell["group"], cell["column"]
-        if (
-            row is None
-            or row["row"] != cell["row"]
-            or (place in row["fields"] and place != next(reversed(row["fields"])))
-        ):
-            if row is not None:
-                yield row
-            rule = bool(cell["own"]) and not own and row is not None
-            row = {"row": cell["row"], "heads": cell["row"].split(" | "), "rule": rule, "fields": {}}
-            own = bool(cell["own"])
-        several = place in row["fields"]
-        field = {"text": cell["printed"] or cell["text"], "span": 1 if cell["column"] else columns, "cells": [cell]}
-        field |= {"bold": cell["bold"], "mark": cell["mark"]}
-        if several:
-            field = row["fields"][place] | {"bold": "", "mark": "", "cells": [*row["fields"][place]["cells"], cell]}
-        row["fields"][place] = field
-    if row is not None:
-        yield row
+        if cell["row"] != title or (place in fields and place != next(reversed(fields))):
+            title, fields = cell["row"], {}
+            rows.append({"heads": title.split(" | "), "own": cell["own"], "fields": fields})
+        fields.setdefault(place, []).append(cell)
+    return rows
 
 
 def render(template: Path, **context: Any) -> str:
@@ -112,15 +101,19 @@ def render(template: Path, **context: Any) -> str:
     Raises:
         ValueError: the template is missing, malformed, or asks for a name that it was not given.
     """
-    return _filled(template, escape, lambda found: found.render(context))
+    return fill(_environment(template, escape), template, lambda found: found.render(context))
 
 
 def block(template: Path, name: str, context: dict[str, Any]) -> str:
-    """One block of a template, not escaped and on one line; errors as for `render`."""
-    return one_line(_filled(template, str, lambda found: "".join(found.blocks[name](found.new_context(context)))))
+    """A block of a template, empty if it has none of that name, not escaped and on one line; errors as for `render`."""
+
+    def write(found: jinja2.Template) -> str:
+        return "".join(found.blocks[name](found.new_context(context))) if name in found.blocks else ""
+
+    return one_line(fill(_environment(template, str), template, write))
 
 
-def _filled(template: Path, finalize: Callable[[object], str], write: Callable[[jinja2.Template], str]) -> str:
+def _environment(template: Path, finalize: Callable[[object], str]) -> jinja2.Environment:
     environment = jinja2.Environment(
         block_start_string="<%", block_end_string="%>",
         variable_start_string="<<", variable_end_string=">>",
@@ -129,19 +122,14 @@ def _filled(template: Path, finalize: Callable[[object], str], write: Callable[[
         undefined=jinja2.StrictUndefined, finalize=finalize, autoescape=False,
         loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
-    environment.filters |= {"stacked": stacked, "printed": printed, "comment": lambda value: Latex(one_line(value))}
-    return fill(environment, template, write)
+    filters = {"stacked": stacked, "printed": field_latex, "comment": lambda value: Latex(one_line(value))}
+    environment.filters |= filters
+    return environment
 
 
 def fill(environment: jinja2.Environment, template: Path, write: Callable[[jinja2.Template], str]) -> str:
-    """Raises ValueError naming the template when it is missing, cut short, malformed or asks for an unknown name."""
-    text = read_text(template, RESTORE)
-    marks = (environment.variable_start_string, environment.block_start_string)
-    if not text.endswith("\n") or not any(mark in text for mark in marks):
-        raise ValueError(f"{template}: cut short, or no template; {RESTORE}")
+    """Raises ValueError naming the template when it is missing, malformed or asks for an unknown name."""
     try:
         return write(environment.get_template(template.name))
-    except KeyError as error:
-        raise ValueError(f"{template}: has no block {error}; add it, or {RESTORE}") from None
     except jinja2.TemplateError as error:
-        raise ValueError(f"{template}: {error}; correct it, or {RESTORE}") from None
+        raise ValueError(f"{template}: {error}; correct it, or restore it from the repository") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from markupsafe import Markup, escape
 from residual_mass.files import write_text
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import read_frame
-from residual_mass.paper.document import context, warnings_of
+from residual_mass.paper.document import FRAME, context, warnings
 from residual_mass.paper.figures import caption_of
-from residual_mass.paper.latex import block, fill
-from residual_mass.paper.tables import find
+from residual_mass.paper.latex import Field, block, fill, printed
+from residual_mass.paper.tables import find, middle_budget
 from residual_mass.paper.titles import corpus_title, method_title
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ReportSpec
@@ -29,10 +29,12 @@ LETTERS = {
 }  # fmt: skip
 """What of the mathematics in titles and captions HTML says otherwise."""
 MARKS = {"": "", "above": "†", "below": "‡"}
-SECTIONS = {"fidelity": "Distance from full attention", "scores": "Scores", "costs": "Attention outputs and costs"}
-SECTION_OF = {"fidelity": "fidelity", "answers": "fidelity", "residuals": "fidelity", "scores": "scores",
-              "mismatch": "scores", "dphi": "scores", "loss": "scores"}  # fmt: skip
-"""By what a table is of; others are costs."""
+SECTIONS = {
+    "Distance from full attention": ("fidelity", "answers", "residuals"),
+    "Scores": ("scores", "mismatch", "dphi", "loss"),
+    "Attention outputs and costs": ("diagnostics", "maps", "training", "runtime"),
+}
+"""What the tables of a section are of."""
 
 
 def run(
@@ -53,92 +55,79 @@ def run(
     record = Record("report", spec, [*tables, *figures, comparison], sources=[template])
     cells = {path.stem: read_frame(path) for path in tables}
     pictures = [(path.stem, _picture(path), html(caption_of(path.stem, spec.figure_titles))) for path in figures]
-    shown: dict[str, list[dict[str, Any]]] = {name: [] for name in SECTIONS}
-    for label, of in cells.items():
-        shown[SECTION_OF.get(find(label).of, "costs")].append(_table(of, template))
+    sections = {
+        title: [_table(of, template) for label, of in cells.items() if find(label).of in kinds]
+        for title, kinds in SECTIONS.items()
+    }
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
         autoescape=True, loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
-    environment.filters |= {"html": html, "field": field, "hover": hover}
-    shown_on_page = {
-        "spec": spec, "warnings": list(warnings_of(spec.backbones)), "findings": list(findings(spec, cells)),
+    environment.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
+    shown = opening(spec, cells) | {
+        "spec": spec, "warnings": list(warnings({each.model_id: each.weights for each in spec.backbones})),
         "first": [each for each in pictures if each[0] == "fidelity"],
         "figures": [each for each in pictures if each[0] != "fidelity"],
-        "sections": [(title, shown[name]) for name, title in SECTIONS.items() if shown[name]],
+        "sections": [(title, tables) for title, tables in sections.items() if tables],
         "verdicts": _verdicts(comparison) if comparison else [],
     }  # fmt: skip
-    write_text(out, fill(environment, template, lambda found: found.render(shown_on_page)))
+    write_text(out, fill(environment, template, lambda found: found.render(shown)))
     record.write(out)
 
 
-def findings(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> Iterator[str]:
-    """A sentence each on distance, scores and bytes, of the study's last method beside top-K at its middle budget."""
-    budget = f"{sorted(spec.budgets)[(len(spec.budgets) - 1) // 2]:g}"
-    title, topk = method_title(spec.recommended), method_title("topk")
-    if "fidelity" in cells:
-        of = cells["fidelity"].query(f"quantity == '{KL.name}' and budget_percent == @budget")
-        of = of[(of["backbone"] == of["backbone"].iloc[0]) & (of["corpus"] == of["corpus"].iloc[0])]
-        of = of[of["length"] == of["length"].iloc[-1]].drop_duplicates("method").set_index("method")
-        if {spec.recommended, "topk"} <= set(of.index):
-            own, other = of.loc[spec.recommended], of.loc["topk"]
-            yield (
-                f"With {budget}% of the prefix read exactly, the next token is {own['text']} nats (KL) from full "
-                f"attention under {title} (95% interval {_between(own)}) and {other['text']} ({_between(other)}) under "
-                f"{topk}: {corpus_title(own['corpus'])}, {own['length']}, {own['n']} documents."
-            )
+def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    """What the page opens with: the study's last method and top-K at the middle budget, by distance and by bytes, and
+    how many tested scores are better or worse. A comparison that the study lacks is None.
+    """
+    budget, names = middle_budget(spec), (spec.recommended, "topk")
+
+    def both(label: str, quantity: str) -> Any:
+        """The two cells of the first backbone and text at the greatest length."""
+        of = cells.get(
+            label, pd.DataFrame(columns=["quantity", "budget_percent", "backbone", "corpus", "length", "method"])
+        )
+        of = of[(of["quantity"] == quantity) & (of["budget_percent"] == budget)]
+        of = of.merge(of[["backbone", "corpus"]].head(1)).merge(of[["length"]].tail(1))
+        of = of.drop_duplicates("method").set_index("method", drop=False)
+        return [of.loc[name] for name in names] if set(names) <= set(of.index) else None
+
     sweeps = [cells[label] for label in ("ruler_sweep", "babilong_sweep", "natural_main") if label in cells]
     tested = pd.concat(sweeps).query("method == @spec.recommended and gain_p_holm != ''") if sweeps else pd.DataFrame()
-    if len(tested):
-        gains, marked = tested["gain"].astype(float), (tested["mark"] != "").sum()
-        yield (
-            f"Scores of answers: {title} is above {topk} at the same budget in {(gains > 0).sum()} of {len(tested)} "
-            f"cells and below in {(gains < 0).sum()}; {marked or 'none'} of these differences remains after "
-            "Holm's correction."
-        )
-    for label in ("deployable",) if "deployable" in cells else ():
-        of = cells[label].query("quantity == 'step_share' and budget_percent == @budget")
-        reads = of.drop_duplicates("method").set_index("method")["text"]
-        where = f"{corpus_title(of['corpus'].iloc[0])}, {of['length'].iloc[0]}" if len(of) else ""
-        if {spec.recommended, "topk"} <= set(reads.index):
-            yield (
-                f"A decode step of {title} at {budget}% reads {reads[spec.recommended]} of full attention's bytes, "
-                f"with its selector and summary; {topk}, which scores every key, reads {reads['topk']} ({where})."
-            )
+    gains = tested["gain"].astype(float) if len(tested) else pd.Series(dtype=float)
+    return {
+        "budget": budget, "title": method_title(spec.recommended), "topk": method_title("topk"),
+        "corpus_title": corpus_title, "distance": both("fidelity", KL.name), "reads": both("deployable", "step_share"),
+        "tested": len(gains), "above": (gains > 0).sum(), "below": (gains < 0).sum(),
+        "marked": (tested["mark"] != "").sum() if len(tested) else 0,
+    }  # fmt: skip
 
 
 def html(text: str) -> Markup:
     """Titles and captions: the little mathematics that they have as letters, subscripts and superscripts."""
 
-    def mathematics(match: re.Match[str]) -> str:
-        found = match[1]
+    def mathematics(found: str) -> Markup:
         if re.fullmatch(r"-?[0-9.]+", found):
-            return found.replace("-", "−")
+            return Markup(found.replace("-", "−"))
         for latex, letter in LETTERS.items():
             found = found.replace(latex + " ", letter).replace(latex, letter)
         for sign, tag in (("_", "sub"), ("^", "sup")):
             found = re.sub(rf"\{sign}(\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|.)", rf"<{tag}>\1</{tag}>", found)
-        return f"<i>{found.replace('{', '').replace('}', '')}</i>"
+        return Markup(f"<i>{found.replace('{', '').replace('}', '')}</i>")
 
-    pieces = re.split(r"(\$[^$]*\$)", text)
-    return Markup("").join(
-        Markup(re.sub(r"\$(.*)\$", mathematics, piece, flags=re.DOTALL)) if piece[:1] == "$" else escape(piece)
-        for piece in pieces
-    )
+    pieces = re.split(r"\$([^$]*)\$", text)  # every second one is mathematics
+    return Markup("").join(mathematics(piece) if odd % 2 else escape(piece) for odd, piece in enumerate(pieces))
 
 
-def field(shown: dict[str, Any]) -> Markup:
-    """A field of a table, in bold and marked as its one cell is."""
-    text = html(shown["text"])
-    text = Markup("<b>{}</b>").format(text) if shown["bold"] else text
-    return text + Markup("<sup>{}</sup>").format(MARKS[shown["mark"]])
+def field_html(field: Field) -> Markup:
+    text, bold, mark = printed(field)
+    return Markup("<b>{}</b>" if bold else "{}").format(html(text)) + Markup("<sup>{}</sup>").format(MARKS[mark])
 
 
-def hover(shown: dict[str, Any]) -> str:
+def hover(field: Field) -> str:
     """Interval, sample size, test and file of the field's values."""
     notes = []
-    for cell in (cell for cell in shown["cells"] if cell["value"]):
-        notes += [f"95% interval {_between(cell)}"] if cell["ci_low"] else [f"value {cell['value']}"]
+    for cell in (cell for cell in field if cell["value"]):
+        notes += [f"95% interval {between(cell)}" if cell["ci_low"] else f"value {cell['value']}"]
         notes += [f"{cell['n']} {cell['counted']}"] if cell["n"] and cell["counted"] else []
         if cell["gain_p_holm"]:
             notes += [f"difference to Top-K {float(cell['gain']):+.3g}, p {float(cell['gain_p_holm']):.3g} (Holm)"]
@@ -146,16 +135,16 @@ def hover(shown: dict[str, Any]) -> str:
     return " · ".join(dict.fromkeys(notes))
 
 
-def _between(cell: Any) -> str:
+def between(cell: Any) -> str:
     decimals = len(cell["text"].partition(".")[2])
     return f"{float(cell['ci_low']):z.{decimals}f} to {float(cell['ci_high']):z.{decimals}f}"
 
 
 def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
     of = context(cells)
-    label = "runtime" if of["table"].startswith("runtime_") else of["table"]
-    caption = block(template.with_name(f"{label}.tex.j2"), "caption", of)
-    return of | {"caption": html(" ".join([caption, *of["notes"]])), "label": of["table"]}
+    name = "runtime" if of["table"].startswith("runtime_") else of["table"]
+    caption = block(template.with_name(f"{name}.tex.j2"), "caption", of), block(template.with_name(FRAME), "notes", of)
+    return of | {"caption": html(" ".join(caption)), "label": of["table"]}
 
 
 def _picture(path: Path) -> str:

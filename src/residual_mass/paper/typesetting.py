@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from residual_mass.files import atomic_write
+from residual_mass.files import atomic_write, write_text
 
 REMEDY = "on Debian `apt install texlive-latex-extra`"
 REPRODUCIBLE = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1"}
@@ -24,20 +24,36 @@ def run(document: Path, out: Path) -> None:
     """
     if not document.is_file():
         raise ValueError(f"{document}: no such file; run the document stage")
-    program = _latex()
-    if program is None:
-        raise ValueError(*problems())
-    log = out.with_suffix(".log")
+    if lacking := problems():
+        raise ValueError(*lacking)
+    program, log = _latex(), out.with_suffix(".log")
     with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, document.with_suffix(".pdf").name)
+        options = {
+            "pdflatex": [
+                "-no-shell-escape",
+                "-interaction=nonstopmode",
+                "-halt-on-error",
+                f"-output-directory={folder}",
+            ],
+            "tectonic": ["--untrusted", "--outdir", folder],
+        }
         for _ in range(PASSES[program]):
-            said, failed = _compile(program, document, folder)
-            if failed:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                log.write_text(said, encoding="utf-8")
-                raise ValueError(f"{document}: {program} fails: {_first_error(said)}; all it says is in {log}")
+            done = subprocess.run(
+                [program, *options[program], document.name],
+                cwd=document.parent,
+                env={**os.environ, **REPRODUCIBLE, "max_print_line": "1000"},  # or messages are cut into lines of 79
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            if done.returncode:
+                write_text(log, done.stdout)
+                raise ValueError(f"{document}: {program} fails: {_first_error(done.stdout)}; all it says is in {log}")
         with atomic_write(out) as temporary:
-            shutil.copyfile(built, temporary)
+            shutil.copyfile(Path(folder, document.with_suffix(".pdf").name), temporary)
     log.unlink(missing_ok=True)  # of a run that failed
 
 
@@ -46,28 +62,8 @@ def problems() -> list[str]:
     return [] if _latex() else [f"no LaTeX on PATH ({' or '.join(PASSES)}); install one, {REMEDY}"]
 
 
-def _latex() -> str | None:
-    return next((program for program in PASSES if shutil.which(program)), None)
-
-
-def _compile(program: str, document: Path, folder: str) -> tuple[str, bool]:
-    """What LaTeX says, and whether it fails."""
-    options = {
-        "pdflatex": ["-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", f"-output-directory={folder}"],
-        "tectonic": ["--untrusted", "--outdir", folder],
-    }
-    done = subprocess.run(
-        [program, *options[program], document.name],
-        cwd=document.parent,
-        env={**os.environ, **REPRODUCIBLE, "max_print_line": "1000"},  # or messages are cut into lines of 79
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    return done.stdout, done.returncode != 0
+def _latex() -> str:
+    return next((program for program in PASSES if shutil.which(program)), "")
 
 
 def _first_error(said: str) -> str:

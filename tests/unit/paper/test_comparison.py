@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from samples import FACTS, made, study_rows, written
@@ -14,6 +14,7 @@ from residual_mass.paper import comparison, published
 from residual_mass.study.specs import ComparisonSpec
 
 MODEL = published.MODELS["1b"]
+CELL = ["length", "method", "budget_percent"]
 PROTOCOL = dict.fromkeys(comparison.SETTINGS, "x") | {"truncate_to": "64k"}
 PROTOCOL |= {key: "nominal" for key in PROTOCOL if key.endswith(".budget_length")}
 PROTOCOL |= {key: "false" for key in PROTOCOL if key.endswith(".chat_template")}
@@ -38,7 +39,6 @@ OURS = PLACE | FACTS | {"text": "0.700", "model_id": MODEL, "maps": "64k", "ci_l
         ("0.700", {"n": "6499"}, "not comparable: subsampled"),
         ("0.700", {"data": "simulated+original"}, "not comparable: simulated data"),
         ("0.700", {"weights": "random"}, "not comparable: random weights"),
-        ("0.700", {"model_id": "org/Other"}, "not comparable: other backbone: 1b (org/Other)"),
         ("0.700", {"ci_low": "", "ci_high": ""}, "not comparable: no interval"),
         ("0.700", {"device": "CPU"}, "not comparable: other device: CPU"),
         ("0.700", {"dtype": "float32"}, "not comparable: other precision: float32"),
@@ -106,28 +106,32 @@ def test_the_papers_own_values_agree_with_themselves_and_say_the_same(tmp_path: 
     assert {row["same_direction"] for row in picture if row["table"] in labels} <= {"yes", ""}
 
 
-def test_a_study_without_the_tables_has_not_run_them(tmp_path: Path) -> None:
-    rows, picture = compare(tmp_path, written(tmp_path, made("ruler_sweep", *study_rows(model_id="org/Other"))))
-    reasons = {row["reason"] for row in rows if row["table"] == "ruler_sweep"}
-    assert reasons == {"other backbone: 1b (org/Other)", "other backbone: 3b (org/Other)"}
+def test_another_backbone_is_named_and_gives_directions_only(tmp_path: Path) -> None:
+    rows, spec = study_rows(model_id="org/Other", backbone="smol")
+    spec = replace(spec, backbones=("smol",), backbone_titles={"smol": "Small"})
+    cells = made("ruler_sweep", rows.drop_duplicates(CELL), spec)
+    rows, picture = compare(tmp_path, written(tmp_path, cells))
+    assert {row["reason"] for row in rows if row["table"] == "ruler_sweep"} == {"other backbone: smol (org/Other)"}
+    assert not any(row["ours"] or row["source"] for row in rows)
     assert {row["note"] for row in picture if row["table"] == "ruler_sweep"} == {"other backbone; directions only"}
 
 
-def test_counts_of_whole_tables_against_a_loop() -> None:
-    frame = comparison.published_cells("babilong_sweep")
-    cells = frame.to_dict("records")
-    for other in ("topk", "topk_phi_nosub"):
-        wins = ties = losses = 0
-        for one in cells:
-            for two in cells:
-                same = all(one[name] == two[name] for name in ("backbone", "length", "budget_percent"))
-                if same and one["method"] == "topk_phi" and two["method"] == other:
-                    wins += float(one["text"]) > float(two["text"])
-                    ties += one["text"] == two["text"]
-                    losses += float(one["text"]) < float(two["text"])
-        (found,) = comparison.changes(frame.assign(number=frame["text"].map(Decimal)), other).values()
-        assert [sum(sign(each) == of for each in found) for of in (1, 0, -1)] == [wins, ties, losses]
-
-
-def sign(value: Any) -> int:
-    return (value > 0) - (value < 0)
+def test_counts_of_whole_tables_against_a_loop(tmp_path: Path) -> None:
+    cells = comparison.published_cells("babilong_sweep").to_dict("records")
+    _, picture = compare(tmp_path, written(tmp_path, made("babilong_sweep", *study_rows("babilong_sweep"))))
+    found = {row["statement"]: row["published"] for row in picture if row["table"] == "babilong_sweep"}
+    for other, title in (("topk", "TopK"), ("topk_phi_nosub", "NoSub")):
+        changes = [
+            Decimal(one["text"]) - Decimal(two["text"])
+            for one in cells
+            for two in cells
+            if all(one[name] == two[name] for name in ("backbone", "length", "budget_percent"))
+            and (one["method"], two["method"]) == ("topk_phi", other)
+        ]
+        counts = (
+            sum(change > 0 for change in changes),
+            changes.count(Decimal()),
+            sum(change < 0 for change in changes),
+        )
+        assert found[f"cells with TopK+phi above / equal / below {title}"] == " / ".join(map(str, counts))
+        assert found[f"mean change from {title} to TopK+phi"] == f"{sum(changes) / len(changes):+z.3f}"

@@ -47,12 +47,9 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
     found = rows(label)
     stage = STAGES.get(label, "runtime" if label.startswith("runtime_") else "score")
     if stage == "accounting":
-        index = ["corpus", "length", "k", "backbone", "budget_percent", "maps", "study"]
-        order = {corpus: number for number, corpus in enumerate(found["corpus"].unique())}
-        found = found.pivot(index=index, columns="quantity", values="value").reset_index()
-        found = found.sort_values("corpus", key=lambda names: names.map(order), kind="stable")
-    if stage == "runtime":
-        found = found.assign(length=found["context"])
+        index = [name for name in found if name not in ("quantity", "value", "bold")]
+        places = found[index].drop_duplicates()
+        found = places.merge(found.pivot(index=index, columns="quantity", values="value").reset_index(), on=index)
     if stage == "score":
         found = found.assign(**dict.fromkeys(("gain", "gain_p", "flags", "data"), ""))
 
@@ -63,7 +60,7 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
         study=PUBLISHED,
         label=label,
         backbones=distinct("backbone"),
-        lengths=distinct("length"),
+        lengths=distinct("context" if stage == "runtime" else "length"),
         budgets=tuple(map(float, distinct("budget_percent"))),
         benchmarks=distinct("benchmark"),
         maps=distinct("maps"),

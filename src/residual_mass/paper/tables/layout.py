@@ -86,24 +86,27 @@ def budgets(show: TableSpec) -> pd.DataFrame:
     return part("column", (f"{name}%" for name in names), budget_percent=names)
 
 
+def middle_budget(show: TableSpec) -> str:
+    return f"{sorted(show.budgets)[(len(show.budgets) - 1) // 2]:g}"
+
+
 def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
     return part(layout, show.lengths, length=show.lengths)
 
 
 def of_methods(show: TableSpec) -> pd.DataFrame:
     """The paper's methods, then the study's own."""
-    own = [name in show.own_methods for name in (*METHODS, *show.own_methods)]
-    titles = [*map(method_title, METHODS), *(method_title(name) + OWN_ROW for name in show.own_methods)]
-    return part("row", titles, method=(*METHODS, *show.own_methods)).assign(own=own)
+    names = (*METHODS, *show.own_methods)
+    lines = part("row", map(method_title, names), method=names).assign(own=[name in show.own_methods for name in names])
+    return lines.assign(row=lines["row"].mask(lines["own"], lines["row"] + OWN_ROW))
 
 
 def of_maps(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
     """The two baselines, a row per feature maps (those of the paper's table first), then our methods."""
     theirs = published.variants_of(show.label) if show.label in published.labels() else None
     own = {maps: theirs is not None and length_and_variant(maps)[1] not in theirs for maps in show.maps}
-    maps = sorted(show.maps, key=own.__getitem__)
-    titles = [*map(method_title, METHODS[:2]), *(title(each) + OWN_ROW * own[each] for each in maps)]
-    lines = part("row", titles, method=[*METHODS[:2], *["topk_phi"] * len(maps)], maps=["", "", *maps])
-    lines = lines.assign(own=[False, False, *(own[each] for each in maps)])
-    ours = of_methods(show).iloc[len(METHODS) :].assign(maps="")
-    return pd.concat([lines, ours], ignore_index=True)
+    names = sorted(show.maps, key=own.__getitem__)
+    maps = part("row", (title(name) + OWN_ROW * own[name] for name in names), maps=names)
+    maps = maps.assign(method="topk_phi", own=[own[name] for name in names])
+    methods = of_methods(show).assign(maps="")
+    return pd.concat([methods[:2], maps, methods[len(METHODS) :]], ignore_index=True)

@@ -13,6 +13,7 @@ from residual_mass.paper.cells import (
     ALL_TASKS,
     best,
     cross,
+    in_mathematics,
     looked_up,
     numbers,
     of_quantity,
@@ -41,6 +42,10 @@ DEPLOYABLE = {
     "": "Budget", "step_share": "Read", KL.name: "KL,\nnats", SAME_TOP.name: "Top\ntoken", "relative_error": "Error",
     "summary_bytes": "State,\nbytes", "training_steps": TRAINING, "training_seconds": TRAINING,
 }  # fmt: skip
+COUNTED = dict.fromkeys((KL.name, SAME_TOP.name), "documents") | dict.fromkeys(
+    ("relative_error", "log_z_error"), "packs"
+)
+"""What is counted behind a value, by its quantity: a column of `compared`."""
 
 
 @table(
@@ -59,16 +64,15 @@ def residual_estimators(rows: Rows, show: TableSpec) -> pd.DataFrame:
     if errors[KL.name].eq("").all():
         grids = grids[grids["quantity"] != KL.name]
     places = cross(grids, lengths(show, "block"), lines, backbones_by_text(show, errors["corpus"]), budgets(show))
-    cells = _behind(of_quantity(looked_up(places, errors)))
-    cells["text"] = texts(cells)
+    cells = _printed(looked_up(places, errors))
     competing = ~cells["method"].isin(ORACLES) & (cells["quantity"] != "log_z_error")
     cells["bold"] = best(cells, competing, ["quantity", "backbone", "corpus", "length", "budget_percent"], False)
-    cells["printed"] = cells["text"].mask(numbers(cells["value"]) < 0, "$" + cells["text"] + "$")
+    cells["printed"] = in_mathematics(cells)
     columns = part("column", COSTS.values(), quantity=COSTS)
     places = cross(lengths(show, "block"), lines, backbones(show), columns)
     places["grid"] = "State per KV head and layer, and training"
     once = errors.drop_duplicates(["backbone", "length", "method"]).drop(columns=["corpus", "budget_percent"])
-    return pd.concat([cells, _with_costs(of_quantity(looked_up(places, once)))], ignore_index=True)
+    return pd.concat([cells, _printed(looked_up(places, once))], ignore_index=True)
 
 
 @table(
@@ -83,11 +87,10 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     budgets.
     """
     errors = compared(rows)
-    errors = errors[errors[KL.name] != ""]
-    places = errors.groupby(["backbone", "length", "corpus"], sort=False)
-    order = cross(backbones(show), lengths(show, "block"), part("corpus", dict.fromkeys(errors["corpus"])))
-    shown = order[["backbone", "length", "corpus"]].itertuples(index=False, name=None)
-    lines = [_front(places.get_group(place)) for place in shown if place in places.groups]
+    places = cross(backbones(show), lengths(show, "block"), part("corpus", dict.fromkeys(errors["corpus"])))
+    found = errors[errors[KL.name] != ""].groupby(["backbone", "length", "corpus"], sort=False)
+    shown = places[["backbone", "length", "corpus"]].itertuples(index=False, name=None)
+    lines = [_front(found.get_group(place)) for place in shown if place in found.groups]
     if not lines:
         raise ValueError(
             "table deployable: no method has both errors and distances of the next token; run the fidelity stage with "
@@ -97,15 +100,13 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     lines["row"] = lines["method"].map(method_title) + lines["front"].map({"1": "", "0": r"$^{\circ}$"})
     lines["block"] = lines["corpus"].map(corpus_title)
     lines["grid"] = lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
-    cells = of_quantity(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
-    cells = _with_costs(_behind(cells))
+    cells = _printed(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
     cells.loc[cells["quantity"] == "", "text"] = cells["budget_percent"] + "%"
     # Steps and seconds of a method share a field.
-    training = cells["column"] == TRAINING
-    steps, seconds = cells.loc[training, "text"].to_numpy(object).reshape(-1, 2).T
-    timed = cells.loc[cells["quantity"] == "training_seconds", "value"].to_numpy(object) != ""
     cells["printed"] = cells["text"]
-    cells.loc[training, "printed"] = np.where(timed, steps + " (" + seconds + ")", steps).repeat(2)
+    steps, seconds = (cells[cells["quantity"] == name] for name in ("training_steps", "training_seconds"))
+    both = steps["text"].to_numpy() + np.where(seconds["value"] != "", " (" + seconds["text"] + ")", "")
+    cells.loc[cells["column"] == TRAINING, "printed"] = both.repeat(2)
     return cells.assign(own=cells["front"] == "0")
 
 
@@ -115,50 +116,38 @@ def compared(rows: Rows) -> pd.DataFrame:
     """
     errors = rows["errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
-    nothing = pd.DataFrame(columns=[*keys, "text", "metric", "task", "state", "continuation"])
-    forced = rows.get("fidelity", nothing).rename(columns={"text": "corpus"})
+    forced = rows.get("fidelity", pd.DataFrame(columns=["text", "metric", "task", "state", "continuation"]))
     forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN) & (forced["continuation"] == FOLLOWING)]
-    for metric in (KL, SAME_TOP):
-        facts = {"value": metric.name} | {name: f"{metric.name}_{name}" for name in ("ci_low", "ci_high", "source")}
-        found = forced[forced["metric"] == metric.name].rename(columns=facts)
-        kept = [*keys, *facts.values(), *(["documents"] if metric is KL else [])]
-        errors = errors.merge(found.reindex(columns=kept), how="left", on=keys).fillna("")
-    logs = rows.get("train", pd.DataFrame(columns=["backbone", "length", "step", "seconds", "source"]))
-    last = logs.iloc[pd.to_numeric(logs["step"]).argsort(kind="stable")].drop_duplicates(
-        ["backbone", "length"], keep="last"
-    )
+    for metric in (KL.name, SAME_TOP.name):
+        about = {"text": "corpus", "value": metric, "ci_low": f"{metric}_ci_low", "ci_high": f"{metric}_ci_high"}
+        about |= {"source": "kl_source", "documents": "documents"} if metric == KL.name else {}
+        found = forced[forced["metric"] == metric].rename(columns=about)
+        errors = errors.merge(found.reindex(columns=list(dict.fromkeys([*keys, *about.values()]))), how="left", on=keys)
+    last = rows.get("train", pd.DataFrame(columns=["backbone", "length", "seconds", "source"]))
+    last = last.drop_duplicates(["backbone", "length"], keep="last")
     last = last[["backbone", "length", "seconds", "source"]]
     last = last.set_axis(["backbone", "maps", "training_seconds", "seconds_source"], axis=1)
     return errors.merge(last, how="left", on=["backbone", "maps"]).fillna("")
 
 
-def _behind(cells: pd.DataFrame) -> pd.DataFrame:
-    """Adds what is counted behind a value, how many, and the file of distances."""
-    distance = cells["quantity"].isin([KL.name, SAME_TOP.name])
-    error = cells["quantity"].isin(["relative_error", "log_z_error"])
-    return cells.assign(
-        n=cells["documents"].where(distance, cells["packs"].where(error, "")),
-        counted=distance.map({True: "documents", False: ""}).mask(error, "packs"),
-        source=cells["source"].mask(distance, cells["kl_source"]),
-    )
-
-
-def _with_costs(cells: pd.DataFrame) -> pd.DataFrame:
-    """Adds texts; that a method without maps has no training is said, and seconds are of a log."""
-    untrained = cells["quantity"].isin(COSTS) & (cells["value"] == "") & (cells["maps"] == "")
+def _printed(cells: pd.DataFrame) -> pd.DataFrame:
+    """Adds values and texts, and of each value its file, what is counted behind it and how many."""
+    cells = of_quantity(cells)
+    counted = cells["quantity"].map(COUNTED).fillna("")
     seconds = (cells["quantity"] == "training_seconds") & (cells["value"] != "")
-    source = cells["source"].mask(seconds, cells["seconds_source"])
-    return cells.assign(text=texts(cells).mask(untrained, "none"), source=source)
+    source = cells["source"].mask(counted == "documents", cells["kl_source"]).mask(seconds, cells["seconds_source"])
+    n = cells["packs"].where(counted == "packs", cells["documents"].where(counted == "documents", ""))
+    untrained = cells["quantity"].isin(COSTS) & (cells["value"] == "") & (cells["maps"] == "")
+    return cells.assign(text=texts(cells).mask(untrained, "none"), counted=counted, n=n, source=source)
 
 
 def _front(lines: pd.DataFrame) -> pd.DataFrame:
     """What no other method beats in both, by its bytes, then exact top-K at the same budgets where it is not on it."""
     competing = lines[~lines["method"].isin(ORACLES)]
     points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
-    front = competing[on_front(points)].assign(front="1")
-    front = front.iloc[numbers(front["step_share"]).argsort(kind="stable")]
+    front = competing[on_front(points)].sort_values("step_share", key=numbers, kind="stable")
     beside = lines[(lines["method"] == METHODS[1]) & lines["budget_percent"].isin(front["budget_percent"])]
-    return pd.concat([front, beside.drop(front.index, errors="ignore").assign(front="0")])
+    return pd.concat([front.assign(front="1"), beside.drop(front.index, errors="ignore").assign(front="0")])
 
 
 def on_front(points: list[tuple[float, float]]) -> list[bool]:

@@ -12,23 +12,14 @@ from residual_mass.benchmarks.catalogue import BENCHMARKS, Data, too_long
 from residual_mass.benchmarks.columns import FOLLOWING, GOLD, GREEDY, OWN
 from residual_mass.core.settings import tokens_of
 from residual_mass.metrics import FIRST, KEPT, KL, LOG_PPL_RATIO, METRICS, NLL, SAME_TOP, Metric
-from residual_mass.paper.cells import (
-    ALL_TASKS,
-    best,
-    cross,
-    in_mathematics,
-    looked_up,
-    part,
-    texts,
-    with_gains,
-    without_budget,
-)
+from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, part, texts, with_gains
 from residual_mass.paper.tables.layout import (
     Rows,
     backbones,
     backbones_by_text,
     budgets,
     lengths,
+    middle_budget,
     of_maps,
     of_methods,
     table,
@@ -41,7 +32,7 @@ from residual_mass.paper.titles import (
     variant_title,
     width_title,
 )
-from residual_mass.study.labels import METHODS, PUBLISHED
+from residual_mass.study.labels import PUBLISHED
 from residual_mass.study.specs import TableSpec
 
 KINDS: tuple[str, ...] = typing.get_args(Data)
@@ -65,8 +56,7 @@ def stress_1pct(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
     names = ("ruler", "babilong")
     blocks = part("block", map(benchmark_title, names), benchmark=names)
-    middle = sorted(show.budgets)[(len(show.budgets) - 1) // 2]
-    return scores(rows, show, blocks.assign(budget_percent=f"{middle:g}"), lengths(show))
+    return scores(rows, show, blocks.assign(budget_percent=middle_budget(show)), lengths(show))
 
 
 @scores_of("ruler_sweep", heads=("Length", "Method"), benchmarks=("ruler",))
@@ -86,7 +76,7 @@ def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Lengths that maps were trained at by lengths that they are used at. The paper sets nothing in bold here: the rows
     do not compete.
     """
-    block = part("block", [""], benchmark=["ruler"]).assign(budget_percent=f"{show.budgets[0]:g}")
+    block = part("block", [""], benchmark=["ruler"]).assign(budget_percent=middle_budget(show))
     return scores(rows, show, block, lengths(show), of_maps(show, trained_at_title)).assign(bold=False)
 
 
@@ -107,7 +97,7 @@ def loss_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
 def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
     names, (length,) = ("ruler", "babilong"), show.lengths
     columns = part("column", (f"{benchmark_title(name)} {length}" for name in names), benchmark=names)
-    block = part("block", [""], length=[length]).assign(budget_percent=f"{show.budgets[0]:g}")
+    block = part("block", [""], length=[length]).assign(budget_percent=middle_budget(show))
     return scores(rows, show, block, columns, of_maps(show, title))
 
 
@@ -115,20 +105,26 @@ def scores(
     rows: Rows, show: TableSpec, blocks: pd.DataFrame, columns: pd.DataFrame, lines: pd.DataFrame | None = None
 ) -> pd.DataFrame:
     """Blocks of rows, by default the methods, by a group of columns per backbone."""
-    lines = of_methods(show) if lines is None else lines
-    cells = cross(blocks, lines, backbones(show), columns)
-    cells = without_budget(cells.assign(task=cells.get("task", ALL_TASKS), grid=""), columns)
-    absent = ~pd.Series([_evaluated(cell, show) for cell in cells.to_dict("records")], cells.index)
+    cells = cross(blocks, of_methods(show) if lines is None else lines, backbones(show), columns)
+    cells = without_budget(cells.assign(task=cells.get("task", ALL_TASKS), grid=""))
+    absent = pd.Series([not _evaluated(cell, show) for cell in cells.to_dict("records")])
     if absent.all():
         raise ValueError(f"table {show.label}: the study evaluates none of its benchmarks; leave the table out")
     cells = looked_up(cells, rows["score"], absent)
     cells = with_gains(cells.assign(text=texts(cells), counted="examples"))
     floor, task = cells["flags"].str.contains("floor"), ["backbone", "benchmark", "task", "length"]
     decided = ~(floor & (cells["method"] == "full")).groupby([cells[name] for name in task]).transform("any")
-    competing = decided & ~floor & (cells["own"] != True) & (cells["method"] != "full")  # noqa: E712
+    competing = decided & ~floor & ~cells["own"] & (cells["method"] != "full")
     higher = cells["metric"].map(lambda name: not name or METRICS[name].higher_is_better)
     cells["bold"] = best(cells, competing, [*task, "column"], higher)
     return _with_kinds(cells, "block" if blocks["block"].any() else "column")
+
+
+def without_budget(cells: pd.DataFrame) -> pd.DataFrame:
+    """Full attention has no budget: where the columns are budgets, it has one field, without a column."""
+    full, budget = cells["method"] == "full", cells["budget_percent"]
+    column = cells["column"].mask(full & (cells["column"] == budget + "%"), "")
+    return cells.assign(budget_percent=budget.mask(full, ""), column=column).drop_duplicates(ignore_index=True)
 
 
 def _evaluated(cell: Mapping[str, str], show: TableSpec) -> bool:
@@ -158,20 +154,19 @@ def _with_kinds(cells: pd.DataFrame, titles: str) -> pd.DataFrame:
 def fidelity(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Distances from full attention on held-out text."""
     forced = _forced(rows, show, (KL, SAME_TOP, LOG_PPL_RATIO), FOLLOWING).rename(columns={"text": "corpus"})
-    blocks, groups = lengths(show, "block").assign(benchmark="", task=""), backbones_by_text(show, forced["corpus"])
-    return _distances(forced, show, (KL, SAME_TOP, LOG_PPL_RATIO), blocks, groups, "documents")
+    blocks, groups = lengths(show, "block").assign(benchmark=""), backbones_by_text(show, forced["corpus"])
+    return _distances(forced.assign(task=""), show, (KL, SAME_TOP, LOG_PPL_RATIO), blocks, groups, "documents")
 
 
 @table("fidelity_answers", of="answers", heads=("Prompts", "Method"), keys=FIDELITY_KEYS, extra="tokens k_mean")
 def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Likelihood of right answers, and how much of full attention's own is kept."""
-    parts = _forced(rows, show, (NLL, FIRST), GOLD), _forced(rows, show, (KEPT,), GREEDY)
-    forced = pd.concat(parts).rename(columns={"text": "benchmark"})
+    forced = pd.concat([_forced(rows, show, (NLL, FIRST), GOLD), _forced(rows, show, (KEPT,), GREEDY)])
     asked = [(name, length) for name in show.benchmarks for length in show.lengths_of.get(name, show.lengths)]
-    titles = (f"{benchmark_title(name)} {length}" for name, length in asked)
-    blocks = part("block", titles, benchmark=(name for name, _ in asked), length=(length for _, length in asked))
-    blocks = blocks.assign(task=ALL_TASKS, corpus="")
-    return _distances(forced, show, (NLL, FIRST, KEPT), blocks, backbones(show), "examples")
+    names, at = zip(*asked, strict=True)
+    blocks = part("block", (f"{benchmark_title(name)} {length}" for name, length in asked), benchmark=names, length=at)
+    forced = forced.rename(columns={"text": "benchmark"})
+    return _distances(forced, show, (NLL, FIRST, KEPT), blocks.assign(corpus=""), backbones(show), "examples")
 
 
 def _forced(rows: Rows, show: TableSpec, metrics: Iterable[Metric], continuation: str) -> pd.DataFrame:
@@ -188,24 +183,19 @@ def _distances(
     counted: str,
 ) -> pd.DataFrame:  # fmt: skip
     """A grid per metric, methods by budgets; only of values is full attention a row, too."""
-    arms = list(
-        dict.fromkeys([*((name, "") for name in METHODS), *zip(forced["method"], forced["arm_maps"], strict=True)])
-    )
-    titles = [trained_at_title(maps) if maps else method_title(name) for name, maps in arms]
-    lines = part("row", titles, method=(name for name, _ in arms), arm_maps=(maps for _, maps in arms))
+    arms = forced[["method", "arm_maps"]].drop_duplicates()
+    titles = [trained_at_title(maps) if maps else method_title(name) for name, maps in arms.itertuples(index=False)]
+    lines = arms.assign(row=titles)
     grids = []
     for metric in metrics:
         shown = lines if metric in (NLL, FIRST) else lines[lines["method"] != "full"]
         title = ", ".join(filter(None, (metric.title[0].upper() + metric.title[1:], metric.unit)))
         grids.append(cross(part("grid", [title], quantity=[metric.name]), blocks, shown, groups, budgets(show)))
-    cells = without_budget(pd.concat(grids, ignore_index=True), budgets(show))
+    cells = without_budget(pd.concat(grids, ignore_index=True).assign(task=forced["task"].iloc[0]))
     arm = ["backbone", "method", "arm_maps"]
-    had = pd.MultiIndex.from_frame(cells[arm]).isin(pd.MultiIndex.from_frame(forced[arm]))
-    absent = ~(had | (cells["method"].isin(METHODS) & (cells["arm_maps"] == "")))
-    cells = looked_up(
-        cells, forced.drop(columns=[name for name in ("task",) if not blocks["task"].any()]), pd.Series(absent)
-    )
-    cells = with_gains(cells.assign(text=texts(cells), counted=counted), by=["quantity"])
+    absent = ~cells.set_index(arm).index.isin(forced.set_index(arm).index)
+    cells = looked_up(cells, forced, absent)
+    cells = with_gains(cells.assign(text=texts(cells), counted=counted))
     place = ["quantity", "backbone", "corpus", "benchmark", "length", "budget_percent"]
     higher = cells["quantity"].map(lambda name: METRICS[name].higher_is_better)
     return cells.assign(bold=best(cells, cells["method"] != "full", place, higher), printed=in_mathematics(cells))
