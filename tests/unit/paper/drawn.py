@@ -1,14 +1,14 @@
-"""Files of every kind of figure, its points and its drawing, and what a drawing shows."""
+"""Files of every kind of figure, its drawing, and what a drawing shows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 import sample_diagnostics as sample
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
@@ -21,13 +21,11 @@ from residual_mass.files import csv_text
 from residual_mass.methods import names
 from residual_mass.paper.figures import FIGURES
 from residual_mass.paper.figures.style import paper_style
+from residual_mass.study.figures import kind_of
 from residual_mass.study.sections import Resampling
 from residual_mass.study.specs import FigureSpec
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 Points = list[tuple[float, float]]
-Head = tuple[int, int]
 TITLE = "Costs $5 & more_"
 COMPARED = [name for name in names()[1:] if name.startswith(("topk", "scan", "pages"))]
 MEASURED = ("topk", "topk_phi", "scan4_moments", "pages")
@@ -43,6 +41,11 @@ def spec(label: str, **facts: Any) -> FigureSpec:
 
 def parquet(path: Path, frame: pd.DataFrame) -> Path:
     frame.to_parquet(path)
+    return recorded(path)
+
+
+def csv(path: Path, rows: list[dict[str, Any]], columns: Sequence[str] = ()) -> Path:
+    path.write_text(csv_text(columns or list(rows[0]), rows))
     return recorded(path)
 
 
@@ -81,40 +84,36 @@ def compared_files(folder: Path) -> list[Path]:
 
 def files_of(kind: str, folder: Path) -> tuple[FigureSpec, list[Path]]:
     """A spec and files of a kind of figure."""
-    captured = {"heads": sample.heads, "mass": sample.mass, "kernels": sample.kernels}
     if kind in ("error_by_k", "selection_recall", "fidelity_by_bytes"):
         files = compared_files(folder)
         return spec(kind, texts=("wiki", "books")), files if kind == "fidelity_by_bytes" else files[:2]
     if kind == "fidelity":
-        paths = [folder / f"fidelity_smol_{length}.csv" for length in ("512", "2k")]
-        for path, length in zip(paths, ("512", "2k"), strict=True):
-            path.write_text(csv_text(FIDELITY, sample.distances(length)))
-        return spec(kind, maps=("2k",), texts=("ruler", "wiki")), [recorded(path) for path in paths]
-    if kind == "fidelity_tokens":
-        resampling = Resampling(bootstrap_resamples=200, seed=3)
-        return spec(kind, maps=("2k",), texts=("wiki",), score=resampling), [
-            parquet(folder / "smol_2k.parquet", sample.tokens())
-        ]
+        files = [csv(folder / f"{length}.csv", sample.distances(length), FIDELITY) for length in ("512", "2k")]
+        return spec(kind, maps=("2k",), texts=("ruler", "wiki")), files
     if kind == "training_curves":
         logs = {"512": sample.log_rows((0, 0, 1)), "1k": sample.log_rows((1, 21, 62), 2)}
-        for length, rows in logs.items():
-            (folder / f"log_{length}.csv").write_text(csv_text(list(rows[0]), rows))
-        return spec(kind, maps=("512", "1k")), [recorded(folder / f"log_{length}.csv") for length in logs]
-    if kind in ("logz_calibration", "fullsub_nosub_delta"):
-        places = list(product(("wiki", "cwe"), ("1k", "2k")))
-        frames = (sample.heads(packs=n + 2, corpus=corpus, length=length) for n, (corpus, length) in enumerate(places))
-        return spec(kind), [parquet(folder / f"heads_{n}.parquet", frame) for n, frame in enumerate(frames)]
+        return spec(kind, maps=tuple(logs)), [csv(folder / f"{length}.csv", rows) for length, rows in logs.items()]
+    if kind == "fidelity_tokens":
+        facts = {"maps": ("2k",), "texts": ("wiki",), "score": Resampling(bootstrap_resamples=200, seed=3)}
+        return spec(kind, **facts), [parquet(folder / "smol_2k.parquet", sample.tokens())]
+    frames = {"heads": sample.heads(), "mass": sample.mass(), "kernels": sample.kernels()}
     read = {"mass_curves": ["mass", "heads"], "kernel_sanity": ["kernels", "heads"]}
     read["ablation_kernel_fidelity"] = ["kernels"]
-    files = [parquet(folder / f"{name}.parquet", captured[name]()) for name in read.get(kind, ["heads"])]
+    files = [parquet(folder / f"{name}.parquet", frames[name]) for name in read.get(kind, ["heads"])]
+    if kind in ("logz_calibration", "fullsub_nosub_delta"):
+        places = product(("wiki", "cwe"), ("1k", "2k"))
+        shown = [sample.heads(packs=n, corpus=corpus, length=length) for n, (corpus, length) in enumerate(places, 2)]
+        files = [parquet(folder / f"heads_{n}.parquet", frame) for n, frame in enumerate(shown)]
     return spec(kind, maps=sample.VARIANTS), files
 
 
-def points_of(kind: str, folder: Path) -> tuple[pd.DataFrame, Figure]:
-    show, files = files_of(kind, folder)
-    points = FIGURES[kind].points(show, files)
+def draw(show: FigureSpec, files: Sequence[Path]) -> Figure:
     with paper_style():
-        return points, FIGURES[kind].draw(show, points)
+        return FIGURES[kind_of(show.label)](show, files)
+
+
+def drawn(kind: str, folder: Path) -> Figure:
+    return draw(*files_of(kind, folder))
 
 
 def lines(axis: Axes) -> list[np.ndarray]:

@@ -17,16 +17,15 @@ from drawn import (
     MEASURED,
     SELECTORS,
     assert_drawn,
+    draw,
+    drawn,
     error,
     files_of,
     lines,
     missed,
-    parquet,
-    points_of,
     share,
     spec,
 )
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from sample_results import error_row, write_rows
 
@@ -53,7 +52,7 @@ def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FIGURES)
 def test_nothing_leaves_the_page(kind: str, tmp_path: Path) -> None:
-    figure = points_of(kind, tmp_path)[1]
+    figure = drawn(kind, tmp_path)
     with paper_style():
         figure.draw_without_rendering()
         boxes = [axis.title.get_window_extent() for axis in figure.axes] + [figure.legends[0].get_window_extent()]
@@ -83,29 +82,27 @@ def test_logarithmic_axes_have_some_ticks_and_not_many(ends: tuple[float, float]
 
 
 def test_lines_and_bands_are_the_rows_of_all_tasks_in_the_own_state(tmp_path: Path) -> None:
-    _, figure = points_of("fidelity", tmp_path)
+    figure = drawn("fidelity", tmp_path)
     for axis, (length, text) in zip(figure.axes, product(("512", "2k"), ("ruler", "wiki")), strict=True):
         arms = [(method, "2k" * ("phi" in method)) for method in sample.METHODS[1:]]
         arms += [("topk_phi", "512"), ("topk_phi", "1k")] if text == "wiki" else []
         place = {"text": text, "state": "own", "task": "all", "metric": "kl"}
-        rows = [
-            row for row in sample.distances(length) if place.items() <= row.items() and row["continuation"] != "greedy"
-        ]
-        for line, band, arm in zip(axis.lines, axis.collections, arms, strict=True):
-            chosen = sorted(
-                (row for row in rows if (row["method"], row["maps"]) == arm), key=lambda row: row["budget_percent"]
-            )
-            np.testing.assert_allclose(line.get_xydata(), [(row["budget_percent"], row["value"]) for row in chosen])
+        rows = [row for row in sample.distances(length) if place.items() <= row.items()]
+        rows = sorted((row for row in rows if row["continuation"] != "greedy"), key=lambda row: row["budget_percent"])
+        for line, band, arm in zip(axis.lines, axis.collections, arms, strict=False):
+            shown = [row for row in rows if (row["method"], row["maps"]) == arm]
+            np.testing.assert_allclose(line.get_xydata(), [(row["budget_percent"], row["value"]) for row in shown])
             corners = {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 9)}
             assert corners == {
-                (row["budget_percent"], round(row[end], 9)) for row in chosen for end in ("ci_low", "ci_high")
+                (row["budget_percent"], round(row[end], 9)) for row in shown for end in ("ci_low", "ci_high")
             }
             assert (line.get_linestyle() == "-") == (arm[1] in ("", "2k"))
-        counted = "documents" if text == "wiki" else "prompts"
-        assert axis.get_title() == f"{ {'wiki': 'wiki', 'ruler': 'RULER'}[text] }, {length}: 12 {counted}"
+        assert len(axis.lines) == len(arms)
+        title, counted = ("wiki", "documents") if text == "wiki" else ("RULER", "prompts")
+        assert axis.get_title() == f"{title}, {length}: 12 {counted}"
     phi = r"Top-$K{+}\phi$"
-    named = ["Top-$K$", phi, f"{phi} (NoSub)", f"{phi} (512-trained)", f"{phi} (1k-trained)", "95% interval"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == named
+    named = {"Top-$K$", phi, f"{phi} (NoSub)", f"{phi} (512-trained)", f"{phi} (1k-trained)", "95% interval"}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == named
 
 
 def quarters(rows: list[dict[str, Any]]) -> list[int]:
@@ -113,11 +110,11 @@ def quarters(rows: list[dict[str, Any]]) -> list[int]:
     return [order.index(row["full_nll"]) * 4 // len(rows) for row in rows]
 
 
-GROUPS: dict[str, Callable[[list[dict[str, Any]]], list[int]]] = {
-    "likelihood": quarters,
-    "seen": lambda rows: [row["seen"] for row in rows],
-    "position": lambda rows: [[0, 1, 2, 2, 3][row["position"]] for row in rows],
-}
+GROUPS: tuple[Callable[[list[dict[str, Any]]], list[int]], ...] = (
+    quarters,
+    lambda rows: [row["seen"] for row in rows],
+    lambda rows: [[0, 1, 2, 2, 3][row["position"]] for row in rows],
+)
 
 
 def slow_mean(rows: list[dict[str, Any]], weights: Sequence[float]) -> float:
@@ -126,39 +123,27 @@ def slow_mean(rows: list[dict[str, Any]], weights: Sequence[float]) -> float:
 
 
 def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents(tmp_path: Path) -> None:
-    points, figure = points_of("fidelity_tokens", tmp_path)
+    figure = drawn("fidelity_tokens", tmp_path)
     place = {"text": "wiki", "state": "own", "budget_percent": 4.0}
     own = [row for row in sample.tokens().to_dict("records") if place.items() <= row.items() and row["maps"] != "512"]
-    for method in sample.METHODS[1:]:
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in own)):
         rows = sorted((row for row in own if row["method"] == method), key=lambda row: (row["index"], row["position"]))
         values = sorted(row["kl"] for row in rows)
-        assert_drawn(
-            figure.axes[0], [(value, sum(other >= value for other in values) / len(values)) for value in values]
-        )
-        for axis, (panel, grouped) in zip(figure.axes[1:], GROUPS.items(), strict=True):
-            found = (
-                points[(points["panel"] == panel) & (points["method"] == method)].sort_values("x").to_dict("records")
-            )
-            groups = sorted(set(grouped(rows)))
-            for number, point in zip(groups, found, strict=True):
-                of_group = [row for row, group in zip(rows, grouped(rows), strict=True) if group == number]
+        shares = [(value, sum(other >= value for other in values) / len(values)) for value in values]
+        assert_drawn(figure.axes[0], shares)
+        for axis, grouped in zip(figure.axes[1:], GROUPS, strict=True):
+            groups = grouped(rows)
+            means, intervals = lines(axis)[number][:, 1], axis.collections[number].get_segments()
+            for x, group in enumerate(sorted(set(groups))):
+                of_group = [row for row, each in zip(rows, groups, strict=True) if each == group]
+                assert means[x] == pytest.approx(slow_mean(of_group, np.ones(4)))
                 draws = [slow_mean(of_group, weights) for part in resampled(4, 200, 3, "wiki") for weights in part]
-                expected = slow_mean(of_group, np.ones(4)), np.quantile(draws, 0.025), np.quantile(draws, 0.975)
-                np.testing.assert_allclose((point["y"], point["low"], point["high"]), expected)
-                assert point["tokens"] == len(of_group)
-            assert any(np.allclose(line[:, 1], [point["y"] for point in found]) for line in lines(axis))
-            assert any(isinstance(each, LineCollection) for each in axis.collections)
-    labels = points.drop_duplicates(["panel", "x", "label"]).groupby("panel", sort=False)["label"].agg(list)
-    assert labels["seen"] == ["nothing", "the token", "its bigram"] and labels["position"] == ["1", "2", "3–4", "5"]
-    assert labels["likelihood"][-1] == "less" and labels["likelihood"][0].startswith("≥ 0.")
-
-
-@pytest.mark.parametrize("longest", [3, 5])
-def test_one_document_has_means_and_no_interval(longest: int, tmp_path: Path) -> None:
-    show, (file,) = files_of("fidelity_tokens", tmp_path)
-    points = FIGURES[show.label].points(show, [parquet(file, sample.tokens(1, longest))])
-    assert points["low"].isna().all() and points["high"].isna().all()
-    FIGURES[show.label].draw(show, points).draw_without_rendering()
+                interval = np.quantile(draws, [0.025, 0.975])  # NaN where a resample lacks the group
+                np.testing.assert_allclose(np.ravel(intervals[x])[1::2], interval[~np.isnan(interval)])
+                assert axis.get_xticklabels()[x].get_text().endswith(f"\n({len(of_group)})")
+    names = [[label.get_text().split("\n")[0] for label in axis.get_xticklabels()] for axis in figure.axes[1:]]
+    assert names[1:] == [["nothing", "the token", "its bigram"], ["1", "2", "3–4", "5"]]
+    assert names[0][-1] == "less" and names[0][0].startswith("≥ 0.")
 
 
 # ---- methods ---------------------------------------------------------------------------------------------------------
@@ -166,68 +151,59 @@ def test_one_document_has_means_and_no_interval(longest: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["error_by_k", "selection_recall"])
 def test_lines_of_methods_are_the_rows_of_the_files(kind: str, tmp_path: Path) -> None:
-    points, figure = points_of(kind, tmp_path)
+    figure = drawn(kind, tmp_path)
     shown = SELECTORS if kind == "selection_recall" else [name for name in COMPARED if name.startswith("topk")]
     value, budgets = (missed, (2, 16)) if kind == "selection_recall" else (error, (0.5, 2, 16))
     for axis, (length, corpus) in zip(figure.axes, product(("512", "2k"), ("wiki", "books")), strict=True):
         for line, method in zip(axis.lines, shown, strict=True):
-            np.testing.assert_allclose(
-                line.get_xydata(), [(each, value(length, corpus, method, each)) for each in budgets]
-            )
+            expected = [(each, value(length, corpus, method, each)) for each in budgets]
+            np.testing.assert_allclose(line.get_xydata(), expected)
         assert axis.get_title() == f"{ {'wiki': 'Wikipedia', 'books': 'Books'}[corpus] }, {length}: 4 packs"
-    assert len(points) == 4 * len(shown) * len(budgets) and len(figure.legends[0].texts) == len(shown)
+    assert len(figure.legends[0].texts) == len(shown)
 
 
 def test_recall_of_exact_selection_alone_is_refused(tmp_path: Path) -> None:
     exact = write_rows(tmp_path, "residual_errors", [error_row("topk", 2, recall=1)])
-    with pytest.raises(ValueError, match="^figure x: no method selects otherwise than by exact scores; compare one$"):
-        FIGURES["selection_recall"].points(spec("x", texts=("wiki",)), [exact])
+    with pytest.raises(ValueError, match="^figure selection_recall: no method selects otherwise than by exact scores;"):
+        draw(spec("selection_recall", texts=("wiki",)), [exact])
 
 
 def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel(tmp_path: Path) -> None:
-    points, figure = points_of("fidelity_by_bytes", tmp_path)
-    panels = points.groupby(["length", "corpus", "quantity"], sort=False)
-    assert list(panels.groups) == list(product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error")))
-    for axis, ((length, corpus, quantity), panel) in zip(figure.axes, panels, strict=True):
+    figure = drawn("fidelity_by_bytes", tmp_path)
+    places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error"))
+    for axis, (length, corpus, quantity) in zip(figure.axes, places, strict=True):
         methods, budgets = (MEASURED, (2, 16)) if quantity == "kl" else (COMPARED, sorted(BUDGETS))
         expected = {}
         for method, budget in product(methods, budgets):
             value = error(length, corpus, method, budget)
             expected[method, budget] = 100 * share(method, budget), 0.1 * value**2 if quantity == "kl" else value
-        competing = [place for (name, _), place in expected.items() if name != "topk_exact_mass"]
-        assert len(panel) == len(expected)
-        for row in panel.itertuples():
-            x, y = expected[row.method, row.budget_percent]
-            assert (row.share, row.value) == pytest.approx((x, y))
-            beaten = any(a <= x and b <= y and (a, b) != (x, y) for a, b in competing)
-            assert row.front == (not beaten and row.method != "topk_exact_mass")
         for method in methods:
             assert_drawn(axis, [expected[method, budget] for budget in budgets])
+        competing = {place for (name, _), place in expected.items() if name != "topk_exact_mass"}
+        best = [p for p in competing if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in competing)]
+        (front,) = (line.get_xydata() for line in axis.lines if line.get_label() == "front")
+        np.testing.assert_allclose(front, sorted(best))
 
 
 def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(tmp_path: Path) -> None:
     decoded = [one for one in METHODS if not one.whole_prefix]
     assert {type(one.selector).__name__ for one in decoded} == set(SELECTOR_TITLES)
     assert {type(one.residual).__name__ for one in decoded} == set(RESIDUAL_TITLES)
-    _, figure = points_of("fidelity_by_bytes", tmp_path)
-    looks = {}
-    for line, method in zip(figure.axes[1].lines, COMPARED, strict=False):
-        looks[method] = line.get_markeredgecolor(), line.get_marker()
-    for one, two in product(COMPARED, COMPARED):
-        first, second = method_named(one), method_named(two)
-        assert (looks[one][0] == looks[two][0]) == (type(first.selector) is type(second.selector))
-        assert (looks[one][1] == looks[two][1]) == (type(first.residual) is type(second.residual))
+    axis, found = drawn("fidelity_by_bytes", tmp_path).axes[1], [method_named(name) for name in COMPARED]
+    looks = [(line.get_markeredgecolor(), line.get_marker()) for line in axis.lines[: len(COMPARED)]]
+    for (one, first), (two, second) in product(zip(looks, found, strict=True), repeat=2):
+        assert (one[0] == two[0]) == (type(first.selector) is type(second.selector))
+        assert (one[1] == two[1]) == (type(first.residual) is type(second.residual))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_training_curves_show_the_errors_of_every_length(tmp_path: Path) -> None:
-    points, figure = points_of("training_curves", tmp_path)
-    assert len(points) == 3 * 2 + 3 * 3 and set(points["corpus"]) == {"wiki"}
+    figure = drawn("training_curves", tmp_path)
     assert [axis.get_title() for axis in figure.axes[:3]] == ["$K$ = 1", "$K$ = 0, 21", "$K$ = 1, 62"]
     for axis, shown in zip(figure.axes, [{"1k": 1}, {"512": 0, "1k": 21}, {"512": 1, "1k": 62}], strict=False):
-        assert len(axis.lines) == 3 * len(shown)
+        assert len(lines(axis)) == 3 * len(shown)
         for length, k in shown.items():
             curve = [(step, (2 - step / 20) / (1 + k) * (1 + (length == "1k"))) for step in (0, 20, 30)]
             assert_drawn(axis, curve)
@@ -236,3 +212,4 @@ def test_training_curves_show_the_errors_of_every_length(tmp_path: Path) -> None
     for curve in lines(figure.axes[3]):
         np.testing.assert_allclose(curve, [(step, 1 + (60 - step) / 60) for step in (0, 20, 30)])
     assert {line.get_color() for line in figure.axes[3].lines} == {BLUE, VERMILLION} and len(figure.axes) == 4
+    assert figure.get_suptitle().endswith("held-out text: wiki")

@@ -19,10 +19,9 @@ def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
     Raises:
         ValueError: the label is unknown, or a file differs from its record or lacks what the figure shows; names it.
     """
-    figure = FIGURES[kind_of(spec.label)]
+    draw = FIGURES[kind_of(spec.label)]
     record = Record("figure", spec, data)
-    points = figure.points(spec, data)
     with paper_style():
-        save(figure.draw(spec, points), pdf, png)
+        save(draw(spec, data), pdf, png)
     for path in (pdf, png):
         record.write(path)

@@ -1,13 +1,11 @@
-"""Computations that figures share: rows of one budget, means over heads, equal parts, quartiles and ranges."""
+"""How figures read captured rows: rows of one budget, means over heads, equal parts and ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pandas.api.typing import SeriesGroupBy
 
 from residual_mass.files import read_parquet
 
@@ -17,16 +15,18 @@ FAR_OUT = 3
 """Values this many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
 
 
-def rows_at_budget(path: Path, columns: Sequence[str], budget_percent: float | None) -> pd.DataFrame:
-    """These columns of the captured rows of one budget. Raises ValueError as `read_parquet`."""
+def captured(path: Path, columns: list[str], budget_percent: float | None = None) -> pd.DataFrame:
+    """These columns of the captured rows of one budget, or of all. Raises ValueError as `read_parquet`."""
+    if budget_percent is None:
+        return read_parquet(path, columns, "capture")
     rows = read_parquet(path, dict.fromkeys([*columns, "budget_percent"]), "capture")
-    return rows.loc[rows["budget_percent"] == budget_percent, [*columns]].reset_index(drop=True)
+    return rows.loc[rows["budget_percent"] == budget_percent, columns]
 
 
-def head_means(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Averages all other columns in float64 for each combination of `by`, in ascending order."""
-    values = [name for name in frame if name not in by]
-    return frame.astype(dict.fromkeys(values, float)).groupby([*by], as_index=False, observed=True)[values].mean()
+def head_means(path: Path, by: list[str], values: list[str], budget_percent: float | None = None) -> pd.DataFrame:
+    """Averages captured values in float64 for each combination of `by`, in ascending order."""
+    rows = captured(path, [*by, *values], budget_percent).astype(dict.fromkeys(values, float))
+    return rows.groupby(by, as_index=False, observed=True).mean()
 
 
 def equal_parts(values: pd.Series, parts: int) -> pd.Series:
@@ -36,13 +36,8 @@ def equal_parts(values: pd.Series, parts: int) -> pd.Series:
     return (values.round(12).rank(method="first").astype(int) - 1) * parts // len(values)
 
 
-def quartiles(groups: SeriesGroupBy) -> pd.DataFrame:
-    """Returns columns `low`, `y` and `high`: lower quartile, median and upper quartile of every group."""
-    return pd.DataFrame({name: groups.quantile(share) for name, share in (("low", 0.25), ("y", 0.5), ("high", 0.75))})
-
-
-def bulk(values: np.ndarray) -> tuple[float, float]:
-    """Returns the range of the values (at least one) without those far out."""
+def bulk(values: pd.Series) -> tuple[float, float]:
+    """Returns the range of the values without those far out."""
     lower, upper = np.quantile(values, (0.25, 0.75))
     reach = FAR_OUT * (upper - lower)
     return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))

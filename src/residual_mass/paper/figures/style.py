@@ -1,51 +1,41 @@
-"""What all figures share: how they are registered, their style, panels, logarithmic axes and legends."""
+"""What all figures share: their registry, style, panels, scales and legend."""
 
 from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
 import numpy as np
-import pandas as pd
-from matplotlib.artist import Artist
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import AsinhLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from residual_mass.files import atomic_write
 from residual_mass.study.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
-Points = Callable[[FigureSpec, Sequence[Path]], pd.DataFrame]
-Draw = Callable[[FigureSpec, pd.DataFrame], Figure]
+Draw = Callable[[FigureSpec, Sequence[Path]], Figure]
 
 TEXT_WIDTH = 5.5
 """Width of a NeurIPS page in inches."""
 DPI = 200
 BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#555555"
-"""Blue and vermillion of Okabe and Ito's palette, and a grey."""
 PALETTE = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette."""
-MARKERS = "os^DvPX"
-"""Beside the colours, so that series differ in print without colour, too."""
+LOOKS = cycler(linestyle=["-", "--", ":", "-."]) * (cycler(color=PALETTE) + cycler(marker=list("os^DvPX")))
+"""Looks of series in order. Markers and lines distinguish them in print without colour."""
 FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
-"""Methods in the order of PALETTE: all figures give them the same colours."""
+"""Methods with the first looks: all figures give them the same colours."""
 TICKS = {3: (1,), 1.5: (1, 3), 1: (1, 2, 5), 0.3: (1, 1.5, 2, 3, 5, 7)}
 """Leading digits of ticks on a logarithmic axis of more than so many decades; a shorter one is nearly linear."""
-LINE, MARK = 116, 9
-"""Characters that fit the width, and the room of a mark of the legend in such characters."""
-LEGEND_ROW = 0.16
-"""Height of a row of the legend in inches."""
 SETTINGS = {
     "font.family": "STIXGeneral",
     "mathtext.fontset": "stix",
@@ -70,48 +60,32 @@ SETTINGS = {
     "pdf.fonttype": 42,
     "savefig.dpi": DPI,
 }
+PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
+"""Of axes whose values are shares."""
 
 
-# ---- figures by label ------------------------------------------------------------------------------------------------
+# ---- registry and style ----------------------------------------------------------------------------------------------
+
+FIGURES: dict[str, Draw] = {}
 
 
-@dataclass(frozen=True)
-class Registered:
-    """How a figure is made: its points from files, the drawing from points."""
-
-    points: Points
-    draw: Draw
-
-
-FIGURES: dict[str, Registered] = {}
-
-
-def figure(label: str, points: Points) -> Callable[[Draw], Draw]:
-    """Registers the function that draws a figure from its points. Its docstring is the caption, with mathematics
-    between dollars.
+def figure(draw: Draw) -> Draw:
+    """Registers a function that draws a figure from its files, under its name. Its docstring is the caption, with
+    mathematics between dollars.
     """
-
-    def register(draw: Draw) -> Draw:
-        FIGURES[label] = Registered(points, draw)
-        return draw
-
-    return register
+    FIGURES[draw.__name__] = draw
+    return draw
 
 
 def caption_of(label: str, titles: Mapping[str, str]) -> str:
     """What a figure shows and, where `titles` says so, what of. Raises ValueError when the figure is unknown."""
-    caption = " ".join((FIGURES[kind_of(label)].draw.__doc__ or "").split())
+    caption = " ".join((FIGURES[kind_of(label)].__doc__ or "").split())
     return f"{caption} {titles[label]}." if titles.get(label) else caption
 
 
-# ---- style -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def paper_style() -> Iterator[None]:
+def paper_style() -> AbstractContextManager[None]:
     """Applies SETTINGS to matplotlib's defaults, ignoring a user's own matplotlibrc."""
-    with matplotlib.style.context(["default", SETTINGS]):
-        yield
+    return matplotlib.style.context(["default", SETTINGS])
 
 
 def save(figure: Figure, pdf: Path, png: Path) -> None:
@@ -124,47 +98,30 @@ def save(figure: Figure, pdf: Path, png: Path) -> None:
 
 
 def looks_of(names: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of every name; beyond the palette, the same colours with dashed, dotted and mixed lines.
+    """Colour, marker and line of every name.
 
     Args:
         first: names that have the first looks, whether they are drawn or not.
     """
-    series = [
-        {"color": colour, "marker": marker, "linestyle": line}
-        for line in ("-", "--", ":", "-.")
-        for colour, marker in zip(PALETTE, MARKERS, strict=True)
-    ]
-    return dict(zip(dict.fromkeys([*first, *names]), cycle(series), strict=False))
-
-
-def plain(text: object) -> str:
-    """Escapes `text` for matplotlib, which would read $ as mathematics."""
-    return str(text).replace("$", r"\$")
-
-
-def signed(value: float, form: str) -> str:
-    """A number by a format, with a proper minus."""
-    return f"{value:{form}}".replace("-", "\N{MINUS SIGN}")
-
-
-PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
-"""Of axes whose values are shares."""
+    return dict(zip(dict.fromkeys([*first, *names]), LOOKS(), strict=False))
 
 
 # ---- panels ----------------------------------------------------------------------------------------------------------
 
 
-def panels(height: float, count: int, columns: int, x: str, y: str, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels of this height, row by row, which share both axes unless `shared` says otherwise.
-    The first of a row and those with none below are labelled.
+def panels(
+    height: float, count: int, columns: int, x: str = "", y: str = "", **layout: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels of this height, row by row, which share both axes unless `layout`, arguments of
+    `Figure.subplots`, says otherwise. The first of a row and those with none below are labelled.
     """
     columns = min(count, columns)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(TEXT_WIDTH, 0.6 + height * rows))
-    axes = figure.subplots(rows, columns, squeeze=False, **{"sharex": True, "sharey": True} | shared).ravel()
+    axes = figure.subplots(rows, columns, squeeze=False, **{"sharex": True, "sharey": True} | layout).ravel()
     for axis in axes[:count:columns]:
         axis.set_ylabel(y)
-    for axis in axes[max(count - columns, 0) : count]:
+    for axis in axes[count - columns : count]:
         axis.tick_params(labelbottom=True)
         axis.set_xlabel(x)
     for axis in axes[count:]:
@@ -176,25 +133,42 @@ def make_logarithmic(*axes: Axis) -> None:
     """Makes axes of finished panels logarithmic, with plain round numbers also within a single decade."""
     for axis in axes:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        decades = abs(float(np.diff(np.log10(axis.get_view_interval()))[0]))
+        decades = np.ptp(np.log10(axis.get_view_interval()))
         digits = next((digits for least, digits in TICKS.items() if decades > least), None)
         axis.set_major_locator(LogLocator(subs=digits) if digits else MaxNLocator(5, steps=[1, 2, 5, 10]))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:,.10g}")
 
 
-def finish(figure: Figure, title: str, others: Sequence[Artist] = (), **legend: Any) -> Figure:
-    """Adds the title, and below all panels a legend of what is labelled in any of them, then of `others`."""
+def make_asinh(axis: Axis, linear_width: float) -> None:
+    """Makes an axis linear up to about `linear_width` and logarithmic beyond."""
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("asinh", linear_width=linear_width)
+    axis.set_major_locator(AsinhLocator(linear_width, numticks=7, base=0))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def plain(text: str) -> str:
+    """Escapes a user's text for matplotlib, which would read $ as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def finish(figure: Figure, spec: FigureSpec, more: str = "", **legend: Any) -> Figure:
+    """Adds the spec's title and what follows it, and below all panels a legend of what is labelled in any of them, in
+    as few rows as fit.
+    """
+    figure.suptitle(plain(spec.title) + more)
     drawn = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
-    labelled = {label: handle for of_axis in drawn for handle, label in of_axis}
-    labelled |= {str(handle.get_label()): handle for handle in others}
-    longest = max(len(re.sub(r"\\[a-z]+|[{}$_^]", "", label)) for label in labelled)
-    columns = min(len(labelled), max(1, LINE // (longest + MARK)))
-    placed = {"loc": "outside lower center", "ncols": columns} | legend
-    for handle in figure.legend(list(labelled.values()), list(labelled), **placed).legend_handles:
+    handles = {label: handle for of_axis in drawn for handle, label in of_axis}
+    for rows in range(1, len(handles) + 1):
+        columns = math.ceil(len(handles) / rows)
+        shown = figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, **legend)
+        size = shown.get_window_extent()
+        if size.width <= figure.bbox.width or columns == 1:
+            break
+        shown.remove()
+    for handle in shown.legend_handles:
         if isinstance(handle, PathCollection):  # of thousands of small and pale points
             handle.set(alpha=1, sizes=[15])
-    if "lower" in placed["loc"]:
-        figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(labelled) / placed["ncols"]))
-    figure.suptitle(title)
+    figure.set_figheight(figure.get_figheight() + size.height / figure.dpi)
     return figure

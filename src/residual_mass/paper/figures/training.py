@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from residual_mass.paper.figures.style import GREY, figure, finish, looks_of, make_logarithmic, panels, plain
+from residual_mass.paper.figures.style import GREY, figure, finish, looks_of, make_logarithmic, panels
 from residual_mass.study.specs import FigureSpec
 from residual_mass.training import RUN
 
@@ -18,50 +17,43 @@ MARKS = 12
 """Most markers of a line."""
 
 
-def training_curves_points(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns one row per (length, K, step), in the order of the files: errors and `kl` of each file, means over all
-    layers on the first held-out text.
+def _log(path: Path, length: str) -> pd.DataFrame:
+    """Means over all layers on the first held-out text, each K once.
 
     Budgets of different lengths are compared by their `rank`, 0 at the largest K: counted from the top because short
     sequences have several budgets in which nothing but the anchors fits, and their K is 0 alike.
     """
-    frames = []
-    for path, length in zip(data, spec.maps, strict=True):
-        texts = {"recipe": str, "variant": str, "layer": str}
-        frame = pd.read_csv(path, dtype=texts, keep_default_na=False, na_values="")
-        frame = frame[(frame["layer"] == "all") & (frame["corpus"] == frame["corpus"].iloc[0])]
-        rank = frame["k"].rank(method="dense", ascending=False).astype(int) - 1
-        # Budgets with the same K say the same twice.
-        frames.append(frame.assign(length=length, rank=rank).drop_duplicates([*RUN, "step", "k"]))
-    points = pd.concat(frames, ignore_index=True)
-    return points[["length", "rank", "k", "step", "e_topk", "e_sub", "e_nosub", "kl", "corpus"]]
+    log = pd.read_csv(path, dtype={"recipe": str, "variant": str, "layer": str}, keep_default_na=False, na_values="")
+    log = log[(log["layer"] == "all") & (log["corpus"] == log["corpus"].iloc[0])]
+    rank = log["k"].rank(method="dense", ascending=False).astype(int) - 1
+    return log.assign(length=length, rank=rank).drop_duplicates([*RUN, "step", "k"])
 
 
-@figure("training_curves", training_curves_points)
-def training_curves(spec: FigureSpec, points: pd.DataFrame) -> Figure:
+@figure
+def training_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Errors on held-out text while the feature maps train, by trained length and budget, beside those of Top-$K$; and
     the divergence of the estimated from the true attention weights.
     """
-    looks, ranks = looks_of(points["length"], first=()), sorted(set(points["rank"]), reverse=True)
+    logs = pd.concat(map(_log, data, spec.maps), ignore_index=True).sort_values("step", kind="stable")
+    looks, ranks = looks_of(spec.maps, first=()), sorted(set(logs["rank"]), reverse=True)
     count = len(ranks) + 1
     figure, axes = panels(1.55, count, math.ceil(count / 2), "training steps", "", sharey=False)
-    points = points.sort_values("step", kind="stable")
-    for (rank, length), rows in points.groupby(["rank", "length"], sort=False):
-        axis, look = axes[ranks.index(rank)], looks[length] | {"markevery": math.ceil(len(rows) / MARKS)}
-        colour = look["color"]
-        axis.plot(rows["step"], rows["e_sub"], **look, label=rf"{plain(length)}, Top-$K{{+}}\phi$")
-        axis.plot(rows["step"], rows["e_nosub"], color=colour, linewidth=0.5)
-        axis.axhline(rows["e_topk"].mean(), color=colour, linestyle="--", linewidth=0.8)
-        if rank == 0:  # the divergence is over the whole prefix and the same at every K
-            axes[-1].plot(rows["step"], rows["kl"], **look)
     for axis, rank in zip(axes, ranks, strict=False):
-        shown = points.loc[points["rank"] == rank].sort_values("k")["k"].unique()
-        axis.set(title=f"$K$ = {', '.join(f'{k:g}' for k in shown)}", ylabel="relative error")
+        panel = logs[logs["rank"] == rank]
+        for length, rows in panel.groupby("length", sort=False):
+            look = looks[length] | {"markevery": math.ceil(len(rows) / MARKS)}
+            axis.plot(rows["step"], rows["e_sub"], **look, label=rf"{length}, Top-$K{{+}}\phi$")
+            axis.plot(rows["step"], rows["e_nosub"], color=look["color"], linewidth=0.5)
+            axis.axhline(rows["e_topk"].mean(), color=look["color"], linestyle="--", linewidth=0.8)
+            if rank == 0:  # the divergence is over the whole prefix and the same at every K
+                axes[-1].plot(rows["step"], rows["kl"], **look)
+        shown = ", ".join(f"{k:g}" for k in sorted(set(panel["k"])))
+        axis.set(title=f"$K$ = {shown}", ylabel="relative error")
     axes[-1].set(title="divergence from the teacher", ylabel="nats")
     for axis in axes:
         make_logarithmic(axis.yaxis)
         axis.locator_params(axis="x", nbins=4)
         axis.xaxis.set_major_formatter("{x:,.0f}")
-    styles = {"without subtraction": {"linewidth": 0.5}, "Top-$K$": {"linestyle": "--", "linewidth": 0.8}}
-    lines = [Line2D([], [], color=GREY, label=label, **style) for label, style in styles.items()]
-    return finish(figure, f"{plain(spec.title)}, held-out text: {points['corpus'].iloc[0]}", others=lines)
+    axes[0].plot([], [], color=GREY, linewidth=0.5, label="without subtraction")
+    axes[0].plot([], [], color=GREY, linewidth=0.8, linestyle="--", label="Top-$K$")
+    return finish(figure, spec, f", held-out text: {logs['corpus'].iloc[0]}")
