@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapsSpec
-from residual_mass.diagnostics.capture import Captured
+from residual_mass.diagnostics.capture import captured
 from residual_mass.diagnostics.packs import Pack, visit_layers
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.study.specs import CaptureSpec
@@ -98,9 +98,8 @@ def measured_pass(setting: Setting, backbone: Backbone, pack: Pack) -> None:
         anchors=ANCHORS, maps=MapsSpec("untrained", setting.length), packs=1, queries=setting.queries,
         seed=0, recipe=0,
     )  # fmt: skip
-    captured = Captured(spec, backbone, maps)
-    captured.add(0, pack)
-    assert len(captured.heads) == backbone.shape.layers
+    heads, _ = captured(spec, backbone, maps, [pack])
+    assert heads["layer"].nunique() == backbone.shape.layers
     synchronise(backbone)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residual_mass.core.accounting import attention_scores
-from residual_mass.core.selection import exhaustive_topk, full_prefix, partition, retrieved_count
+from residual_mass.core.selection import exhaustive_topk, full_prefix, partition
 from residual_mass.core.settings import tokens_of
-from residual_mass.diagnostics.packs import make_packs, visit_layers, with_place
+from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps, require_one_file_each
@@ -42,20 +42,17 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
             f"diagnostics.head: {spec.backbone.name} has {shape.layers} layers of {shape.query_heads} query heads, "
             f"there is no layer {spec.layer}, head {spec.head}; count from 0"
         )
-    kv_head = spec.head * shape.kv_heads // shape.query_heads
-    maps = []
+    maps = {}
     for named, path in zip(spec.maps, phi, strict=True):
-        of_all = PhiMaps.load(path)
-        of_all.require(shape, spec.backbone.model_id, spec.backbone.revision)
-        query, key = _only(of_all.query[spec.layer], spec.head), _only(of_all.key[spec.layer], kv_head)
-        maps.append((named.label, query.to(backbone.device), key.to(backbone.device)))
+        maps[named.label] = PhiMaps.load(path, backbone.device)
+        maps[named.label].require(shape, spec.backbone.model_id, spec.backbone.revision)
     (pack,) = make_packs(spec.corpus, backbone, spec.length, spec.queries, 1, spec.seed, assets, prompts)
     log.info("layer %d, head %d under %d sets of maps, on %s", spec.layer, spec.head, len(maps), backbone.device)
     frames: list[pd.DataFrame] = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         if layer == spec.layer:
-            frames.extend(_frames(spec, maps, queries[spec.head].float(), keys[kv_head].float(), scale))
+            frames.extend(_frame(spec, label, each, queries, keys, scale) for label, each in maps.items())
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
@@ -63,40 +60,19 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     record.write(out, device=backbone.device, identity=backbone.identity)
 
 
-def _only(stacked: nn.Module, head: int) -> nn.Module:
-    """Keeps the map of one head."""
-    for name, value in list(stacked.named_parameters()):
-        setattr(stacked, name, nn.Parameter(value[head : head + 1].clone(), requires_grad=False))
-    return stacked
-
-
-def _frames(
-    spec: KernelsSpec, maps: Sequence[tuple[str, nn.Module, nn.Module]], queries: Tensor, keys: Tensor, scale: float
-) -> list[pd.DataFrame]:
-    """One frame for each label, phi_q and phi_k of `maps`; queries [Q, D], keys [L, D]."""
-    length, count = len(keys), len(queries)
+def _frame(spec: KernelsSpec, label: str, maps: PhiMaps, queries: Tensor, keys: Tensor, scale: float) -> pd.DataFrame:
+    """The rows of a set of maps; queries [Hq, Q, D], keys [Hkv, L, D] of the layer."""
+    length, kv_head = keys.shape[1], spec.head * len(keys) // len(queries)
     mid = partition(full_prefix(length, keys.device), spec.anchors.sink, spec.anchors.tail).mid
-    k = retrieved_count(spec.budget_percent, length, spec.anchors.sink + spec.anchors.tail)
-    scores = attention_scores(queries, keys, scale)
-    retrieved = exhaustive_topk(scores, mid, torch.full((count,), k, device=keys.device)).mask(length)
-    positions = mid.nonzero().squeeze(-1)
-    shared = {
-        "layer": spec.layer,
-        "head": spec.head,
-        "query": torch.arange(count).repeat_interleave(len(positions)).numpy(),
-        "position": positions.cpu().repeat(count).numpy(),
-        "budget_percent": spec.budget_percent,
-        "k": k,
-        "retrieved": retrieved[:, mid].flatten().cpu().numpy(),
-        "log_kernel": scores[:, mid].flatten().cpu().numpy(),
-    }
-    frames = []
-    for label, query_map, key_map in maps:
-        log_query, log_key = (
-            map_heads(m, x[None, None])[0, 0] for m, x in ((query_map, queries), (key_map, keys[mid]))
-        )
-        log_phi = torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])  # log <phi_q, phi_k>
-        if not log_phi.isfinite().all():
-            raise ValueError(f"maps {label}, layer {spec.layer}: scores are not finite; {MAPS_AT_FAULT}")
-        frames.append(pd.DataFrame({"maps": label} | shared | {"log_phi": log_phi.flatten().cpu().numpy()}))
-    return frames
+    (k,) = ks_of((spec.budget_percent,), spec.length, spec.anchors)
+    scores = attention_scores(queries[spec.head], keys[kv_head], scale)
+    retrieved = exhaustive_topk(scores, mid, torch.full((len(scores),), k, device=keys.device)).mask(length)
+    log_query = map_heads(maps.query[spec.layer], queries[None])[0, spec.head]
+    log_key = map_heads(maps.key[spec.layer], keys[None])[0, kv_head, mid]
+    log_phi = torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])  # log <phi_q, phi_k>
+    if not log_phi.isfinite().all():
+        raise ValueError(f"maps {label}, layer {spec.layer}: scores are not finite; {MAPS_AT_FAULT}")
+    columns = {"retrieved": retrieved[:, mid], "log_kernel": scores[:, mid], "log_phi": log_phi}
+    positions = {"position": mid.nonzero().squeeze(-1).tolist()}
+    constant = {"maps": label, "layer": spec.layer, "head": spec.head, "budget_percent": spec.budget_percent, "k": k}
+    return tidy(columns, ("query",), positions, **constant)

@@ -6,18 +6,21 @@ Shape letters: Hq / Hkv = query / KV heads, Q = queries per pack, L = prefill to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from tqdm import tqdm
 
-from residual_mass.core.settings import tokens_of
+from residual_mass.core.selection import retrieved_count
+from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.frozen_prompts import REMEDY, load_manifest, load_prompts
+from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
 from residual_mass.gold import gold_continuation
 from residual_mass.model.hook import attention_hook, exact_attention, model_at_fault, window_of
 from residual_mass.model.loading import Backbone
@@ -28,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Pack = list[int]
 Visit = Callable[[int, Tensor, Tensor, Tensor, float], None]
-"""(layer, queries [Hq, Q, D], keys [Hkv, L, D], values [Hkv, L, D], scale), in the model's dtype, rotary-applied."""
+"""(layer, queries [Hq, Q, D], keys [Hkv, L, D], values [Hkv, L, D], scale), in float32, rotary-applied."""
 
 
 def make_packs(
@@ -43,18 +46,20 @@ def make_packs(
 ) -> list[Pack]:
     """Token ids of each pack: `length` tokens of prefill, then the `queries` tokens that are decoded after it.
 
-    Fewer than `packs` where the text ends, as packs that share text are not independent.
+    Packs share no text; there are fewer than `packs` where it ends. A corpus of PROMPT_PACKS is made of a task's frozen
+    prompts: each is the end of a prefill, with its answer as the decoded tokens, and the front of the prefill is filled
+    with other prompts and their answers, unused ones first.
 
     Args:
-        prompts: manifest of RULER's frozen prompts at that length, the source of the corpora in PROMPT_PACKS.
+        prompts: manifest of RULER's frozen prompts at that length, for the corpora in PROMPT_PACKS.
 
     Raises:
-        ValueError: the corpus is unknown, or its files are missing or changed.
+        ValueError: the corpus is unknown, its files are missing or changed, or an answer is shorter than `queries`.
     """
     if corpus in PROMPT_PACKS:
         if prompts is None:
             raise ValueError(f"corpus {corpus} is made of RULER's prompts; pass their manifest to --prompts")
-        return prompt_packs(prompts, PROMPT_PACKS[corpus], backbone.tokenizer, length, queries, packs)
+        return _prompt_packs(prompts, PROMPT_PACKS[corpus], backbone, length, queries, packs)
     texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
     made = texts.disjoint(packs)
     if len(made) < packs:
@@ -62,50 +67,31 @@ def make_packs(
     return made
 
 
-def prompt_packs(
-    manifest: Path, task: str, tokenizer: PreTrainedTokenizerBase, length: str, queries: int, packs: int
-) -> list[Pack]:
-    """Packs whose prefill ends with a prompt of a task, and whose decoded tokens are its answer. The prefill is filled
-    up in front with other prompts and their answers, with unused ones first.
-
-    At most one pack per frozen prompt.
-
-    Raises:
-        ValueError: the prompts are missing, changed or of another length, or an answer has fewer tokens than `queries`.
-    """
-    asked = _frozen_prompts(manifest, task, length)
-    if len(asked) < packs:
-        log.info("%d packs instead of %d: %s holds no more prompts", len(asked), packs, manifest)
-    front = special_prefix(tokenizer)
+def _prompt_packs(manifest: Path, task: str, backbone: Backbone, length: str, queries: int, packs: int) -> list[Pack]:
+    require_prompts_of(manifest, "ruler", length, backbone.spec.tokenizer)
+    prompts = load_prompts(manifest, task, load_manifest(manifest)["examples"])
+    asked = [(each.prompt, gold_continuation(task, each.doc)) for each in prompts]  # with answers
+    front = special_prefix(backbone.tokenizer)
     wanted = tokens_of(length) - len(front)
 
     def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False).input_ids
+        return backbone.tokenizer(text, add_special_tokens=False).input_ids
 
     made: list[Pack] = []
     unused = iter(asked[packs:])
-    for last in range(min(packs, len(asked))):
-        prefill, before = tokens(asked[last][0]), last
+    for last, (prompt, answer) in enumerate(asked[:packs]):
+        prefill, before = tokens(prompt), last
         while len(prefill) < wanted:
             filler = next(unused, None)
             if filler is None:
                 before -= 1
                 filler = asked[before % len(asked)]
             prefill = tokens("".join(filler) + "\n\n") + prefill
-        answer = tokens(asked[last][1])
-        if len(answer) < queries:
-            raise ValueError(f"diagnostics.queries: an answer of {task} has {len(answer)} tokens; ask for no more")
-        made.append(front + prefill[-wanted:] + answer[:queries])
+        decoded = tokens(answer)
+        if len(decoded) < queries:
+            raise ValueError(f"diagnostics.queries: an answer of {task} has {len(decoded)} tokens; ask for no more")
+        made.append(front + prefill[-wanted:] + decoded[:queries])
     return made
-
-
-def _frozen_prompts(manifest: Path, task: str, length: str) -> list[tuple[str, str]]:
-    """(prompt, answer) of every example of the task."""
-    frozen = load_manifest(manifest)
-    if frozen["length"] != length:
-        raise ValueError(f"{manifest}: has prompts of length {frozen['length']}, not {length}; {REMEDY}")
-    prompts = load_prompts(manifest, task, frozen["examples"])
-    return [(each.prompt, gold_continuation(task, each.doc)) for each in prompts]
 
 
 @torch.no_grad()
@@ -124,12 +110,44 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
             what = f"the queries, keys or values of layer {module.layer_idx} are not finite"
             raise ValueError(f"{backbone.spec.name}: {what}; {model_at_fault(backbone.spec)}")
         if window_of(module) is None:
-            visit(module.layer_idx, q[0, :, length:], k[0, :, :length], v[0, :, :length], scale)
+            queries, keys, values = q[0, :, length:], k[0, :, :length], v[0, :, :length]
+            visit(module.layer_idx, queries.float(), keys.float(), values.float(), scale)
         return exact_attention(module, q, k, v, mask, scale)
 
     with attention_hook(backbone.model, handler, hybrid=hybrid):
         inputs = torch.tensor([list(pack)], device=backbone.device)
         backbone.model.get_decoder()(inputs, use_cache=False)
+
+
+def visit_packs(
+    backbone: Backbone,
+    packs: Sequence[Pack],
+    length: int,
+    visit: Callable[[int, int, Tensor, Tensor, Tensor, float], None],
+) -> None:
+    """`visit_layers` of each pack, whose number comes first."""
+    for number, pack in enumerate(tqdm(packs, unit="pack")):
+        visit_layers(backbone, pack, length, partial(visit, number))
+
+
+def ks_of(budgets: Sequence[float], length: str, anchors: AnchorSpec) -> list[int]:
+    """K of every budget; raises ValueError where the mid-region has fewer than the two tokens that entropies need."""
+    always = anchors.sink + anchors.tail
+    if tokens_of(length) <= always + 1:
+        raise ValueError(f"length {length}: {always} anchors leave fewer than two mid-region tokens; take a longer one")
+    return [retrieved_count(budget, tokens_of(length), always) for budget in budgets]
+
+
+def tidy(
+    measured: Mapping[str, Tensor], names: Sequence[str], last: Mapping[str, Sequence[float]], **constant: object
+) -> pd.DataFrame:
+    """One row per entry of tensors [*names, any]: constant columns, the index in each named dimension, what `last` says
+    of the place in the last one, and the entries.
+    """
+    *indices, slot = (index.ravel() for index in np.indices(next(iter(measured.values())).shape))
+    columns = constant | dict(zip(names, indices, strict=True))
+    columns |= {name: np.asarray(values)[slot] for name, values in last.items()}
+    return pd.DataFrame(columns | {name: value.cpu().numpy().ravel() for name, value in measured.items()})
 
 
 def with_place(frame: pd.DataFrame, backbone: BackboneSpec, corpus: str, length: str, **more: Any) -> pd.DataFrame:

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from tests.records import record
-from tests.unit.diagnostics.test_claims import (
+from tests.unit.diagnostics.slow_claims import (
+    ABOUT,
     BUDGETS,
     SETTINGS,
-    SPEC,
     Files,
     make_rows,
     mean,
@@ -29,10 +29,12 @@ from tests.unit.diagnostics.test_claims import (
 from residual_mass import statements
 from residual_mass.core.settings import to_json
 from residual_mass.diagnostics import findings
-from residual_mass.diagnostics.resampling import resampled, whole
 from residual_mass.files import read_json
 from residual_mass.study.specs import FindingsSpec
 
+SPEC = FindingsSpec(
+    study="test", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=40, seed=0, recipe=1
+)
 OUT = ("accounting.csv", "claims.csv")
 
 
@@ -47,73 +49,57 @@ def files() -> list[Files]:
     return [make_rows(rng, corpus, length, packs=packs) for corpus, length, packs in SETTINGS]
 
 
-def interval(values: list[float]) -> list[float]:
-    return [float(x) for x in np.nanquantile(values, [0.025, 0.975])]
-
-
 def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp_path: Path) -> None:
     table, _ = run(tmp_path, files)
     assert list(table) == findings.ACCOUNTING and len(table) == len(SETTINGS) * len(BUDGETS)
-    assert [*zip(table.corpus, table.length, strict=True)][:: len(BUDGETS)] == [each[:2] for each in SETTINGS]
-    settings = read(tmp_path, files)
-    as_is, drawn = whole(settings, 4.0), resampled(settings, 4.0, SPEC.bootstrap_resamples, SPEC.seed)
     lines = table.itertuples()
-    for pair, one, sample, (_, _, packs) in zip(files, as_is, drawn, SETTINGS, strict=True):
-        (s,), draws = slow_draws(pair, one), slow_draws(pair, sample)
+    for pair, one, (corpus, length, packs) in zip(files, read(tmp_path, files), SETTINGS, strict=True):
+        (s,), draws = slow_draws(pair, one), slow_draws(pair, one.resampled(SPEC.bootstrap_resamples, SPEC.seed))
         for budget, k in BUDGETS.items():
             line = next(lines)
             assert (line.budget_percent, line.k, line.packs, line.heads, line.rows) == (budget, k, packs, 6, 12 * packs)
-            assert (line.study, line.backbone, line.maps, line.phi_sha, line.weights) == (
-                "test", "tiny", "1k", "f00", "random",
-            )  # fmt: skip
-            for name in ("e_topk", "e_nosub", "e_sub", "e_exact_nosub", "e_exact_sub"):
-                tolerance = 1e-9 if name == "e_exact_sub" else 1e-6
-                expected = s.everywhere(lambda row, name=name: row[name], k)
-                assert getattr(line, name) == pytest.approx(expected, abs=tolerance)
-                if not name.startswith("e_exact"):
-                    bounds = interval([draw.everywhere(lambda row, name=name: row[name], k) for draw in draws])
-                    shown = [getattr(line, f"{name}_ci_{end}") for end in ("low", "high")]
-                    assert shown == pytest.approx(bounds, abs=1e-6)
-            assert line.log_z_error == pytest.approx(mean(s.log_z_errors(k=k)), abs=1e-6)
-            bounds = interval([mean(draw.log_z_errors(k=k)) for draw in draws])
-            assert [line.log_z_error_ci_low, line.log_z_error_ci_high] == pytest.approx(bounds, abs=1e-6)
-            assert line.clamped_share == pytest.approx(s.everywhere(lambda row: row["clamped"], k), abs=1e-6)
+            assert {name: getattr(line, name) for name in ABOUT} == ABOUT
+            assert (line.corpus, line.length) == (corpus, length)
+            for name in ("e_topk", "e_nosub", "e_sub", "log_z_error"):
+                value, *drawn = (
+                    mean(draw.log_z_errors(k=k)) if name == "log_z_error" else draw.everywhere(name, k)
+                    for draw in (s, *draws)
+                )
+                found = [getattr(line, f"{name}{end}") for end in ("", "_ci_low", "_ci_high")]
+                assert found == pytest.approx([value, *np.quantile(drawn, [0.025, 0.975])], abs=1e-6)
+            assert line.e_exact_nosub == pytest.approx(s.everywhere("e_exact_nosub", k), abs=1e-6)
+            assert line.e_exact_sub == pytest.approx(s.everywhere("e_exact_sub", k), abs=1e-9)
+            assert line.clamped_share == pytest.approx(s.everywhere("clamped", k), abs=1e-6)
 
 
 def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
     *_, table = run(tmp_path, files)
     assert list(table) == statements.COLUMNS and len(table) == 2 * 15 + 14 + 5
-    draws, dropped = [], []
-    for pair, one, (corpus, length, packs) in zip(files, whole(read(tmp_path, files), 4.0), SETTINGS, strict=True):
-        (s,) = slow_draws(pair, one)
-        draws.append(s)
+    of_all_k = ["completion_helps_in_every_quartile", "errors_fall_with_k", "exact_sub_is_exact"]
+    draws = [slow_draws(pair, one)[0] for pair, one in zip(files, read(tmp_path, files), strict=True)]
+    dropped = [{k: s.everywhere("clamped", k) for k in BUDGETS.values()} for s in draws]
+    for s, clamped, (corpus, length, packs) in zip(draws, dropped, SETTINGS, strict=True):
         lines = table.query("corpus == @corpus and length == @length").set_index("claim")
         assert lines["estimate"].to_dict() == pytest.approx(slow_claims(s), abs=1e-6, nan_ok=True)
         only_cwe = lines.index == "sub_wins_on_most_heads"
         primary = (length == "1k") & np.where(only_cwe, corpus == "cwe", corpus == "wiki")
         assert (lines["primary"] == primary.astype(int)).all() and set(lines["packs"]) == {packs}
-        of_all_k = {"completion_helps_in_every_quartile", "errors_fall_with_k"}
-        assert set(lines.index[lines["k"].isna()]) == of_all_k and set(lines["k"].dropna()) == {7}
-        clamped = {k: s.everywhere(lambda row: row["clamped"], k) for k in BUDGETS.values()}
-        shares = {name: mean(clamped.values()) if name in of_all_k else clamped[7] for name in lines.index}
-        assert lines["clamped_share"].to_dict() == pytest.approx(shares, abs=1e-6)
-        dropped.append(clamped)
+        assert (lines["k"].fillna(0) == np.where(lines.index.isin(of_all_k), 0, 7)).all()
+        shares = np.where(lines.index.isin(of_all_k), mean(clamped.values()), clamped[7])
+        assert lines["clamped_share"].to_numpy() == pytest.approx(shares, abs=1e-6)
     joint = table.query("corpus == 'all'").set_index("claim")
     assert set(joint["length"]) == {"all"} and set(joint["primary"]) == {1} and set(joint["packs"]) == {1}
-    assert joint["k"].isna().all()
     at_one, at_all = mean(each[7] for each in dropped), mean(mean(each.values()) for each in dropped)
-    assert 0 < at_one != pytest.approx(at_all)
-    shares = {name: at_all if name == "exact_sub_is_exact" else at_one for name in joint.index}
-    assert joint["clamped_share"].to_dict() == pytest.approx(shares, abs=1e-6)
+    shares = np.where(joint.index.isin(of_all_k), at_all, at_one)
+    assert joint["clamped_share"].to_numpy() == pytest.approx(shares, abs=1e-6) and joint["k"].isna().all()
     expected = slow_joint_claims(draws)
     assert joint["estimate"].to_dict() == pytest.approx(expected, abs=1e-6)
     exact = joint.loc["exact_sub_is_exact"]
     assert exact.estimate == pytest.approx(expected["exact_sub_is_exact"], rel=1e-3)
     assert exact.ci_low < exact.estimate < exact.ci_high
-    for _, line in table.iterrows():
-        sign = (line.ci_low > 0) - (line.ci_high < 0)
-        assert line.verdict == {1: "holds", 0: "undecided", -1: "does not hold"}[sign]
-        assert line.statement.endswith(".") and line.statistic and line.shown_in
+    signs = (table["ci_low"] > 0).astype(int) - (table["ci_high"] < 0)
+    assert (table["verdict"] == signs.map({1: "holds", 0: "undecided", -1: "does not hold"})).all()
+    assert table["statement"].str.endswith(".").all() and table[["statistic", "shown_in"]].notna().all(axis=None)
 
 
 def planted(sign: float, noise: float = 0.0, corpus: str = "wiki") -> Files:
@@ -203,7 +189,7 @@ def test_draws_that_define_no_mean_are_left_out(tmp_path: Path) -> None:
         assert accounting[name].tolist() == [0.5, 0.5, 0.5]
 
 
-def test_two_runs_give_the_same_bytes_without_torch(files: list[Files], tmp_path: Path) -> None:
+def test_rows_in_another_order_give_the_same_bytes_without_torch(files: list[Files], tmp_path: Path) -> None:
     heads, mass = write_files(tmp_path, files)
     shuffled = tmp_path / "shuffled"
     shuffled.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from residual_mass.diagnostics.packs import make_packs, prompt_packs
+from residual_mass.diagnostics.packs import make_packs
 from residual_mass.files import sha256_of
 from residual_mass.frozen_prompts import table_sha256
 from residual_mass.model.loading import Backbone
@@ -60,7 +60,7 @@ def test_the_answer_is_decoded_and_the_prompt_ends_the_prefill(
 
 def test_packs_share_no_prompt_as_long_as_there_are_others(tiny_backbone: Backbone, manifest: Path) -> None:
     def told(packs: int) -> list[str]:
-        made = prompt_packs(manifest, "ruler_cwe", tiny_backbone.tokenizer, "128", 5, packs)
+        made = make_packs("cwe", tiny_backbone, "128", 5, packs, 0, manifest.parent, manifest)
         return [tiny_backbone.tokenizer.decode(pack) for pack in made]
 
     for n, text in enumerate(told(1)):
@@ -81,16 +81,15 @@ def test_a_text_that_comes_to_an_end_gives_fewer_packs(
     assert all(told.count(f"Row {number},") <= 1 for number in range(40))
 
 
-@pytest.mark.parametrize("task", ANSWERS)
-def test_more_queries_than_an_answer_has_tokens_are_refused(task: str, tiny_backbone: Backbone, manifest: Path) -> None:
-    with pytest.raises(ValueError, match=rf"diagnostics\.queries: an answer of {task} has \d+ tokens; ask for no more"):
-        prompt_packs(manifest, task, tiny_backbone.tokenizer, "128", 500, 3)
-
-
-def test_changed_or_foreign_prompts_are_refused(tiny_backbone: Backbone, manifest: Path) -> None:
-    with pytest.raises(ValueError, match=r"manifest\.json: has prompts of length 128, not 64; delete the manifest"):
-        prompt_packs(manifest, "ruler_cwe", tiny_backbone.tokenizer, "64", 5, 3)
-    file = manifest.with_name("ruler_cwe.jsonl")
-    file.write_text(file.read_text().replace("apple", "grape"))
-    with pytest.raises(ValueError, match=r"ruler_cwe\.jsonl: missing, or not the file that .*manifest\.json lists"):
-        prompt_packs(manifest, "ruler_cwe", tiny_backbone.tokenizer, "128", 5, 3)
+@pytest.mark.parametrize(
+    ("length", "queries", "problem"),
+    [
+        ("128", 500, r"diagnostics\.queries: an answer of ruler_cwe has \d+ tokens; ask for no more"),
+        ("64", 5, r"manifest\.json: length is 128, not 64; give --prompts those of 64"),
+    ],
+)
+def test_more_queries_than_an_answer_has_tokens_and_foreign_prompts_are_refused(
+    length: str, queries: int, problem: str, tiny_backbone: Backbone, manifest: Path
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_packs("cwe", tiny_backbone, length, queries, 3, 0, manifest.parent, manifest)

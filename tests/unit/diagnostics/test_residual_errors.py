@@ -151,7 +151,6 @@ def test_a_single_pack_has_no_interval(folder: Path, tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"methods": ("topk", "topk_best")}, "method 'topk_best' is unknown; the most similar are topk"),
-        ({"methods": ("topk_phi",)}, "methods: topk is missing, with which the others are compared; add it"),
         ({"length": "21"}, "length 21: 20 anchors leave fewer than two mid-region tokens; take a longer one"),
         ({"corpora": ("nothing",)}, "nothing"),
     ],

@@ -1,0 +1,150 @@
+"""Captured rows as numbers of each head, of the full data or of draws from it.
+
+Shape letters: B = draws, H = heads, that is (layer, query head), P = packs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from residual_mass.diagnostics.resampling import (
+    QUARTILES,
+    drawn_heads,
+    drawn_packs,
+    over_packs,
+    quartiles_of,
+    ratio,
+)
+
+FACTS = ("study", "backbone", "corpus", "length", "maps", "model_id", "revision", "weights", "phi_sha")
+MEANS = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped".split()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was captured on one corpus at one length: as it is (B = 1), or draws of its heads and packs.
+
+    Numbers per entropy quartile use a stratified draw, within the quartiles of the full data, so that no quartile is
+    empty; all others use a draw among all heads.
+
+    Attributes:
+        facts: of FACTS.
+        ks: K of every budget, in ascending order of budgets.
+        cells: by (budget, layer, head) and (name, pack): means over queries of the captured columns, of gain = e_topk -
+            e_sub and delta = e_sub - e_nosub, of log_z_error, 0 where not defined, and of whether it is defined.
+        mass: by (k, layer, head) and pack: the mean share of the mid-region's mass that K tokens hold.
+        budget: default budget of the cells.
+        rows: captured rows at each budget.
+        order: [H], heads by ascending mean h_mid; ties keep the order of heads.
+        heads, stratified: [B, H], how often each head is drawn among all, and within quartiles.
+        packs: [B, P], how often each pack is drawn.
+    """
+
+    facts: dict[str, str]
+    ks: dict[float, int]
+    cells: pd.DataFrame
+    mass: pd.DataFrame
+    budget: float
+    rows: int
+    order: np.ndarray
+    heads: np.ndarray
+    stratified: np.ndarray
+    packs: np.ndarray
+
+    @classmethod
+    def read(cls, heads: Path, mass: Path, budget: float) -> Sample:
+        """Reads captured rows and mass curves.
+
+        Raises:
+            ValueError: the backbone has too few heads for quartiles.
+        """
+        index = ["budget_percent", "layer", "head", "pack"]
+        columns = [*FACTS, "k", *index, *MEANS, "log_z_hat", "log_z_true"]
+        frame = pd.read_parquet(heads, columns=columns)
+        rows = frame[[*MEANS, "log_z_hat", "log_z_true"]].astype(float)
+        errors = rows["log_z_hat"] - rows["log_z_true"]
+        defined = np.isfinite(rows["log_z_hat"]) & np.isfinite(rows["log_z_true"])
+        rows = rows[MEANS].assign(
+            gain=rows["e_topk"] - rows["e_sub"], delta=rows["e_sub"] - rows["e_nosub"],
+            log_z_error=errors.where(defined, 0.0), log_z_defined=defined.astype(float),
+        )  # fmt: skip
+        cells = rows.groupby([frame[name] for name in index]).mean().unstack("pack")
+        ks = frame.groupby("budget_percent")["k"].first().to_dict()
+        entropies = cells.loc[next(iter(ks))]["h_mid"].mean(axis=1).to_numpy()
+        if (count := len(entropies)) < QUARTILES:
+            raise ValueError(
+                f"{heads}: quartiles need {QUARTILES} heads, the backbone has {count}; leave it out of findings"
+            )
+        curves = pd.read_parquet(mass, columns=["k", "layer", "head", "pack", "c_mid"])
+        packs = frame["pack"].nunique()
+        return cls(
+            facts={name: str(frame[name].iloc[0]) for name in FACTS},
+            ks=ks, cells=cells, mass=curves.set_index(["k", "layer", "head", "pack"])["c_mid"].unstack("pack"),
+            budget=budget, rows=len(frame) // len(ks),
+            order=np.argsort(entropies.round(12), kind="stable"),  # sums in another order set equal heads apart
+            heads=np.ones((1, count)), stratified=np.ones((1, count)), packs=np.ones((1, packs)),
+        )  # fmt: skip
+
+    def resampled(self, resamples: int, seed: int) -> Sample:
+        """Draws; each has the same heads in all settings, and packs of each.
+
+        A setting of a single pack has that pack in every draw, so its intervals hold for that text alone.
+        """
+        heads, stratified = drawn_heads(self.order, resamples, seed)
+        packs = drawn_packs(self.name, self.packs.shape[1], resamples, seed)
+        return replace(self, heads=heads, stratified=stratified, packs=packs)
+
+    @property
+    def name(self) -> str:
+        return f"{self.facts['corpus']} {self.facts['length']}"
+
+    @property
+    def quartiles(self) -> list[np.ndarray]:
+        """Heads in four groups of ascending entropy."""
+        return [self.order[quartiles_of(len(self.order)) == quartile] for quartile in range(QUARTILES)]
+
+    def by_head(self, name: str, budget: float | None = None) -> np.ndarray:
+        """[B, H]: the mean of these cells over the drawn packs."""
+        return over_packs(self.packs, self.cells.loc[self.budget if budget is None else budget][name].to_numpy())
+
+    def mass_at(self, k: int) -> np.ndarray:
+        """[B, H]: the share of the mid-region's mass that K tokens hold."""
+        return over_packs(self.packs, self.mass.loc[k].to_numpy())
+
+    def over_heads(self, values: np.ndarray) -> np.ndarray:
+        """The mean over the heads drawn among all: [B, H] -> [B]."""
+        return (self.heads * values).sum(axis=1) / values.shape[1]
+
+    def over_quartiles(self, values: np.ndarray) -> np.ndarray:
+        """The means over the heads drawn within each quartile: [B, H] -> [B, 4]."""
+        drawn = self.stratified * values
+        return np.stack([drawn[:, group].sum(axis=1) / len(group) for group in self.quartiles], axis=1)
+
+    def mean(self, name: str, budget: float | None = None) -> np.ndarray:
+        """[B]."""
+        return self.over_heads(self.by_head(name, budget))
+
+    def log_z_error(self, budget: float | None = None) -> np.ndarray:
+        """[B]: the mean log-Z error over the rows where it is defined, else NaN."""
+        return ratio(self.mean("log_z_error", budget), self.mean("log_z_defined", budget))
+
+    def mean_where(self, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """The mean of [B, H] over the drawn heads that are chosen: [B], NaN without any."""
+        return ratio(self.over_heads(values * chosen), self.over_heads(chosen))
+
+    def spearman(self, first: str, second: str) -> np.ndarray:
+        """[B]: rank correlation of two cells over the heads drawn among all; 0 where either is constant."""
+        times = self.heads.astype(int).ravel()
+        ranks = []
+        for name in (first, second):
+            values = np.broadcast_to(self.by_head(name), self.heads.shape)
+            drawn = np.repeat(values.ravel(), times).reshape(self.heads.shape)
+            rank = pd.DataFrame(drawn).rank(axis=1).to_numpy()
+            ranks.append(rank - rank.mean(axis=1, keepdims=True))
+        x, y = ranks
+        spread = np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
+        return np.divide((x * y).sum(axis=1), spread, where=spread > 0, out=np.zeros_like(spread))
