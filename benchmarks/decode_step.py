@@ -32,9 +32,9 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.prefix import map_heads
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 from residual_mass.provenance import device_name
-from residual_mass.runtime.measure import IMPLEMENTATIONS
+from residual_mass.runtime.latencies import IMPLEMENTATIONS
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import Traffic, copy_bandwidth, step_traffic
+from residual_mass.runtime.traffic import copy_rates, step_traffic
 from residual_mass.study.labels import METHODS
 from residual_mass.texts.corpora import held_out_corpus
 
@@ -61,7 +61,7 @@ def main() -> None:
     prompt = held_out_corpus("books", backbone.tokenizer, options.length, 0, options.assets).sequence(0)
     read = prefill(backbone.model, [prompt])
     k = retrieved_count(options.budget, options.length, ANCHORS.sink + ANCHORS.tail)
-    bandwidth = copy_bandwidth(backbone.device)
+    bandwidth = max(copy_rates(backbone.device))
     print(f"SmolLM2-135M, {options.length} tokens, K = {k}, d_emb {options.d_emb}; {device_name(backbone.device)}")
     steps(backbone, read, phi, k, bandwidth, options.steps, options.rounds)
     stages(fill_buffers([fresh(read)], 1)[0], phi, k, options.rounds)
@@ -82,7 +82,7 @@ def fresh(read: Prefill) -> Prefill:
 def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: float, count: int, rounds: int) -> None:
     """Whole steps, all sides in turn, and what they must move at this machine's speed of copying."""
     decoders: dict[str, PrototypeDecoder | StaticDecoder] = {}
-    traffic: dict[str, Traffic] = {}
+    traffic: dict[str, dict[str, int]] = {}
     length = next(iter(read.layers.values()))[0].shape[2]
     caches = fill_buffers([fresh(read)], count)
     for side, method in (*itertools.product(IMPLEMENTATIONS, METHODS), *(("fused", one) for one in OWN)):
@@ -110,7 +110,8 @@ def steps(backbone: Backbone, read: Prefill, phi: PhiMaps, k: int, bandwidth: fl
     print(f"step, median of {rounds} rounds of {count} tokens (range), floor by bytes at {bandwidth / 1e9:.1f} GB/s")
     for name, values in seconds.items():
         spread = f"({1e3 * min(values):.1f} .. {1e3 * max(values):.1f})"
-        floor, rest = traffic[name].total / bandwidth, traffic[name].total - traffic[name].weights
+        total = sum(traffic[name].values())
+        floor, rest = total / bandwidth, total - traffic[name]["weights"]
         print(f"  {name:26s} {1e3 * medians[name]:7.1f} ms  {spread:18s} floor {1e3 * floor:6.1f} ms, ", end="")
         print(f"{rest / 1e6:6.2f} MB besides weights")
     for method in METHODS:

@@ -36,7 +36,7 @@ from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import map_heads
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, prepared
 from residual_mass.provenance import code_version, device_name
-from residual_mass.runtime.measure import RUNTIME, kernels_on, measure, with_each
+from residual_mass.runtime.latencies import RUNTIME, kernels_on, measure, with_each
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, seconds_of
 from residual_mass.study.labels import METHODS
@@ -59,7 +59,7 @@ TRAINING = "backbone context precision teacher_s sequence_s peak_gib".split()
 """Columns of the rows of these parts."""
 GPU_TESTS = (
     "tests/unit/core/test_fused_triton.py", "tests/unit/model/test_gpu.py", "tests/unit/runtime/test_decoders.py",
-    "tests/unit/runtime/test_measure.py", "tests/unit/training/test_training_on_gpu.py",
+    "tests/unit/runtime/test_latencies.py", "tests/unit/training/test_training_on_gpu.py",
 )  # fmt: skip
 """Those that need no package but the few that this check needs, and pytest."""
 GPU_TESTS_WITH_PANDAS = ("tests/unit/diagnostics/test_capture_on_gpu.py",)

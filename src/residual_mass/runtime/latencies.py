@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,17 +40,7 @@ from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.provenance import MANIFEST, Record, device_name
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.runtime.traffic import (
-    Implementation,
-    copy_bandwidth,
-    decoding_bytes,
-    free_bytes,
-    gigabytes,
-    prompt_bytes,
-    shortfall,
-    step_traffic,
-    wait_for,
-)
+from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
@@ -62,24 +54,28 @@ RUNTIME = (
 STEPS = 31
 """Decoded tokens after the first, which comes from the prefill."""
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
-Result = TypeVar("Result")
-LAST = "math"
-"""The attention kernel of separate operations: takes every shape and dtype, and more time and memory than others."""
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    LAST: SDPBackend.MATH,
+    "math": SDPBackend.MATH,
 }
+"""The last one, separate operations, takes every shape and dtype, and more time and memory than others."""
+COPIES = 2
+"""Copies of a cache that are in memory while buffers are filled."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class RuntimeSetting:
-    """A measured setting; every row of the batch retrieves `k` tokens from a context of `length`."""
+class Setting:
+    """What is measured together: every row of the batch has the same prompt and retrieves `k` of its tokens."""
 
+    model: PreTrainedModel
+    phi: PhiMaps
+    spec: RuntimeSpec
     implementation: Implementation
     method: str
-    length: int
+    context: str
     batch: int
     k: int
 
@@ -123,12 +119,11 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
                 f"({spec.backbone.context} tokens); leave it out"
             )
     backbone = load_backbone(spec.backbone, assets)
-    rows = list(measure(spec, backbone.model))
     facts = {
         "study": spec.study, "backbone": spec.backbone.name, "weights": spec.backbone.weights,
         "dtype": spec.backbone.dtype, "model_id": spec.backbone.model_id, "revision": spec.backbone.revision,
     }  # fmt: skip
-    write_text(out, csv_text(RUNTIME, [facts | row for row in rows]))
+    write_text(out, csv_text(RUNTIME, [facts | row for row in measure(spec, backbone.model)]))
     record.write(out, device=backbone.device, identity=backbone.identity)
 
 
@@ -139,74 +134,62 @@ def measure(
     device = device_of(model)
     torch.manual_seed(spec.seed)
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
-    bandwidth = copy_bandwidth(device)
+    bandwidth = max(copy_rates(device))
     log.info("%s, copies at %.1f GB/s", device_name(device), bandwidth / 1e9)
     ours = [side for side in implementations if side != "prototype"]
     sides: dict[str, Sequence[Implementation]] = dict.fromkeys(METHODS, implementations)
     sides |= dict.fromkeys(spec.own_methods, ours)
-    settings = len(spec.contexts) * len(spec.batches) * sum(map(len, sides.values()))
-    with tqdm(total=settings, unit="setting") as bar:
-        for context in spec.contexts:
-            length = tokens_of(context)
-            k = retrieved_count(spec.budget, length, spec.anchors.sink + spec.anchors.tail)
-            read, seconds = _timed_prefill(model, length, spec.repeats, spec.seed)
-            for batch, method in itertools.product(spec.batches, sides):
-                baseline: Tensor | None = None
-                for implementation in sides[method]:
-                    bar.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
-                    setting = RuntimeSetting(implementation, method, length, batch, k)
-                    timing, kernels = (read, "") if isinstance(read, str) else _best(setting, model, read, phi, spec)
-                    if implementation == "prototype" and isinstance(timing, Timing):
-                        baseline = timing.tokens
-                    yield {
-                        "context": context,
-                        **_row(setting, model, phi, spec, bandwidth),
-                        **_measured(timing, batch * seconds, baseline),
-                        "attention_kernels": kernels,
-                    }
-                    bar.update()
+    bar = tqdm(total=len(spec.contexts) * len(spec.batches) * sum(map(len, sides.values())), unit="setting")
+    for context in spec.contexts:
+        length = tokens_of(context)
+        k = retrieved_count(spec.budget, length, spec.anchors.sink + spec.anchors.tail)
+        read, seconds = _timed_prefill(model, length, spec.repeats, spec.seed)
+        for batch, method in itertools.product(spec.batches, sides):
+            baseline: Tensor | None = None
+            for implementation in sides[method]:
+                bar.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
+                setting = Setting(model, phi, spec, implementation, method, context, batch, k)
+                timing, kernels = (read, "") if isinstance(read, str) else _best(setting, read)
+                if implementation == "prototype" and isinstance(timing, Timing):
+                    baseline = timing.tokens
+                times = _times(timing, batch * seconds, baseline)
+                yield _known(setting, bandwidth) | times | {"attention_kernels": kernels}
+                bar.update()
+    bar.close()
 
 
-def _row(
-    setting: RuntimeSetting, model: PreTrainedModel, phi: PhiMaps, spec: RuntimeSpec, bandwidth: float
-) -> dict[str, object]:
+def _known(setting: Setting, bandwidth: float) -> dict[str, object]:
     """Returns the columns that are known without running a setting."""
+    spec, length, rule = setting.spec, tokens_of(setting.context), method_named(setting.method)
     traffic = step_traffic(
-        model, phi, setting.implementation, setting.method,
-        batch=setting.batch, length=setting.length, k=setting.k, anchors=spec.anchors, generated=STEPS // 2,
+        setting.model, setting.phi, setting.implementation, setting.method,
+        batch=setting.batch, length=length, k=setting.k, anchors=spec.anchors, generated=STEPS // 2,
     )  # fmt: skip
-    device, rule = device_of(model), method_named(setting.method)
+    total = sum(traffic.values())
     return {
-        "implementation": setting.implementation,
-        "method": setting.method,
-        "batch": setting.batch,
+        "implementation": setting.implementation, "method": setting.method, "context": setting.context,
+        "batch": setting.batch, "k": "" if rule.whole_prefix else setting.k,
         "budget_percent": "" if rule.whole_prefix else f"{spec.budget:g}",
-        "k": "" if rule.whole_prefix else setting.k,
-        "step_bytes": traffic.total,
-        "floor_ms": f"{1e3 * traffic.total / bandwidth:.3f}",
-        "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
-        "state_bytes": prompt_bytes(rule, HeadShape.of(model.config), setting.length, spec.map.d_phi).summary,
-        "repeats": spec.repeats,
-        "phi_weights": "random" if rule.needs_maps else "",
-        "device": device_name(device),
-    }
+        "step_bytes": total, "floor_ms": f"{1e3 * total / bandwidth:.3f}", "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
+        "state_bytes": prompt_bytes(rule, setting.phi.shape, length, spec.map.d_phi).summary,
+        "repeats": spec.repeats, "phi_weights": "random" if rule.needs_maps else "",
+        "device": device_name(device_of(setting.model)),
+    }  # fmt: skip
 
 
-def _measured(timing: Timing | str, pass_seconds: float, baseline: Tensor | None) -> dict[str, str]:
+def _times(timing: Timing | str, pass_seconds: float, baseline: Tensor | None) -> dict[str, str]:
     """Returns the measured columns, or why a setting does not fit."""
     if isinstance(timing, str):
         return {"not_measured": timing}
-    step, before = timing.step, pass_seconds + timing.build
-    equal = "" if baseline is None else f"{float((timing.tokens == baseline).float().mean()):.3f}"
+    before = pass_seconds + timing.build
+    seconds = {
+        "per_step_ms": timing.step, "per_step_low_ms": min(timing.steps), "per_step_high_ms": max(timing.steps),
+        "prefill_ms": before, "end_to_end_ms": before + STEPS * timing.step, "recording_ms": timing.recording,
+    }  # fmt: skip
     return {
-        "per_step_ms": f"{1e3 * step:.3f}",
-        "per_step_low_ms": f"{1e3 * min(timing.steps):.3f}",
-        "per_step_high_ms": f"{1e3 * max(timing.steps):.3f}",
-        "prefill_ms": f"{1e3 * before:.3f}",
-        "end_to_end_ms": f"{1e3 * (before + STEPS * step):.3f}",
-        "recording_ms": "" if timing.recording is None else f"{1e3 * timing.recording:.3f}",
+        **{name: "" if value is None else f"{1e3 * value:.3f}" for name, value in seconds.items()},
         "peak_memory_mib": "" if timing.peak is None else f"{timing.peak / 2**20:.1f}",
-        "tokens_as_prototype": equal,
+        "tokens_as_prototype": "" if baseline is None else f"{float((timing.tokens == baseline).float().mean()):.3f}",
     }
 
 
@@ -219,42 +202,39 @@ def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int)
     device = device_of(model)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
-    free, seconds = free_bytes(device), []
+    seconds = []
     try:
         for _ in range(repeats + 1):  # the first is slower and not counted
             started = _now(device)
             read = prefill(model, [prompt])
             seconds.append(_now(device) - started)
     except torch.OutOfMemoryError:
-        return _ran_out("reading the prompt", free), 0.0
+        return "does not fit: out of memory while reading the prompt", 0.0
     return read, statistics.median(seconds[1:])
 
 
-def _best(
-    setting: RuntimeSetting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec
-) -> tuple[Timing | str, str]:
+def _best(setting: Setting, read: Prefill) -> tuple[Timing | str, str]:
     """Returns a setting's timing or why there is none, of our Full that of the fastest attention kernel, and the
     milliseconds of a step with each kernel, the fastest first, or what it lacks; empty where there is no choice.
     """
 
     def attempt() -> Timing | str:
-        return _attempt(setting, model, read, phi, spec)
+        return _timed(setting, read)
 
     full = setting.implementation != "prototype" and method_named(setting.method).whole_prefix
-    if not full or not (names := kernels_on(device_of(model))):
+    if not full or not (names := kernels_on(device_of(setting.model))):
         return attempt(), ""
-    found = with_each((name for name in names if name != LAST), attempt)
+    found = with_each(names[:-1], attempt)
     if all(timing is None for timing in found.values()):
-        found |= with_each((LAST,), attempt)
-        if found[LAST] is None:  # takes everything: the fault is elsewhere, and is met again
-            return attempt(), ""
+        with sdpa_kernel(KERNELS[names[-1]]):  # takes everything: another fault is raised
+            found[names[-1]] = attempt()
     timings = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
     lacking = {name: why or "not available" for name, why in found.items() if not isinstance(why, Timing)}
     if not timings:
         return next(iter(lacking.values())), ""
     ordered = sorted(timings, key=lambda name: timings[name].step)
-    told = [f"{name} {1e3 * timings[name].step:.3f}" for name in ordered]
-    return timings[ordered[0]], "; ".join([*told, *(f"{name} {why}" for name, why in lacking.items())])
+    steps = [f"{name} {1e3 * timings[name].step:.3f}" for name in ordered]
+    return timings[ordered[0]], "; ".join([*steps, *(f"{name} {why}" for name, why in lacking.items())])
 
 
 def kernels_on(device: torch.device) -> tuple[str, ...]:
@@ -277,42 +257,44 @@ def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Res
     return results
 
 
-def _attempt(
-    setting: RuntimeSetting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec
-) -> Timing | str:
+def _timed(setting: Setting, read: Prefill) -> Timing | str:
     """Returns a setting's timing, or why there is none."""
-    free = free_bytes(device_of(model))
-    needed = decoding_bytes(
-        model, phi.map, setting.implementation, setting.method,
-        batch=setting.batch, length=setting.length, room=STEPS,
-    )  # fmt: skip
-    if lacking := shortfall(needed, free):
-        return lacking
+    if (
+        device_of(setting.model).type == "cpu"
+    ):  # where nothing else stops it: the system ends a process that takes too much
+        kept = sum(x.nbytes for layer in read.layers.values() for x in layer)
+        if method_named(setting.method).needs_maps:
+            kept *= 1 + setting.phi.map.d_phi / (2 * setting.phi.shape.head_dim)
+        if (needed := COPIES * setting.batch * kept) > (free := _free_memory()):
+            return f"does not fit: needs {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free"
     try:
-        return _timed_decoding(setting, model, read, phi, spec)
-    except torch.OutOfMemoryError:  # the estimate covers neither fragmentation nor libraries
-        return _ran_out("decoding", free)
+        return _timed_decoding(setting, read)
+    except torch.OutOfMemoryError:
+        return "does not fit: out of memory while decoding"
 
 
-def _ran_out(what: str, free: int | None) -> str:
-    return f"does not fit: {what} needs more than the {gigabytes(free or 0)} that are free"
+def _free_memory() -> float:
+    """Bytes that the machine can still give; infinite where it is no Linux, which would say."""
+    try:
+        found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(encoding="utf-8"))
+    except OSError:
+        return math.inf
+    return 1024 * int(found[1]) if found else math.inf
 
 
-def _timed_decoding(
-    setting: RuntimeSetting, model: PreTrainedModel, read: Prefill, phi: PhiMaps, spec: RuntimeSpec
-) -> Timing:
-    device = device_of(model)
+def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
+    device = device_of(setting.model)
     on_gpu = device.type == "cuda"
+    rest = setting.method, setting.k, setting.spec.anchors, setting.phi, STEPS
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     for _ in range(2):  # the first is slower and not counted
         decoder: PrototypeDecoder | StaticDecoder | None = None  # frees its buffers before allocating new ones
         copies = [Prefill(dict(read.layers), read.next_token) for _ in range(setting.batch)]
         started = _now(device)
         if setting.implementation == "prototype":
-            decoder = PrototypeDecoder(model, _together(copies), setting.method, setting.k, spec.anchors, phi, STEPS)
+            decoder = PrototypeDecoder(setting.model, _together(copies), *rest)
         else:
-            caches = fill_buffers(copies, STEPS)
-            decoder = StaticDecoder(model, caches, setting.method, setting.k, spec.anchors, phi, STEPS)
+            decoder = StaticDecoder(setting.model, fill_buffers(copies, STEPS), *rest)
         build = _now(device) - started
     assert decoder is not None
     if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run
@@ -323,7 +305,7 @@ def _timed_decoding(
     recording = _now(device) - started
     tokens = decoder.run(first).clone()  # slower than the next ones and not counted
     steps = []
-    for _ in range(spec.repeats):
+    for _ in range(setting.spec.repeats):
         decoder.prepare()
         started = _now(device)
         decoder.run(first)
@@ -335,11 +317,14 @@ def _timed_decoding(
 
 def _together(reads: Sequence[Prefill]) -> Prefill:
     """Joins prefills of single prompts to one of a batch, emptying `reads`."""
-    layers = {index: tuple(torch.cat(parts) for parts in zip(*(one.layers.pop(index) for one in reads), strict=True))
-              for index in list(reads[0].layers)}  # fmt: skip
-    return Prefill({index: (keys, values) for index, (keys, values) in layers.items()})
+    together = Prefill()
+    for index in list(reads[0].layers):
+        keys, values = zip(*(one.layers.pop(index) for one in reads), strict=True)
+        together.layers[index] = torch.cat(keys), torch.cat(values)
+    return together
 
 
 def _now(device: torch.device) -> float:
-    wait_for(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
