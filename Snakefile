@@ -3,14 +3,12 @@
 snakemake --cores 8 all                          the study named in config/config.yaml
 snakemake --cores 8 all --config study=paper     another study (targets come before --config)
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
-snakemake --cores 8 results/fidelity_smol_1k.csv how far each method's next token is from that of full attention
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
 snakemake --cores 1 doctor                       what this machine lacks for each study, and how long one takes
 snakemake --cores 1 estimate                     what the study will cost
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
 snakemake --cores 1 verify                       whether results are as recorded
-snakemake all --report report.zip                what was made and how, of a finished run, to look at in a browser
 """
 
 import atexit
@@ -32,7 +30,7 @@ if set(SOURCE) & set(":{}\n"):
 from residual_mass.paper import published as of_the_paper
 from residual_mass.study import paths, start
 from residual_mass.study.plan import load
-from residual_mass.study.resources import JobSize, flags, launcher
+from residual_mass.study.resources import JobSize, flags, launcher, shown
 from residual_mass.texts.assets import PINS, read_pins
 
 
@@ -44,14 +42,14 @@ report: "workflow/report/workflow.rst"
 
 plan = load(ROOT, config)
 machine = JobSize(plan, workflow)
-study = plan.configuration.main.study
+study = plan.main.study
 ASSETS = shlex.quote(str(plan.assets_folder))
 
 NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; "
 # A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
 shell.prefix(
     f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
-    + NO_NETWORK * plan.configuration.main.offline
+    + NO_NETWORK * plan.main.offline
 )
 
 

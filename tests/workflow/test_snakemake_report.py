@@ -14,7 +14,8 @@ NO_NETWORK = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https"
 
 
 def test_every_caption_is_used_and_there() -> None:
-    named = [name for file in RULES for name in re.findall(r'caption="../report/(\w+\.rst)"', file.read_text())]
+    shown = r'shown\(\s*paths\.\w+,\s*"[^"]+",\s*"(\w+)"'
+    named = [f"{name}.rst" for file in RULES for name in re.findall(shown, file.read_text())]
     workflow = re.findall(r'^report: "workflow/report/(\w+\.rst)"$', (ROOT / "Snakefile").read_text(), re.MULTILINE)
     assert {*named, *workflow} == {path.name for path in CAPTIONS.iterdir()} and len(workflow) == 1
 

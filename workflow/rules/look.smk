@@ -1,13 +1,9 @@
-"""Targets that look at a study and print, or fetch what it reads.
-
-Needs: nothing; prefetch needs the hub, and a package index for the assets (with offline neither, and it only checks).
-Makes: no declared file. What they look at is written to logs/ when the run starts; prefetch fills the assets folder,
-where an interrupted job resumes.
+"""Targets that look at a study and print, or fetch what it reads: no declared file. What they look at is written to
+logs/ when the run starts; prefetch fills the assets folder, where an interrupted job resumes.
 """
 
 
 rule estimate:
-    # From the rates that finished train and generate jobs measured.
     log:
         "logs/estimate.log",
     localrule: True
@@ -21,7 +17,7 @@ rule estimate:
         stage="estimate",
         flags=f"--jobs {paths.JOBS.format(target='estimate')} --results results",
     message:
-        "Estimating the cost of the study"
+        "{rule}"
     shell:
         "python -m residual_mass {params.stage} {params.flags} 2>&1 | tee {log}"
 
@@ -32,8 +28,6 @@ use rule estimate as doctor with:
     params:
         stage="doctor",
         flags=f"--jobs {paths.JOBS.format(target='doctor')} --results results --assets {ASSETS}",
-    message:
-        "Looking at what this machine lacks"
 
 
 use rule estimate as verify with:
@@ -42,8 +36,6 @@ use rule estimate as verify with:
     params:
         stage="verify",
         flags="",
-    message:
-        "Comparing results with their records"
 
 
 use rule estimate as prefetch with:
@@ -58,5 +50,3 @@ use rule estimate as prefetch with:
     params:
         stage="prefetch",
         flags=f"--jobs {paths.JOBS.format(target='prefetch')} --assets {ASSETS}",
-    message:
-        "Fetching what the study reads of the hub"

@@ -1,9 +1,4 @@
-"""Training of the feature maps.
-
-Needs: the assets; for backbones with source hub also the hub.
-Makes: results/phi/{backbone}_{maps}.safetensors, results/training_{backbone}_{maps}.csv,
-and of every variant of the ablations: results/phi/{backbone}_{maps}-{variant}.safetensors
-"""
+"""Training of the feature maps; one job trains all variants of the ablations, each teacher pass shared by all."""
 
 
 rule train:
@@ -11,12 +6,7 @@ rule train:
         unpack(plan.inputs("train")),
     output:
         out=paths.PHI,
-        log_csv=report(
-            paths.TRAINING_LOG,
-            caption="../report/training.rst",
-            category="Training",
-            labels={"backbone": "{backbone}", "maps": "{maps}"},
-        ),
+        log_csv=shown(paths.TRAINING_LOG, "Training", "training", backbone="{backbone}", maps="{maps}"),
     log:
         "logs/train/{backbone}_{maps}.log",
     benchmark:
@@ -36,7 +26,7 @@ rule train:
         # Declared nowhere, for Snakemake deletes the declared outputs of a job that did not finish.
         checkpoint=paths.CHECKPOINT,
     message:
-        "Training the feature maps of {wildcards.backbone} at {wildcards.maps}"
+        "{rule} {wildcards}"
     shell:
         "{params.launcher} -m residual_mass train --spec {params.spec:q} --checkpoint {params.checkpoint}"
         " {params.files} > {log} 2>&1"
@@ -47,12 +37,7 @@ use rule train as train_variants with:
         unpack(plan.inputs("train_variants")),
     output:
         out=plan.variants_phi,
-        log_csv=report(
-            paths.VARIANTS_LOG,
-            caption="../report/training.rst",
-            category="Training",
-            labels={"backbone": "{backbone}", "maps": "{maps}, variants"},
-        ),
+        log_csv=shown(paths.VARIANTS_LOG, "Training", "training", backbone="{backbone}", maps="{maps}, variants"),
     log:
         "logs/train/{backbone}_{maps}-variants.log",
     benchmark:
@@ -64,8 +49,4 @@ use rule train as train_variants with:
         runtime=machine.with_gpu(10080, 240),
     params:
         spec=plan.spec("train_variants"),
-        files=flags,
-        launcher=launcher,
         checkpoint=paths.VARIANTS_CHECKPOINT,
-    message:
-        "Training the variants of {wildcards.backbone} at {wildcards.maps}, each teacher pass shared by all"

@@ -43,16 +43,10 @@ Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The studies of a checkout. A method with the name of a stage says what the stage's jobs read and are told.
-
-    Attributes:
-        root: the checkout.
-        configuration: its configuration, checked.
-    """
+class Plan(Configuration):
+    """The studies of a checkout. A method with the name of a stage says what the stage's jobs read and are told."""
 
     root: Path
-    configuration: Configuration
 
     # ---- what rules ask for ------------------------------------------------------------------------------------------
 
@@ -63,6 +57,10 @@ class Plan:
     def spec(self, stage: str) -> Callable[[Wildcards], str]:
         """The spec of a stage's jobs as JSON, as a function of their wildcards."""
         return lambda wildcards: to_json(self.work(stage, wildcards)[1])
+
+    def params(self, stage: str) -> dict[str, Any]:
+        """What the command of a stage's jobs has: the stage's name and the spec."""
+        return {"stage": stage.replace("_", "-"), "spec": self.spec(stage)}
 
     def work(self, stage: str, wildcards: Wildcards) -> Work:
         """What a job reads and is told; a wildcard that the configuration does not know ends the run in one line."""
@@ -106,7 +104,7 @@ class Plan:
 
     @property
     def assets_folder(self) -> Path:
-        return Path(self.configuration.main.assets)
+        return Path(self.main.assets)
 
     @property
     def assets_manifest(self) -> str:
@@ -118,31 +116,24 @@ class Plan:
         return [paths.VARIANT_PHI.replace("{variant}", variant) for variant in self.variants]
 
     @property
-    def studies(self) -> dict[str, Study]:
-        return self.configuration.studies
-
-    @property
     def variants(self) -> list[str]:
         """Labels of the feature maps that the ablations train beside a study's own."""
-        return sorted(self.configuration.main.variants)
+        return sorted(self.main.variants)
 
     @property
     def ablations(self) -> list[str]:
         """Names of the ablation tables."""
-        return list(vars(self.configuration.main.ablations))
-
-    def backbones_of(self, study: str) -> list[str]:
-        return self.configuration.backbones_of(study)
+        return list(vars(self.main.ablations))
 
     def backbone_spec(self, name: str) -> specs.BackboneSpec:
-        backbones = self.configuration.main.backbones
+        backbones = self.main.backbones
         return filled(specs.BackboneSpec, backbones[known("backbone", name, backbones)], name=name)
 
     def backbone_specs(self, study: str) -> tuple[specs.BackboneSpec, ...]:
         return tuple(map(self.backbone_spec, self.backbones_of(study)))
 
     def titles(self, names: Iterable[str]) -> dict[str, str]:
-        return {name: self.configuration.main.backbones[name].title for name in names}
+        return {name: self.main.backbones[name].title for name in names}
 
     def template(self, name: str) -> str:
         return self.here(paths.TEMPLATE.format(name=name))
@@ -182,7 +173,7 @@ class Plan:
 
     def examples_of(self, study: Study, benchmark: str) -> int:
         """Examples per task that are decoded."""
-        return self.configuration.main.examples or study.benchmarks[benchmark].examples
+        return self.main.examples or study.benchmarks[benchmark].examples
 
     def spec_of(self, spec: type[Made], stage: str, w: Wildcards, *sources: Any, **given: Any) -> Made:
         """A spec with the backbone of the wildcards, its study and the stage's recipe."""
@@ -194,9 +185,9 @@ class Plan:
 
     def prompts(self, w: Wildcards) -> Work:
         """The examples of a benchmark, frozen once for all backbones with a tokenizer."""
-        backbones = self.configuration.main.backbones.values()
+        backbones = self.main.backbones.values()
         known("tokenizer", w.tokenizer, sorted({backbone.tokenizer for backbone in backbones}))
-        owner = self.backbone_spec(self.configuration.tokenizer_owner(w.tokenizer))
+        owner = self.backbone_spec(self.tokenizer_owner(w.tokenizer))
         study = self.study_of(w, backbone=owner.name)
         forced = study.fidelity
         spec = filled(
@@ -215,7 +206,7 @@ class Plan:
         return self._training(w, {"ours": {}})
 
     def train_variants(self, w: Wildcards) -> Work:
-        return self._training(w, self.configuration.main.variants)
+        return self._training(w, self.main.variants)
 
     def _training(self, w: Wildcards, variants: Mapping[str, Mapping[str, Any]]) -> Work:
         """One training job; its GPUs are a resource of the job and no part of the spec."""
@@ -310,7 +301,7 @@ class Plan:
         """Labels of the maps that a comparison is about, in the order of its table's rows."""
         if comparison == "mismatch":
             return study.mismatch.maps
-        rows = getattr(self.configuration.main.ablations, comparison)
+        rows = getattr(self.main.ablations, comparison)
         return tuple(maps_label(study.ablations.length, "" if row == "ours" else row) for row in rows)
 
     def _group_maps(self, study: Study, group: str) -> list[str]:
@@ -476,7 +467,7 @@ class Plan:
         labels = [label for label in self.study_named(w).tables if label in COMPARED]
         if not labels:
             raise ValueError(f"{file_of(w.study)}: tables: has none to compare with the paper's; add one")
-        variants = self.configuration.main.variants
+        variants = self.main.variants
         spec = specs.ComparisonSpec(
             study=w.study,
             settings=self._settings(w.study),
@@ -549,7 +540,7 @@ class Plan:
 
     def report(self, _: Wildcards) -> Work:
         """The page of the study that config.yaml names."""
-        name = self.configuration.main.study
+        name = self.main.study
         study, compared = self.studies[name], set(self.studies[name].tables) & set(COMPARED)
         spec = specs.ReportSpec(
             study=name,
@@ -573,7 +564,7 @@ def load(root: Path, config: dict[str, Any]) -> Plan:
         config: Snakemake's, config/config.yaml with what the command line changed.
     """
     try:
-        return Plan(root, read_configuration(root, config))
+        return Plan(**vars(read_configuration(root, config)), root=root)
     except ValueError as error:
         sys.exit(str(error))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from snakemake.io import report
+
 from residual_mass.study.plan import Plan, Wildcards
 
 
@@ -71,3 +73,9 @@ def flags(wildcards: Wildcards, input: Any, output: Any) -> str:
         words += [f"--{name.replace('_', '-')}"]
         words += [shlex.quote(os.path.dirname(path) if name == "assets" else path) for path in paths]
     return " ".join(words)
+
+
+def shown(path: str, category: str, caption: str, subcategory: str | None = None, **labels: str) -> Any:
+    """An output that Snakemake's report shows, with a caption of workflow/report/."""
+    caption = f"../report/{caption}.rst"
+    return report(path, caption=caption, category=category, subcategory=subcategory, labels=labels)

@@ -26,11 +26,11 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     """What this machine lacks for the jobs that are to be run, one line each."""
     jobs = list(workflow.dag.needrun_jobs(exclude_finished=False))
     specs = [json.loads(job.params.spec) for job in jobs if "spec" in job.params.keys()]
-    offline, assets = plan.configuration.main.offline, plan.assets_folder
+    offline, assets = plan.main.offline, plan.assets_folder
     unmade = [job for job in jobs if not all(Path(path).exists() for path in job.output)]  # none with `--touch`
     running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
     submits = None if workflow.dryrun else workflow.executor_plugin.name != "local"
-    backbones = [plan.backbone_spec(name) for name in plan.configuration.main.backbones if name in running]
+    backbones = [plan.backbone_spec(name) for name in plan.main.backbones if name in running]
     found = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
     if offline and any(plan.assets_manifest in (*job.input, *job.output) for job in jobs):
         found += missing(specs, assets)
@@ -70,7 +70,7 @@ def _sites(jobs: list[Any]) -> set[tuple[str, str]]:
 def write_jobs(plan: Plan, workflow: Any) -> None:
     """Writes what the targets that only look at a study are about to read."""
     running = {job.rule.name for job in workflow.dag.needrun_jobs()}
-    studies = {"estimate": [plan.configuration.main.study], "prefetch": [plan.configuration.main.study]}
+    studies = {"estimate": [plan.main.study], "prefetch": [plan.main.study]}
     studies["doctor"] = [name for name in plan.studies if plan.backbones_of(name)]
     for target in sorted(running & set(studies)):
         found = [study_jobs(plan, workflow.rules, name) for name in studies[target]]
@@ -79,7 +79,7 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
 
 def closing_lines(plan: Plan) -> list[str]:
     """What a finished study says: how far three methods are from full attention, and where the page is."""
-    name = plan.configuration.main.study
+    name = plan.main.study
     study, backbone = plan.studies[name], plan.backbones_of(name)[0]
     lines = [f"All results on one page: {Path(paths.REPORT).absolute()}"]
     if not study.fidelity.lengths or not study.fidelity.corpora:
