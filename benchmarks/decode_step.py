@@ -21,8 +21,7 @@ from shared_prefill import SMOL
 from torch import Tensor
 
 from residual_mass.core.fused import DecodeCache, with_moments, with_scan, with_summary
-from residual_mass.core.fused.packed import scanned_scores
-from residual_mass.core.fused.torch_path import decode_attention
+from residual_mass.core.fused.torch_path import decode_attention, scanned_scores
 from residual_mass.core.selection import largest, retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods import Moments, QuantisedScan

@@ -225,14 +225,8 @@ def _kernel_parts(
     from residual_mass.core.fused import triton_path
 
     region = triton_path.Region(common["k"], ANCHORS.sink, ANCHORS.tail)
-
-    def score() -> tuple[Tensor, Tensor]:
-        return triton_path.score(query, cache, region, common["generated"], common["scale"])
-
-    return {
-        "of these, scores": score,
-        "of these, scores and selection": lambda: triton_path.select(*score(), cache, region),
-    }
+    step = triton_path.Step(query, cache, region, common["scale"], common["generated"])
+    return {"of these, scores": step.score, "of these, scores and selection": lambda: step.select(*step.score())}
 
 
 @torch.no_grad()

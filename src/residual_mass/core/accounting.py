@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residual_mass.core.rows import products_at, rows_at, weighted_sum
-from residual_mass.core.selection import Selected
+from residual_mass.core.selection import Selected, products_at, rows_at, weighted_sum
 
 CLAMP_RELATIVE = 1e-6
 """Drop the residual when its mass falls below this share of the mid-region's: only rounding errors of the subtraction

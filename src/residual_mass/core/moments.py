@@ -13,19 +13,22 @@ x ~ N(m, s^2), and b / s^2 is the regression of values on scores. Nothing is sub
 
 Parts may share Sigma and C, each with its own factor r: then s^2 = r q' Sigma q and b = r C q.
 
-Shape letters: R = query rows sharing keys, L = keys, P = parts, D = head dimension of keys and values.
+Parts are blocks of neighbours, or clusters of keys; the part of a token is its number, -1 outside the mid-region, so
+that memory grows with L, not with L x P.
+
+Shape letters: R = query rows sharing keys, L = keys, P = parts, D = head dimension of keys and values, C = columns.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import Terms
-from residual_mass.core.parts import counts, totals
 
 WHOLE = 10.0
 """Values of a above this count as this: 1 - Phi(10) is below 1e-23, and nothing leaves the range of float32."""
@@ -239,3 +242,108 @@ def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Ten
     tail = torch.special.erfcx(math.sqrt(0.5) * (deviation - distance))
     log_mass = mean + distance * (deviation - 0.5 * distance) + (0.5 * tail).log()
     return log_mass, 1 - math.sqrt(2 / math.pi) / (tail * deviation)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+ROUNDS = 8
+"""Of Lloyd's algorithm; more change attention errors in the third digit."""
+AT_ONCE = 2**22
+"""Numbers of an [L, P] matrix held at once, 16 MiB per KV head in float32: all of 64 parts of 64k tokens, or of one
+part per 16 of 8k tokens.
+"""
+
+
+def blocks(mid: Tensor, parts: int) -> Tensor:
+    """Cuts the mid-region into runs of equally many neighbours, give or take one: [..., L] int64.
+
+    Args:
+        mid: [..., L] bool.
+    """
+    place = mid.cumsum(-1) - 1
+    count = mid.sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(mid, place * parts // count, -1)
+
+
+def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
+    """Clusters the mid-region's keys by k-means, from keys at equal distances in the text: [..., L] int64.
+
+    A cluster may end up without tokens; the same keys give the same clusters.
+
+    Args:
+        keys: [..., L, D].
+        mid: [..., L] bool, broadcast to the keys.
+    """
+    starts = blocks(mid.expand(keys.shape[:-1]), parts)
+    return starts if parts == 1 else _moved(keys, mid, starts, parts, None)
+
+
+def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
+    """The same with one cluster for `size` tokens of the mid-region, at most P = ceil(L / size)."""
+    parts = -(-mid.shape[-1] // size)
+    starts = torch.where(mid, (mid.cumsum(-1) - 1) // size, -1).expand(keys.shape[:-1])
+    return _moved(keys, mid, starts, parts, counts(starts, parts) > 0)
+
+
+def _moved(keys: Tensor, mid: Tensor, starts: Tensor, parts: int, present: Tensor | None) -> Tensor:
+    """Lloyd's algorithm from the first tokens of the parts `starts`, with the clusters `present` as in `nearest`."""
+    columns = torch.arange(starts.shape[-1], device=starts.device).expand_as(starts)
+    none = torch.full((*starts.shape[:-1], parts + 1), starts.shape[-1], device=starts.device)
+    first = none.scatter_reduce(-1, starts % (parts + 1), columns, "amin")[..., :parts]  # -1 goes to the last slot
+    first = torch.where(first < starts.shape[-1], first, 0)
+    centres = keys.gather(-2, first.unsqueeze(-1).expand(*first.shape, keys.shape[-1]))
+    for _ in range(ROUNDS):
+        count, found = centroids_of(keys, nearest(keys, mid, centres, present), parts)
+        centres = torch.where(count.unsqueeze(-1) > 0, found, centres)
+    return nearest(keys, mid, centres, present)
+
+
+def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor | None) -> Tensor:
+    """Assigns each key to the nearest of some centres: [..., L] int64.
+
+    Args:
+        keys: [..., L, D].
+        mid: [..., L] bool, keys that belong to any, broadcast to the keys; the others belong to none.
+        centres: [..., P, D].
+        present: [..., P] bool, centres to choose from; the first where there are none. None for all.
+    """
+    found = []
+    for rows in _chunks(keys.shape[-2], centres.shape[-2]):
+        distances = torch.cdist(keys[..., rows, :], centres)
+        if present is not None:
+            distances = distances.masked_fill(~present.unsqueeze(-2), torch.inf)
+        found.append(distances.argmin(-1))
+    return torch.where(mid, torch.cat(found, -1) if found else keys.new_zeros(keys.shape[:-1], dtype=torch.long), -1)
+
+
+def counts(part: Tensor, parts: int) -> Tensor:
+    """Counts the tokens of every part: [..., P] int64."""
+    slots = part.new_zeros(*part.shape[:-1], parts + 1)
+    return slots.scatter_add_(-1, part % (parts + 1), torch.ones_like(part))[..., :parts]
+
+
+def centroids_of(keys: Tensor, part: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Counts [..., P] and mean keys [..., P, D] of every part, in the dtype of the keys; 0 of an empty one."""
+    count = counts(part, parts).to(keys.dtype)
+    return count, totals(keys, part, parts) / count.clamp_min(1).unsqueeze(-1)
+
+
+def totals(x: Tensor, part: Tensor, parts: int, share: Tensor | None = None) -> Tensor:
+    """Sums x [..., L, C] over the tokens of every part, in the same order on every run: [..., P, C].
+
+    Args:
+        part: [..., L] int64, -1 for none.
+        share: [..., P], multiplies a part's summands before they are added.
+    """
+    numbers, total = torch.arange(parts, device=part.device), x.new_zeros(*x.shape[:-2], parts, x.shape[-1])
+    for rows in _chunks(part.shape[-1], parts):
+        members = (part[..., rows].unsqueeze(-1) == numbers).to(x.dtype)
+        if share is not None:
+            members = members * share.unsqueeze(-2)
+        total = total + members.transpose(-1, -2) @ x[..., rows, :]
+    return total
+
+
+def _chunks(tokens: int, parts: int) -> Iterator[slice]:
+    size = max(1, AT_ONCE // max(parts, 1))
+    return (slice(start, start + size) for start in range(0, tokens, size))

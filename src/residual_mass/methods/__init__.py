@@ -9,8 +9,17 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from residual_mass.methods.interface import Choice, Method, Phi, Residual, Seen, Selector, Step, TopK, state_bytes
-from residual_mass.methods.residuals import METHODS, Centroids, ExactMass, ImportanceSample, Mean, Moments
-from residual_mass.methods.scanned import GroupSums, QuantisedValues, ScanRegression
+from residual_mass.methods.residuals import (
+    METHODS,
+    Centroids,
+    ExactMass,
+    GroupSums,
+    ImportanceSample,
+    Mean,
+    Moments,
+    QuantisedValues,
+    ScanRegression,
+)
 from residual_mass.methods.selectors import (
     CacheOnly,
     Channels,
@@ -23,35 +32,11 @@ from residual_mass.methods.selectors import (
 )
 
 __all__ = [
-    "METHODS",
-    "CacheOnly",
-    "Centroids",
-    "Channels",
-    "Choice",
-    "ExactMass",
-    "GroupSums",
-    "ImportanceSample",
-    "Mean",
-    "Method",
-    "Moments",
-    "Pages",
-    "PerGroup",
-    "Phi",
-    "QuantisedScan",
-    "QuantisedValues",
-    "Reranked",
-    "Residual",
-    "Rotated",
-    "ScanRegression",
-    "Seen",
-    "Selector",
-    "Step",
-    "TopK",
-    "WholeClusters",
-    "method_named",
-    "names",
+    "METHODS", "CacheOnly", "Centroids", "Channels", "Choice", "ExactMass", "GroupSums", "ImportanceSample", "Mean",
+    "Method", "Moments", "Pages", "PerGroup", "Phi", "QuantisedScan", "QuantisedValues", "Reranked", "Residual",
+    "Rotated", "ScanRegression", "Seen", "Selector", "Step", "TopK", "WholeClusters", "method_named", "names",
     "state_bytes",
-]
+]  # fmt: skip
 
 
 def names() -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """What a method is made of, and what its parts are asked for. The paper's own parts, `TopK` and `Phi`, are here too.
 
-The package imports torch only where it computes: the workflow and the tables need the names of methods alone.
-
 Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens, D = head dimension of keys and values.
 """
 
@@ -11,12 +9,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from residual_mass.methods.lazy import selection
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from residual_mass.core.accounting import Terms
     from residual_mass.core.selection import Selected
-
 
 BFLOAT16, FLOAT32 = 2, 4
 """Bytes of a number."""
@@ -84,7 +83,9 @@ class Seen(NamedTuple):
 
 
 class Selector(ABC):
-    """Chooses the mid-region tokens that are read exactly. Subclasses are frozen dataclasses of their parameters."""
+    """Chooses the mid-region tokens that are read exactly. Subclasses are frozen dataclasses of their parameters; one
+    that keeps a summary of the keys overrides both `prepare` and `update`.
+    """
 
     recipe: ClassVar[int] = 1
     """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
@@ -95,15 +96,15 @@ class Selector(ABC):
     fused: ClassVar[bool] = False
     """Whether `core.fused` has a fast decode step for it."""
 
-    @abstractmethod
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
+        return ()
 
-    @abstractmethod
     def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         """Brings the summary up to date with keys and mid-region of a prompt that has grown; before column `start`
         neither has changed.
         """
+        return ()
 
     @abstractmethod
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
@@ -127,7 +128,8 @@ class Selector(ABC):
 
 
 class Residual(ABC):
-    """Estimates the terms of the unread tokens. Subclasses are frozen dataclasses of their parameters.
+    """Estimates the terms of the unread tokens. Subclasses are frozen dataclasses of their parameters; one that keeps a
+    summary of the prompt overrides both `prepare` and `update`.
 
     One with `fused = True` is decoded by `core.fused` too: its state is a `MomentState`, its terms `truncated_terms`.
     """
@@ -140,13 +142,12 @@ class Residual(ABC):
     """Whether its summary has a value for every token, so that none is read besides."""
     fused: ClassVar[bool] = False
 
-    @abstractmethod
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt once per layer: keys, values [..., L, D] and the mid-region [..., L] bool to a tuple of
         tensors, whose leading dimensions are those of the keys.
         """
+        return ()
 
-    @abstractmethod
     def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, ...]:
         """Adds tokens that have joined the mid-region.
 
@@ -154,6 +155,7 @@ class Residual(ABC):
             keys, values: [..., N, D], of the columns from `start` on, none of which was in the mid-region.
             joined: [..., N] bool, those that are now.
         """
+        return ()
 
     @abstractmethod
     def terms(self, seen: Seen, state: Any) -> Terms:
@@ -184,15 +186,7 @@ class TopK(Selector):
     reads_keys: ClassVar[bool] = True
     fused: ClassVar[bool] = True
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[()]:
-        return ()
-
-    def update(self, state: tuple[()], keys: Tensor, mid: Tensor, start: int) -> tuple[()]:
-        return ()
-
-    def select(
-        self, queries: Tensor, scores: Tensor, state: tuple[()], mid: Tensor, k: Tensor, layout: Layout
-    ) -> Choice:
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         return best_of(scores, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
@@ -201,9 +195,7 @@ class TopK(Selector):
 
 def best_of(scanned: Tensor, mid: Tensor, k: Tensor) -> Choice:
     """Chooses the K mid-region tokens of the highest scores [..., R, L]; `k` as in `Selector.select`."""
-    from residual_mass.core.selection import unordered_topk
-
-    return Choice(*unordered_topk(scanned, mid, k), scanned)
+    return Choice(*selection.unordered_topk(scanned, mid, k), scanned)
 
 
 @dataclass(frozen=True)
@@ -240,10 +232,13 @@ class Method:
     def __post_init__(self) -> None:
         if not isinstance(self.title, str):
             raise ValueError(f"title {self.title!r} is no text: Method takes name, title, selector, residual")
-        if self.selector is not None:
-            _require("selector", self.selector, Selector)
-        if self.own is not None:
-            _require("residual", self.own, Residual)
+        for part, base in ((self.selector, Selector), (self.own, Residual)):
+            frozen = getattr(part, "__dataclass_params__", None)
+            if part is not None and not (isinstance(part, base) and frozen is not None and frozen.frozen):
+                raise ValueError(
+                    f"{base.__name__.lower()} {part!r} is no instance of a frozen dataclass that inherits from "
+                    f"{base.__name__} (see docs/extending.md)"
+                )
         if self.selector is None and self.residual is not None:
             raise ValueError(f"method {self.name!r} reads the whole prompt, which leaves nothing for a residual")
         if self.selector is not None and self.selector.replaces_cache and not getattr(self.own, "holds_values", False):
@@ -278,9 +273,8 @@ class Method:
     @property
     def fused(self) -> bool:
         """Whether `core.fused` has a fast decode step for it."""
-        if self.of_the_paper:
-            return True
-        return self.selector.fused and not self.needs_maps and (self.own is None or self.own.fused)
+        with_own = self.own is None or self.own.fused
+        return self.of_the_paper or (self.selector.fused and not self.needs_maps and with_own)
 
     @property
     def of_the_paper(self) -> bool:
@@ -293,14 +287,6 @@ class Method:
         """
         parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
         return {"method": self.name} | {part: _identity(one) for part, one in parts.items() if one is not None}
-
-
-def _require(role: str, part: Any, base: type) -> None:
-    if not isinstance(part, base) or not is_dataclass(part) or not part.__dataclass_params__.frozen:
-        raise ValueError(
-            f"{role} {part!r} is no instance of a frozen dataclass that inherits from {base.__name__} "
-            "(see docs/extending.md)"
-        )
 
 
 def _identity(part: Any) -> dict[str, Any]:

@@ -1,27 +1,29 @@
-"""Residuals made of a summary of the prompt, and METHODS, the named combinations of all selectors and residuals.
+"""Residuals made of a summary of the prompt or of scanned scores, and METHODS, the named combinations of all selectors
+and residuals.
 
-Shape letters: R = query rows sharing keys, L = keys, N = tokens that join, P = parts or clusters, S = draws, D = head
-dimension.
+Shape letters: R = query rows sharing keys, L = keys, N = tokens that join, or groups of channels, P = parts or
+clusters, S = draws, D = head dimension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from residual_mass.methods.interface import (
-    BFLOAT16,
-    FLOAT32,
-    INDEX,
-    Method,
-    Phi,
-    Residual,
-    Selector,
-    Step,
-    check_range,
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Method, Phi, Residual, Selector, Step, check_range
+from residual_mass.methods.lazy import accounting, moments, selection, torch
+from residual_mass.methods.selectors import (
+    CacheOnly,
+    Channels,
+    Codes,
+    Pages,
+    PerGroup,
+    QuantisedScan,
+    Rotated,
+    WholeClusters,
+    behind,
+    quantised,
 )
-from residual_mass.methods.scanned import GroupSums, QuantisedValues, ScanRegression
-from residual_mass.methods.selectors import CacheOnly, Channels, Pages, PerGroup, QuantisedScan, Rotated, WholeClusters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from residual_mass.core.accounting import Terms
     from residual_mass.core.moments import MomentState
     from residual_mass.methods.interface import Seen
+
+
+# ---- Gaussian scores cut at the threshold of selection ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,33 +71,28 @@ class Moments(Residual):
         return not self.takes_out and self.dtype == "float32"
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
-        from residual_mass.core import moments, parts
-
-        mid, by_blocks = mid.expand(keys.shape[:-1]), self.parts == 1 or self.split == "blocks"
-        part = parts.blocks(mid, self.parts) if by_blocks else parts.clusters(keys, mid, self.parts)
+        if self.split == "blocks":
+            part = moments.blocks(mid.expand(keys.shape[:-1]), self.parts)
+        else:
+            part = moments.clusters(keys, mid, self.parts)
         return (moments.shared_moments_of if self.shared else moments.moments_of)(keys, values, part, self.parts)
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
         """Adds tokens to the last block, or to the cluster with the nearest mean key."""
-        from residual_mass.core import moments, parts
-
         present = state.count > 0
         if self.split == "blocks":
             present = present & (present.cumsum(-1) == present.sum(-1, keepdim=True))
-        part = parts.nearest(keys, joined.expand(keys.shape[:-1]), state.mean_key, present)
+        part = moments.nearest(keys, joined, state.mean_key, present)
         return moments.merged(state, moments.moments_of(keys, values, part, self.parts))
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
-        from residual_mass.core.moments import MomentState, rest_terms, truncated_terms
-        from residual_mass.core.rows import rows_at
-
         if self.dtype == "bfloat16":
-            count, *means, spread = state
-            state = MomentState(count, *(part.bfloat16().to(seen.queries.dtype) for part in means), spread)
+            means = (part.bfloat16().to(seen.queries.dtype) for part in state[1:-1])
+            state = type(state)(state.count, *means, state.spread)
         if not self.takes_out:
-            return truncated_terms(seen.queries, state, seen.threshold)
-        scores, values = seen.scores.gather(-1, seen.read.indices), rows_at(seen.values, seen.read.indices)
-        return rest_terms(seen.queries, state, seen.threshold, scores, values, seen.read.valid)
+            return moments.truncated_terms(seen.queries, state, seen.threshold)
+        scores, values = seen.scores.gather(-1, seen.read.indices), selection.rows_at(seen.values, seen.read.indices)
+        return moments.rest_terms(seen.queries, state, seen.threshold, scores, values, seen.read.valid)
 
     def summary_bytes(self, step: Step) -> float:
         """The numbers of a `MomentState`."""
@@ -108,17 +108,16 @@ class Mean(Residual):
         return Moments().prepare(keys, values, mid)
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
-        from residual_mass.core.moments import merged
-
-        return merged(state, self.prepare(keys, values, joined))
+        return Moments().update(state, keys, values, joined, start)
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
-        from residual_mass.core.moments import mean_terms
-
-        return mean_terms(seen.queries, state)
+        return moments.mean_terms(seen.queries, state)
 
     def summary_bytes(self, step: Step) -> float:
         return Moments().summary_bytes(step)
+
+
+# ---- the scores of clusters' mean keys -------------------------------------------------------------------------------
 
 
 class Clusters(NamedTuple):
@@ -132,6 +131,12 @@ class Clusters(NamedTuple):
     """[..., P, D]."""
     cluster: Tensor
     """[..., L] int16, of every token; 0 outside the mid-region."""
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """Scores of the mean key of every token's cluster, [..., R, L]."""
+        scores = queries @ self.centroids.transpose(-1, -2)  # [..., R, P]
+        cluster = self.cluster.long().unsqueeze(-2)
+        return scores.gather(-1, cluster.expand(*scores.shape[:-1], -1))
 
 
 @dataclass(frozen=True)
@@ -147,30 +152,26 @@ class Centroids(Residual):
         check_range("clusters", self.clusters, 2**15 - 1)
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
-        from residual_mass.core.parts import clusters
-
-        part = clusters(keys, mid.expand(keys.shape[:-1]), self.clusters)
-        return _clusters(keys, values, part, self.clusters)
+        return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
 
     def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
         """Adds tokens to the clusters of the nearest mean key."""
-        import torch
-
-        from residual_mass.core.parts import nearest
-
-        part = nearest(keys, joined.expand(keys.shape[:-1]), state.centroids, state.count > 0)
-        new = _clusters(keys, values, part, self.clusters)
+        new = self._summarise(keys, values, moments.nearest(keys, joined, state.centroids, state.count > 0))
         count = state.count + new.count
         share = (new.count / count.clamp_min(1)).unsqueeze(-1)
         centroids = state.centroids + share * (new.centroids - state.centroids)
+        cluster = torch.cat((state.cluster[..., :start], new.cluster), -1)
+        return Clusters(centroids, count, state.value_sum + new.value_sum, cluster)
+
+    def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> Clusters:
+        """Of tokens whose clusters are `part` [..., L] int64, -1 for none."""
+        count, centroids = moments.centroids_of(keys, part, self.clusters)
         return Clusters(
-            centroids, count, state.value_sum + new.value_sum, torch.cat((state.cluster[..., :start], new.cluster), -1)
+            centroids, count, moments.totals(values, part, self.clusters), part.clamp_min(0).to(torch.int16)
         )
 
     def terms(self, seen: Seen, state: Clusters) -> Terms:
-        from residual_mass.core.accounting import exact_terms
-
-        return exact_terms(_scores_of_clusters(seen, state), seen.values, seen.unread)
+        return accounting.exact_terms(state.scores(seen.queries), seen.values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
         """Centroids, counts and value sums, and the cluster of each token that was read."""
@@ -179,23 +180,6 @@ class Centroids(Residual):
     def kept_bytes(self, step: Step) -> float:
         """The cluster of every token."""
         return self.summary_bytes(step._replace(retrieved=step.tokens))
-
-
-def _clusters(keys: Tensor, values: Tensor, part: Tensor, clusters: int) -> Clusters:
-    """Summarises clusters, given that of every token, [..., L] int64, -1 for none."""
-    import torch
-
-    from residual_mass.core.parts import counts, totals
-
-    count = counts(part, clusters).to(keys.dtype)
-    centroids = totals(keys, part, clusters) / count.clamp_min(1).unsqueeze(-1)
-    return Clusters(centroids, count, totals(values, part, clusters), part.clamp_min(0).to(torch.int16))
-
-
-def _scores_of_clusters(seen: Seen, state: Clusters) -> Tensor:
-    """The score of every token's mean key [..., R, L]."""
-    scores = seen.queries @ state.centroids.transpose(-1, -2)  # [..., R, P]
-    return scores.gather(-1, state.cluster.long().unsqueeze(-2).expand(seen.unread.shape))
 
 
 class DrawsFromClusters(NamedTuple):
@@ -227,8 +211,6 @@ class ImportanceSample(Residual):
         Centroids(self.clusters)
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> DrawsFromClusters:
-        import torch
-
         inside = torch.rand(self.draws, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
         places = ((torch.arange(self.draws) + inside) / self.draws).to(keys.device, keys.dtype)
         places = places.clamp_max(1 - 2**-23).expand(*keys.shape[:-2], self.draws)
@@ -242,12 +224,7 @@ class ImportanceSample(Residual):
 
     def terms(self, seen: Seen, state: DrawsFromClusters) -> Terms:
         """Draws tokens with probabilities p in proportion to weights, and sums their terms over S p."""
-        import torch
-
-        from residual_mass.core.accounting import Terms
-        from residual_mass.core.rows import weighted_sum
-
-        guess = _scores_of_clusters(seen, Clusters(*state[1:])).masked_fill(~seen.unread, -torch.inf)
+        guess = Clusters(*state[1:]).scores(seen.queries).masked_fill(~seen.unread, -torch.inf)
         highest = guess.amax(-1, keepdim=True)
         weights = (guess - torch.where(highest > -torch.inf, highest, 0)).exp()
         below = weights.cumsum(-1)
@@ -257,7 +234,7 @@ class ImportanceSample(Residual):
         log_terms = seen.scores.gather(-1, drawn) - weights.gather(-1, drawn).log()
         shift = log_terms.amax(-1)
         terms = (log_terms - shift.unsqueeze(-1)).exp() * (total / self.draws)
-        return Terms(weighted_sum(terms, drawn, seen.values), terms.sum(-1), shift)
+        return accounting.Terms(selection.weighted_sum(terms, drawn, seen.values), terms.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
         """Centroids and counts, and keys and values of the tokens that every query head draws."""
@@ -266,6 +243,187 @@ class ImportanceSample(Residual):
 
     def kept_bytes(self, step: Step) -> float:
         return FLOAT32 * (self.clusters * (step.width + 1) + self.draws) + INDEX * step.tokens
+
+
+# ---- scores that the selector saw, or all of them --------------------------------------------------------------------
+
+ROUNDING = 64
+"""Deviations of scores within clusters below this many roundings of the largest score count as this many."""
+
+
+class ClusteredMoments(NamedTuple):
+    """Means of clusters, and covariances within them of all tokens together. A step reads them in bfloat16."""
+
+    count: Tensor
+    """[..., P]."""
+    mean_key: Tensor
+    """[..., P, D]; a step does not read it, only tokens that join do."""
+    mean_value: Tensor
+    """[..., P, D]."""
+    value_key_covariance: Tensor
+    """[..., D, D], C: values by keys."""
+    value_variance: Tensor
+    """[..., D], of values within clusters."""
+    cluster: Tensor
+    """[..., L] int16, of every token; -1 outside the mid-region."""
+
+
+@dataclass(frozen=True)
+class ScanRegression(Residual):
+    """The mass of the scanned scores s, and values regressed on them: with weights w = e^s over the unread tokens and
+    m_p the mean score of cluster p,
+
+        Z  = sum_i w_i
+        nu = sum_p Z_p v_p + sum_i w_i (s_i - m_p(i)) C q / var(s),
+
+    v_p the clusters' mean values, C the covariance of values and keys within clusters, and var(s) the variance of
+    scores within clusters. Any scan of all tokens gives s, m and var(s) for nothing, and whatever was read, no cut is
+    needed: it serves selectors whose threshold is none. We found no earlier use. SparQ (arXiv 2312.04985) takes the
+    mass from such scores, in the direction of the mean value.
+
+    C is of exact keys, var(s) of scanned ones. Where keys differ by less than the scan resolves, var(s) vanishes and C
+    does not: the slope C q / var(s) is then cut to sd(v) / sd(s), the largest that any values and scores can have.
+    """
+
+    clusters: int = 1
+    """P, of k-means of the keys."""
+    recipe: ClassVar[int] = 2
+    uses_scan: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_range("clusters", self.clusters, 2**15 - 2)
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
+        return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
+
+    def update(
+        self, state: ClusteredMoments, keys: Tensor, values: Tensor, joined: Tensor, start: int
+    ) -> ClusteredMoments:
+        """Adds tokens to the clusters of the nearest mean key."""
+        new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
+        count = state.count + new.count
+        share = (new.count / count.clamp_min(1)).unsqueeze(-1)
+        key_step, value_step = new.mean_key - state.mean_key, new.mean_value - state.mean_value
+        between = count.unsqueeze(-1) * share * (1 - share) * value_step
+        total, old, late = (x.sum(-1).clamp_min(1).unsqueeze(-1) for x in (count, state.count, new.count))
+        variance = old * state.value_variance + late * new.value_variance + (between * value_step).sum(-2)
+        covariance = old.unsqueeze(-1) * state.value_key_covariance + late.unsqueeze(-1) * new.value_key_covariance
+        return ClusteredMoments(
+            count,
+            state.mean_key + share * key_step,
+            state.mean_value + share * value_step,
+            (covariance + between.transpose(-1, -2) @ key_step) / total.unsqueeze(-1),
+            variance / total,
+            torch.cat((state.cluster[..., :start], new.cluster), -1),
+        )
+
+    def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> ClusteredMoments:
+        """Of tokens whose clusters are `part` [..., L] int64, -1 for none."""
+        made = moments.shared_moments_of(keys, values, part, self.clusters)
+        away = moments.from_own(values, made.mean_value, part).square()
+        variance = torch.where((part >= 0).unsqueeze(-1), away, 0).sum(-2)
+        variance = variance / made.count.sum(-1, keepdim=True).clamp_min(1)
+        return ClusteredMoments(*made[:3], made.value_key_covariance.squeeze(-3), variance, part.to(torch.int16))
+
+    def terms(self, seen: Seen, state: ClusteredMoments) -> Terms:
+        dtype = seen.queries.dtype
+        count = state.count.to(dtype)
+        members = (state.cluster.unsqueeze(-1) == torch.arange(count.shape[-1], device=count.device)).to(dtype)
+        inside = (state.cluster >= 0).unsqueeze(-2)  # [..., 1, L]
+        offset = torch.where(inside, seen.scanned, 0)
+        rounding = ROUNDING * torch.finfo(dtype).eps * torch.linalg.vector_norm(offset, torch.inf, dim=-1)
+        mean = offset @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
+        offset -= mean @ members.transpose(-1, -2)  # stays 0 outside the mid-region
+        variance = torch.linalg.vector_norm(offset, dim=-1).square() / count.sum(-1, keepdim=True).clamp_min(1)
+        deviation = torch.maximum(variance.clamp_min(moments.LEAST_VARIANCE).sqrt(), rounding).unsqueeze(-1)
+
+        weights = torch.where(seen.unread, seen.scanned, -torch.inf)
+        shift = weights.amax(-1)
+        shift = torch.where(shift > -torch.inf, shift, 0)
+        weights = weights.sub_(shift.unsqueeze(-1)).exp_()
+        mean_value, covariance, value_variance = (x.bfloat16().to(dtype) for x in state[2:5])
+        along = (weights * offset).sum(-1, keepdim=True) / deviation
+        steepest = value_variance.sqrt().unsqueeze(-2)
+        slope = (seen.queries @ covariance.transpose(-1, -2) / deviation).clamp(-steepest, steepest)
+        return accounting.Terms((weights @ members) @ mean_value + along * slope, weights.sum(-1), shift)
+
+    def summary_bytes(self, step: Step) -> float:
+        """Mean values, counts, C, the values' variance, and with several clusters a byte or two for the cluster of
+        every token.
+        """
+        cluster = 0 if self.clusters == 1 else 1 if self.clusters <= 2**8 else 2
+        numbers = step.width * (step.width + 1) + self.clusters * (step.width + 1)
+        return BFLOAT16 * numbers + cluster * step.tokens
+
+    def kept_bytes(self, step: Step) -> float:
+        """Mean keys besides, for tokens that join."""
+        return self.summary_bytes(step) + BFLOAT16 * self.clusters * step.width
+
+
+@dataclass(frozen=True)
+class GroupSums(Residual):
+    """Every unread token has the score of its cluster: centroids with counts and value sums, less the tokens that were
+    read (RetroInfer's estimation zone, arXiv 2505.02922).
+
+    For `WholeClusters`. Sums over unread tokens are formed here token by token, which is the same as the clusters' sums
+    less what was read.
+    """
+
+    size: int | None = None
+    """Tokens of a cluster in the mean; a `Method` takes the selector's."""
+    uses_scan: ClassVar[bool] = True
+
+    def fitted(self, selector: Selector) -> GroupSums:
+        inner = getattr(selector, "scan", selector)
+        if not isinstance(inner, WholeClusters):
+            raise ValueError(f"GroupSums needs WholeClusters, not {type(inner).__name__}")
+        if self.size not in (None, inner.size):
+            raise ValueError(f"GroupSums has size={self.size}, WholeClusters {inner.size}: leave it out of GroupSums")
+        return replace(self, size=inner.size)
+
+    def terms(self, seen: Seen, state: tuple[()]) -> Terms:
+        return accounting.exact_terms(seen.scanned, seen.values, seen.unread)
+
+    def summary_bytes(self, step: Step) -> float:
+        """Value sums and counts."""
+        return BFLOAT16 * (step.width + 1) * -(-step.tokens // self.size)
+
+
+@dataclass(frozen=True)
+class QuantisedValues(Residual):
+    """Every unread token with the score that the selector saw and its own value, quantised: asymmetric, per token over
+    groups of channels, as KIVI (arXiv 2402.02750) stores values. Every value is read, in bits / 8 D + 4 N bytes.
+    """
+
+    bits: int = 4
+    group: int = 64
+    """Channels of a group, at most; D where it is less."""
+    uses_scan: ClassVar[bool] = True
+    holds_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 8)
+        check_range("group", self.group, of=" channels")
+
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
+        groups = values.split(self.group, -1)
+        low, high = (torch.stack([f(x, -1) for x in groups], -1) for f in (torch.amin, torch.amax))
+        return quantised(values, low, high, self.bits, lambda of_group: self._by_channel(of_group, values.shape[-1]))
+
+    def update(self, state: Codes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Codes:
+        return Codes(*behind(state, self.prepare(keys, values, joined), (start,) * 3))
+
+    def terms(self, seen: Seen, state: Codes) -> Terms:
+        codes, low, step = (x.to(seen.queries.dtype) for x in state)
+        values = self._by_channel(low, codes.shape[-1]) + self._by_channel(step, codes.shape[-1]) * codes
+        return accounting.exact_terms(seen.scanned, values, seen.unread)
+
+    def summary_bytes(self, step: Step) -> float:
+        return step.tokens * (step.width * self.bits / 8 + 2 * BFLOAT16 * -(-step.width // self.group))
+
+    def _by_channel(self, of_group: Tensor, width: int) -> Tensor:
+        """[..., L, N] -> [..., L, D]."""
+        return of_group.repeat_interleave(self.group, dim=-1)[..., :width]
 
 
 class MeanValue(NamedTuple):
@@ -298,10 +456,8 @@ class ExactMass(Residual):
         return MeanValue(state.mean + share * (new.mean - state.mean), count)
 
     def terms(self, seen: Seen, state: MeanValue) -> Terms:
-        from residual_mass.core.accounting import Terms, exact_terms
-
-        mass = exact_terms(seen.scores, seen.values, seen.unread)
-        return Terms(mass.denominator.unsqueeze(-1) * state.mean.unsqueeze(-2), mass.denominator, mass.shift)
+        mass = accounting.exact_terms(seen.scores, seen.values, seen.unread)
+        return mass._replace(numerator=mass.denominator.unsqueeze(-1) * state.mean.unsqueeze(-2))
 
     def summary_bytes(self, step: Step) -> float:
         """The mean value; the mass is that of scores which the selector has computed."""

@@ -6,29 +6,42 @@ a block, P = clusters, C = channels, D = head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Selector, Step, best_of, check_range
+from residual_mass.methods.lazy import moments, selection, torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
 # ---- scans of all tokens: what is left unread scores below the K-th best in the same scan ----------------------------
 
 
-class QuantisedKeys(NamedTuple):
-    """Keys as integers, with a scale for each channel of each block."""
+class Codes(NamedTuple):
+    """Keys or values as integers, with a scale for each channel of a block of tokens, [..., N, D] (keys), or for each
+    token and group of channels, [..., L, N] (values).
+    """
 
     codes: Tensor
     """[..., L, D] uint8, from 0 to 2^bits - 1."""
     low: Tensor
-    """[..., N, D] bfloat16, the value of code 0."""
+    """bfloat16, the value of code 0."""
     step: Tensor
-    """[..., N, D] bfloat16, the difference of neighbouring codes."""
+    """bfloat16, the difference of neighbouring codes."""
+
+
+def quantised(x: Tensor, low: Tensor, high: Tensor, bits: int, each: Callable[[Tensor], Tensor]) -> Codes:
+    """Quantises x between the least and the largest number of each group; `each` gives a group's number to its members,
+    in a shape that broadcasts to that of x, which the codes have.
+    """
+    low, most = low.bfloat16(), 2**bits - 1
+    step = ((high - low.to(x.dtype)) / most).bfloat16()
+    width = each(step).to(x.dtype).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = ((x - each(low).to(x.dtype)) / width).round().clamp(0, most)
+    return Codes(codes.to(torch.uint8), low, step)
 
 
 @dataclass(frozen=True)
@@ -52,33 +65,24 @@ class QuantisedScan(Selector):
     def fused(self) -> bool:
         return self.bits == 4
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> QuantisedKeys:
+    def prepare(self, keys: Tensor, mid: Tensor) -> Codes:
         """Anchors, which are always read, do not widen the range of a block."""
-        import torch
+        blocks, bounds = blocks_of(keys, self.block), bounds_of(keys, mid, self.block)
+        made = quantised(blocks, *bounds, self.bits, lambda of_block: of_block.unsqueeze(-2))
+        return made._replace(codes=made.codes.flatten(-3, -2)[..., : keys.shape[-2], :])
 
-        low, high = bounds_of(keys, mid, self.block)
-        low, most = low.bfloat16(), 2**self.bits - 1
-        step = ((high - low.to(high.dtype)) / most).bfloat16()
-        width = step.to(keys.dtype).clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2)
-        offset = blocks_of(keys, self.block) - low.to(keys.dtype).unsqueeze(-2)
-        codes = (offset / width).round().clamp(0, most).to(torch.uint8)
-        return QuantisedKeys(codes.flatten(-3, -2)[..., : keys.shape[-2], :], low, step)
-
-    def update(self, state: QuantisedKeys, keys: Tensor, mid: Tensor, start: int) -> QuantisedKeys:
+    def update(self, state: Codes, keys: Tensor, mid: Tensor, start: int) -> Codes:
         first = start // self.block
         column = first * self.block
-        new = self.prepare(keys[..., column:, :], mid[..., column:])
-        return QuantisedKeys(*behind(state, new, (column, first, first)))
+        return Codes(*behind(state, self.prepare(keys[..., column:, :], mid[..., column:]), (column, first, first)))
 
-    def keys(self, state: QuantisedKeys, dtype: torch.dtype) -> Tensor:
+    def keys(self, state: Codes, dtype: torch.dtype) -> Tensor:
         """The keys that codes stand for, [..., L, D]."""
         codes = blocks_of(state.codes, self.block).to(dtype)
         values = state.low.to(dtype).unsqueeze(-2) + state.step.to(dtype).unsqueeze(-2) * codes
         return values.flatten(-3, -2)[..., : state.codes.shape[-2], :]
 
-    def select(
-        self, queries: Tensor, scores: Tensor, state: QuantisedKeys, mid: Tensor, k: Tensor, layout: Layout
-    ) -> Choice:
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         return best_of(queries @ self.keys(state, queries.dtype).transpose(-1, -2), mid, k)
 
     def scan_bytes(self, step: Step) -> float:
@@ -109,8 +113,6 @@ class Channels(Selector):
         check_range("channels", self.channels)
 
     def prepare(self, keys: Tensor, mid: Tensor) -> PrincipalKeys:
-        import torch
-
         weights = mid.expand(keys.shape[:-1]).to(keys.dtype).unsqueeze(-1)
         mean = (weights * keys).sum(-2) / weights.sum(-2).clamp_min(1)
         centred = keys - mean.unsqueeze(-2)
@@ -123,9 +125,7 @@ class Channels(Selector):
         new = (keys[..., start:, :] - state.mean.unsqueeze(-2)) @ state.basis
         return PrincipalKeys(state.mean, state.basis, *behind([state.reduced], [new], [start]))
 
-    def select(
-        self, queries: Tensor, scores: Tensor, state: PrincipalKeys, mid: Tensor, k: Tensor, layout: Layout
-    ) -> Choice:
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         scanned = (queries @ state.basis) @ state.reduced.transpose(-1, -2)
         return best_of(scanned + queries @ state.mean.unsqueeze(-1), mid, k)
 
@@ -135,15 +135,6 @@ class Channels(Selector):
 
 
 # ---- whole pages and clusters: what is left unread may score above what was read -------------------------------------
-
-
-class PageBounds(NamedTuple):
-    """Least and largest key of every page, channel by channel; a page without tokens of the mid-region has zeros."""
-
-    low: Tensor
-    """[..., N, D]."""
-    high: Tensor
-    """[..., N, D]."""
 
 
 @dataclass(frozen=True)
@@ -160,24 +151,20 @@ class Pages(Selector):
     def __post_init__(self) -> None:
         check_range("size", self.size, of=" tokens")
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> PageBounds:
-        return PageBounds(*bounds_of(keys, mid, self.size))
+    def prepare(self, keys: Tensor, mid: Tensor) -> Bounds:
+        return bounds_of(keys, mid, self.size)
 
-    def update(self, state: PageBounds, keys: Tensor, mid: Tensor, start: int) -> PageBounds:
+    def update(self, state: Bounds, keys: Tensor, mid: Tensor, start: int) -> Bounds:
         first = start // self.size
         column = first * self.size
-        return PageBounds(*behind(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
+        return Bounds(*behind(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
 
-    def bounds(self, queries: Tensor, state: PageBounds) -> Tensor:
+    def bounds(self, queries: Tensor, state: Bounds) -> Tensor:
         """Upper bounds [..., R, N] of the scores of a page's tokens."""
         low, high = (x.transpose(-1, -2) for x in state)
         return queries.clamp_min(0) @ high + queries.clamp_max(0) @ low
 
-    def select(
-        self, queries: Tensor, scores: Tensor, state: PageBounds, mid: Tensor, k: Tensor, layout: Layout
-    ) -> Choice:
-        import torch
-
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         page = torch.arange(scores.shape[-1], device=scores.device) // self.size
         return whole_groups(self.bounds(queries, state), page.expand(scores.shape), scores, mid, k)
 
@@ -211,10 +198,8 @@ class WholeClusters(Selector):
         check_range("size", self.size, of=" tokens")
 
     def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
-        from residual_mass.core.parts import clusters_of, counts, totals
-
-        cluster, clusters = clusters_of(keys, mid.expand(keys.shape[:-1]), self.size), -(-keys.shape[-2] // self.size)
-        centroids = totals(keys, cluster, clusters) / counts(cluster, clusters).clamp_min(1).unsqueeze(-1)
+        cluster, clusters = moments.clusters_of(keys, mid, self.size), -(-keys.shape[-2] // self.size)
+        _, centroids = moments.centroids_of(keys, cluster, clusters)
         return KeyClusters(centroids, cluster.clamp_min(0).int().unsqueeze(-1))
 
     def update(self, state: KeyClusters, keys: Tensor, mid: Tensor, start: int) -> KeyClusters:
@@ -223,9 +208,7 @@ class WholeClusters(Selector):
         new = self.prepare(keys[..., start:, :], mid[..., start:])
         return KeyClusters(*behind(state, (new.centroids, new.cluster + clusters), (clusters, start)))
 
-    def select(
-        self, queries: Tensor, scores: Tensor, state: KeyClusters, mid: Tensor, k: Tensor, layout: Layout
-    ) -> Choice:
+    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         cluster = state.cluster.long().transpose(-1, -2).expand(scores.shape)
         return whole_groups(queries @ state.centroids.transpose(-1, -2), cluster, scores, mid, k)
 
@@ -245,16 +228,12 @@ def whole_groups(group_scores: Tensor, group: Tensor, scores: Tensor, mid: Tenso
         group: [..., R, L] int64, of every token.
         scores, mid, k: as in `Selector.select`.
     """
-    import torch
-
-    from residual_mass.core.selection import least_read, unordered_topk
-
     tokens, groups = scores.shape[-1], group_scores.shape[-1]
     exact = torch.float32 if groups * tokens <= 2**24 else torch.float64  # holds the ranks as whole numbers
     rank = group_scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).to(exact)
     order = (-tokens * rank).gather(-1, group) - torch.arange(tokens, device=scores.device, dtype=exact)
-    read, _ = unordered_topk(order, mid, k)
-    return Choice(read, least_read(scores, mid, read), group_scores.gather(-1, group))
+    read, _ = selection.unordered_topk(order, mid, k)
+    return Choice(read, selection.least_read(scores, mid, read), group_scores.gather(-1, group))
 
 
 # ---- selectors made of another selector ------------------------------------------------------------------------------
@@ -297,8 +276,6 @@ class Reranked(Wrapped):
         check_range("margin", self.margin, of=" tokens")
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        import torch
-
         wider = self.scan.select(queries, scores, state, mid, k + self.margin, layout)
         candidates = wider.read.mask(scores.shape[-1])
         best = best_of(scores, candidates, k)
@@ -343,8 +320,6 @@ class Rotated(Wrapped):
 
 def _rotated(x: Tensor) -> Tensor:
     """[..., D], by the fast Walsh-Hadamard transform."""
-    import torch
-
     width = x.shape[-1] & -x.shape[-1]
     blocks, half = x.unflatten(-1, (-1, width)), 1
     while half < width:
@@ -363,15 +338,11 @@ class PerGroup(Wrapped):
     """
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        import torch
-
-        from residual_mass.core.selection import least_read, unordered_topk
-
         scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned
         share = scanned.masked_fill(~mid, torch.finfo(scanned.dtype).min).softmax(-1)
         by_head = share.unflatten(-2, (-1, layout.heads, layout.tokens))
-        read, _ = unordered_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
-        return Choice(read, least_read(scanned, mid, read), scanned)
+        read, _ = selection.unordered_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
+        return Choice(read, selection.least_read(scanned, mid, read), scanned)
 
 
 # ---- blocks of neighbouring tokens -----------------------------------------------------------------------------------
@@ -379,22 +350,23 @@ class PerGroup(Wrapped):
 
 def blocks_of(x: Tensor, size: int) -> Tensor:
     """[..., L, C] -> [..., N, S, C], the last block filled up with zeros."""
-    from torch.nn.functional import pad
-
-    return pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
 
 
-def bounds_of(keys: Tensor, mid: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Least and largest key of each block's mid-region, channel by channel: [..., N, D] each; zeros of an empty one."""
-    import torch
+class Bounds(NamedTuple):
+    """Least and largest key of each block's mid-region, channel by channel, [..., N, D]; zeros of an empty one."""
 
-    blocks, members = blocks_of(keys, size), blocks_of(mid.expand(keys.shape[:-1]).unsqueeze(-1), size)
+    low: Tensor
+    high: Tensor
+
+
+def bounds_of(keys: Tensor, mid: Tensor, size: int) -> Bounds:
+    """Bounds of keys [..., L, D], of which those in `mid` [..., L] bool count."""
+    blocks, members = blocks_of(keys, size), blocks_of(mid.unsqueeze(-1), size)
     low = torch.where(members, blocks, torch.inf).amin(-2).nan_to_num(posinf=0)
-    return low, torch.where(members, blocks, -torch.inf).amax(-2).nan_to_num(neginf=0)
+    return Bounds(low, torch.where(members, blocks, -torch.inf).amax(-2).nan_to_num(neginf=0))
 
 
 def behind(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> list[Tensor]:
     """Puts the parts of a later summary behind the first `kept` rows of each part of an earlier one."""
-    import torch
-
     return [torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True)]

@@ -413,7 +413,7 @@ def kernel_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
     """Same as `prefix_terms`, where `kernels_serve`."""
-    from residual_mass.core.fused.triton_prefix import prefix_terms
+    from residual_mass.core.fused.triton_path import prefix_terms
 
     assert layer.span is not None and arms.for_kernels is not None
     first, last, anchors = layer.span

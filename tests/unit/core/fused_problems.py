@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
-from residual_mass.core.fused.cache import DecodeCache, build_cache, with_moments, with_scan, with_summary
-from residual_mass.core.fused.packed import unpacked
+from residual_mass.core.fused.cache import (
+    DecodeCache,
+    build_cache,
+    unpacked,
+    with_moments,
+    with_scan,
+    with_summary,
+)
 from residual_mass.core.moments import MomentState, truncated_terms
 from residual_mass.methods import Moments, QuantisedScan
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import SummaryState, Terms, key_features, summarise
-from residual_mass.core.fused import triton_path, triton_prefix
+from residual_mass.core.fused import triton_path
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model import prefix
@@ -260,8 +260,8 @@ def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatc
         calls.append(1)
         return compute(*arguments, **options)
 
-    compute = triton_prefix.prefix_terms
-    monkeypatch.setattr(triton_prefix, "prefix_terms", counted)
+    compute = triton_path.prefix_terms
+    monkeypatch.setattr(triton_path, "prefix_terms", counted)
     tokens = []
     for kernels in (False, True):
         monkeypatch.setattr(prefix, "kernels_run_on", lambda device, answer=kernels: answer)

@@ -9,9 +9,8 @@ from fused_problems import METHODS, SCAN, DecodeProblem, mid_columns, selecting_
 from torch import Tensor
 
 from residual_mass.core import rel_l1
-from residual_mass.core.fused.one_part import one_part, one_part_terms
-from residual_mass.core.fused.packed import packed, scanned_scores, unpacked
-from residual_mass.core.fused.torch_path import decode_attention
+from residual_mass.core.fused.cache import one_part, packed, unpacked
+from residual_mass.core.fused.torch_path import decode_attention, one_part_terms, scanned_scores
 from residual_mass.core.moments import truncated_parts
 from residual_mass.core.selection import LONG_ROW, Selected, exhaustive_topk, largest, least_read, unordered_topk
 from residual_mass.methods import Moments

@@ -178,7 +178,7 @@ def stack_of(kernel: CompiledKernel, folder: Path) -> int:
 def prefix_step(dtype: torch.dtype, rows: int, d: int, m: int, length: int, most: int) -> None:
     """One step of rows of all methods over a prefix that they share."""
     from residual_mass.core.fused.cache import DecodeCache, MethodRows
-    from residual_mass.core.fused.triton_prefix import prefix_terms
+    from residual_mass.core.fused.triton_path import prefix_terms
     from residual_mass.core.moments import MomentState
 
     heads = (2, 8)
@@ -213,9 +213,7 @@ def step(
 ) -> None:
     """One step of one of METHODS."""
     from residual_mass.core.fused import triton_path
-    from residual_mass.core.fused.cache import DecodeCache
-    from residual_mass.core.fused.packed import PackedKeys
-    from residual_mass.core.fused.triton_maps import QueryMap
+    from residual_mass.core.fused.cache import DecodeCache, PackedKeys
     from residual_mass.core.moments import MomentState
 
     kv_heads = 8
@@ -228,7 +226,7 @@ def step(
     cache, log_query = DecodeCache(*buffers, first, last, length), None
     if "phi" in method:
         folded = FoldedMap(*(empty(kv_heads * group, *shape) for shape in ((d, m), (512, m), (d, 512), (512,), (m,))))
-        log_query = QueryMap(folded, dtype)(empty(1, kv_heads * group, d))
+        log_query = triton_path.QueryMap(folded, dtype)(empty(1, kv_heads * group, d))
         summary, log_shift = (empty(1, kv_heads, m, *tail, dtype=torch.float32) for tail in ((d + 1,), ()))
         cache = cache._replace(features=empty(1, kv_heads, length, m), summary=summary, log_shift=log_shift)
     if "moments" in method:

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual_mass.core import parts
+from residual_mass.core import moments as module
 from residual_mass.core.accounting import Terms
 from residual_mass.core.moments import (
     MomentState,
+    blocks,
+    clusters,
+    clusters_of,
+    counts,
     merged,
     moments_of,
     truncated_terms,
 )
-from residual_mass.core.parts import blocks, clusters, clusters_of, counts
 
 D = 6
 
@@ -170,8 +173,8 @@ def test_long_prompts_are_clustered_in_chunks_as_at_once(monkeypatch: pytest.Mon
     centres = torch.stack([keys[part == p].mean(0) for p in range(5)])
     distances = (keys.unsqueeze(1) - centres).square().sum(-1)
     together = clusters_of(keys, mid, 8)
-    monkeypatch.setattr(parts, "AT_ONCE", 7 * 5)
-    assert torch.equal(parts.nearest(keys, mid, centres, None), torch.where(mid, distances.argmin(-1), -1))
+    monkeypatch.setattr(module, "AT_ONCE", 7 * 5)
+    assert torch.equal(module.nearest(keys, mid, centres, None), torch.where(mid, distances.argmin(-1), -1))
     expected = torch.stack([keys[part == p].sum(0) for p in range(5)])
-    torch.testing.assert_close(parts.totals(keys, part, 5), expected)
+    torch.testing.assert_close(module.totals(keys, part, 5), expected)
     assert torch.equal(clusters_of(keys, mid, 8), together)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from reference import ReferenceRow, mean
 from torch import Tensor
 
 from residual_mass.core.output_matching import (
@@ -18,6 +17,7 @@ from residual_mass.core.output_matching import (
     output_errors,
     residual_losses,
 )
+from residual_mass.core.settings import AnchorSpec
 
 H, Q, G, L, D, M = 2, 4, 3, 30, 3, 5
 SINK, TAIL = 2, 3
@@ -42,14 +42,12 @@ class Case:
     def targets(self, ks: Tensor = KS) -> Targets:
         return exact_targets(self.scores, self.values, self.window, ks)
 
-    def student(self, h: int, q: int, g: int) -> list[float]:
-        """z_j = <phi_q, phi_k(k_j)> for every key."""
-        return (self.log_query[h, q, g] + self.log_key[h]).exp().sum(-1).tolist()
-
-
-def mix(weights: dict[int, float], values: Tensor) -> list[float]:
-    total = sum(weights.values())
-    return [sum(w * values[j, d].item() for j, w in weights.items()) / total for d in range(D)]
+    def row(self, h: int, q: int, g: int) -> ReferenceRow:
+        """Of the keys that the query position sees."""
+        seen = slice(int(LAST[q]) + 1)
+        kernel = (self.log_query[h, q, g] + self.log_key[h, seen]).logsumexp(-1).detach()
+        anchors = AnchorSpec(self.window.sink, self.window.tail)
+        return ReferenceRow(self.scores[h, q, g, seen].numpy(), kernel.numpy(), self.values[h, seen].numpy(), anchors)
 
 
 def rho(x: float) -> float:
@@ -58,24 +56,10 @@ def rho(x: float) -> float:
 
 def by_hand(case: Case, h: int, q: int, g: int, k: int) -> tuple[float, float, float, float] | None:
     """e_topk, e_sub, e_nosub and log Z_R hat - log Z_R of one row and support; None if nothing is left."""
-    last = LAST[q].item()
-    s = case.scores[h, q, g].tolist()
-    mid = [j for j in range(last + 1) if case.window.sink <= j <= last - case.window.tail]
-    best = sorted(mid, key=lambda j: -s[j])[:k]
-    rest = [j for j in mid if j not in best]
-    if not rest:
-        return None
-    z = case.student(h, q, g)
-    exact = {j: math.exp(s[j]) for j in range(last + 1) if j not in rest}
-    full = mix({j: math.exp(s[j]) for j in range(last + 1)}, case.values[h])
-
-    def error(output: list[float]) -> float:
-        return sum(abs(a - b) for a, b in zip(output, full, strict=True)) / sum(map(abs, full))
-
-    sub = mix(exact | {j: z[j] for j in rest}, case.values[h])
-    with_all = {j: exact.get(j, 0) + (z[j] if j in mid else 0) for j in range(last + 1)}
-    gap = math.log(sum(z[j] for j in rest)) - math.log(sum(math.exp(s[j]) for j in rest))
-    return error(mix(exact, case.values[h])), error(sub), error(mix(with_all, case.values[h])), gap
+    row = case.row(h, q, g)
+    found = row.at(k)
+    gap = found["log_z_hat"] - found["log_z_true"]
+    return (found["e_topk"], found["e_sub"], found["e_nosub"], gap) if k < len(row.mid) else None
 
 
 ROWS = [(h, q, g, s) for h in range(H) for q in range(Q) for g in range(G) for s in range(KS.shape[1])]
@@ -131,28 +115,24 @@ def test_a_residual_is_kept_down_to_a_millionth_of_the_mid_regions_mass(share: f
     """As in decoding. Of one row and support; what it leaves has `share` of phi's mass, but weighs as much as all that
     is exact.
     """
-    row, k = (1, 3, 2), 7
+    place, k = (1, 3, 2), 7
     case = Case(14)
-    s, window = case.scores[row], case.window
-    mid = torch.arange(window.sink, int(LAST[row[1]]) + 1 - window.tail)
-    chosen = mid[s[mid].topk(k).indices]
-    left = torch.tensor([j for j in mid.tolist() if j not in chosen.tolist()])
-    exact = torch.tensor([j for j in range(int(LAST[row[1]]) + 1) if j not in left.tolist()])
+    row = case.row(*place)
+    chosen, left, exact = row.mid[:k], row.mid[k:], [*row.anchors, *row.mid[:k]]
     with torch.no_grad():
-        log_query, log_key = case.log_query[row], case.log_key[row[0]]
+        log_query, log_key = case.log_query[place], case.log_key[place[0]]
         z = (log_query + log_key).exp().sum(-1)
         log_key[left] += (share / (1 - share) * z[chosen].sum() / z[left].sum()).log()
-        log_query += (s[exact].exp().sum() / (log_query + log_key[left]).exp().sum()).log()
-    targets = case.targets()
-    completion = complete(case.log_query, case.log_key, case.values, window, targets)
-    found = output_errors(completion.rest, completion.unit, targets)[row][2].item()
-    gap = log_mass_error(completion, targets)[row][2].item()
-    expected = by_hand(case, *row, k)
-    assert expected is not None
-    topk, sub, _, true_gap = expected
-    assert abs(topk - sub) > 0.1
-    assert found == pytest.approx(sub if kept else topk, rel=1e-6)
-    assert gap == (pytest.approx(true_gap, abs=1e-6) if kept else -math.inf)
+        log_query += (case.scores[place][exact].exp().sum() / (log_query + log_key[left]).exp().sum()).log()
+    row, targets = case.row(*place), case.targets()
+    completion = complete(case.log_query, case.log_key, case.values, case.window, targets)
+    expected = row.at(k)
+    assert abs(row.error((row.scores, exact), (row.kernel, left)) - expected["e_topk"]) > 0.1
+    assert output_errors(completion.rest, completion.unit, targets)[place][2].item() == pytest.approx(
+        expected["e_sub"], rel=1e-6
+    )
+    gap = log_mass_error(completion, targets)[place][2].item()
+    assert gap == pytest.approx(expected["log_z_hat"] - expected["log_z_true"], abs=1e-6) and (gap > -9) == kept
 
 
 def test_lolcats_is_the_squared_distance_of_the_two_outputs() -> None:
@@ -160,10 +140,8 @@ def test_lolcats_is_the_squared_distance_of_the_two_outputs() -> None:
     targets = case.targets(torch.zeros(Q, 0, dtype=torch.long))
     losses = lolcats_losses(case.log_query, case.log_key, case.values, case.window, targets)
     for h, q, g, _ in ROWS[:: KS.shape[1]]:
-        seen, s, z = range(int(LAST[q]) + 1), case.scores[h, q, g].tolist(), case.student(h, q, g)
-        exact = mix({j: math.exp(s[j]) for j in seen}, case.values[h])
-        student = mix({j: z[j] for j in seen}, case.values[h])
-        expected = sum((a - b) ** 2 for a, b in zip(student, exact, strict=True)) / D
+        row = case.row(h, q, g)
+        expected = ((mean(row.values, (row.kernel, range(len(row.scores)))) - row.full) ** 2).sum() / D
         assert losses[h, q, g].item() == pytest.approx(expected, rel=1e-9)
 
 

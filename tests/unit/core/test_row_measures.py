@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from row_reference import ReferenceRow, log_features
+from reference import ReferenceRow, log_features
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model.errors import layer_measures
@@ -56,7 +56,7 @@ def compare(
         for number in range(QUERIES):
             query = queries[head, number].double().numpy()
             log_query = log_features(maps.query[0], map_spec.kind, head, query[None])[0]
-            row = ReferenceRow(query, key, value, SCALE, anchors, log_query, log_keys)
+            row = ReferenceRow.of(query, key, value, SCALE, anchors, log_query, log_keys)
             for place, k in enumerate(ks):
                 for name, reference in row.at(k).items():
                     triple = float(measured[name][head, number, place]), reference, tolerance(row, k, name, reference)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from residual_mass.core import rows
-from residual_mass.core.rows import products_at, rows_at, weighted_sum
+from residual_mass.core import selection
+from residual_mass.core.selection import products_at, rows_at, weighted_sum
 
 LEADING, R, L, D = (2, 3), 4, 50, 8
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
@@ -40,7 +40,7 @@ def each_row(x: Tensor, indices: Tensor) -> Tensor:
 def test_rows_their_sums_and_their_products(
     layout: str, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(rows.ROWS_AT_ONCE, "cpu", 64)  # several pieces, and less than one row's where k is 60
+    monkeypatch.setitem(selection.ROWS_AT_ONCE, "cpu", 64)  # several pieces, and less than one row's where k is 60
     torch.manual_seed(k)
     x, indices = LAYOUTS[layout]().to(dtype), drawn(k)  # `to` keeps strides
     expected = each_row(x, indices)
@@ -57,7 +57,7 @@ def test_rows_their_sums_and_their_products(
 @pytest.mark.parametrize("layout", list(LAYOUTS)[:5])
 def test_nothing_is_copied_that_lies_in_rows(layout: str) -> None:
     x = LAYOUTS[layout]()
-    table, _ = rows._table(x, drawn(3))
+    table, _ = selection._table(x, drawn(3))
     assert table.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 

@@ -18,11 +18,9 @@ from torch import Tensor
 from residual_mass.core import rel_l1
 from residual_mass.core.feature_maps import FoldedMap, ReZeroMap
 from residual_mass.core.fused import torch_path, triton_path
-from residual_mass.core.fused.cache import DecodeCache, with_moments, with_scan
-from residual_mass.core.fused.one_part import OnePart
-from residual_mass.core.fused.packed import PackedKeys, scanned_scores
-from residual_mass.core.fused.triton_maps import QueryMap
-from residual_mass.core.fused.triton_path import Region, Selection, decode_attention, scan, score, select
+from residual_mass.core.fused.cache import DecodeCache, OnePart, PackedKeys, with_moments, with_scan
+from residual_mass.core.fused.torch_path import scanned_scores
+from residual_mass.core.fused.triton_path import QueryMap, Region, Selection, Step, decode_attention
 from residual_mass.core.fused.triton_selection import SUB
 from residual_mass.core.moments import MomentState
 from residual_mass.methods import QuantisedScan
@@ -112,8 +110,7 @@ def test_scanned_scores_are_those_of_the_torch_path(dtype: torch.dtype, groups: 
     queries = (p.query.float() * p.scale).unflatten(1, (2, -1))
     expected = scanned_scores(queries, cache.scan).flatten(0, 2)
     there = moved(arguments)
-    on_device = there["cache"]._replace(first=there["cache"].first.contiguous(), last=there["cache"].last.contiguous())
-    ours, _ = scan(there["query"], on_device, on_device.scan, Region(7, p.sink, p.tail), p.scale)
+    ours, _ = Step(there["query"], there["cache"], Region(7, p.sink, p.tail), p.scale).scan()
     for row, scores in enumerate(ours.cpu()):
         first, last = p.spans[row // (2 * groups)]
         mid = slice(first + p.sink, last - p.tail)
@@ -180,12 +177,9 @@ def test_maxima_are_those_of_the_mid_regions_scores(method: str, groups: int, d:
         seed=9, spans=[(5, 290), (0, 271), (150, 155)], length=293, groups=groups, d=d, dtype=torch.float32
     )
     arguments = moved(p.arguments(7, method))
-    query, cache, region = arguments["query"], arguments["cache"], Region(7, p.sink, p.tail)
-    cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
-    if method == "scan":
-        scores, maxima = scan(query, cache, cache.scan, region, p.scale)
-    else:
-        scores, maxima = score(query, cache, region, count_of(p.generated), p.scale)
+    query, cache = arguments["query"], arguments["cache"]
+    step = Step(query, cache, Region(7, p.sink, p.tail), p.scale, count_of(p.generated))
+    scores, maxima = step.scan() if method == "scan" else step.score()
     spans = [(first + p.sink, last - p.tail) for first, last in p.spans for _ in range(query.shape[1])]
     assert torch.equal(maxima.cpu(), maxima_of(scores.cpu(), spans))
 
@@ -247,7 +241,8 @@ def test_selects_the_highest_whatever_the_scores_are(k: int) -> None:
     query[..., 0] = 1
     first, last = torch.tensor([[0], [LENGTH]], dtype=torch.int32, device=DEVICE)
     cache, region = DecodeCache(keys, keys, first, last, LENGTH), Region(min(k, LENGTH), SINK, TAIL)
-    selection = select(*score(query, cache, region, None, 1.0), cache, region)
+    step = Step(query, cache, region, 1.0)
+    selection = step.select(*step.score())
     wanted = min(k, LENGTH - SINK - TAIL)
     for row, columns, name in zip(
         rows, retrieved_columns(selection, [wanted] * len(rows)), hostile_scores(LENGTH), strict=True
@@ -281,7 +276,8 @@ def test_selects_the_first_of_what_ties_in_rows_with_and_without_padding(
     first, last = torch.tensor(spans, dtype=torch.int32).T.contiguous().to(DEVICE)
     buffer = torch.empty(len(spans), 1, length, 16, device=DEVICE)
     cache, region = DecodeCache(buffer, buffer, first, last, length), Region(min(k, length), SINK, TAIL)
-    selection = select(scores.to(DEVICE), maxima.to(DEVICE), cache, region)
+    step = Step(torch.empty(len(spans), len(rows), 16, device=DEVICE), cache, region, 1.0)
+    selection = step.select(scores.to(DEVICE), maxima.to(DEVICE))
     wanted = [max(min(k, end - begin), 0) for begin, end in each]
     least = selection.least.cpu()
     for row, columns in enumerate(retrieved_columns(selection, wanted)):
@@ -305,13 +301,11 @@ def check_step(arguments: dict[str, object]) -> None:
     nothing where they differ, but a selection is right or wrong up to the rounding of its scores.
     """
     query, cache, mid = arguments["query"], arguments["cache"], mid_columns(arguments)
-    cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
     k, sink, tail, scale = (arguments[name] for name in ("k", "sink", "tail", "scale"))
-    region = Region(min(k, cache.length), sink, tail)
     wanted = mid.sum(-1).clamp(max=k).repeat_interleave(query.shape[1])
-    generated = count_of(arguments["generated"])
-    scored = score(query, cache, region, generated, scale) if cache.scan is None else None
-    selection = select(*(scored or scan(query, cache, cache.scan, region, scale)), cache, region)
+    region, generated = Region(min(k, cache.length), sink, tail), count_of(arguments["generated"])
+    step = Step(query, cache, region, scale, generated)
+    selection = step.select(*(step.score() if cache.scan is None else step.scan()))
     chosen = torch.zeros(len(wanted), cache.length, dtype=torch.bool)
     for row, columns in enumerate(retrieved_columns(selection, wanted.tolist())):
         assert len(set(columns)) == len(columns) == wanted[row]

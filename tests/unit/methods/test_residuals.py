@@ -11,7 +11,7 @@ from tests.unit.core.test_moments import D, random_tokens, sums
 from torch import Tensor
 
 from residual_mass.core.accounting import merge
-from residual_mass.core.parts import blocks, clusters, clusters_of
+from residual_mass.core.moments import blocks, clusters, clusters_of
 from residual_mass.core.selection import Selected
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import (
@@ -84,7 +84,7 @@ def groups_of(part: Tensor) -> list[list[int]]:
 
 
 def part_of(residual: Residual, keys: Tensor, mid: Tensor) -> Tensor:
-    """[L], the part of every token as `core.parts` deals them out, -1 outside the mid-region."""
+    """[L], the part of every token as `core.moments` deals them out, -1 outside the mid-region."""
     parts = getattr(residual, "clusters", getattr(residual, "parts", 1))
     by_blocks = parts == 1 or getattr(residual, "split", "clusters") == "blocks"
     return blocks(mid, parts) if by_blocks else clusters(keys, mid, parts)

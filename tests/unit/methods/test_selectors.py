@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from residual_mass.core.parts import clusters_of
+from residual_mass.core.moments import clusters_of
 from residual_mass.methods import (
     METHODS,
     CacheOnly,

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tests.unit.core.row_reference import ReferenceRow, log_features
+from tests.unit.core.reference import ReferenceRow, log_features
 from torch import Tensor
 
 from residual_mass.core.accounting import merge
@@ -65,7 +65,7 @@ def test_errors_are_those_of_every_row_by_itself(
         kv = head * KV_HEADS // HEADS
         log_query = log_features(maps.query[0], "rezero", head, queries[head, query][None])[0]
         log_keys = log_features(maps.key[0], "rezero", kv, keys[kv])
-        row = ReferenceRow(queries[head, query], keys[kv], values[kv], SCALE, ANCHORS, log_query, log_keys)
+        row = ReferenceRow.of(queries[head, query], keys[kv], values[kv], SCALE, ANCHORS, log_query, log_keys)
         expected = row.at(k)
         estimated = {"topk": [], "topk_phi": row.mid[k:], "topk_phi_nosub": row.mid}[method]
         log_hat = float(np.logaddexp.reduce(row.kernel[estimated])) if len(estimated) else -math.inf

@@ -22,7 +22,9 @@ from residual_mass.core.fused.cache import (
     with_scan,
     with_summary,
 )
-from residual_mass.core.fused.packed import MOST_HEADS
+
+MOST_HEADS = 16
+"""Query heads of a KV head that the Triton kernel scores with packed keys, in one tile of a tensor core."""
 
 __all__ = [
     "DecodeCache",
@@ -74,6 +76,6 @@ def query_map_for(
     """Returns a kernel that computes log phi_q of [B, Hq, D] for Triton's `decode_attention`, if the map has one."""
     if attention is torch_path.decode_attention or not isinstance(feature_map, FoldedMap):
         return None
-    from residual_mass.core.fused.triton_maps import QueryMap
+    from residual_mass.core.fused.triton_path import QueryMap
 
     return QueryMap(feature_map, dtype)

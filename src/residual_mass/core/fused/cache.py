@@ -1,7 +1,7 @@
 """Static buffers that a decode step reads of one layer, filled once after the prefill.
 
 Shape letters: B = batch rows, Hkv = KV heads, R = query rows of a KV head, L = prefix columns, T = room for generated
-    tokens, D = head dimension, M = features.
+tokens, D = head dimension, M = features, P = parts of the mid-region, N = blocks of S columns.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass.core.accounting import key_features, summarise
-from residual_mass.core.fused.one_part import OnePart, one_part
-from residual_mass.core.fused.packed import PackedKeys, packed
 from residual_mass.core.moments import MomentState
 
 ADDS, SUBTRACTS, MOMENTS = 1, 2, 4
@@ -30,6 +29,35 @@ class MethodRows(NamedTuple):
     """[R] int32, sums of ADDS, SUBTRACTS and MOMENTS."""
     most: int
     """The largest of k, which the host knows without a wait."""
+
+
+class OnePart(NamedTuple):
+    """Moments of one part, with all that a query is multiplied with in one matrix: at batch 1 an operation of torch
+    costs more to start than to compute.
+    """
+
+    linear: Tensor
+    """[B, Hkv, D, 2 D + 1] float32, the columns Sigma, C' and mu."""
+    mean_value: Tensor
+    """[B, Hkv, 1, D]."""
+    log_half_count: Tensor
+    """[B, Hkv, 1, 1], log (n / 2); -inf without tokens."""
+
+
+class PackedKeys(NamedTuple):
+    """Keys of 4 bits, two to a byte. A key of block b stands for low_b + step_b c with codes c from 0 to 15.
+
+    Byte j holds the codes of channels j (low bits) and j + D / 2 (high bits), so that one mask and one shift give two
+    whole halves of channels, and nothing has to be interleaved. Within a block the tokens of a channel are neighbours:
+    that is the right operand of a matrix product, as it is.
+    """
+
+    codes: Tensor
+    """[B, Hkv, N, D / 2, S] uint8; the last block is filled up with zeros."""
+    low: Tensor
+    """[B, Hkv, N, D] bfloat16, the value of code 0."""
+    step: Tensor
+    """[B, Hkv, N, D] bfloat16, the difference of neighbouring codes."""
 
 
 class DecodeCache(NamedTuple):
@@ -115,6 +143,27 @@ def with_scan(
     """
     mid = mid_region(cache, sink, tail).unsqueeze(1)
     return cache._replace(scan=packed(*prepare(_only(mid, cache.keys), mid), block))
+
+
+def one_part(moments: MomentState) -> OnePart | None:
+    """Arranges moments [B, Hkv, 1, ...]; returns None if there are several parts."""
+    if moments.count.shape[-1] > 1:
+        return None
+    rows = (moments.key_covariance.squeeze(-3), moments.value_key_covariance.squeeze(-3), moments.mean_key)
+    linear = torch.cat(rows, dim=-2).transpose(-1, -2).contiguous()
+    return OnePart(linear, moments.mean_value, (0.5 * moments.count).log().unsqueeze(-1))
+
+
+def packed(codes: Tensor, low: Tensor, step: Tensor, block: int) -> PackedKeys:
+    """Packs codes [B, Hkv, L, D] uint8 below 16, of blocks of so many columns."""
+    filled = F.pad(codes, (0, 0, 0, -codes.shape[-2] % block))
+    first, second = filled.unflatten(-2, (-1, block)).transpose(-1, -2).chunk(2, dim=-2)
+    return PackedKeys((first | second << 4).contiguous(), low.contiguous(), step.contiguous())
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Returns the codes of blocks: [..., D / 2, S] -> [..., D, S] uint8."""
+    return torch.cat((codes & 15, codes >> 4), dim=-2)
 
 
 def _only(mid: Tensor, x: Tensor) -> Tensor:

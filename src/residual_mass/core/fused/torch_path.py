@@ -10,18 +10,20 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = pr
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
-from residual_mass.core.fused.cache import DecodeCache, mid_region
-from residual_mass.core.fused.one_part import OnePartTerms, one_part_terms
-from residual_mass.core.fused.packed import scanned_scores
-from residual_mass.core.moments import PartTerms, truncated_parts
-from residual_mass.core.rows import products_at, weighted_sum
-from residual_mass.core.selection import largest
+from residual_mass.core.fused.cache import DecodeCache, OnePart, PackedKeys, mid_region, unpacked
+from residual_mass.core.moments import FARTHEST, LEAST_VARIANCE, WHOLE, MomentState, PartTerms, truncated_parts
+from residual_mass.core.selection import largest, products_at, weighted_sum
+
+ROWS = 4
+"""Query rows of a CPU's matrix product come in fours: it takes less time for four than for three."""
 
 
 class FixedColumns(NamedTuple):
@@ -174,3 +176,43 @@ def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: 
     # In a short row the two ends overlap: sinks end at its last token, tails start after the sinks.
     valid = torch.cat((sinks < last, tails >= first + sink, new >= 0), dim=1)
     return columns.masked_fill(~valid, 0), valid
+
+
+def scanned_scores(queries: Tensor, keys: PackedKeys) -> Tensor:
+    """Scores queries [B, Hkv, G, D] float32 with all packed keys, without restoring these: [B, Hkv, G, N S].
+
+    q.k_hat = q.low_b + sum_d (q_d step_bd) c_d: the step is folded into the query once per block.
+    """
+    group = queries.shape[-2]
+    rows = F.pad(queries, (0, 0, 0, -group % ROWS))
+    folded = rows.unsqueeze(-3) * keys.step.unsqueeze(-2)  # [B, Hkv, N, G, D]
+    scores = (folded @ unpacked(keys.codes).float())[..., :group, :]
+    return (scores.transpose(-2, -3) + (queries @ keys.low.float().transpose(-1, -2)).unsqueeze(-1)).flatten(-2)
+
+
+class OnePartTerms(NamedTuple):
+    """Terms Z and nu / Z of a part's unread tokens."""
+
+    log_mass: Tensor
+    """[B, Hkv, G, 1]."""
+    mean_value: Tensor
+    """[B, Hkv, G, D]."""
+
+    def values(self, weights: Tensor, moments: MomentState) -> Tensor:
+        """Same as `core.moments.PartTerms.values`, which needs the moments."""
+        return weights * self.mean_value
+
+
+def one_part_terms(queries: Tensor, part: OnePart, threshold: Tensor) -> OnePartTerms:
+    """Same as `core.moments.truncated_parts`, for queries [B, Hkv, G, D] and thresholds [B, Hkv, G]."""
+    d = queries.shape[-1]
+    products = queries @ part.linear
+    along, slope, mean = products[..., :d], products[..., d : 2 * d], products[..., 2 * d :]
+    deviation = (along * queries).sum(-1, keepdim=True).clamp_min_(LEAST_VARIANCE).sqrt_()
+    distance = (threshold.unsqueeze(-1) - mean).div_(deviation)
+    distance = torch.minimum(distance, deviation + WHOLE).clamp_min_(-FARTHEST)
+    tail = torch.special.erfcx((deviation - distance).mul_(math.sqrt(0.5)))
+    log_mass = torch.addcmul(mean, distance, torch.sub(deviation, distance, alpha=0.5))
+    log_mass.add_(tail.log()).add_(part.log_half_count)
+    cut_off = tail.mul_(deviation)
+    return OnePartTerms(log_mass, torch.addcdiv(part.mean_value + slope, slope, cut_off, value=-math.sqrt(2 / math.pi)))

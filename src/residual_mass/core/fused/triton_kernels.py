@@ -7,7 +7,8 @@ BY_ROW the query heads of a KV head are of several methods: they retrieve number
 kinds say what each adds (`cache.MethodRows`).
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
-tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments.
+tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments,
+N = blocks of packed keys, I = inner width of a feature map, C = its terms.
 """
 
 from __future__ import annotations
@@ -61,6 +62,54 @@ def score_kernel(
     tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours & real[None, :])
     mid = (column >= begin + sink) & (column < end - tail)
     store_maxima(maxima, head, block, product, member < GROUP, mid, stride, ROWS, BLOCK)
+
+
+@triton.jit
+def scan_kernel(
+    query,  # [B, Hq, D]
+    codes,  # [B, Hkv, N, D / 2, BLOCK]
+    low,  # [B, Hkv, N, D]
+    step,  # [B, Hkv, N, D]
+    first,  # [B]
+    last,  # [B]
+    scores,  # out: [B * Hq, stride], written only in the mid-region
+    maxima,  # out: [B * Hq, stride / SUB], by `store_maxima`
+    scale,
+    stride,
+    sink,
+    tail,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    IN_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scanned scores of the G query heads that share a block of keys, and their maxima."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    begin, end = tl.load(first + row // KV_HEADS) + sink, tl.load(last + row // KV_HEADS) - tail
+    mid = (column >= begin) & (column < end)
+    HALF: tl.constexpr = D // 2
+    half = tl.arange(0, HALF)
+    place = row * tl.num_programs(0) + block
+    byte = tl.load(codes + (place * HALF + half[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :])
+    member = tl.arange(0, DOT_ROWS)
+    ours = member < GROUP
+    head = row * GROUP + member
+    channel = head[:, None] * D + half[None, :]
+    first_q = tl.load(query + channel, mask=ours[:, None], other=0.0).to(tl.float32)
+    second_q = tl.load(query + channel + HALF, mask=ours[:, None], other=0.0).to(tl.float32)
+    scales = place * D + half
+    constant = tl.sum(first_q * tl.load(low + scales).to(tl.float32)[None, :], 1)
+    constant += tl.sum(second_q * tl.load(low + scales + HALF).to(tl.float32)[None, :], 1)
+    first_q *= tl.load(step + scales).to(tl.float32)[None, :]
+    second_q *= tl.load(step + scales + HALF).to(tl.float32)[None, :]
+    product = _dot(first_q, (byte & 15).to(DOT_TYPE), DOT_TYPE, IN_TWO)
+    product += _dot(second_q, (byte >> 4).to(DOT_TYPE), DOT_TYPE, IN_TWO)
+    product = (product + constant[:, None]) * scale
+    tl.store(scores + head[:, None] * stride + column[None, :], product, mask=ours[:, None] & mid[None, :])
+    store_maxima(maxima, head, block, product, ours, mid, stride, DOT_ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["k", "most", "rounds"])
@@ -316,9 +365,59 @@ def merge_kernel(
 
 
 @triton.jit
+def map_kernel(
+    query,  # [B, Hq, D]
+    a,  # [Hq, D, M]
+    b,  # [Hq, I, M]
+    c,  # [Hq, D, I]
+    c_bias,  # [Hq, I]
+    e_bias,  # [Hq, M]
+    terms,  # out: [C, B, Hq, M]
+    batch,
+    inner,  # I
+    D: tl.constexpr,
+    M: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head's term of a block of inner channels of log phi(x) = A x + B gelu(C x + c) + e (`FoldedMap`); the first
+    block's has A x + e as well.
+    """
+    block, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    width, feature = tl.arange(0, D), tl.arange(0, M)
+    channel = block * BLOCK + tl.arange(0, BLOCK)
+    used = channel < inner
+    up = tl.load(c + (head * D + width)[:, None] * inner + channel[None, :], mask=used[None, :], other=0.0)
+    down = tl.load(b + (head * inner + channel)[:, None] * M + feature[None, :], mask=used[:, None], other=0.0)
+    linear = tl.load(a + (head * D + width)[:, None] * M + feature[None, :], mask=block == 0, other=0.0)
+    inner_bias = tl.load(c_bias + head * inner + channel, mask=used, other=0.0)
+    bias = tl.load(e_bias + head * M + feature, mask=block == 0, other=0.0)
+    for start in range(0, batch, DOT_ROWS):
+        row = start + tl.arange(0, DOT_ROWS)
+        place = row * heads + head
+        x = tl.load(query + place[:, None] * D + width[None, :], mask=(row < batch)[:, None], other=0.0).to(DOT_TYPE)
+        z = tl.dot(x, up.to(DOT_TYPE), input_precision="ieee") + inner_bias[None, :]
+        z = 0.5 * z * (1 + tl.erf(0.70710678 * z))
+        term = tl.dot(z.to(DOT_TYPE), down.to(DOT_TYPE), input_precision="ieee") + bias[None, :]
+        term += tl.dot(x, linear.to(DOT_TYPE), input_precision="ieee")
+        out = (block * batch * heads + place)[:, None] * M + feature[None, :]
+        tl.store(terms + out, term, mask=(row < batch)[:, None])
+
+
+@triton.jit
 def _count(generated):
     """Returns the number of generated tokens."""
     return 0 if generated is None else tl.load(generated)
+
+
+@triton.jit
+def _dot(x, codes, DOT_TYPE: tl.constexpr, IN_TWO: tl.constexpr):
+    """Multiplies float32 with codes. In two numbers of DOT_TYPE a product of two bfloat16 numbers is exact."""
+    high = x.to(DOT_TYPE)
+    product = tl.dot(high, codes, input_precision="ieee")
+    if IN_TWO:
+        product += tl.dot((x - high.to(tl.float32)).to(DOT_TYPE), codes, input_precision="ieee")
+    return product
 
 
 @triton.jit

@@ -3,19 +3,23 @@
 1. `score` reads every key once, for all query heads that share it, and writes the maxima of neighbouring scores beside
    them. `scan` does the same with packed keys.
 2. `select` lists the columns of the k highest scores, in one program per query head (`triton_selection`).
-3. `gather` sums values and key features of the exact support in shares, after a scan with its exact scores. `moments`
-   computes more shares from the moments of the rest. `merge` adds them up with the residual of feature maps and divides
-   once.
+3. `gather` sums values and key features of the exact support in shares, after a scan with its exact scores.
+   `add_moments` computes more shares from the moments of the rest. `merge` adds them up with the residual of feature
+   maps and divides once.
 
-`triton_maps` computes log phi_q beforehand, in one launch.
+`QueryMap` computes log phi_q beforehand, in one launch.
 
 Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so a CUDA graph can capture
 a step; it serves all steps where the number of generated tokens is on the device.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, R = query rows of a KV head, L = prefix columns, T = room
+for generated tokens, D = head dimension, M = features, I = inner width of a feature map, C = its terms.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE, Terms
+from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.fused import triton_kernels as kernels
-from residual_mass.core.fused import triton_scan, triton_selection
+from residual_mass.core.fused import triton_selection
 from residual_mass.core.fused.cache import DecodeCache, MethodRows
-from residual_mass.core.fused.packed import PackedKeys
 from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
 
 SCORE_BLOCK = 128
@@ -41,6 +45,10 @@ SLOTS = 32
 """Tokens that a program gathers at once: at D = M = 128 their values and features still fit in its registers."""
 MOST_SPLITS = 32
 """Most shares of a query head: enough to fill any GPU from 24 heads on, few enough for `merge` to read at once."""
+INNER_BLOCK = {tl.bfloat16: 64, tl.float32: 32}
+"""Inner channels of a program: 8 programs per head at the paper's inner width of 512 in bfloat16."""
+WARPS = {tl.bfloat16: 4, tl.float32: 16}
+"""Products of float32 take so many registers that fewer threads spill them."""
 
 
 def decode_attention(
@@ -57,30 +65,48 @@ def decode_attention(
 ) -> Tensor:
     """Same as `torch_path.decode_attention`; D at least 16 or, with a scan, 32; D, M and S powers of two; with a scan
     at most MOST_HEADS query heads of a KV head; the cache bfloat16 or float32. `log_query` may also be terms
-    [C, B, Hq, M] of a sum, as `triton_maps` computes them, and `generated` a tensor [1] int32.
+    [C, B, Hq, M] of a sum, as `QueryMap` computes them, and `generated` a tensor [1] int32.
     """
     if isinstance(generated, int):
         generated = torch.full((1,), generated, dtype=torch.int32, device=query.device)
-    cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
-    large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
-    assert all(x.is_contiguous() for x in large), "no copies of large buffers"
-    query = query.contiguous()
     if log_query is not None:
         log_query = log_query.contiguous().view(-1, *query.shape[:2], log_query.shape[-1])
-    region = Region(min(k, cache.length), sink, tail)
-    if cache.scan is None:
-        scores, maxima = score(query, cache, region, generated, scale)
-    else:
-        scores, maxima = scan(query, cache, cache.scan, region, scale)
-    selection = select(scores, maxima, cache, region)
-    subtracts = subtracts and log_query is not None
-    programs = programs_of(cache.moments)
-    shares = gather(query, cache, log_query, region, scores, selection, generated, subtracts, scale, programs=programs)
-    if cache.moments is not None:
-        add_moments(query, cache, cache.moments, region, selection.least, shares, scale)
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    merge(query, cache, log_query, shares, subtracts, out)
-    return out
+    step = Step(query, cache, Region(min(k, cache.length), sink, tail), scale, generated, log_query, subtracts)
+    moments = [] if cache.moments is None else [(cache.moments, None)]
+    return step.attend(moments, torch.empty(query.shape, dtype=torch.float32, device=query.device))
+
+
+def prefix_terms(
+    queries: Tensor,
+    cache: DecodeCache,
+    log_query: Tensor | None,
+    rows: MethodRows,
+    moments: Sequence[tuple[MomentState, Tensor]],
+    *,
+    sink: int,
+    tail: int,
+    scale: float,
+) -> Terms:
+    """Computes unnormalised terms [B, Hkv, R, ...] float32 of queries [B, Hkv, R, D] over a prefix, under several
+    methods and budgets at once: query rows of a KV head take the place of its query heads.
+
+    Args:
+        cache: without room; with a summary if any row adds the residual of feature maps. Its sizes are those of
+            `decode_attention`, and nothing of it is copied.
+        log_query: [B, Hkv, R, M] float32 log phi_q; None if no row adds that residual.
+        moments: of residuals, each with the indices [N] of its rows.
+        sink, tail: numbers of anchors.
+    """
+    given = (*rows, *(part for state, members in moments for part in (*state, members)))
+    assert all(x.is_contiguous() for x in given if isinstance(x, Tensor)), "no copies of large buffers"
+    assert cache.keys.shape[2] == cache.length
+    if log_query is not None:
+        log_query = log_query.flatten(1, 2).contiguous().unsqueeze(0)
+    query, region = queries.flatten(1, 2), Region(min(rows.most, cache.length), sink, tail)
+    step = Step(query, cache, region, scale, None, log_query, log_query is not None, rows)
+    empty = query.new_empty(query.shape, dtype=torch.float32)
+    terms = step.attend(moments, Terms(empty, *empty.new_empty(2, *query.shape[:2])))
+    return Terms(*(part.unflatten(1, queries.shape[1:3]) for part in terms))
 
 
 class Region(NamedTuple):
@@ -100,106 +126,6 @@ class Selection(NamedTuple):
     """[B * Hq] float32, the least score among them, or the highest of all where k is 0."""
 
 
-def score(
-    query: Tensor, cache: DecodeCache, region: Region, generated: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns scores [B * Hq, >= L + T] float32 of real tokens, and the mid-region's maxima [B * Hq, groups]."""
-    batch, kv_heads, columns, d = cache.keys.shape
-    heads = query.shape[1]
-    blocks, group = triton.cdiv(columns, SCORE_BLOCK), heads // kv_heads
-    tile = min(max(triton.next_power_of_2(group), kernels.DOT_ROWS.value), MOST_ROWS)
-    # Rows start at multiples of the block, which aligns the scores for wide stores.
-    scores = query.new_empty(batch * heads, blocks * SCORE_BLOCK, dtype=torch.float32)
-    maxima = _maxima(scores)
-    kernels.score_kernel[blocks, batch * kv_heads, triton.cdiv(group, tile)](
-        query,
-        cache.keys,
-        cache.first,
-        cache.last,
-        scores,
-        maxima,
-        scale,
-        cache.length,
-        columns,
-        scores.stride(0),
-        generated,
-        region.sink,
-        region.tail,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=d,
-        DOT_TYPE=product_type(query, cache.keys),
-        ROWS=tile,
-        BLOCK=SCORE_BLOCK,
-        num_warps=4 if tile == kernels.DOT_ROWS.value else 8,
-    )
-    return scores, maxima
-
-
-def scan(query: Tensor, cache: DecodeCache, keys: PackedKeys, region: Region, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns scores [B * Hq, N S] float32 of the mid-region's packed keys, and maxima as `score` does."""
-    (batch, heads, d), (kv_heads, blocks, _, block) = query.shape, keys.codes.shape[1:]
-    scores = query.new_empty(batch * heads, blocks * block, dtype=torch.float32)
-    maxima = _maxima(scores)
-    kind = product_type(query, query)
-    triton_scan.scan_kernel[blocks, batch * kv_heads](
-        query,
-        *keys,
-        cache.first,
-        cache.last,
-        scores,
-        maxima,
-        scale,
-        scores.stride(0),
-        region.sink,
-        region.tail,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        D=d,
-        DOT_TYPE=kind,
-        IN_TWO=kind == tl.bfloat16,
-        BLOCK=block,
-        num_warps=4 if kind == tl.bfloat16 else 8,  # products of float32 take registers of more threads
-    )
-    return scores, maxima
-
-
-def _maxima(scores: Tensor) -> Tensor:
-    return scores.new_empty(len(scores), scores.shape[1] // triton_selection.SUB.value, dtype=torch.int32)
-
-
-def select(
-    scores: Tensor, maxima: Tensor, cache: DecodeCache, region: Region, rows: MethodRows | None = None
-) -> Selection:
-    """Selects the k highest scores of every query head's mid-region."""
-    heads = len(scores)
-    assert cache.length < 2**triton_selection.COUNT_BITS.value, "three counts fill 64 bits"
-    groups = torch.empty_like(maxima)
-    columns, keys = torch.empty(2, *scores.shape, dtype=torch.int32, device=scores.device)
-    chosen = scores.new_empty(heads, region.k, dtype=torch.int32)
-    least = scores.new_empty(heads)
-    triton_selection.select_kernel[(heads,)](
-        scores,
-        maxima,
-        cache.first,
-        cache.last,
-        groups,
-        columns,
-        keys,
-        chosen,
-        least,
-        scores.stride(0),
-        region.k if rows is None else rows.k,
-        *region,
-        HEADS=heads // len(cache.first),
-        GROUP=heads // (len(cache.first) * cache.keys.shape[1]),
-        BY_ROW=rows is not None,
-        CHUNK=SELECT_CHUNK,
-        num_warps=32,
-    )
-    return Selection(chosen, least)
-
-
 class Shares(NamedTuple):
     """Sums over parts of what every query head reads and estimates, to be merged."""
 
@@ -211,161 +137,183 @@ class Shares(NamedTuple):
     """The first ones; the others are of moments."""
 
 
-def gather(
-    query: Tensor,
-    cache: DecodeCache,
-    log_query: Tensor | None,
-    region: Region,
-    scores: Tensor,
-    selection: Selection,
-    generated: Tensor | None,
-    subtracts: bool,
-    scale: float,
-    rows: MethodRows | None = None,
-    programs: int = 0,
-) -> Shares:
-    """Sums the exact support of every query head, leaving room for so many programs of moments."""
-    (batch, heads, d), columns = query.shape, cache.keys.shape[2]
-    terms, m = _size_of(log_query)
-    pieces = max(triton.cdiv(sum(region) + columns - cache.length, SLOTS), 1)
-    rounds = triton.cdiv(pieces, MOST_SPLITS)
-    splits = triton.cdiv(pieces, rounds)
-    shares = splits + programs
-    sums = torch.empty(2, batch * heads, shares, d + 1, dtype=torch.float32, device=query.device)
-    shifts = torch.empty(batch * heads, shares, dtype=torch.float32, device=query.device)
-    kernels.gather_kernel[splits, batch * heads](
-        scores,
-        query,
-        cache.keys,
-        cache.values,
-        cache.features,
-        log_query,
-        cache.log_shift,
-        cache.first,
-        cache.last,
-        selection.chosen,
-        None if rows is None else rows.kinds,
-        sums,
-        shifts,
-        shares,
-        scale,
-        cache.length,
-        columns,
-        scores.stride(0),
-        region.k if rows is None else rows.k,
-        region.k,
-        generated,
-        rounds,
-        region.sink,
-        region.tail,
-        HEADS=heads,
-        GROUP=heads // cache.keys.shape[1],
-        D=d,
-        M=m,
-        TERMS=terms,
-        MAX_TERMS=triton.next_power_of_2(terms),
-        SCANNED=cache.scan is not None,
-        SUBTRACTS=subtracts,
-        BY_ROW=rows is not None,
-        SLOTS=SLOTS,
-    )
-    return Shares(sums, shifts, splits)
+class Step:
+    """The launches of one step.
+
+    Args:
+        query: [B, Hq, D].
+        generated: [1] int32, filled columns after the prefix; None for none.
+        log_query: [C, B, Hq, M] terms of log phi_q; None adds no residual of feature maps.
+        rows: what differs between the query heads of a KV head that are of several methods.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        cache: DecodeCache,
+        region: Region,
+        scale: float,
+        generated: Tensor | None = None,
+        log_query: Tensor | None = None,
+        subtracts: bool = False,
+        rows: MethodRows | None = None,
+    ) -> None:
+        cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
+        large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
+        assert all(x.is_contiguous() for x in large), "no copies of large buffers"
+        self.query, self.cache, self.region = query.contiguous(), cache, region
+        self.scale, self.generated, self.rows = scale, generated, rows
+        (self.batch, self.heads, self.d), self.kv_heads = query.shape, cache.keys.shape[1]
+        self.group = self.heads // self.kv_heads
+        self.span: dict[str, Any] = {
+            "first": cache.first, "last": cache.last, "sink": region.sink, "tail": region.tail
+        }  # fmt: skip
+        """What kernels take that look at the mid-region."""
+        self.wanted: dict[str, Any] = self.span | {
+            "k": region.k if rows is None else rows.k, "HEADS": self.heads, "GROUP": self.group,
+            "BY_ROW": rows is not None,
+        }  # fmt: skip
+        """What kernels take that look at what a query head retrieves."""
+        terms, m = (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
+        self.features: dict[str, Any] = {
+            "log_query": log_query, "log_shift": cache.log_shift, "kinds": None if rows is None else rows.kinds,
+            "D": self.d, "M": m, "TERMS": terms, "MAX_TERMS": triton.next_power_of_2(terms),
+            "SUBTRACTS": subtracts and log_query is not None,
+        }  # fmt: skip
+        """What kernels take that look at feature maps."""
+
+    def attend(self, moments: Sequence[tuple[MomentState, Tensor | None]], out: Tensor | Terms) -> Tensor | Terms:
+        """Computes attention [B, Hq, D] or, of several methods, terms [B, Hq, ...] into `out`; `moments` each with the
+        indices [N] of its rows among those of a KV head, None for all.
+        """
+        scores, maxima = self.score() if self.cache.scan is None else self.scan()
+        selection = self.select(scores, maxima)
+        shares = self.gather(scores, selection, max((programs_of(state) for state, _ in moments), default=0))
+        for state, members in moments:
+            self.add_moments(state, members, selection.least, shares)
+        self.merge(shares, out)
+        return out
+
+    def score(self) -> tuple[Tensor, Tensor]:
+        """Returns scores [B * Hq, >= L + T] float32 of real tokens, and the mid-region's maxima [B * Hq, groups]."""
+        columns = self.cache.keys.shape[2]
+        blocks = triton.cdiv(columns, SCORE_BLOCK)
+        tile = min(max(triton.next_power_of_2(self.group), kernels.DOT_ROWS.value), MOST_ROWS)
+        # Rows start at multiples of the block, which aligns the scores for wide stores.
+        scores, maxima = self._scratch(blocks * SCORE_BLOCK)
+        kernels.score_kernel[blocks, self.batch * self.kv_heads, triton.cdiv(self.group, tile)](
+            query=self.query, keys=self.cache.keys, scores=scores, maxima=maxima, scale=self.scale,
+            length=self.cache.length, columns=columns, stride=scores.stride(0), generated=self.generated, **self.span,
+            KV_HEADS=self.kv_heads, GROUP=self.group, D=self.d, DOT_TYPE=product_type(self.query, self.cache.keys),
+            ROWS=tile, BLOCK=SCORE_BLOCK, num_warps=4 if tile == kernels.DOT_ROWS.value else 8,
+        )  # fmt: skip
+        return scores, maxima
+
+    def scan(self) -> tuple[Tensor, Tensor]:
+        """Returns scores [B * Hq, N S] float32 of the mid-region's packed keys, and maxima as `score` does."""
+        codes, low, step = self.cache.scan
+        blocks, block = codes.shape[2], codes.shape[4]
+        scores, maxima = self._scratch(blocks * block)
+        kind = product_type(self.query, self.query)
+        kernels.scan_kernel[blocks, self.batch * self.kv_heads](
+            query=self.query, codes=codes, low=low, step=step, scores=scores, maxima=maxima, scale=self.scale,
+            stride=scores.stride(0), **self.span, KV_HEADS=self.kv_heads, GROUP=self.group, D=self.d, DOT_TYPE=kind,
+            IN_TWO=kind == tl.bfloat16, BLOCK=block,
+            num_warps=4 if kind == tl.bfloat16 else 8,  # products of float32 take registers of more threads
+        )  # fmt: skip
+        return scores, maxima
+
+    def select(self, scores: Tensor, maxima: Tensor) -> Selection:
+        """Selects the k highest scores of every query head's mid-region."""
+        assert self.cache.length < 2**triton_selection.COUNT_BITS.value, "three counts fill 64 bits"
+        columns, keys = torch.empty(2, *scores.shape, dtype=torch.int32, device=scores.device)
+        selection = Selection(
+            scores.new_empty(len(scores), self.region.k, dtype=torch.int32), scores.new_empty(len(scores))
+        )
+        triton_selection.select_kernel[(len(scores),)](
+            scores=scores, maxima=maxima, groups=torch.empty_like(maxima), columns=columns, keys=keys,
+            chosen=selection.chosen, least=selection.least, stride=scores.stride(0), most=self.region.k, **self.wanted,
+            CHUNK=SELECT_CHUNK, num_warps=32,
+        )  # fmt: skip
+        return selection
+
+    def gather(self, scores: Tensor, selection: Selection, programs: int) -> Shares:
+        """Sums the exact support of every query head, leaving room for so many programs of moments."""
+        cache, columns = self.cache, self.cache.keys.shape[2]
+        pieces = max(triton.cdiv(sum(self.region) + columns - cache.length, SLOTS), 1)
+        rounds = triton.cdiv(pieces, MOST_SPLITS)
+        splits = triton.cdiv(pieces, rounds)
+        heads, count = self.batch * self.heads, splits + programs
+        sums = torch.empty(2, heads, count, self.d + 1, dtype=torch.float32, device=self.query.device)
+        shifts = torch.empty(heads, count, dtype=torch.float32, device=self.query.device)
+        kernels.gather_kernel[splits, heads](
+            scores=scores, query=self.query, keys=cache.keys, values=cache.values, features=cache.features,
+            chosen=selection.chosen, sums=sums, shifts=shifts, shares=count, scale=self.scale, length=cache.length,
+            columns=columns, stride=scores.stride(0), most=self.region.k, generated=self.generated, rounds=rounds,
+            SCANNED=cache.scan is not None, SLOTS=SLOTS, **self.wanted, **self.features,
+        )  # fmt: skip
+        return Shares(sums, shifts, splits)
+
+    def add_moments(self, moments: MomentState, members: Tensor | None, least: Tensor, shares: Shares) -> None:
+        """Writes the shares of moments of every query head, or of the `members` [N] of each KV head's."""
+        count, before = shares.shifts.shape[1], shares.of_tokens
+        each = self.group if members is None else len(members)
+        kernels.moments_kernel[count - before, self.batch * self.kv_heads * each](
+            query=self.query, least=least, **moments._asdict(), sums=shares.sums, shifts=shares.shifts, shares=count,
+            before=before, parts=moments.count.shape[2], rounds=_at_once(moments), scale=self.scale, members=members,
+            num_members=each, least_variance=LEAST_VARIANCE, whole=WHOLE, D=self.d, SHARED=moments.shared,
+            **self.wanted, num_warps=8,
+        )  # fmt: skip
+
+    def merge(self, shares: Shares, out: Tensor | Terms) -> None:
+        """Adds up the shares of every query head."""
+        numerator, masses, units = out if isinstance(out, Terms) else (out, None, None)
+        count = shares.shifts.shape[1]
+        kernels.merge_kernel[(self.batch * self.heads,)](
+            sums=shares.sums, shifts=shares.shifts, summary=self.cache.summary, out=numerator, masses=masses,
+            units=units, shares=count, before=shares.of_tokens, clamp=CLAMP_RELATIVE, GROUP=self.group,
+            RESIDUAL=self.features["log_query"] is not None, BY_ROW=self.rows is not None,
+            MAX_SHARES=triton.next_power_of_2(count), **self.features, num_warps=8,
+        )  # fmt: skip
+
+    def _scratch(self, columns: int) -> tuple[Tensor, Tensor]:
+        scores = self.query.new_empty(self.batch * self.heads, columns, dtype=torch.float32)
+        return scores, scores.new_empty(len(scores), columns // triton_selection.SUB.value, dtype=torch.int32)
 
 
-def add_moments(
-    query: Tensor,
-    cache: DecodeCache,
-    moments: MomentState,
-    region: Region,
-    least: Tensor,
-    shares: Shares,
-    scale: float,
-    rows: MethodRows | None = None,
-    members: Tensor | None = None,
-) -> None:
-    """Writes the shares of moments of every query head, or of the `members` [N] of each KV head's."""
-    (batch, heads, d), (kv_heads, parts) = query.shape, moments.count.shape[1:]
-    count, before = shares.shifts.shape[1], shares.of_tokens
-    each = heads // kv_heads if members is None else len(members)
-    kernels.moments_kernel[count - before, batch * kv_heads * each](
-        query,
-        least,
-        *moments,
-        cache.first,
-        cache.last,
-        shares.sums,
-        shares.shifts,
-        count,
-        before,
-        parts,
-        _at_once(moments),
-        scale,
-        region.k if rows is None else rows.k,
-        members,
-        each,
-        LEAST_VARIANCE,
-        WHOLE,
-        region.sink,
-        region.tail,
-        HEADS=heads,
-        GROUP=heads // kv_heads,
-        D=d,
-        SHARED=moments.shared,
-        BY_ROW=rows is not None,
-        num_warps=8,
-    )
-
-
-def merge(
-    query: Tensor,
-    cache: DecodeCache,
-    log_query: Tensor | None,
-    shares: Shares,
-    subtracts: bool,
-    out: Tensor | Terms,
-    rows: MethodRows | None = None,
-) -> None:
-    """Adds up the shares of every query head to attention [B, Hq, D] or, given `rows`, to terms [B, Hq, ...]."""
-    batch, heads, d = query.shape
-    terms, m = _size_of(log_query)
-    count = shares.shifts.shape[1]
-    kernels.merge_kernel[(batch * heads,)](
-        shares.sums,
-        shares.shifts,
-        cache.summary,
-        log_query,
-        cache.log_shift,
-        *(out if isinstance(out, Terms) else (out, None, None)),
-        None if rows is None else rows.kinds,
-        count,
-        shares.of_tokens,
-        CLAMP_RELATIVE,
-        GROUP=heads // cache.keys.shape[1],
-        D=d,
-        M=m,
-        TERMS=terms,
-        MAX_TERMS=triton.next_power_of_2(terms),
-        RESIDUAL=log_query is not None,
-        SUBTRACTS=subtracts,
-        BY_ROW=rows is not None,
-        MAX_SHARES=triton.next_power_of_2(count),
-        num_warps=8,
-    )
-
-
-def _size_of(log_query: Tensor | None) -> tuple[int, int]:
-    """Returns C and M of terms [C, B, Hq, M]."""
-    return (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
-
-
-def programs_of(moments: MomentState | None) -> int:
+def programs_of(moments: MomentState) -> int:
     """Programs of a query head that the parts are shared among."""
-    return 0 if moments is None else triton.cdiv(moments.count.shape[2], _at_once(moments))
+    return triton.cdiv(moments.count.shape[2], _at_once(moments))
 
 
 def _at_once(moments: MomentState) -> int:
     """Parts that one program computes."""
     return SHARED_PARTS if moments.shared else 1
+
+
+class QueryMap:
+    """The maps of a layer's query heads, with weights rounded to the type of the cache.
+
+    A single query reads 70,000 weights per head, so several programs share a head: each takes some of the inner
+    channels and writes its term of the sum. The kernels that read log phi_q add the terms up, which saves a launch.
+    """
+
+    def __init__(self, folded: FoldedMap, dtype: torch.dtype) -> None:
+        """D at least 16; D and M powers of two."""
+        self.weights = {name: getattr(folded, name).to(dtype).contiguous() for name in "abc"}
+        self.biases = {name: getattr(folded, name).float().contiguous() for name in ("c_bias", "e_bias")}
+
+    def __call__(self, query: Tensor) -> Tensor:
+        """Queries [B, Hq, D] -> terms [C, B, Hq, M] float32, whose sum is log phi."""
+        (batch, heads, d), (inner, m) = query.shape, self.weights["b"].shape[1:]
+        kind = product_type(query, self.weights["a"])
+        blocks = triton.cdiv(inner, INNER_BLOCK[kind])
+        terms = query.new_empty(blocks, batch, heads, m, dtype=torch.float32)
+        kernels.map_kernel[blocks, heads](
+            query=query.contiguous(), **self.weights, **self.biases, terms=terms, batch=batch, inner=inner, D=d, M=m,
+            DOT_TYPE=kind, BLOCK=INNER_BLOCK[kind], num_warps=WARPS[kind],
+        )  # fmt: skip
+        return terms
 
 
 def product_type(query: Tensor, others: Tensor) -> tl.dtype:
