@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,16 @@ def in_mathematics(cells: pd.DataFrame) -> pd.Series:
     return cells["text"].where(~cells["text"].str.fullmatch(r"-[0-9.]+"), "$" + cells["text"] + "$")
 
 
+def decimals(text: str) -> int:
+    return len(text.partition(".")[2])
+
+
+def interval(cell: Mapping[str, str], low: str = "ci_low", high: str = "ci_high") -> tuple[str, str]:
+    """Both bounds with as many decimals as the value has in print."""
+    lower, upper = (f"{float(cell[name]):z.{decimals(cell['text'])}f}" for name in (low, high))
+    return lower, upper
+
+
 def best(cells: pd.DataFrame, competing: pd.Series, by: Sequence[str], higher: pd.Series | bool) -> pd.Series:
     """Whether a cell prints the best of the competing texts with the same fields `by`; equal digits tie."""
     competing = competing & (cells["text"] != LEFT_OUT)
@@ -222,11 +232,6 @@ def finished(label: str, cells: pd.DataFrame, keys: str, extra: str = "") -> pd.
     columns = ["table", *keys.split(), *COMMON, *extra.split(), *SHAPE]
     flags = {name: cells[name].map({True: "1"}) for name in ("bold", "own") if name in cells}
     return cells.assign(table=label, **flags).reindex(columns=columns).astype(object).fillna("").astype(str)
-
-
-def key_columns(cells: pd.DataFrame) -> list[str]:
-    """The columns before `text`."""
-    return list(cells.columns[: list(cells.columns).index("text")])
 
 
 def to_csv(cells: pd.DataFrame) -> str:

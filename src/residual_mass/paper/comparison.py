@@ -21,7 +21,7 @@ from residual_mass.benchmarks.columns import decoding_settings
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, format_score, read_frame
+from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, format_score, interval, read_frame
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
 from residual_mass.paper.tables import RUNTIME, TABLES, find
 from residual_mass.paper.titles import FAMILIES, benchmark_title
@@ -208,9 +208,7 @@ def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:
 
 def _bounds(cell: Cell) -> tuple[str, str] | None:
     """The interval, formatted like the value; None without one."""
-    low, high = cell["ci_low"] or cell["low"], cell["ci_high"] or cell["high"]
-    decimals = len(cell["text"].partition(".")[2])
-    return (f"{float(low):z.{decimals}f}", f"{float(high):z.{decimals}f}") if low else None
+    return interval(cell) if cell["ci_low"] else interval(cell, "low", "high") if cell["low"] else None
 
 
 def obstacles(cell: Cell) -> Iterator[str]:

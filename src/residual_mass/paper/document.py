@@ -12,7 +12,7 @@ import pandas as pd
 
 from residual_mass.files import write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import LEFT_OUT, key_columns, load, read_frame, to_csv
+from residual_mass.paper.cells import LEFT_OUT, decimals, interval, load, read_frame, to_csv
 from residual_mass.paper.figures import caption_of
 from residual_mass.paper.latex import Latex, escape, grids, render
 from residual_mass.paper.published import MODELS
@@ -66,7 +66,7 @@ def context(cells: pd.DataFrame) -> dict[str, Any]:
     return {
         "table": label, "label": Latex(f"tab:{label}"), "heads": find(label).heads, "grids": grids(cells),
         "grouped": cells["group"].any(), "study": of["study"][0], "published": PUBLISHED in of["study"],
-        "sources": of["source"], "models": models, "warnings": list(warnings(models)),
+        "sources": of["source"], "models": models, "warnings": warnings(models),
         "budget": ", ".join(f"{budget}%" for budget in of.get("budget_percent", ())),
         "lengths": ", ".join(of.get("length", ())),
         "backbone": ", ".join(MODELS.get(name, name).split("/")[-1] for name in of["model_id"] or of["backbone"]),
@@ -81,12 +81,18 @@ def context(cells: pd.DataFrame) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def warnings(models: dict[str, str]) -> Iterator[str]:
+def warnings(models: dict[str, str]) -> list[str]:
     """What a reader must know of these models, by id with their weights, before the values."""
+    found = []
     if random := [model for model, weights in models.items() if weights == "random"]:
-        yield f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
+        found.append(
+            f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
+        )
     if others := [model for model in models if model not in MODELS.values()]:
-        yield f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
+        found.append(
+            f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
+        )
+    return found
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -102,60 +108,50 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
     keyed = [pair for path in tables for pair in keyed_cells(read_frame(path))]
     if not keyed:
         raise ValueError(f"study {spec.study}: no table with a number; give one")
-    entries = [(kind, key, text) for key, cell in keyed for kind, text in _facts(cell)]
+    entries = [(kind, Latex(key), text) for key, cell in keyed for kind, text in _facts(cell)]
     example = next((key for key, cell in keyed if cell["gain_p_holm"]), keyed[0][0])
-    write_text(out, render(template, study=spec.study, example=example, entries=entries))
+    write_text(out, render(template, study=spec.study, example=Latex(example), entries=entries))
     record.write(out)
 
 
-def keyed_cells(cells: pd.DataFrame) -> list[tuple[Latex, dict[str, str]]]:
+def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
     """Every cell with a value and its key: the fields before `text` without the empty ones, with slashes between. All
     quantities of a measurement stand together.
     """
-    keys = key_columns(cells)
-    measurement = cells.groupby([name for name in keys if name != "quantity"], sort=False).ngroup()
+    names = list(cells.columns[: cells.columns.get_loc("text")])
+    measurement = cells.groupby([name for name in names if name != "quantity"], sort=False).ngroup()
     cells = cells.iloc[measurement.argsort(kind="stable")]
-    found = []
-    for cell in cells[cells["value"] != ""].to_dict("records"):
-        parts = [cell[name] for name in keys if cell[name]]
-        for part in parts:
-            if not re.fullmatch(r"[A-Za-z0-9._+-]+", part):
-                raise ValueError(f"{part!r}: no key of a cell can hold it; use letters, digits, . _ + -")
-        found.append((Latex("/".join(parts)), cell))
-    return found
+    cells = cells[cells["value"] != ""]
+    keys = ["/".join(filter(None, fields)) for fields in cells[names].itertuples(index=False)]
+    if wrong := [key for key in keys if not re.fullmatch(r"[A-Za-z0-9._+/-]+", key)]:
+        raise ValueError(f"{wrong[0]!r}: TeX cannot look up such a key; use letters, digits, . _ + -")
+    return list(zip(keys, cells.to_dict("records"), strict=True))
 
 
 def _facts(cell: dict[str, str]) -> Iterator[tuple[str, Latex]]:
     """What is known of a cell, by the macro that prints it."""
-    text, decimals = cell["text"], len(cell["text"].partition(".")[2])
+    text, p = cell["text"], cell["gain_p_holm"]
     signed = re.fullmatch(r"[+-][0-9.]+", text)  # a hyphen is no minus
     yield "value", Latex(f"${text}$") if signed else escape(text)
     if cell["ci_low"]:
-        yield "interval", _interval(cell["ci_low"], cell["ci_high"], decimals)
+        yield "interval", _interval(cell, "ci")
     if cell["counted"] in COUNTED and cell["n"]:
         yield "count", Latex(cell["n"])
-    if cell["gain_p_holm"]:
-        yield "gain", Latex(f"${float(cell['gain']):+z.{decimals}f}$")
-        yield "gaininterval", _interval(cell["gain_ci_low"], cell["gain_ci_high"], decimals)
-        p = float(cell["gain_p_holm"])
-        yield "gainp", Latex(rf"$p < {SMALLEST_P}$" if p < SMALLEST_P else f"$p = {p:.3f}$")
+    if p:
+        yield "gain", Latex(f"${float(cell['gain']):+z.{decimals(text)}f}$")
+        yield "gaininterval", _interval(cell, "gain_ci")
+        yield "gainp", Latex(rf"$p < {SMALLEST_P}$" if float(p) < SMALLEST_P else f"$p = {float(p):.3f}$")
 
 
-def _interval(low: str, high: str, decimals: int) -> Latex:
-    """Both bounds with as many decimals as the value has in print."""
-    return Latex(f"$[{float(low):z.{decimals}f}, {float(high):z.{decimals}f}]$")
+def _interval(cell: dict[str, str], name: str) -> Latex:
+    return Latex("$[{}, {}]$".format(*interval(cell, f"{name}_low", f"{name}_high")))
 
 
 # ---- document --------------------------------------------------------------------------------------------------------
 
 
 def run_document(
-    spec: DocumentSpec,
-    tables: Sequence[Path],
-    figures: Sequence[Path],
-    numbers: Path | None,
-    template: Path,
-    out: Path,
+    spec: DocumentSpec, tables: Sequence[Path], figures: Sequence[Path], numbers: Path | None, template: Path, out: Path
 ) -> None:
     """Writes a document that shows the tables (.tex), then the figures (.pdf), each in the order given.
 
@@ -169,24 +165,22 @@ def run_document(
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
     record = Record("document", spec, [*tables, *figures, numbers], sources=[template])
 
+    def place(path: Path) -> Latex:
+        """The path as seen from the document, where LaTeX runs."""
+        found = Path(os.path.relpath(path, out.parent)).as_posix()
+        if not re.fullmatch(r"[A-Za-z0-9._/-]+", found):
+            raise ValueError(f"{found!r}: LaTeX cannot read such a name; letters, digits and . _ / - are safe")
+        return Latex(found)
+
     def shown(path: Path, kind: str, caption: str = "") -> dict[str, str]:
         """A table or figure by its name, path and label; tables bring their captions along."""
-        place = _place(path, out.parent)
-        return {"name": path.stem, "path": place, "label": Latex(f"{kind}:{path.stem}"), "caption": caption}
+        return {"name": path.stem, "path": place(path), "label": Latex(f"{kind}:{path.stem}"), "caption": caption}
 
     parts = {
         "tables": [shown(path, "tab") for path in tables],
         "figures": [shown(path, "fig", caption_of(path.stem, spec.figure_titles)) for path in figures],
-        "numbers": _place(numbers, out.parent) if numbers else None,
-        "warnings": list(warnings({each.model_id: each.weights for each in spec.backbones})),
+        "numbers": place(numbers) if numbers else None,
+        "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
     }
     write_text(out, render(template, study=spec.study, backbones=spec.backbones, **parts))
     record.write(out)
-
-
-def _place(path: Path, folder: Path) -> Latex:
-    """The path as seen from `folder`, where LaTeX runs."""
-    place = Path(os.path.relpath(path, folder)).as_posix()
-    if not re.fullmatch(r"[A-Za-z0-9._/-]+", place):
-        raise ValueError(f"{place!r}: LaTeX cannot read such a name; letters, digits and . _ / - are safe")
-    return Latex(place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from residual_mass.files import write_text
 from residual_mass.metrics import KL
-from residual_mass.paper.cells import read_frame
+from residual_mass.paper.cells import interval, read_frame
 from residual_mass.paper.document import FRAME, context, warnings
 from residual_mass.paper.figures import caption_of
 from residual_mass.paper.latex import Field, block, fill, printed
@@ -35,6 +35,8 @@ SECTIONS = {
     "Attention outputs and costs": ("diagnostics", "maps", "training", "runtime"),
 }
 """What the tables of a section are of."""
+SWEEPS = ("ruler_sweep", "babilong_sweep", "natural_main")
+"""Tables of scores whose tests the page counts."""
 
 
 def run(
@@ -65,40 +67,36 @@ def run(
     )  # fmt: skip
     environment.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
     shown = opening(spec, cells) | {
-        "spec": spec, "warnings": list(warnings({each.model_id: each.weights for each in spec.backbones})),
-        "first": [each for each in pictures if each[0] == "fidelity"],
-        "figures": [each for each in pictures if each[0] != "fidelity"],
-        "sections": [(title, tables) for title, tables in sections.items() if tables],
-        "verdicts": _verdicts(comparison) if comparison else [],
+        "spec": spec, "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
+        "pictures": pictures, "sections": sections, "verdicts": _verdicts(comparison) if comparison else {},
     }  # fmt: skip
     write_text(out, fill(environment, template, lambda found: found.render(shown)))
     record.write(out)
 
 
 def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
-    """What the page opens with: the study's last method and top-K at the middle budget, by distance and by bytes, and
-    how many tested scores are better or worse. A comparison that the study lacks is None.
+    """What the page opens with: the study's last method and top-K at the middle budget, by distance and by bytes, None
+    where the study has no such comparison, and how many tested scores are better or worse.
     """
-    budget, names = middle_budget(spec), (spec.recommended, "topk")
+    budget, names = middle_budget(spec), [spec.recommended, "topk"]
 
-    def both(label: str, quantity: str) -> Any:
+    def both(label: str, quantity: str) -> list[pd.Series] | None:
         """The two cells of the first backbone and text at the greatest length."""
-        of = cells.get(
-            label, pd.DataFrame(columns=["quantity", "budget_percent", "backbone", "corpus", "length", "method"])
-        )
-        of = of[(of["quantity"] == quantity) & (of["budget_percent"] == budget)]
-        of = of.merge(of[["backbone", "corpus"]].head(1)).merge(of[["length"]].tail(1))
-        of = of.drop_duplicates("method").set_index("method", drop=False)
+        if label not in cells:
+            return None
+        of = cells[label][(cells[label]["quantity"] == quantity) & (cells[label]["budget_percent"] == budget)]
+        of = of.merge(of[["backbone", "corpus"]].head(1)).merge(of[["length"]].tail(1)).drop_duplicates("method")
+        of = of.set_index("method", drop=False)
         return [of.loc[name] for name in names] if set(names) <= set(of.index) else None
 
-    sweeps = [cells[label] for label in ("ruler_sweep", "babilong_sweep", "natural_main") if label in cells]
-    tested = pd.concat(sweeps).query("method == @spec.recommended and gain_p_holm != ''") if sweeps else pd.DataFrame()
-    gains = tested["gain"].astype(float) if len(tested) else pd.Series(dtype=float)
+    tested = pd.concat(
+        [pd.DataFrame(columns=["method", "gain", "mark"]), *(cells[name] for name in SWEEPS if name in cells)]
+    )
+    tested = tested[(tested["method"] == spec.recommended) & (tested["gain"] != "")]
     return {
         "budget": budget, "title": method_title(spec.recommended), "topk": method_title("topk"),
-        "corpus_title": corpus_title, "distance": both("fidelity", KL.name), "reads": both("deployable", "step_share"),
-        "tested": len(gains), "above": (gains > 0).sum(), "below": (gains < 0).sum(),
-        "marked": (tested["mark"] != "").sum() if len(tested) else 0,
+        "distance": both("fidelity", KL.name), "reads": both("deployable", "step_share"), "corpus_title": corpus_title,
+        "gains": [float(gain) for gain in tested["gain"]], "marked": (tested["mark"] != "").sum(),
     }  # fmt: skip
 
 
@@ -135,13 +133,12 @@ def hover(field: Field) -> str:
     return " · ".join(dict.fromkeys(notes))
 
 
-def between(cell: Any) -> str:
-    decimals = len(cell["text"].partition(".")[2])
-    return f"{float(cell['ci_low']):z.{decimals}f} to {float(cell['ci_high']):z.{decimals}f}"
+def between(cell: Mapping[str, str]) -> str:
+    return " to ".join(interval(cell))
 
 
 def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
-    of = context(cells)
+    of = context(cells) | {"warnings": []}  # they stand at the top of the page
     name = "runtime" if of["table"].startswith("runtime_") else of["table"]
     caption = block(template.with_name(f"{name}.tex.j2"), "caption", of), block(template.with_name(FRAME), "notes", of)
     return of | {"caption": html(" ".join(caption)), "label": of["table"]}
@@ -151,8 +148,8 @@ def _picture(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def _verdicts(path: Path) -> list[tuple[str, dict[str, int]]]:
+def _verdicts(path: Path) -> dict[str, dict[str, int]]:
     """How many published values of a table have which verdict."""
     rows = read_frame(path)
     kinds = rows["verdict"].str.replace(r" by .*", "", regex=True)
-    return [(label, counts.value_counts().to_dict()) for label, counts in kinds.groupby(rows["table"], sort=False)]
+    return {label: counts.value_counts().to_dict() for label, counts in kinds.groupby(rows["table"], sort=False)}

@@ -65,11 +65,13 @@ def test_nothing_is_loaded_from_outside_and_nothing_runs(tmp_path: Path) -> None
 def test_it_opens_with_findings_and_the_figure_of_fidelity(tmp_path: Path) -> None:
     html = make(tmp_path)
     findings = re.findall(r"<li>(.*)</li>", html)
-    assert len(findings) == 2 and "With 1% of the prefix read exactly" in findings[0] and "16 documents" in findings[0]
+    assert len(findings) == 2 and "With 1% of the prompt read exactly" in findings[0] and "16 documents" in findings[0]
     kl = distances().set_index(["method", "budget_percent"])["text"]
     assert kl["topk_phi", "1"] in findings[0] and kl["topk", "1"] in findings[0]
     tested = (study_rows()[0]["method"] == "topk_phi").sum()
-    assert f"in {tested} of {tested} cells and below in 0; none of these differences" in findings[1]
+    assert (
+        f"in {tested} of {tested} comparisons and below in 0; none of these differences is significant" in findings[1]
+    )
     assert (
         html.index("<li>") < html.index("data:image/png") < html.index('id="fidelity"') < html.index('id="ruler_sweep"')
     )
