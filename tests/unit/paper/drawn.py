@@ -1,23 +1,20 @@
-"""Files of every kind of figure, its drawing, and what a drawing shows."""
+"""Files of every kind of figure, with chosen or random values as the stages write them, and what a drawing shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import sample_diagnostics as sample
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from sample_results import distance_row, error_row, write_rows
+from sample_results import Row, distance_row, error_row, write_rows
 from tests.records import recorded
 
 from residual_mass.benchmarks.columns import FIDELITY
-from residual_mass.files import csv_text
 from residual_mass.methods import names
 from residual_mass.paper.figures import FIGURES
 from residual_mass.paper.figures.style import paper_style
@@ -27,87 +24,155 @@ from residual_mass.study.specs import FigureSpec
 
 Points = list[tuple[float, float]]
 TITLE = "Costs $5 & more_"
+METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
+VARIANTS = ("1k", "1k-hedgehog_map", "1k-lolcats_loss", "1k-kl_only", "1k-aux_only")
 COMPARED = [name for name in names()[1:] if name.startswith(("topk", "scan", "pages"))]
-MEASURED = ("topk", "topk_phi", "scan4_moments", "pages")
-"""Methods whose next tokens are measured as well."""
-BUDGETS = (16, 0.5, 2)
-SELECTORS = ("scan4", "scan3_regression_32", "pages")
-"""The first method of each selector but the exact one."""
+"""Methods whose errors are measured, and, of some, next tokens."""
+HEADS = {"pack": range(2), "layer": range(4), "head": range(5), "query": range(3), "k": (1, 21)}
+
+
+def grid(**levels: Any) -> pd.DataFrame:
+    """A row for each combination of values."""
+    return pd.MultiIndex.from_product(levels.values(), names=levels).to_frame(index=False)
+
+
+def heads(sizes: dict[str, Any] | None = None, **facts: Any) -> pd.DataFrame:
+    """Shuffled rows at K = 1 and 21, with heavy tails in what calibration shows; `facts` replace columns."""
+    rng = np.random.default_rng(7)
+    frame = grid(**HEADS | (sizes or {})).assign(backbone="smol", corpus="wiki", length="1k")
+    frame["budget_percent"] = frame["k"].map({1: 2.0, 21: 4.0})
+    for name in ("e_topk", "e_sub", "residual_share_hat", "log_z_true"):
+        frame[name] = rng.random(len(frame), dtype=np.float32)
+    frame["log_z_hat"] = (frame["log_z_true"] + rng.standard_t(1.5, len(frame)) - 0.5).astype("float32")
+    frame["e_nosub"] = (frame["e_sub"] + 0.01 * rng.standard_t(1.5, len(frame))).astype("float32")
+    row = frame.groupby(["pack", "layer", "head", "query"]).ngroup()
+    frame["h_mid"] = rng.random(len(frame), dtype=np.float32)[row]  # the same at every K
+    return frame.assign(**facts).sample(frac=1, random_state=1, ignore_index=True)
+
+
+def mass() -> pd.DataFrame:
+    """Mass that the K largest kernels of every head hold, in two packs."""
+    frame = grid(pack=range(2), layer=range(4), head=range(5), k=(1, 3, 10, 30, 70))
+    frame["c_mid"] = np.random.default_rng(9).random(len(frame))
+    return frame.sample(frac=1, random_state=2, ignore_index=True)
+
+
+def kernels(queries: int = 3, keys: int = 40, k: int = 21) -> pd.DataFrame:
+    """Shuffled rows of layer 1, head 2: kernels that all maps share, and scores that are the further off the later the
+    maps.
+    """
+    rng = np.random.default_rng(3)
+    base = grid(query=range(queries), position=range(4, 4 + keys)).assign(layer=1, head=2, k=k)
+    base["log_kernel"] = rng.normal(2, 1.5, len(base)).astype("float32")
+    base["retrieved"] = base.groupby("query")["log_kernel"].rank(ascending=False, method="first") <= k
+    frames = []
+    for number, label in enumerate(VARIANTS):
+        noise = rng.normal(number**2, 0.7, len(base)).astype("float32")
+        frames.append(base.assign(maps=label, log_phi=(0.8 * base["log_kernel"] + noise).astype("float32")))
+    return pd.concat(frames).sample(frac=1, random_state=5, ignore_index=True)
+
+
+def tokens() -> pd.DataFrame:
+    """Forced tokens under all arms, also in states and with maps that figures leave out. Documents are of unequal
+    lengths, and the last one alone has a token of which the prompt has nothing.
+    """
+    rng = np.random.default_rng(5)
+    arms = {"method": METHODS, "budget_percent": (2.0, 4.0), "maps": ("", "2k", "512")}
+    texts = {"text": ("wiki", "books"), "state": ("own", "dense")}
+    frame = grid(**texts, **arms, index=range(4), position=range(5)).assign(task="", continuation="following")
+    frame = frame[frame["method"].str.contains("phi") == (frame["maps"] != "")]
+    frame = frame[(frame["index"] != 1) | (frame["position"] < 3)].reset_index(drop=True)
+    frame["full_nll"] = rng.exponential(size=20)[5 * frame["index"] + frame["position"]]
+    frame["seen"] = rng.integers(1, 3, 20)[5 * frame["index"] + frame["position"]]
+    frame.loc[(frame["index"] == 3) & (frame["position"] == 0), "seen"] = 0
+    frame["kl"] = rng.lognormal(-4, 2, len(frame))
+    frame.loc[frame["method"] == "full", ["kl", "budget_percent"]] = 0, np.nan
+    return frame.sample(frac=1, random_state=1, ignore_index=True)
+
+
+def distances(length: str) -> pd.DataFrame:
+    """Rows of a fidelity file: of a corpus and a benchmark, and of much that the figure does not show."""
+    places = {"text": ("wiki", "books", "ruler"), "continuation": ("following", "gold", "greedy")}
+    rest = {"state": ("own", "dense"), "task": ("niah", "all"), "metric": ("nll", "kl", "kl_max")}
+    arms = {"method": METHODS[1:], "maps": ("", "2k", "512", "1k"), "budget_percent": (8, 2)}
+    frame = grid(**places, **rest, **arms).assign(length=length, documents=12)
+    frame = frame[(frame["text"] == "ruler") == (frame["continuation"] != "following")]
+    frame = frame[frame["method"].str.contains("phi") == (frame["maps"] != "")]
+    other = frame["maps"].isin(["512", "1k"])
+    frame = frame[~other | (frame["text"] == "wiki") & (frame["method"] == "topk_phi")]
+    value = np.random.default_rng(len(length)).uniform(0.01, 1, len(frame))
+    return frame.assign(value=value, ci_low=value / 2, ci_high=2 * value)
+
+
+def log_rows(ks: tuple[int, ...], scale: float = 1.0) -> pd.DataFrame:
+    """A training log of three measurements, of which figures show the rows of all layers on wiki."""
+    frame = grid(step=(0, 20, 30), corpus=("wiki", "books"), k=ks, layer=("all", "0", "1"))
+    hidden = 100 * ((frame["corpus"] != "wiki") | (frame["layer"] != "all"))
+    frame["e_sub"] = scale * (2 - frame["step"] / 20) / (1 + frame["k"]) + hidden
+    return frame.assign(
+        e_topk=1 / (1 + frame["k"]), e_nosub=1.1 * frame["e_sub"], kl=2 - frame["step"] / 60 + hidden, log_z_error="nan"
+    )
+
+
+def errors(length: str) -> list[Row]:
+    """Residual errors of methods on three texts. Budgets of 0.5% have no K, and so no recall."""
+    rng = np.random.default_rng(len(length))
+    rows = []
+    for corpus, method, budget in product(("books", "poems", "wiki"), COMPARED, (16, 0.5, 2)):
+        found = {"error": rng.uniform(0.01, 1), "recall": rng.uniform(0.5, 0.9) if budget != 0.5 else ""}
+        facts = {"corpus": corpus, "length": length, "step_share": rng.uniform(0.1, 1), "packs": 4}
+        rows.append(error_row(method, budget, **found, **facts))
+    return rows
+
+
+def next_tokens(length: str) -> list[Row]:
+    """Distances of the next token of some methods, and rows that the figure does not show."""
+    rows = []
+    for corpus, method, budget in product(("books", "wiki"), COMPARED[::5], (2, 16)):
+        row = distance_row(method, budget, text=corpus, length=length, value=0.1 * len(method) / budget)
+        rows += [
+            row,
+            *(row | {"value": 9} | hidden for hidden in ({"state": "dense"}, {"metric": "nll"}, {"task": "x"})),
+        ]
+    return rows
 
 
 def spec(label: str, **facts: Any) -> FigureSpec:
     return FigureSpec(**{"label": label, "title": TITLE, "budget_percent": 4.0} | facts)
 
 
-def parquet(path: Path, frame: pd.DataFrame) -> Path:
-    frame.to_parquet(path)
+def written(path: Path, frame: pd.DataFrame) -> Path:
+    frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path)
     return recorded(path)
-
-
-def csv(path: Path, rows: list[dict[str, Any]], columns: Sequence[str] = ()) -> Path:
-    path.write_text(csv_text(columns or list(rows[0]), rows))
-    return recorded(path)
-
-
-def error(length: str, corpus: str, method: str, budget: float) -> float:
-    return 0.01 * (1 + COMPARED.index(method)) * len(length) * len(corpus) / budget
-
-
-def missed(length: str, corpus: str, method: str, budget: float) -> float:
-    """Of methods with the same selector the same."""
-    return 0 if method.startswith("topk") else 0.001 * len(method[:5].rstrip("_")) * len(length) * len(corpus) / budget
-
-
-def share(method: str, budget: float) -> float:
-    return 0.01 * budget + 0.001 * len(method) + (0.5 if method.startswith("topk") else 0.1)
-
-
-def compared_files(folder: Path) -> list[Path]:
-    """Residual errors of two lengths, then distances of the next token."""
-    errors, distances = [], []
-    for length in ("512", "2k"):
-        rows = []
-        for corpus, method, budget in product(("books", "poems", "wiki"), COMPARED, BUDGETS):
-            recall = "" if budget == 0.5 else 1 - missed(length, corpus, method, budget)
-            facts = {"corpus": corpus, "length": length, "recall": recall, "step_share": share(method, budget)}
-            rows.append(error_row(method, budget, **facts, error=error(length, corpus, method, budget), packs=4))
-        errors.append(write_rows(folder, "residual_errors", rows, length))
-        rows = []
-        for corpus, method, budget in product(("books", "wiki"), MEASURED, (2, 16)):
-            value = 0.1 * error(length, corpus, method, budget) ** 2
-            row = distance_row(method, budget, text=corpus, length=length, value=value)
-            hidden = ({"state": "dense"}, {"metric": "kl_p90"}, {"task": "x"})
-            rows += [row, *(row | {"value": 9} | change for change in hidden)]
-        distances.append(write_rows(folder, "fidelity", rows, length))
-    return [*errors, *distances]
 
 
 def files_of(kind: str, folder: Path) -> tuple[FigureSpec, list[Path]]:
     """A spec and files of a kind of figure."""
     if kind in ("error_by_k", "selection_recall", "fidelity_by_bytes"):
-        files = compared_files(folder)
-        return spec(kind, texts=("wiki", "books")), files if kind == "fidelity_by_bytes" else files[:2]
-    if kind == "fidelity":
-        files = [csv(folder / f"{length}.csv", sample.distances(length), FIDELITY) for length in ("512", "2k")]
-        return spec(kind, maps=("2k",), texts=("ruler", "wiki")), files
-    if kind == "training_curves":
-        logs = {"512": sample.log_rows((0, 0, 1)), "1k": sample.log_rows((1, 21, 62), 2)}
-        return spec(kind, maps=tuple(logs)), [csv(folder / f"{length}.csv", rows) for length, rows in logs.items()]
-    if kind == "fidelity_tokens":
-        facts = {"maps": ("2k",), "texts": ("wiki",), "score": Resampling(bootstrap_resamples=200, seed=3)}
-        return spec(kind, **facts), [parquet(folder / "smol_2k.parquet", sample.tokens())]
-    frames = {"heads": sample.heads(), "mass": sample.mass(), "kernels": sample.kernels()}
-    read = {"mass_curves": ["mass", "heads"], "kernel_sanity": ["kernels", "heads"]}
-    read["ablation_kernel_fidelity"] = ["kernels"]
-    files = [parquet(folder / f"{name}.parquet", frames[name]) for name in read.get(kind, ["heads"])]
+        files = [write_rows(folder, "residual_errors", errors(length), length) for length in ("512", "2k")]
+        if kind == "fidelity_by_bytes":
+            files += [write_rows(folder, "fidelity", next_tokens(length), length) for length in ("512", "2k")]
+        return spec(kind, texts=("wiki", "books")), files
+    facts = {"fidelity": {"maps": ("2k",), "texts": ("ruler", "wiki")}, "training_curves": {"maps": ("512", "1k")}}
+    resampling = Resampling(bootstrap_resamples=200, seed=3)
+    facts["fidelity_tokens"] = {"maps": ("2k",), "texts": ("wiki",), "score": resampling}
+    frames = {
+        "fidelity": [distances(length).reindex(columns=FIDELITY) for length in ("512", "2k")],
+        "training_curves": [log_rows((0, 0, 1)), log_rows((1, 21, 62), 2)],
+        "fidelity_tokens": [tokens()],
+        "mass_curves": [mass(), heads()],
+        "kernel_sanity": [kernels(), heads()],
+        "ablation_kernel_fidelity": [kernels()],
+    }
     if kind in ("logz_calibration", "fullsub_nosub_delta"):
-        places = product(("wiki", "cwe"), ("1k", "2k"))
-        shown = [sample.heads(packs=n, corpus=corpus, length=length) for n, (corpus, length) in enumerate(places, 2)]
-        files = [parquet(folder / f"heads_{n}.parquet", frame) for n, frame in enumerate(shown)]
-    return spec(kind, maps=sample.VARIANTS), files
+        places = enumerate(product(("wiki", "cwe"), ("1k", "2k")), 2)
+        frames[kind] = [heads({"pack": range(n)}, corpus=corpus, length=length) for n, (corpus, length) in places]
+    suffix = "csv" if kind in ("fidelity", "training_curves") else "parquet"
+    files = [written(folder / f"{n}.{suffix}", frame) for n, frame in enumerate(frames.get(kind, [heads()]))]
+    return spec(kind, **facts.get(kind, {"maps": VARIANTS})), files
 
 
-def draw(show: FigureSpec, files: Sequence[Path]) -> Figure:
+def draw(show: FigureSpec, files: list[Path]) -> Figure:
     with paper_style():
         return FIGURES[kind_of(show.label)](show, files)
 
@@ -130,7 +195,12 @@ def assert_drawn(axis: Axes, curve: Any) -> None:
 def marks(axis: Axes) -> Points:
     """Points of all scatters."""
     clouds = (each for each in axis.collections if isinstance(each, PathCollection))
-    return sorted((float(x), float(y)) for cloud in clouds for x, y in cloud.get_offsets())
+    return [(float(x), float(y)) for cloud in clouds for x, y in cloud.get_offsets()]
+
+
+def corners(band: Any) -> set[tuple[float, float]]:
+    """Points on the outline of what `fill_between` drew."""
+    return {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 9)}
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -11,9 +11,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import sample_diagnostics as sample
-from drawn import Points, assert_drawn, assert_same, draw, drawn, files_of, marks, parquet, spec
+from drawn import (
+    VARIANTS,
+    Points,
+    assert_drawn,
+    assert_same,
+    corners,
+    draw,
+    drawn,
+    files_of,
+    heads,
+    kernels,
+    marks,
+    mass,
+    spec,
+    written,
+)
 from matplotlib.axes import Axes
+from scipy.stats import spearmanr
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -41,8 +56,8 @@ def pairs(x: dict[Head, float], y: dict[Head, float]) -> Points:
 
 
 def test_gains_of_every_backbone_and_budget(tmp_path: Path) -> None:
-    frames = {"smol": sample.heads(), "lar$ge": sample.heads(3, 4, packs=1, backbone="lar$ge")}
-    data = [parquet(tmp_path / f"{name}.parquet", frame) for name, frame in frames.items()]
+    frames = {"smol": heads(), "lar$ge": heads({"layer": range(3)}, backbone="lar$ge")}
+    data = [written(tmp_path / f"{name}.parquet", frame) for name, frame in frames.items()]
     figure = draw(spec("entropy_gain", backbone_titles={"smol": "Smol-1"}), data)
     for axis, (name, (k, budget)) in zip(figure.axes, product(frames, ((1, 2), (21, 4))), strict=True):
         gains = slow_gains(frames[name], k)
@@ -64,9 +79,9 @@ def slow_bins(pairs: Points) -> Points:
 
 
 def test_the_breakdown_shows_errors_gains_and_their_medians(tmp_path: Path) -> None:
-    figure, entropy = drawn("fixedk_breakdown", tmp_path), slow_means(sample.heads(), "h_mid", 21)
-    gains = slow_gains(sample.heads(), 21)
-    expected = [slow_means(sample.heads(), name, 21) for name in ("e_topk", "e_sub")]
+    figure, entropy = drawn("fixedk_breakdown", tmp_path), slow_means(heads(), "h_mid", 21)
+    gains = slow_gains(heads(), 21)
+    expected = [slow_means(heads(), name, 21) for name in ("e_topk", "e_sub")]
     for axis, values in zip(figure.axes, [*expected, gains], strict=True):
         assert_same(marks(axis), pairs(entropy, values))
         assert_same(axis.collections[0].get_offsets()[:, 0], [entropy[head] for head in gains if gains[head] > 0])
@@ -77,7 +92,7 @@ def test_the_breakdown_shows_errors_gains_and_their_medians(tmp_path: Path) -> N
 
 def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right(tmp_path: Path) -> None:
     entropies, right, _ = drawn("entropy_heatmap", tmp_path).axes
-    expected, shares = (slow_means(sample.heads(), name, 21) for name in ("h_mid", "residual_share_hat"))
+    expected, shares = (slow_means(heads(), name, 21) for name in ("h_mid", "residual_share_hat"))
     (image,) = entropies.images
     assert image.origin == "lower" and [*image.get_extent()] == [-0.5, 4.5, -0.5, 3.5]
     assert {place: image.get_array()[place] for place in expected} == pytest.approx(expected)
@@ -87,21 +102,19 @@ def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right(tmp_path
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_quartile_errors_are_means_over_the_heads_of_a_quartile(tmp_path: Path, tied: bool) -> None:
-    frame = sample.heads(layers=3, heads=6)
-    if tied:
-        frame["h_mid"] = np.float32(0.3)
-    figure = draw(spec("quartile_error"), [parquet(tmp_path / "heads.parquet", frame)])
+    frame = heads({"head": range(7)}, **{"h_mid": np.float32(0.3)} if tied else {})
+    figure = draw(spec("quartile_error"), [written(tmp_path / "heads.parquet", frame)])
     entropies = slow_means(frame, "h_mid")
     order = sorted(entropies, key=lambda head: (round(entropies[head], 12), head))
     for quartile, axis in enumerate(figure.axes):
-        heads = [head for place, head in enumerate(order) if place * 4 // len(order) == quartile]
+        group = [head for place, head in enumerate(order) if place * 4 // len(order) == quartile]
         for error, band in zip(("e_topk", "e_sub"), axis.collections, strict=True):
-            of_heads = [[slow_means(frame, error, k)[head] for head in heads] for k in (1, 21)]
+            of_heads = [[slow_means(frame, error, k)[head] for head in group] for k in (1, 21)]
             assert_drawn(axis, [(place, sum(values) / len(values)) for place, values in enumerate(of_heads)])
-            corners = [(place, np.quantile(v, end)) for place, v in enumerate(of_heads) for end in (0.25, 0.75)]
-            assert_same({(x, round(y, 9)) for x, y in band.get_paths()[0].vertices}, corners)
+            ends = [(place, np.quantile(v, end)) for place, v in enumerate(of_heads) for end in (0.25, 0.75)]
+            assert_same(corners(band), ends)
         assert [label.get_text() for label in axis.get_xticklabels()] == ["1\n2%", "21\n4%"]
-        assert axis.get_title().endswith(f"{entropies[heads[0]]:.2f} to {entropies[heads[-1]]:.2f}")
+        assert axis.get_title().endswith(f"{entropies[group[0]]:.2f} to {entropies[group[-1]]:.2f}")
 
 
 @pytest.mark.parametrize(
@@ -112,20 +125,20 @@ def test_quartile_errors_are_means_over_the_heads_of_a_quartile(tmp_path: Path, 
 )
 def test_heads_without_budget_or_errors_are_drawn(tmp_path: Path, kind: str, facts: dict[str, Any]) -> None:
     show, files = files_of(kind, tmp_path)
-    parquet(files[-1], sample.heads(**facts))
+    written(files[-1], heads(**facts))
     draw(show, files).draw_without_rendering()
 
 
 def test_curves_are_of_heads_at_fixed_ranks_of_the_entropy(tmp_path: Path) -> None:
-    (axis,), entropies = drawn("mass_curves", tmp_path).axes, slow_means(sample.heads(), "h_mid")
+    (axis,), entropies = drawn("mass_curves", tmp_path).axes, slow_means(heads(), "h_mid")
     order = sorted(entropies, key=lambda head: (entropies[head], head))
-    at = {k: slow_means(sample.mass(), "c_mid", k) for k in (1, 3, 10, 30, 70)}
+    at = {k: slow_means(mass(), "c_mid", k) for k in (1, 3, 10, 30, 70)}
     for place in (0.02, 0.10, 0.25, 0.75, 0.90, 0.98):
         assert_drawn(axis, [(k, curves[order[round(place * 19)]]) for k, curves in at.items()])
     assert_drawn(axis, [(k, np.median([*curves.values()])) for k, curves in at.items()])
     band, budgets = axis.collections
-    corners = [(k, np.quantile([*curves.values()], end)) for k, curves in at.items() for end in (0.25, 0.75)]
-    assert_same({(x, round(y, 9)) for x, y in band.get_paths()[0].vertices}, corners)
+    ends = [(k, np.quantile([*curves.values()], end)) for k, curves in at.items() for end in (0.25, 0.75)]
+    assert_same(corners(band), ends)
     assert [path.vertices[0, 0] for path in budgets.get_paths()] == [1, 21]
     assert "$K$ of the study: 1, 21" in axis.get_legend_handles_labels()[1]
 
@@ -167,7 +180,7 @@ def test_histograms_count_every_row_or_head(kind: str, tmp_path: Path) -> None:
     frames = [pd.read_parquet(path) for path in files]
     clamped, empty = np.flatnonzero(frames[0]["k"] == 21)[:2]
     frames[0].loc[clamped, "log_z_hat"] = frames[0].loc[empty, "log_z_true"] = -np.inf
-    parquet(files[0], frames[0])
+    written(files[0], frames[0])
     figure = draw(show, files)
     for axis, frame in zip(figure.axes, frames, strict=True):
         values = slow_values(kind, frame)
@@ -182,16 +195,15 @@ def test_histograms_count_every_row_or_head(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[1e-9, 5.0], [-3.0, -1.0], [-40.0, 1e30], [1.0] * 9 + [-300.0]])
 @pytest.mark.parametrize("kind", ["logz_calibration", "fullsub_nosub_delta"])
 def test_one_sided_and_extreme_values_are_drawn(tmp_path: Path, kind: str, values: list[float]) -> None:
-    frame = sample.heads(1, len(values), packs=1, queries=1)
-    frame = frame[frame["k"] == 21].sort_values("head")
-    rows = {"log_z_hat": values, "log_z_true": 0.0, "e_sub": values, "e_nosub": 0.0}
-    figure = draw(spec(kind), [parquet(tmp_path / "heads.parquet", frame.assign(**rows))])
+    one = {"pack": [0], "layer": [0], "head": range(len(values)), "query": [0], "k": [21]}
+    frame = heads(one, log_z_hat=values, log_z_true=0.0, e_sub=values, e_nosub=0.0)
+    figure = draw(spec(kind), [written(tmp_path / "heads.parquet", frame)])
     check_bins(figure.axes[0], values)
     figure.draw_without_rendering()
 
 
 def test_nothing_subtracted_is_refused(tmp_path: Path) -> None:
-    file = parquet(tmp_path / "heads.parquet", sample.heads(k=0))
+    file = written(tmp_path / "heads.parquet", heads(k=0))
     with pytest.raises(ValueError, match="^figure fullsub_nosub_delta: K is 0 at 4%, where nothing is subtracted; set"):
         draw(spec("fullsub_nosub_delta"), [file])
 
@@ -202,7 +214,7 @@ def test_nothing_subtracted_is_refused(tmp_path: Path) -> None:
 def test_kernels_of_one_head_against_a_slow_reading(tmp_path: Path) -> None:
     figure = drawn("kernel_sanity", tmp_path)
     scores, ranks, errors = figure.axes
-    frame = sample.kernels()
+    frame = kernels()
     keys: dict[int, list[tuple[float, float, bool]]] = {}
     for row in frame[frame["maps"] == "1k"].to_dict("records"):
         entry = (float(row["log_kernel"]), float(row["log_phi"]), bool(row["retrieved"]))
@@ -214,19 +226,21 @@ def test_kernels_of_one_head_against_a_slow_reading(tmp_path: Path) -> None:
         expected = [(x, y) for each in keys.values() for x, y, retrieved in each if retrieved is kind]
         assert_same(map(tuple, cloud.get_offsets()), expected)
     assert figure.get_suptitle().endswith("layer 1, head 2, $K = 21$\n(a) 120 of 120 scores shown")
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named[:3] == ["unretrieved", "retrieved", "score = kernel"] and len(named) == 8
     middles = ranks.lines[0].get_xdata()
     for number, band in enumerate(ranks.collections):
-        first, medians, corners = 1, [], []
+        first, medians, ends = 1, [], []
         for middle in middles:
             last = round(middle**2 / first)
             inside = [each[rank - 1][number] for each in keys.values() for rank in range(first, last + 1)]
             medians.append((middle, np.median(inside)))
-            corners += [(middle, np.quantile(inside, end)) for end in (0.25, 0.75)]
+            ends += [(middle, np.quantile(inside, end)) for end in (0.25, 0.75)]
             first = last + 1
         assert first == 41 and ranks.get_xscale() == "log"
         assert_drawn(ranks, medians)
-        assert_same({(x, round(y, 9)) for x, y in band.get_paths()[0].vertices}, corners)
-    rows = [row for row in sample.heads().to_dict("records") if (row["layer"], row["head"], row["k"]) == (1, 2, 21)]
+        assert_same(corners(band), ends)
+    rows = [row for row in heads().to_dict("records") if (row["layer"], row["head"], row["k"]) == (1, 2, 21)]
     for row in rows:
         assert_drawn(errors, [(0, row["e_topk"]), (1, row["e_sub"])])
     mean = [np.mean([row[name] for row in rows]) for name in ("e_topk", "e_sub")]
@@ -236,46 +250,36 @@ def test_kernels_of_one_head_against_a_slow_reading(tmp_path: Path) -> None:
 
 def test_far_off_keys_do_not_widen_the_panel_and_are_counted(tmp_path: Path) -> None:
     show, files = files_of("kernel_sanity", tmp_path)
-    frame = sample.kernels(("1k",), queries=1, keys=400)
-    order = frame.sort_values("log_kernel").index
+    frame = kernels(queries=1, keys=400)
+    order = frame[frame["maps"] == "1k"].sort_values("log_kernel").index
     frame.loc[order[0], "log_kernel"], frame.loc[order[9], "log_phi"], frame.loc[order[-9], "log_phi"] = -1e3, -1e4, 1e4
-    parquet(files[0], frame)
+    written(files[0], frame)
     figure = draw(show, files)
     assert figure.get_suptitle().endswith("397 of 400 scores shown")
     assert all(np.ptp(limits) < 60 for limits in (figure.axes[0].get_xlim(), figure.axes[0].get_ylim()))
 
 
-def slow_ranks(values: Sequence[float]) -> list[float]:
-    """Mean ranks, counted from 1."""
-    return [sum(b < a for b in values) + (sum(b == a for b in values) + 1) / 2 for a in values]
-
-
-def slow_spearman(frame: pd.DataFrame) -> float:
-    """Mean over queries, without those of fewer than two unretrieved keys or of one value alone."""
-    correlations = []
-    for query in set(frame["query"]):
-        rows = frame[(frame["query"] == query) & ~frame["retrieved"]]
-        x, y = (slow_ranks(rows[name].tolist()) for name in ("log_kernel", "log_phi"))
-        if len(set(x)) > 1 and len(set(y)) > 1:
-            correlations.append(np.corrcoef(x, y)[0, 1])
-    return sum(correlations) / len(correlations)
+def slow_spearman(rest: pd.DataFrame) -> float:
+    """Mean over queries, without those of fewer than two keys or of one value alone."""
+    found = [each[["log_kernel", "log_phi"]] for _, each in rest.groupby("query") if each["log_phi"].nunique() > 1]
+    return np.mean([spearmanr(each).statistic for each in found])
 
 
 def test_fidelity_of_variants_is_over_the_unretrieved_keys_within_queries(tmp_path: Path) -> None:
-    frame = sample.kernels(queries=5)
+    frame = kernels(queries=5)
     frame["log_kernel"] = frame["log_kernel"].round(1) + 9 * frame["query"]  # equal ranks, and levels that do not count
     frame["log_phi"] += 9 * frame["query"]
     frame.loc[frame["query"] == 3, "retrieved"] = frame["position"] > 4  # one key is left
     frame.loc[(frame["query"] == 4) & ~frame["retrieved"], "log_phi"] = 38.0
     show, (file,) = files_of("ablation_kernel_fidelity", tmp_path)
-    figure = draw(show, [parquet(file, frame)])
+    figure = draw(show, [written(file, frame)])
     titles = ("Hedgehog-style map", "LoLCATs-style loss", "KL only", "Auxiliary only")
-    for axis, letter, title, maps in zip(figure.axes, "abcd", titles, sample.VARIANTS[1:], strict=True):
+    for axis, letter, title, maps in zip(figure.axes, "abcd", titles, VARIANTS[1:], strict=True):
         expected, said = [], [f"({letter}) {title}"]
         for label, name in (("1k", "own"), (maps, "variant")):
             rest = frame[(frame["maps"] == label) & ~frame["retrieved"]]
             x, y = rest["log_kernel"].to_numpy(float), rest["log_phi"].to_numpy(float)
-            rms, spearman = math.sqrt(np.mean((y - x) ** 2)), slow_spearman(frame[frame["maps"] == label])
+            rms, spearman = math.sqrt(np.mean((y - x) ** 2)), slow_spearman(rest)
             said.append(f"{name}: RMS {rms:.2f} nats, Spearman ${spearman:.2f}$")
             expected += zip(x, y, strict=True)
         assert_same(marks(axis), expected)
@@ -285,4 +289,4 @@ def test_fidelity_of_variants_is_over_the_unretrieved_keys_within_queries(tmp_pa
 def test_all_keys_retrieved_is_refused(tmp_path: Path) -> None:
     show, (file,) = files_of("ablation_kernel_fidelity", tmp_path)
     with pytest.raises(ValueError, match=f"^{file}: every key is retrieved; set a smaller diagnostics.budget"):
-        draw(show, [parquet(file, sample.kernels(k=40))])
+        draw(show, [written(file, kernels(k=40))])

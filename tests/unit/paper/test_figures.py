@@ -10,30 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sample_diagnostics as sample
 from drawn import (
-    BUDGETS,
     COMPARED,
-    MEASURED,
-    SELECTORS,
     assert_drawn,
+    corners,
+    distances,
     draw,
     drawn,
-    error,
+    errors,
     files_of,
     lines,
-    missed,
-    share,
+    next_tokens,
     spec,
+    tokens,
 )
 from matplotlib.figure import Figure
 from sample_results import error_row, write_rows
 
+from residual_mass import methods
 from residual_mass.benchmarks.statistics import resampled
-from residual_mass.methods import METHODS, method_named
+from residual_mass.methods import method_named
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
-from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES
+from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, method_title, trained_at_title
 from residual_mass.study import figures as configured
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -84,25 +83,23 @@ def test_logarithmic_axes_have_some_ticks_and_not_many(ends: tuple[float, float]
 def test_lines_and_bands_are_the_rows_of_all_tasks_in_the_own_state(tmp_path: Path) -> None:
     figure = drawn("fidelity", tmp_path)
     for axis, (length, text) in zip(figure.axes, product(("512", "2k"), ("ruler", "wiki")), strict=True):
-        arms = [(method, "2k" * ("phi" in method)) for method in sample.METHODS[1:]]
-        arms += [("topk_phi", "512"), ("topk_phi", "1k")] if text == "wiki" else []
-        place = {"text": text, "state": "own", "task": "all", "metric": "kl"}
-        rows = [row for row in sample.distances(length) if place.items() <= row.items()]
-        rows = sorted((row for row in rows if row["continuation"] != "greedy"), key=lambda row: row["budget_percent"])
-        for line, band, arm in zip(axis.lines, axis.collections, arms, strict=False):
-            shown = [row for row in rows if (row["method"], row["maps"]) == arm]
+        place = {"length": length, "text": text, "state": "own", "task": "all", "metric": "kl"}
+        rows = distances(length).sort_values("budget_percent").to_dict("records")
+        rows = [row for row in rows if place.items() <= row.items() and row["continuation"] != "greedy"]
+        arms: dict[str, list[Any]] = {}
+        for row in rows:
+            title = trained_at_title(row["maps"]) if row["maps"] in ("512", "1k") else method_title(row["method"])
+            arms.setdefault(title, []).append(row)
+        for line, band in zip(axis.lines, axis.collections, strict=False):
+            shown = arms[line.get_label()]
             np.testing.assert_allclose(line.get_xydata(), [(row["budget_percent"], row["value"]) for row in shown])
-            corners = {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 9)}
-            assert corners == {
-                (row["budget_percent"], round(row[end], 9)) for row in shown for end in ("ci_low", "ci_high")
-            }
-            assert (line.get_linestyle() == "-") == (arm[1] in ("", "2k"))
-        assert len(axis.lines) == len(arms)
+            ends = product(shown, ("ci_low", "ci_high"))
+            assert corners(band) == {(row["budget_percent"], round(row[end], 9)) for row, end in ends}
+            assert (line.get_linestyle() == "-") == (shown[0]["maps"] in ("", "2k"))
+        assert len(axis.lines) == len(arms) == (5 if text == "wiki" else 3)
         title, counted = ("wiki", "documents") if text == "wiki" else ("RULER", "prompts")
         assert axis.get_title() == f"{title}, {length}: 12 {counted}"
-    phi = r"Top-$K{+}\phi$"
-    named = {"Top-$K$", phi, f"{phi} (NoSub)", f"{phi} (512-trained)", f"{phi} (1k-trained)", "95% interval"}
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == named
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {*arms, "95% interval"}
 
 
 def quarters(rows: list[dict[str, Any]]) -> list[int]:
@@ -125,7 +122,7 @@ def slow_mean(rows: list[dict[str, Any]], weights: Sequence[float]) -> float:
 def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents(tmp_path: Path) -> None:
     figure = drawn("fidelity_tokens", tmp_path)
     place = {"text": "wiki", "state": "own", "budget_percent": 4.0}
-    own = [row for row in sample.tokens().to_dict("records") if place.items() <= row.items() and row["maps"] != "512"]
+    own = [row for row in tokens().to_dict("records") if place.items() <= row.items() and row["maps"] != "512"]
     for number, method in enumerate(dict.fromkeys(row["method"] for row in own)):
         rows = sorted((row for row in own if row["method"] == method), key=lambda row: (row["index"], row["position"]))
         values = sorted(row["kl"] for row in rows)
@@ -152,12 +149,14 @@ def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents(tm
 @pytest.mark.parametrize("kind", ["error_by_k", "selection_recall"])
 def test_lines_of_methods_are_the_rows_of_the_files(kind: str, tmp_path: Path) -> None:
     figure = drawn(kind, tmp_path)
-    shown = SELECTORS if kind == "selection_recall" else [name for name in COMPARED if name.startswith("topk")]
-    value, budgets = (missed, (2, 16)) if kind == "selection_recall" else (error, (0.5, 2, 16))
+    first = ("scan4", "scan3_regression_32", "pages")  # methods of selectors other than exact top-K
+    shown = first if kind == "selection_recall" else [name for name in COMPARED if name.startswith("topk")]
     for axis, (length, corpus) in zip(figure.axes, product(("512", "2k"), ("wiki", "books")), strict=True):
         for line, method in zip(axis.lines, shown, strict=True):
-            expected = [(each, value(length, corpus, method, each)) for each in budgets]
-            np.testing.assert_allclose(line.get_xydata(), expected)
+            rows = [row for row in errors(length) if (row["method"], row["corpus"]) == (method, corpus)]
+            values = [row["error"] if kind == "error_by_k" else row["recall"] and 1 - row["recall"] for row in rows]
+            expected = [(float(row["budget_percent"]), y) for row, y in zip(rows, values, strict=True) if y]
+            np.testing.assert_allclose(line.get_xydata(), sorted(expected))
         assert axis.get_title() == f"{ {'wiki': 'Wikipedia', 'books': 'Books'}[corpus] }, {length}: 4 packs"
     assert len(figure.legends[0].texts) == len(shown)
 
@@ -172,21 +171,22 @@ def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel(t
     figure = drawn("fidelity_by_bytes", tmp_path)
     places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error"))
     for axis, (length, corpus, quantity) in zip(figure.axes, places, strict=True):
-        methods, budgets = (MEASURED, (2, 16)) if quantity == "kl" else (COMPARED, sorted(BUDGETS))
-        expected = {}
-        for method, budget in product(methods, budgets):
-            value = error(length, corpus, method, budget)
-            expected[method, budget] = 100 * share(method, budget), 0.1 * value**2 if quantity == "kl" else value
-        for method in methods:
-            assert_drawn(axis, [expected[method, budget] for budget in budgets])
-        competing = {place for (name, _), place in expected.items() if name != "topk_exact_mass"}
+        rows = [row for row in errors(length) if row["corpus"] == corpus]
+        arms = {(row["method"], row["budget_percent"]): (100 * row["step_share"], row["error"]) for row in rows}
+        if quantity == "kl":
+            rows = [row for row in next_tokens(length) if row["text"] == corpus and row["value"] != 9]
+            arms = {(of := (row["method"], row["budget_percent"])): (arms[of][0], row["value"]) for row in rows}
+        for method in {method for method, _ in arms}:
+            of_method = sorted((float(budget), *point) for (name, budget), point in arms.items() if name == method)
+            assert_drawn(axis, [point for _, *point in of_method])
+        competing = {point for (name, _), point in arms.items() if name != "topk_exact_mass"}
         best = [p for p in competing if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in competing)]
         (front,) = (line.get_xydata() for line in axis.lines if line.get_label() == "front")
         np.testing.assert_allclose(front, sorted(best))
 
 
 def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(tmp_path: Path) -> None:
-    decoded = [one for one in METHODS if not one.whole_prefix]
+    decoded = [one for one in methods.METHODS if not one.whole_prefix]
     assert {type(one.selector).__name__ for one in decoded} == set(SELECTOR_TITLES)
     assert {type(one.residual).__name__ for one in decoded} == set(RESIDUAL_TITLES)
     axis, found = drawn("fidelity_by_bytes", tmp_path).axes[1], [method_named(name) for name in COMPARED]

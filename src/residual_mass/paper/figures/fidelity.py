@@ -134,5 +134,5 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd
     counts = np.concatenate(list(resampled(len(table), spec.score.bootstrap_resamples, spec.score.seed, spec.texts[0])))
     with np.errstate(invalid="ignore"):  # a resample may lack a group
         draws = (counts @ sums.to_numpy()) / (counts @ sizes.to_numpy())
-    low, high = zip(*map(percentile_interval, draws.T), strict=True)
+    low, high = percentile_interval(draws.T)
     return pd.DataFrame({"tokens": sizes.sum(), "mean": sums.sum() / sizes.sum(), "low": low, "high": high})

@@ -30,8 +30,9 @@ def _keys(path: Path, maps: Sequence[str]) -> pd.DataFrame:
 
 def _cloud(axis: Axes, keys: pd.DataFrame, colour: str, marker: str, label: str) -> None:
     """Draws keys as pixels: thousands of vectors make a large PDF."""
-    look = {"c": colour, "marker": marker, "linewidths": 0.3 if marker == "x" else 0, "label": label}
-    axis.scatter("log_kernel", "log_phi", data=keys, s=3, alpha=0.3, rasterized=True, **look)
+    look = {"c": colour, "marker": marker, "linewidths": 0.3 if marker == "x" else 0}
+    axis.scatter(keys["log_kernel"], keys["log_phi"], s=3, alpha=0.3, rasterized=True, **look)
+    axis.plot([], [], marker, color=colour, label=label)  # larger and darker, for the legend
 
 
 def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import AsinhLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -109,16 +108,14 @@ def looks_of(names: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict
 # ---- panels ----------------------------------------------------------------------------------------------------------
 
 
-def panels(
-    height: float, count: int, columns: int, x: str = "", y: str = "", **layout: Any
-) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels of this height, row by row, which share both axes unless `layout`, arguments of
+def panels(height: float, count: int, columns: int, x: str = "", y: str = "", **grid: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels of this height, row by row, which share both axes unless `grid`, arguments of
     `Figure.subplots`, says otherwise. The first of a row and those with none below are labelled.
     """
     columns = min(count, columns)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(TEXT_WIDTH, 0.6 + height * rows))
-    axes = figure.subplots(rows, columns, squeeze=False, **{"sharex": True, "sharey": True} | layout).ravel()
+    axes = figure.subplots(rows, columns, squeeze=False, **{"sharex": True, "sharey": True} | grid).ravel()
     for axis in axes[:count:columns]:
         axis.set_ylabel(y)
     for axis in axes[count - columns : count]:
@@ -167,8 +164,5 @@ def finish(figure: Figure, spec: FigureSpec, more: str = "", **legend: Any) -> F
         if size.width <= figure.bbox.width or columns == 1:
             break
         shown.remove()
-    for handle in shown.legend_handles:
-        if isinstance(handle, PathCollection):  # of thousands of small and pale points
-            handle.set(alpha=1, sizes=[15])
     figure.set_figheight(figure.get_figheight() + size.height / figure.dpi)
     return figure

@@ -11,10 +11,6 @@ from matplotlib.figure import Figure
 
 from residual_mass.paper.figures.style import GREY, figure, finish, looks_of, make_logarithmic, panels
 from residual_mass.study.specs import FigureSpec
-from residual_mass.training import RUN
-
-MARKS = 12
-"""Most markers of a line."""
 
 
 def _log(path: Path, length: str) -> pd.DataFrame:
@@ -23,10 +19,9 @@ def _log(path: Path, length: str) -> pd.DataFrame:
     Budgets of different lengths are compared by their `rank`, 0 at the largest K: counted from the top because short
     sequences have several budgets in which nothing but the anchors fits, and their K is 0 alike.
     """
-    log = pd.read_csv(path, dtype={"recipe": str, "variant": str, "layer": str}, keep_default_na=False, na_values="")
-    log = log[(log["layer"] == "all") & (log["corpus"] == log["corpus"].iloc[0])]
-    rank = log["k"].rank(method="dense", ascending=False).astype(int) - 1
-    return log.assign(length=length, rank=rank).drop_duplicates([*RUN, "step", "k"])
+    log = pd.read_csv(path, dtype={"layer": str})
+    log = log[(log["layer"] == "all") & (log["corpus"] == log["corpus"].iloc[0])].drop_duplicates(["step", "k"])
+    return log.assign(length=length, rank=log["k"].rank(method="dense", ascending=False).astype(int) - 1)
 
 
 @figure
@@ -41,7 +36,7 @@ def training_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     for axis, rank in zip(axes, ranks, strict=False):
         panel = logs[logs["rank"] == rank]
         for length, rows in panel.groupby("length", sort=False):
-            look = looks[length] | {"markevery": math.ceil(len(rows) / MARKS)}
+            look = looks[length] | {"markevery": 0.1}  # of the panel's diagonal
             axis.plot(rows["step"], rows["e_sub"], **look, label=rf"{length}, Top-$K{{+}}\phi$")
             axis.plot(rows["step"], rows["e_nosub"], color=look["color"], linewidth=0.5)
             axis.axhline(rows["e_topk"].mean(), color=look["color"], linestyle="--", linewidth=0.8)
