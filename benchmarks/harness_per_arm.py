@@ -40,10 +40,10 @@ def main() -> None:
     options = parser.parse_args()
 
     backbone = load_backbone(SMOL, options.assets)
-    phi = PhiMaps.load(options.phi)
+    phi, data = PhiMaps.load(options.phi), ruler.assets_data(options.assets)
     for length in options.lengths:
         docs = {
-            task: ruler.build_examples(task, backbone.tokenizer, length, options.examples, 0, options.assets)
+            task: ruler.build_examples(task, backbone.tokenizer, length, options.examples, 0, data)
             for task in options.tasks
         }
         ours: list[Answers] = []

@@ -10,7 +10,7 @@ from typing import Any
 from tests.records import give_manifest, recorded
 
 from residual_mass.files import jsonl, sha256_of
-from residual_mass.frozen_prompts import table_sha256
+from residual_mass.texts.frozen_prompts import table_sha256
 
 MODEL_ID = "tests/Tiny-Llama"
 REVISION = "r1"

@@ -1,4 +1,4 @@
-"""BABILong examples: the benchmark's own data set, or examples built anew from simulated stories and books.
+"""BABILong examples built anew from simulated stories and books.
 
 An example is a story whose facts are placed, in order, between the sentences of a book, and a question about the story.
 Its length is that of the harness's whole prompt, including few-shot examples, with the longest answer.
@@ -7,8 +7,8 @@ Its length is that of the harness's whole prompt, including few-shot examples, w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,11 +19,10 @@ from residual_mass.benchmarks.catalogue import (
     harness_config,
     harness_requests,
     seeded,
+    sentence_tables,
 )
-from residual_mass.benchmarks.stories import Story, tell
+from residual_mass.benchmarks.stories import tell
 from residual_mass.texts.corpora import books_of
-from residual_mass.texts.hub import hub_rows
-from residual_mass.texts.names import BABILONG, HubPart
 
 SLACK = 2
 """Tokens by which a prompt may miss its length where no run of words fills it exactly."""
@@ -35,53 +34,29 @@ SENTENCES = re.compile(r"(?!CHAPTER )[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
 """A paragraph that begins and ends like a sentence, unlike headings."""
 
 
-def build_examples(
-    task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str = "assets"
-) -> list[Doc]:
-    """The first `count` examples of a task: `{"input", "question", "target"}`, with assets also the story's `"facts"`.
-
-    The data set on the hub may hold fewer at this nominal length.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path) -> list[Doc]:
+    """The first `count` examples of a task, `{"input", "question", "target"}` and the story's `"facts"`.
 
     Raises:
         DoesNotFitError: the facts and the harness's template take more than `length` tokens.
     """
-    if data_source == "hub":
-        return _published_examples(task, length, count)
-    kind, base = task.removeprefix("babilong_"), seeded(seed, task, length)
+    base = seeded(seed, task, length)
     paragraphs, split = read_paragraphs(assets / "corpora" / "books"), sentence_splitter(assets / "nltk_data")
-    rngs = [
-        Random(f"{base} {index}") for index in range(count)
-    ]  # one each, so that examples do not depend on their number
-    stories = [tell(kind, rng) for rng in rngs]
+    # A generator each, so that examples do not depend on their number.
+    rngs = [Random(f"{base} {index}") for index in range(count)]
+    stories = [tell(task.removeprefix("babilong_"), rng) for rng in rngs]
     room = length - harness_config("babilong", task)["generation_kwargs"]["max_gen_toks"]
+    blank = [{"input": GAP, "question": story.question, "target": story.answer} for story in stories]
     docs = []
-    for rng, story, (before, after) in zip(rngs, stories, _layouts(task, stories), strict=True):
-        size = partial(_size, tokenizer, before, after)
+    for rng, story, (prompt, _) in zip(rngs, stories, harness_requests("babilong", task, blank), strict=True):
+        before, after = prompt.split(GAP)
+
+        def size(text: str, before: str = before, after: str = after) -> int:
+            return len(tokenizer(before + text + after).input_ids)
+
         hidden = hide(story.facts, read_on(paragraphs, split, rng, room), rng, size, room)
         docs.append({"input": hidden, "question": story.question, "target": story.answer, "facts": list(story.facts)})
     return docs
-
-
-def _published_examples(task: str, length: int, count: int) -> list[Doc]:
-    """Rows of the data set that the harness itself loads."""
-    if length % 1024:
-        raise ValueError(f"length {length}: BABILong's data set has lengths in whole k only; choose 1k, 2k, 4k, ...")
-    split = harness_config("babilong", task)["test_split"]
-    rows = hub_rows(HubPart(BABILONG, f"{length // 1024}k", split))
-    return rows.select(range(min(count, len(rows)))).to_list()
-
-
-def _layouts(task: str, stories: Sequence[Story]) -> Iterator[tuple[str, str]]:
-    """The harness's prompt before and after the input of each story."""
-    docs = [{"input": GAP, "question": story.question, "target": story.answer} for story in stories]
-    for prompt, _ in harness_requests("babilong", task, docs):
-        before, after = prompt.split(GAP)
-        yield before, after
-
-
-def _size(tokenizer: Any, before: str, after: str, text: str) -> int:
-    """Length in tokens of the whole prompt with `text` as its input, special tokens included."""
-    return len(tokenizer(before + text + after).input_ids)
 
 
 def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Callable[[str], int], room: int) -> str:
@@ -198,9 +173,7 @@ def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
     Raises:
         ValueError: the tables are missing.
     """
-    folder = tables / "tokenizers" / "punkt_tab" / "english"
-    if not folder.is_dir():
-        raise ValueError(f"{tables}: no tokenizers/punkt_tab/english in it; run the assets stage")
+    folder = sentence_tables(tables) / "tokenizers" / "punkt_tab" / "english"
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
     def table(name: str) -> list[list[str]]:

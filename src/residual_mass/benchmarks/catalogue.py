@@ -18,9 +18,6 @@ Doc = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
 """Prompt text and generation settings that the harness sends for an example."""
 
-FILES = {"babilong": "babilong_{}"}
-"""Names of the harness's YAML files, where these are not the task's name without that of the benchmark."""
-
 Data = Literal["original", "simulated", "stand-in"]
 """Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's
 definition, or other real text in the task's format.
@@ -97,20 +94,24 @@ def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
     return names
 
 
-def parts_of(benchmark: str, length_tokens: int) -> list[HubPart]:
-    """The parts of data sets on the hub that a benchmark reads at a length.
+def parts_of(benchmark: str, length_tokens: int) -> dict[str, HubPart]:
+    """The parts of data sets on the hub that a benchmark reads at a length, by task; RULER's tasks share one.
 
     Raises:
-        ValueError: as `tasks_of`, or the benchmark has no entry here.
+        ValueError: as `tasks_of`, or the data set has no such length, or the benchmark has no entry here.
     """
-    names = [name.removeprefix(f"{benchmark}_") for name in tasks_of(benchmark, length_tokens)]
+    names = {task: task.removeprefix(f"{benchmark}_") for task in tasks_of(benchmark, length_tokens)}
     if benchmark == "ruler":
-        return [ESSAYS]
-    if benchmark == "babilong":
-        return [HubPart(BABILONG, f"{length_tokens // 1024}k", name) for name in names]
+        return dict.fromkeys(names, ESSAYS)
     if benchmark == "longbench":
-        return [HubPart(LONGBENCH, name, "test") for name in names]
-    raise ValueError(f"benchmark {benchmark!r}: its data sets on the hub are unknown; add them to catalogue.parts_of")
+        return {task: HubPart(LONGBENCH, name, "test") for task, name in names.items()}
+    if benchmark != "babilong":
+        raise ValueError(
+            f"benchmark {benchmark!r}: its data sets on the hub are unknown; add them to catalogue.parts_of"
+        )
+    if length_tokens % 1024:
+        raise ValueError(f"length {length_tokens}: BABILong's data set has whole k only; choose 1k, 2k, 4k, ...")
+    return {task: HubPart(BABILONG, f"{length_tokens // 1024}k", name) for task, name in names.items()}
 
 
 def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
@@ -148,7 +149,7 @@ def harness_config(benchmark: str, task: str) -> dict[str, Any]:
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    name = FILES.get(benchmark, "{}").format(task.removeprefix(f"{benchmark}_")) + ".yaml"
+    name = f"{task if benchmark == 'babilong' else task.removeprefix(f'{benchmark}_')}.yaml"
     config = load_yaml(Path(lm_eval.tasks.__file__).parent / benchmark / name)
     assert config["task"] == task, f"the harness's {benchmark}/{name} configures {config['task']}"
     return {key: value for key, value in config.items() if key != "tag"}
@@ -170,6 +171,13 @@ def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[Request
     built = harness_task(benchmark, task, docs)
     built.build_all_requests()
     return [instance.args for instance in built.instances]
+
+
+def sentence_tables(nltk_data: Path) -> Path:
+    """A folder of NLTK's tables; raises ValueError where it lacks those for sentences."""
+    if not (nltk_data / "tokenizers" / "punkt_tab" / "english").is_dir():
+        raise ValueError(f"{nltk_data}: no tokenizers/punkt_tab/english in it; run the assets stage")
+    return nltk_data
 
 
 def seeded(seed: int, task: str, length: int) -> int:

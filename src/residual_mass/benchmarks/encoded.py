@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from residual_mass.core.settings import tokens_of
-from residual_mass.frozen_prompts import Prompt
 from residual_mass.model.loading import encode, encode_chat
 from residual_mass.study.sections import Decoding
 from residual_mass.texts.corpora import special_prefix
+from residual_mass.texts.frozen_prompts import Prompt
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,19 @@ from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
-from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
-from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import AskedSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
+from residual_mass.texts.frozen_prompts import (
+    gold_answer,
+    gold_continuation,
+    load_manifest,
+    load_prompts,
+    require_prompts_of,
+)
 
 if TYPE_CHECKING:
     from residual_mass.model.forced import ForcedDecoder

@@ -20,12 +20,12 @@ from residual_mass.benchmarks.scorers import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
 from residual_mass.core.settings import MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
-from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import backbone_identity, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import GenerateSpec
+from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 
 if TYPE_CHECKING:
     from residual_mass.model.engine import Generation, SharedPrefillEngine

@@ -1,8 +1,6 @@
-"""LongBench examples (GovReport, QMSum, MuSiQue, HotpotQA) in the harness's templates.
+"""Examples for LongBench's templates (GovReport, QMSum, MuSiQue, HotpotQA) that fill a length with whole paragraphs.
 
-From the hub come the benchmark's own examples, unchanged and in order, whatever the length; most are longer than the
-short lengths. From the assets, SQuAD 2.0's Wikipedia articles and HotpotQA's dev set (distractor setting, all questions
-hard), examples are built that fill a length with whole paragraphs:
+They are built from SQuAD 2.0's Wikipedia articles and HotpotQA's dev set (distractor setting, all questions hard):
 
 * HotpotQA: its own questions and answers. The passages are all paragraphs of the question's item (two supporting ones
   and the distractors), filled up with paragraphs of other items, in random order. LongBench uses the full Wikipedia
@@ -31,15 +29,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from residual_mass.benchmarks.catalogue import (
-    Doc,
-    DoesNotFitError,
-    harness_config,
-    seeded,
-)
+from residual_mass.benchmarks.catalogue import Doc, DoesNotFitError, harness_config, seeded
 from residual_mass.files import read_json
-from residual_mass.texts.hub import hub_rows
-from residual_mass.texts.names import LONGBENCH, HubPart
 
 ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3
@@ -77,22 +68,14 @@ class Draft:
     needed: int
 
 
-def build_examples(
-    task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str = "assets"
-) -> list[Doc]:
-    """Examples in the fields of the hub's data set.
-
-    The first `count`, or all where there are fewer. Those built from assets take at most `length` tokens with their
-    answer, and do not depend on `count`.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path) -> list[Doc]:
+    """The first `count` examples, or all where there are fewer, in the fields of the hub's data set. With their answer
+    they take at most `length` tokens.
 
     Raises:
-        DoesNotFitError: not one example of the assets fits.
-        ValueError: the data cannot be read.
+        DoesNotFitError: not one example fits.
     """
     config = harness_config("longbench", task)
-    if data_source == "hub":
-        rows = hub_rows(HubPart(LONGBENCH, config["dataset_name"], config["test_split"]))
-        return rows.select(range(min(count, len(rows)))).to_list()
 
     def tokens(text: str) -> int:
         return len(tokenizer(text).input_ids)

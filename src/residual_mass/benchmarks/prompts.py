@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import (
@@ -22,11 +22,11 @@ from residual_mass.benchmarks.catalogue import (
 )
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, write_text
-from residual_mass.frozen_prompts import table_sha256
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import PromptsSpec
 from residual_mass.texts.assets import require_whole
-from residual_mass.texts.hub import commits_of
+from residual_mass.texts.frozen_prompts import table_sha256
+from residual_mass.texts.hub import commits_of, hub_rows
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +40,13 @@ LONG_FIELDS = {
 """Fields left out of a frozen example, as its prompt contains them."""
 
 
-class Builder(Protocol):
-    """Builds the examples of a benchmark's task."""
-
-    def __call__(
-        self, task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str
-    ) -> list[Doc]:
-        """At most `count` examples (a data set may hold fewer), of `length` tokens.
-
-        Raises:
-            DoesNotFitError: too few fit the length.
-        """
-
-
-BUILDERS: dict[str, Builder] = {
-    "ruler": ruler.build_examples,
+BUILDERS: dict[str, Callable[[str, Any, int, int, int, Path], list[Doc]]] = {
     "babilong": babilong.build_examples,
     "longbench": longbench.build_examples,
 }
+"""What builds examples from the assets, given the task, the tokenizer, the length in tokens, the number of examples and
+the seed.
+"""
 
 
 def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
@@ -69,11 +58,11 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     names, left_out = tasks_of(spec.benchmark, length), too_long(spec.benchmark, length)
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
     require_whole(assets, *(ASSET_PLACES if spec.data_source == "assets" else ["nltk_data"]))
-    build, tasks = BUILDERS[spec.benchmark], {}
+    tasks: dict[str, Any] = {}
     for name in names:
         logger.info("%s at %s: building %d examples", name, spec.length, spec.examples)
         try:
-            docs = build(name, tokenizer, length, spec.examples, spec.seed, assets, spec.data_source)
+            docs = examples_of(spec, name, tokenizer, assets)
         except DoesNotFitError as error:
             left_out[name] = str(error)
             continue
@@ -83,9 +72,35 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
         tasks[name] = {"file": file.name, "sha256": sha256_of(file), "examples": len(docs), "data": data}
     for name, reason in left_out.items():
         logger.warning("%s at %s is left out: %s", name, spec.length, reason)
-    _write_manifest(spec, tasks, left_out, out)
-    parts = parts_of(spec.benchmark, length) if spec.data_source == "hub" else []
-    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()), data_sets=commits_of(parts))
+    manifest = {
+        "benchmark": spec.benchmark,
+        "length": spec.length,
+        "tokenizer": spec.tokenizer,
+        "harness": {name: metadata.version(name) for name in ("lm_eval", "nltk", "wonderwords")},
+        "examples": spec.examples,
+        "tasks": tasks,
+        "left_out": left_out,
+        "sha256": table_sha256(tasks),
+    }
+    write_text(out, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")  # unsorted: the order of tasks counts
+    parts = parts_of(spec.benchmark, length) if spec.data_source == "hub" else {}
+    record.write(out, *(out.parent / entry["file"] for entry in tasks.values()), data_sets=commits_of(parts.values()))
+
+
+def examples_of(spec: PromptsSpec, task: str, tokenizer: Any, assets: Path) -> list[Doc]:
+    """The first examples of a task, as many as the spec wants or there are.
+
+    Raises:
+        DoesNotFitError: too few fit the length.
+    """
+    length = tokens_of(spec.length)
+    if spec.benchmark == "ruler":
+        data = ruler.harness_data(assets) if spec.data_source == "hub" else ruler.assets_data(assets)
+        return ruler.build_examples(task, tokenizer, length, spec.examples, spec.seed, data)
+    if spec.data_source == "hub":  # as the data set has them, whatever the length
+        rows = hub_rows(parts_of(spec.benchmark, length)[task])
+        return rows.select(range(min(spec.examples, len(rows)))).to_list()
+    return BUILDERS[spec.benchmark](task, tokenizer, length, spec.examples, spec.seed, assets)
 
 
 def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -> Iterator[dict[str, Any]]:
@@ -99,17 +114,3 @@ def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -
             "stop": settings["until"],
             "doc": {key: value for key, value in doc.items() if key not in long_fields},
         }
-
-
-def _write_manifest(spec: PromptsSpec, tasks: dict[str, Any], left_out: dict[str, str], out: Path) -> None:
-    manifest = {
-        "benchmark": spec.benchmark,
-        "length": spec.length,
-        "tokenizer": spec.tokenizer,
-        "harness": {name: metadata.version(name) for name in ("lm_eval", "nltk", "wonderwords")},
-        "examples": spec.examples,
-        "tasks": tasks,
-        "left_out": left_out,
-        "sha256": table_sha256(tasks),
-    }
-    write_text(out, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")  # unsorted: the order of tasks counts

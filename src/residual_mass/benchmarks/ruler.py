@@ -15,12 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from residual_mass.benchmarks.catalogue import (
-    Doc,
-    DoesNotFitError,
-    harness_config,
-    seeded,
-)
+from residual_mass.benchmarks.catalogue import Doc, DoesNotFitError, harness_config, seeded, sentence_tables
 from residual_mass.files import read_json, sha256_of
 from residual_mass.texts.hub import hub_rows
 from residual_mass.texts.names import ESSAYS
@@ -47,10 +42,8 @@ MARGIN = 32
 """Tokens by which two draws of the same size may differ."""
 
 
-def build_examples(
-    task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path, data_source: str = "assets"
-) -> list[Doc]:
-    """The first `count` examples of a task, from the data of an assets folder or the harness's downloads.
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, data: Replacements) -> list[Doc]:
+    """The first `count` examples of a task, from `assets_data` or `harness_data`.
 
     The generators leave out samples that do not fit, so more are drawn until there are enough. Samples are drawn in
     sequence from one generator of random numbers, so examples do not depend on `count`.
@@ -58,7 +51,6 @@ def build_examples(
     Raises:
         DoesNotFitError: too few samples fit the length.
     """
-    data = harness_data(assets) if data_source == "hub" else assets_data(assets)
     generator = harness_config("ruler", task)["custom_dataset"]
     samples = count
     while samples <= 4 * count + 64:
@@ -94,14 +86,12 @@ def assets_data(assets: Path) -> Replacements:
 
 def _use_sentence_tables(assets: Path) -> None:
     """Uses the tables of the assets; otherwise the harness downloads them when it is imported."""
-    tables = assets / "nltk_data"
-    if not (tables / "tokenizers" / "punkt_tab" / "english").is_dir():
-        raise ValueError(f"{tables}: no tokenizers/punkt_tab/english in it; run the assets stage")
-    os.environ["NLTK_DATA"] = str(tables)  # read when the generators import nltk
+    tables = str(sentence_tables(assets / "nltk_data"))
+    os.environ["NLTK_DATA"] = tables  # read when the generators import nltk
     import nltk
 
-    if str(tables) not in nltk.data.path:
-        nltk.data.path.insert(0, str(tables))
+    if tables not in nltk.data.path:
+        nltk.data.path.insert(0, tables)
 
 
 def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Replacements:

@@ -17,12 +17,12 @@ from residual_mass.benchmarks.columns import RESULTS
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
-from residual_mass.frozen_prompts import Prompt, load_manifest, load_prompts
 from residual_mass.methods import names
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import Metric, metric_of_mean
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ScoreSpec
+from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from tqdm import tqdm
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.frozen_prompts import load_manifest, load_prompts, require_prompts_of
-from residual_mass.gold import gold_continuation
 from residual_mass.model.hook import attention_hook, exact_attention, model_at_fault, window_of
 from residual_mass.model.loading import Backbone
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import held_out_corpus, special_prefix
+from residual_mass.texts.frozen_prompts import gold_continuation, load_manifest, load_prompts, require_prompts_of
 
 log = logging.getLogger(__name__)
 

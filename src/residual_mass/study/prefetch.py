@@ -58,7 +58,7 @@ def hub_needs(specs: Iterable[dict[str, Any]]) -> tuple[list[hub.Model], list[Hu
         if spec.get("tokenizer_source") == "hub":
             models[spec["model_id"], spec["revision"]] = None
         if "tokenizer_source" in spec and spec["data_source"] == "hub":
-            parts |= dict.fromkeys(parts_of(spec["benchmark"], tokens_of(spec["length"])))
+            parts |= dict.fromkeys(parts_of(spec["benchmark"], tokens_of(spec["length"])).values())
         corpora = [*spec.get("corpora", []), *spec.get("held_out", [])]
         corpora += [spec["corpus"]] if backbone and "corpus" in spec else []
         parts |= dict.fromkeys(HUB[name] for name in corpora if name in HUB)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from residual_mass.benchmarks import babilong
 from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, tasks_of
+from residual_mass.benchmarks.prompts import examples_of
+from residual_mass.study.specs import PromptsSpec
 
 TASKS = tasks_of("babilong", 1024)
 ANSWER = 16
@@ -116,9 +119,14 @@ def test_what_cannot_fit_is_told(task: str, tokenizer: Any, benchmark_assets: Pa
         built(task, tokenizer, benchmark_assets, 100)
 
 
-def test_of_the_hub_the_rows_are_those_of_the_data_set(hub: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+def test_of_the_hub_the_rows_are_those_of_the_data_set(
+    hub: dict[str, Any], prompts_spec: PromptsSpec, tmp_path: Path
+) -> None:
     hub["rows"] = [{"input": f"Mary is {n}.", "question": "Where?", "target": "office"} for n in range(5)]
-    assert babilong.build_examples("babilong_qa3", tokenizer, 4096, 3, 0, tmp_path, "hub") == hub["rows"][:3]
+    spec = replace(prompts_spec, benchmark="babilong", data_source="hub", length="4k", examples=3)
+    assert examples_of(spec, "babilong_qa3", None, tmp_path) == hub["rows"][:3]
     assert hub["asked"] == ("RMT-team/babilong-1k-samples", "4k", "qa3")
-    assert babilong.build_examples("babilong_qa1", tokenizer, 65536, 99, 0, tmp_path, "hub") == hub["rows"]
+    assert examples_of(replace(spec, length="64k", examples=99), "babilong_qa1", None, tmp_path) == hub["rows"]
     assert hub["asked"][1:] == ("64k", "qa1")
+    with pytest.raises(ValueError, match="BABILong's data set has whole k only; choose 1k"):
+        examples_of(replace(spec, length="1536"), "babilong_qa1", None, tmp_path)

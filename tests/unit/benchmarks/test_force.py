@@ -21,14 +21,13 @@ from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.store import Row, RowStore
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import sha256_of
-from residual_mass.frozen_prompts import load_prompts
-from residual_mass.gold import gold_answer, gold_continuation
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
+from residual_mass.texts.frozen_prompts import gold_answer, gold_continuation, load_prompts
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 FULL, TOPK, PHI = ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k")

@@ -14,12 +14,12 @@ from residual_mass.benchmarks import generate, scorers
 from residual_mass.benchmarks.encoded import cut_to, encoded
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
-from residual_mass.frozen_prompts import load_prompts, table_sha256
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec, GenerateSpec
+from residual_mass.texts.frozen_prompts import load_prompts, table_sha256
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = ("ruler_cwe", "ruler_vt")

@@ -166,22 +166,3 @@ def test_answers_that_cannot_score_are_left_out_and_entities_resolved(tmp_path: 
         assert doc["answers"] != ["The !"] and 'The "Title' in doc["context"] and "&quot;" not in doc["context"]
     comparisons_of_musique = sum(item["type"] != "bridge" and longbench._for_musique(item) for item in items[:10])
     assert scorable == 10 - comparisons_of_musique
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_hub_examples_come_in_order_and_uncut(
-    task: str, library: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    docs = longbench.build_examples(task, tokenizer, 2048, 4, 0, library)
-    asked = []
-
-    def load_dataset(path: str, name: str, split: str, revision: str | None = None) -> datasets.Dataset:
-        asked.append((path, name, split))
-        return datasets.Dataset.from_list(docs)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert longbench.build_examples(task, tokenizer, 64, 3, 0, library, "hub") == docs[:3]
-    assert longbench.build_examples(task, tokenizer, 64, 500, 0, library, "hub") == docs
-    assert set(asked) == {("Xnhyacinth/LongBench", task.removeprefix("longbench_"), "test")}

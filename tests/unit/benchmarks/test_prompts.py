@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from residual_mass import frozen_prompts
 from residual_mass.benchmarks import prompts, ruler
 from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, seeded, tasks_of
 from residual_mass.study.specs import PromptsSpec
+from residual_mass.texts import frozen_prompts
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 TASKS = tasks_of("ruler", 2048)
@@ -57,7 +57,9 @@ def test_prompts_are_the_strings_the_harness_sends(
         monkeypatch.setitem(scope, "generate_samples", _with_samples(scope["generate_samples"], 10))
     if "RNG" in scope:
         monkeypatch.setitem(scope, "RNG", copy.copy(scope["RNG"]))
-    ours = harness_requests("ruler", task, ruler.build_examples(task, tokenizer, 2048, 3, 5, benchmark_assets))
+    ours = harness_requests(
+        "ruler", task, ruler.build_examples(task, tokenizer, 2048, 3, 5, ruler.assets_data(benchmark_assets))
+    )
     assert ours == _harness_requests(
         task, str(benchmark_assets / "models" / "tiny-llama"), 2048, 3, seeded(5, task, 2048)
     )
@@ -81,12 +83,13 @@ def _harness_requests(task: str, tokenizer: str, length: int, count: int, seed: 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_more_examples_append(task: str, benchmark_assets: Path, tokenizer: Any) -> None:
-    three = ruler.build_examples(task, tokenizer, 2048, 3, 5, benchmark_assets)
+    data = ruler.assets_data(benchmark_assets)
+    three = ruler.build_examples(task, tokenizer, 2048, 3, 5, data)
     state = random.getstate()
     random.seed(99)  # what was drawn before does not matter
-    assert ruler.build_examples(task, tokenizer, 2048, 6, 5, benchmark_assets)[:3] == three
+    assert ruler.build_examples(task, tokenizer, 2048, 6, 5, data)[:3] == three
     random.setstate(state)
-    assert ruler.build_examples(task, tokenizer, 2048, 3, 6, benchmark_assets) != three or task.startswith("ruler_qa")
+    assert ruler.build_examples(task, tokenizer, 2048, 3, 6, data) != three or task.startswith("ruler_qa")
 
 
 @pytest.mark.usefixtures("harness_downloads")
@@ -124,7 +127,7 @@ def test_task_that_cannot_fit_is_told_not_looped_on(task: str, length: int, benc
         return types.SimpleNamespace(input_ids=list(text.encode()))
 
     with pytest.raises(DoesNotFitError, match="with this tokenizer"):
-        ruler.build_examples(task, letters, length, 1, 0, benchmark_assets)
+        ruler.build_examples(task, letters, length, 1, 0, ruler.assets_data(benchmark_assets))
 
 
 def test_left_out_task_is_seen_in_manifest_log_and_use(
@@ -146,7 +149,7 @@ def test_left_out_task_is_seen_in_manifest_log_and_use(
 def test_damaged_data_is_an_error_not_a_left_out_task(benchmark_assets: Path, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "nltk_data").symlink_to(benchmark_assets / "nltk_data")
     with pytest.raises(ValueError, match=r"squad\.json: no such file"):
-        ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, tmp_path)
+        ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, ruler.assets_data(tmp_path))
 
 
 def _truncate(file: Path) -> None:

@@ -21,10 +21,10 @@ from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, tasks
 from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.files import jsonl
-from residual_mass.frozen_prompts import load_manifest, load_prompts
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import BackboneSpec, ScoreSpec
+from residual_mass.texts.frozen_prompts import load_manifest, load_prompts
 
 ErrorLine = Callable[[pytest.ExceptionInfo[ValueError]], str]
 Row = dict[str, Any]

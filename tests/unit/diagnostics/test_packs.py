@@ -9,9 +9,9 @@ import pytest
 
 from residual_mass.diagnostics.packs import make_packs
 from residual_mass.files import sha256_of
-from residual_mass.frozen_prompts import table_sha256
 from residual_mass.model.loading import Backbone
 from residual_mass.texts.corpora import PackedDocuments
+from residual_mass.texts.frozen_prompts import table_sha256
 
 WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]
 ANSWERS = {

@@ -21,16 +21,18 @@ import transformers.utils.hub
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.small_hub import Repository, SmallHub, serving
 
-from residual_mass.benchmarks import babilong, longbench, ruler
+from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, parts_of
+from residual_mass.benchmarks.prompts import examples_of
 from residual_mass.files import sha256_of, write_json
 from residual_mass.model.loading import load_backbone
 from residual_mass.study.prefetch import hub_needs, missing
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.study.specs import BackboneSpec, PromptsSpec
 from residual_mass.texts.corpora import held_out_corpus, training_corpus
 from residual_mass.texts.hub import commits_of, one_line_errors, prefetch
 from residual_mass.texts.names import BABILONG, ESSAYS, HUB, LONGBENCH, REVISIONS, HubPart
 
+PROMPTS = PromptsSpec("babilong", "4k", "bytes", "", "", "hub", "hub", examples=9, seed=0, recipe=1)
 TOKEN = "hf_never_to_be_seen"
 COMMIT = "c0ffee" + "0" * 34
 MODEL = "org/Small-Llama"
@@ -141,8 +143,8 @@ def test_offline_equals_online(
             "weights": {name: tensor.sum().item() for name, tensor in backbone.model.state_dict().items()},
             "tokens": backbone.encode("Some text."),
             "identity": backbone.identity,
-            "stories": babilong.build_examples("babilong_qa1", None, 4096, 3, 0, tmp_path, "hub"),
-            "reports": longbench.build_examples("longbench_gov_report", None, 4096, 9, 0, tmp_path, "hub"),
+            "stories": examples_of(replace(PROMPTS, examples=3), "babilong_qa1", None, tmp_path),
+            "reports": examples_of(replace(PROMPTS, benchmark="longbench"), "longbench_gov_report", None, tmp_path),
             "commits": commits_of(PARTS),
         }
 
@@ -150,6 +152,7 @@ def test_offline_equals_online(
         prefetch([(MODEL, COMMIT)], PARTS)
     online = read()
     assert online["stories"] == [{"input": f"qa1 {n}", "question": "?", "target": "x"} for n in range(3)]
+    assert online["reports"] == [{"context": "a", "answers": ["b"]}] * 3
     wikitext = HUB["wikitext"].data_set
     assert online["commits"] == {part.data_set: REVISIONS.get(part.data_set, COMMIT) for part in PARTS}
     assert online["commits"][wikitext] != COMMIT and "60 rows at commit c0ffee" in caplog.text
@@ -242,10 +245,10 @@ def test_parts_are_those_that_the_harness_reads() -> None:
     for task in BENCHMARKS["longbench"]:
         config = harness_config("longbench", task.name)
         part = HubPart(config["dataset_path"], config["dataset_name"], config["test_split"])
-        assert part in parts_of("longbench", 65536)
+        assert part in parts_of("longbench", 65536).values()
     config = harness_config("babilong", "babilong_qa3")
-    assert HubPart(config["dataset_path"], "64k", config["test_split"]) in parts_of("babilong", 65536)
-    assert parts_of("ruler", 4096) == [ESSAYS]
+    assert HubPart(config["dataset_path"], "64k", config["test_split"]) in parts_of("babilong", 65536).values()
+    assert set(parts_of("ruler", 4096).values()) == {ESSAYS}
     haystack = Path(lm_eval.tasks.__file__).with_name("ruler") / "prepare_niah.py"
     assert f'load_dataset("{ESSAYS.data_set}", split="{ESSAYS.split}")' in haystack.read_text()
 

@@ -1,10 +1,13 @@
-"""Frozen prompts: one JSONL file per task, and a manifest with their sha256."""
+"""Frozen prompts: one JSONL file per task, a manifest with their sha256, and the right answers to them."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +73,45 @@ def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
     if not file.is_file() or sha256_of(file) != entry["sha256"]:
         raise ValueError(f"{file}: missing, or not the file that {manifest} lists (sha256); {REMEDY}")
     return [Prompt(**row) for row in read_jsonl(file)[:count]]
+
+
+# ---- right answers, as a model would have to write them after the prompt ---------------------------------------------
+
+SENTENCES = {
+    "babilong_qa1": (r"Where is (.+)\?", r"The most recent location of \1 is {}."),
+    "babilong_qa2": (r"Where is the (.+)\?", r"The \1 is in the {}."),
+    "babilong_qa3": (r"Where was the (.+) before the (.+)\?", r"Before the \2 the \1 was in the {}."),
+}
+"""Sentences that BABILong asks to be answered with, by task: the question, and the answer made of it."""
+
+
+def gold_answer(task: str, doc: dict[str, Any]) -> str:
+    """The first right answer, in the form that the prompt's examples or its wording ask for, without the blanks that
+    part it from the prompt.
+    """
+    if task in SENTENCES:
+        return re.sub(*SENTENCES[task], doc["question"].strip(), count=1).format(doc["target"])
+    if "target" in doc:
+        return doc["target"]
+    if "answers" in doc:
+        return doc["answers"][0].strip()
+    return LISTS.get(task, ", ".join)(doc["outputs"])
+
+
+def gold_continuation(task: str, doc: dict[str, Any]) -> str:
+    """The first right answer with the blanks that part it from the prompt."""
+    return BLANKS.get(task, " ") + gold_answer(task, doc)
+
+
+def numbered(words: Sequence[str]) -> str:
+    """As the harness numbers RULER's most common words: `1. one 2. two`."""
+    return " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1))
+
+
+LISTS: dict[str, Callable[[Sequence[str]], str]] = {
+    "ruler_cwe": numbered, "ruler_vt": " ".join, "ruler_qa_squad": itemgetter(0),
+    "ruler_qa_hotpot": itemgetter(0),
+}  # fmt: skip
+"""How RULER's tasks join their outputs, where not with commas; those of question answering are alternatives."""
+BLANKS = {"ruler_vt": "  "}
+"""Between prompt and answer, where not one: the answer in the prompt's own example of variable tracking follows two."""
