@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass import statements
 from residual_mass.diagnostics import CWE
 from residual_mass.diagnostics.claims import CLAIMS, Claim
 from residual_mass.diagnostics.resampling import BootstrapEstimate, estimate
@@ -24,6 +23,10 @@ ACCOUNTING = (
     "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "
     "e_nosub_ci_high e_sub e_sub_ci_low e_sub_ci_high e_exact_sub e_exact_nosub log_z_error log_z_error_ci_low "
     "log_z_error_ci_high clamped_share packs heads rows model_id revision weights phi_sha"
+).split()
+CLAIMED = (
+    "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict "
+    "clamped_share packs heads model_id revision weights phi_sha"
 ).split()
 ALL = "all"
 Row = dict[str, Any]
@@ -47,7 +50,7 @@ def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], account
     drawn = [sample.resampled(spec.bootstrap_resamples, spec.seed) for sample in as_is]
     rows = [row for pair in zip(as_is, drawn, strict=True) for row in _accounting(*pair)]
     write_text(accounting, csv_text(ACCOUNTING, rows))
-    write_text(claims, csv_text(statements.COLUMNS, _claims(spec, as_is, drawn)))
+    write_text(claims, csv_text(CLAIMED, _claims(spec, as_is, drawn)))
     for path in (accounting, claims):
         record.write(path)
 
@@ -83,10 +86,10 @@ def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> R
     value, low, high = (_text(x, claim.decimals) for x in estimate(numbers, claim.number(drawn), claim.extreme))
     clamped = [s.mean("clamped", b)[0] for s in samples for b in ([s.budget] if claim.one_budget else s.ks)]
     return {
-        **{name: fact for name, fact in samples[0].facts.items() if name in statements.COLUMNS},
+        **{name: fact for name, fact in samples[0].facts.items() if name in CLAIMED},
         **_sizes(min(samples, key=lambda sample: sample.packs.size)),
         "claim": claim.name, "statement": claim.statement, "shown_in": claim.shown_in, "statistic": claim.statistic,
-        "estimate": value, "ci_low": low, "ci_high": high, "verdict": statements.verdict(low, high),
+        "estimate": value, "ci_low": low, "ci_high": high, "verdict": _verdict(low, high),
         "clamped_share": _text(float(np.mean(clamped))),
     }  # fmt: skip
 
@@ -102,3 +105,10 @@ def _with_interval(name: str, found: BootstrapEstimate) -> Row:
 def _text(value: float, decimals: str = "z.6f") -> str:
     """Empty where the value is not defined."""
     return "" if np.isnan(value) else format(value, decimals)
+
+
+def _verdict(low: str, high: str) -> str:
+    """Judges the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided."""
+    if low and float(low) > 0:
+        return "holds"
+    return "does not hold" if high and float(high) < 0 else "undecided"

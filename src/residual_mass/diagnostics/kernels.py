@@ -19,7 +19,7 @@ from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps, require_one_file_each
+from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps, files_by_label
 from residual_mass.model.prefix import map_heads
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import KernelsSpec
@@ -34,7 +34,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
         phi: files of the maps, in the order of `spec.maps`.
     """
     record = Record("kernels", spec, [assets / MANIFEST, *phi, prompts])
-    require_one_file_each(phi, spec.maps)
+    files = files_by_label(phi, spec.maps)
     backbone = load_backbone(spec.backbone, assets)
     shape = backbone.shape
     if spec.layer >= shape.layers or spec.head >= shape.query_heads:
@@ -42,10 +42,9 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
             f"diagnostics.head: {spec.backbone.name} has {shape.layers} layers of {shape.query_heads} query heads, "
             f"there is no layer {spec.layer}, head {spec.head}; count from 0"
         )
-    maps = {}
-    for named, path in zip(spec.maps, phi, strict=True):
-        maps[named.label] = PhiMaps.load(path, backbone.device)
-        maps[named.label].require(shape, spec.backbone.model_id, spec.backbone.revision)
+    maps = {label: PhiMaps.load(path, backbone.device) for label, path in files.items()}
+    for each in maps.values():
+        each.require(shape, spec.backbone.model_id, spec.backbone.revision)
     (pack,) = make_packs(spec.corpus, backbone, spec.length, spec.queries, 1, spec.seed, assets, prompts)
     log.info("layer %d, head %d under %d sets of maps, on %s", spec.layer, spec.head, len(maps), backbone.device)
     frames: list[pd.DataFrame] = []

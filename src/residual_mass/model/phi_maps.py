@@ -120,19 +120,14 @@ class PhiMaps(nn.Module):
         return maps.to(device).requires_grad_(False)
 
 
-def require_one_file_each(phi: Sequence[Path], maps: Sequence[MapsSpec]) -> None:
-    """Raises ValueError unless there is one file per entry of the spec's maps."""
-    if len(phi) != len(maps):
-        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
-
-
 def files_by_label(phi: Sequence[Path], maps: Sequence[MapsSpec], arms: Iterable[ArmSpec] = ()) -> dict[str, Path]:
     """The files of a spec's maps by label.
 
     Raises:
         ValueError: there is not one file for each, or an arm needs maps that are not among them.
     """
-    require_one_file_each(phi, maps)
+    if len(phi) != len(maps):
+        raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
     files = {each.label: path for each, path in zip(maps, phi, strict=True)}
     for arm in arms:
         if arm.needs_maps and arm.maps not in files:

@@ -26,7 +26,6 @@ from tests.unit.diagnostics.slow_claims import (
     write_files,
 )
 
-from residual_mass import statements
 from residual_mass.core.settings import to_json
 from residual_mass.diagnostics import findings
 from residual_mass.files import read_json
@@ -74,7 +73,7 @@ def test_accounting_is_that_of_loops_over_rows_and_draws(files: list[Files], tmp
 
 def test_claims_are_those_of_every_setting_and_of_all(files: list[Files], tmp_path: Path) -> None:
     *_, table = run(tmp_path, files)
-    assert list(table) == statements.COLUMNS and len(table) == 2 * 15 + 14 + 5
+    assert list(table) == findings.CLAIMED and len(table) == 2 * 15 + 14 + 5
     of_all_k = ["completion_helps_in_every_quartile", "errors_fall_with_k", "exact_sub_is_exact"]
     draws = [slow_draws(pair, one)[0] for pair, one in zip(files, read(tmp_path, files), strict=True)]
     dropped = [{k: s.everywhere("clamped", k) for k in BUDGETS.values()} for s in draws]
