@@ -87,8 +87,7 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> N
         ValueError: a file differs from its record; names it.
     """
     record = Record("comparison", spec, tables)
-    ours = pd.concat([places(read_frame(path)) for path in tables], ignore_index=True).fillna("")
-    theirs = pd.concat(map(published_cells, COMPARED), ignore_index=True).fillna("")
+    ours, theirs = gathered(map(read_frame, tables)), the_papers()
     write_text(out, csv_text(COLUMNS, compared(theirs, ours, spec).to_dict("records")))
     write_text(picture, csv_text(PICTURE, whole_tables(theirs, ours, spec)))
     for path in (out, picture):
@@ -112,19 +111,21 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(int(value) if whole else value, sort_keys=True)
 
 
-def published_cells(label: str) -> pd.DataFrame:
-    cells = places(find(label).cells(*published.results(label)))
-    if label == "training_cost_64k":  # its times have a unit in print
-        cells = cells[cells["quantity"] == "wall_clock_h"].assign(text=cells["value"])
-    return cells
+def the_papers() -> pd.DataFrame:
+    """All published cells that are compared."""
+    cells = gathered(find(label).cells(*published.results(label)) for label in COMPARED)
+    training = cells["table"] == "training_cost_64k"  # its times have a unit in print
+    cells["text"] = cells["text"].mask(training, cells["value"])
+    return cells[~training | (cells["quantity"] == "wall_clock_h")]
 
 
-def places(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells with a value: with all fields of PLACE and FACTS, and the family that they are counted under."""
+def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """The cells of tables that have a value, and the family that they are counted under."""
+    cells = pd.concat(tables, ignore_index=True)
+    cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).fillna("")
     cells = cells[cells["value"] != ""]
-    lacking = {name: "score" if name == "quantity" else "" for name in (*PLACE, *FACTS) if name not in cells}
-    cells = cells.assign(**lacking)
-    return cells.assign(family=[family(cell) for cell in cells.to_dict("records")])
+    families = [family(cell) for cell in cells.to_dict("records")]
+    return cells.assign(quantity=cells["quantity"].replace("", "score"), family=families)
 
 
 def family(cell: Cell) -> str:

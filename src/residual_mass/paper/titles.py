@@ -78,13 +78,9 @@ def trained_at_title(maps: str) -> str:
     return f"{PHI} ({maps})" if variant else f"{PHI} ({maps}-trained)"
 
 
-def variant_title(maps: str) -> str:
+def variant_title(maps: str, ours: str = OURS) -> str:
     """Names feature maps by how they were made: by the variant's title, or its label where it has none."""
     _, variant = length_and_variant(maps)
     if width := re.fullmatch(r"dphi_(\d+)", variant):
-        return width_title(int(width[1]))
-    return VARIANT_TITLES.get(variant, maps) if variant else OURS
-
-
-def width_title(d_phi: int) -> str:
-    return rf"$d_\phi{{=}}{d_phi}$"
+        return rf"$d_\phi{{=}}{width[1]}$"
+    return VARIANT_TITLES.get(variant, maps) if variant else ours

@@ -5,28 +5,30 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from residual_mass.files import atomic_write, write_text
+from residual_mass.files import atomic_write
 
 REMEDY = "on Debian `apt install texlive-latex-extra`"
-REPRODUCIBLE = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1"}
+ENVIRONMENT = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1", "max_print_line": "1000"}
+"""Makes the same bytes every time, and messages that are not cut into lines of 79."""
 PASSES = {"pdflatex": 2, "tectonic": 1}
 """Programs in the order of preference, and how often each must run until all numbers of pages are known."""
 
 
 def run(document: Path, out: Path) -> None:
-    """Compiles `document` in its folder, where nothing but `out` is left; or, when LaTeX fails, its log beside `out`.
+    """Compiles `document` in its folder, where nothing but `out` is left; when LaTeX fails, its messages are on stderr.
 
     Raises:
-        ValueError: the document is missing, no LaTeX is installed, or it fails; says where the log is.
+        ValueError: the document is missing, no LaTeX is installed, or it fails; says how.
     """
     if not document.is_file():
         raise ValueError(f"{document}: no such file; run the document stage")
     if lacking := problems():
         raise ValueError(*lacking)
-    program, log = _latex(), out.with_suffix(".log")
+    program = _latex()
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "pdflatex": [
@@ -41,7 +43,7 @@ def run(document: Path, out: Path) -> None:
             done = subprocess.run(
                 [program, *options[program], document.name],
                 cwd=document.parent,
-                env={**os.environ, **REPRODUCIBLE, "max_print_line": "1000"},  # or messages are cut into lines of 79
+                env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -50,11 +52,12 @@ def run(document: Path, out: Path) -> None:
                 check=False,
             )
             if done.returncode:
-                write_text(log, done.stdout)
-                raise ValueError(f"{document}: {program} fails: {_first_error(done.stdout)}; all it says is in {log}")
+                print(done.stdout, file=sys.stderr)
+                # TeX marks its errors with an exclamation mark; tectonic says so in words.
+                errors = [line for line in done.stdout.splitlines() if line.startswith(("!", "error:"))]
+                raise ValueError(f"{document}: {program} fails: {(errors or ['it does not say why'])[0]}")
         with atomic_write(out) as temporary:
             shutil.copyfile(Path(folder, document.with_suffix(".pdf").name), temporary)
-    log.unlink(missing_ok=True)  # of a run that failed
 
 
 def problems() -> list[str]:
@@ -64,9 +67,3 @@ def problems() -> list[str]:
 
 def _latex() -> str:
     return next((program for program in PASSES if shutil.which(program)), "")
-
-
-def _first_error(said: str) -> str:
-    """TeX marks its errors with an exclamation mark; tectonic says so in words."""
-    errors = [line for line in said.splitlines() if line.startswith(("!", "error:"))]
-    return errors[0] if errors else "it does not say why"

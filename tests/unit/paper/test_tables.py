@@ -128,7 +128,7 @@ def test_marks_are_holms_over_the_whole_table() -> None:
     assert f"Of {len(ps)} paired comparisons" in latex(made("ruler_sweep", rows, spec))
 
 
-# ---- what is refused, left out and disclosed -------------------------------------------------------------------------
+# ---- what is refused, left out and reported -------------------------------------------------------------------------
 
 
 def test_a_missing_cell_is_refused_by_name_and_one_that_is_left_out_is_a_dash() -> None:
@@ -145,7 +145,7 @@ def test_a_missing_cell_is_refused_by_name_and_one_that_is_left_out_is_a_dash() 
         made("stress_1pct", rows, replace(spec, benchmarks=("longbench",)))
 
 
-def test_captions_own_up_to_data_weights_and_sizes() -> None:
+def test_captions_name_data_weights_and_sizes() -> None:
     rows, spec = study_rows("babilong_sweep", data="simulated", weights="random", n="40", model_id="org/Other_LM")
     tex = latex(made("babilong_sweep", rows, spec))
     assert r"\shortstack[l]{4k\\(simulated)}" in tex and "made here after the benchmark's definition" in tex

@@ -24,14 +24,7 @@ from residual_mass.paper.tables.layout import (
     of_methods,
     table,
 )
-from residual_mass.paper.titles import (
-    OURS,
-    benchmark_title,
-    method_title,
-    trained_at_title,
-    variant_title,
-    width_title,
-)
+from residual_mass.paper.titles import OURS, benchmark_title, method_title, trained_at_title, variant_title
 from residual_mass.study.labels import PUBLISHED
 from residual_mass.study.specs import TableSpec
 
@@ -83,9 +76,8 @@ def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
 @table("dphi_ablation", of="dphi", heads=("Feature maps",), keys=SCORE_KEYS)
 def dphi_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Widths of the maps by benchmarks. The paper names its own maps by their width, too."""
-    own = f"{OURS} ({width_title(64)})"
-    title = variant_title if show.study != PUBLISHED else lambda maps: variant_title(maps).replace(OURS, own)
-    return ablation(rows, show, title)
+    ours = rf"{OURS} ($d_\phi{{=}}64$)" if show.study == PUBLISHED else OURS
+    return ablation(rows, show, functools.partial(variant_title, ours=ours))
 
 
 @table("loss_ablation", of="loss", heads=("Feature maps",), keys=SCORE_KEYS)
