@@ -36,17 +36,11 @@ GENERATION = {
 }
 LIKELIHOOD = ("choice", "rolling")
 TASKS = (*GENERATION, *LIKELIHOOD)
+TEXTS = (
+    9 * "The quick brown fox jumps over it. ", "Short", 40 * "xyz, ", 11 * "Rain in May? ", 6 * "One\nTwo ",
+)  # fmt: skip
 DOCUMENTS = [
-    {"text": sentence * repeats, "choices": ["yes", "no", "nobody", "A", "B"], "answer": index % 5}
-    for index, (sentence, repeats) in enumerate(
-        [
-            ("The quick brown fox jumps over it. ", 9),
-            ("Short", 1),
-            ("xyz, ", 40),
-            ("Rain in May? ", 11),
-            ("One\nTwo ", 6),
-        ]
-    )
+    {"text": text, "choices": ["yes", "no", "nobody", "A", "B"], "answer": index} for index, text in enumerate(TEXTS)
 ]
 CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
 
@@ -128,44 +122,27 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], task: str) -> None
             assert ours["results"][task][name] == pytest.approx(score, rel=1e-3, nan_ok=True), name
 
 
+Results = dict[str, dict[str, Any]]
+
+
 @pytest.fixture(scope="module", params=[1, 3], ids=["batch 1", "batch 3"])
-def batch_size(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def hflm(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
-    return evaluate(HFLM(**options_of(tiny_backbone, batch_size=batch_size)))
-
-
-@pytest.fixture(scope="module")
-def full(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
-    return evaluate(PartialKV(**options_of(tiny_backbone, method="full", stride=16, batch_size=batch_size)))
-
-
-@pytest.fixture(scope="module")
-def whole(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
-    return evaluate(PartialKV(**options_of(tiny_backbone, method="topk", budget=1.0, stride=16, batch_size=batch_size)))
-
-
-@pytest.fixture(scope="module")
-def partial(evaluate: Evaluate, tiny_backbone: Backbone, batch_size: int) -> dict[str, Any]:
-    return evaluate(PartialKV(**options_of(tiny_backbone, budget=0.2, stride=16, batch_size=batch_size)))
+def results(request: pytest.FixtureRequest, evaluate: Evaluate, tiny_backbone: Backbone) -> Results:
+    """Of lm-eval's own model, of full attention, of TopK of everything, and of moments at 20 %."""
+    options = options_of(tiny_backbone, batch_size=request.param)
+    methods = {"full": {"method": "full"}, "whole": {"method": "topk", "budget": 1.0}, "partial": {"budget": 0.2}}
+    ours = {name: evaluate(PartialKV(**options, **more, stride=16)) for name, more in methods.items()}
+    return {"hflm": evaluate(HFLM(**options)), **ours}
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_full_is_lm_evals_own_model(task: str, full: dict[str, Any], hflm: dict[str, Any]) -> None:
-    assert_same(full, hflm, task)
+def test_full_is_lm_evals_own_model_and_topk_of_everything_is_full(task: str, results: Results) -> None:
+    assert_same(results["full"], results["hflm"], task)
+    assert_same(results["whole"], results["full"], task)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_topk_of_everything_is_full(task: str, whole: dict[str, Any], full: dict[str, Any]) -> None:
-    assert_same(whole, full, task)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_small_budget_shows_on_long_documents_alone(task: str, partial: dict[str, Any], full: dict[str, Any]) -> None:
-    ours, theirs = responses(partial, task), responses(full, task)
+def test_a_small_budget_shows_on_long_documents_alone(task: str, results: Results) -> None:
+    ours, theirs = responses(results["partial"], task), responses(results["full"], task)
     assert ours != theirs
     if task == "choice":
         assert [pair[0] for (pair,) in ours[1]] == pytest.approx([pair[0] for (pair,) in theirs[1]], abs=1e-3)
@@ -175,11 +152,11 @@ def test_a_small_budget_shows_on_long_documents_alone(task: str, partial: dict[s
         assert ours[1] == theirs[1]
 
 
-def test_the_results_name_the_method(partial: dict[str, Any], hflm: dict[str, Any]) -> None:
-    assert partial["config"]["partial_kv"] == {
+def test_the_results_name_the_method(results: Results) -> None:
+    assert results["partial"]["config"]["partial_kv"] == {
         "method": "topk_moments", "budget": 0.2, "phi_sha256": None, "num_sink": 4, "num_tail": 16, "stride": 16,
     }  # fmt: skip
-    assert "partial_kv" not in hflm["config"]
+    assert "partial_kv" not in results["hflm"]["config"]
 
 
 def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
@@ -318,7 +295,7 @@ WRONG = [
     ({"method": "topk_phi"}, "method topk_phi needs phi maps"),
     ({"method": "topk_phi", "phi": "missing.safetensors"}, "missing.safetensors: no such file"),
     ({"num_sink": -1}, "num_sink is -1, not a whole number of at least 0"),
-    ({"num_tail": "1.5"}, "num_tail is '1.5', not a whole number"),
+    ({"num_tail": 1.5}, "num_tail is 1.5, not a whole number"),
     ({"stride": 0}, "stride is 0, not a whole number of at least 1"),
     ({"parallelize": True}, "does not support parallelize: leave parallelize out"),
     ({"peft": "adapter", "autogptq": True}, "does not support peft, autogptq: leave peft out"),

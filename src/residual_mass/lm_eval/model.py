@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
@@ -79,9 +78,9 @@ class PartialKV(HFLM):
         method: str = "topk_moments",
         budget: float | str | None = 0.02,
         phi: str | Path | PhiMaps | None = None,
-        num_sink: int | str = 4,
-        num_tail: int | str = 16,
-        stride: int | str = 256,
+        num_sink: int = 4,
+        num_tail: int = 16,
+        stride: int = 256,
         **options: Any,
     ) -> None:
         _require_supported(options)
@@ -96,15 +95,12 @@ class PartialKV(HFLM):
         except ValueError as error:
             raise BadArgument(str(error)) from None
         super().__init__(pretrained, **options)
+        if self.backend != "causal":
+            raise BadArgument(f"{type(self.model).__name__} is no decoder-only model, and no other is supported")
         try:
-            self._require_causal()
             partial_session(self.model, *self._settings)
         except ValueError as error:
             raise BadArgument(str(error)) from None
-
-    def _require_causal(self) -> None:
-        if self.backend != "causal":
-            raise ValueError(f"{type(self.model).__name__} is no decoder-only model, and no other is supported")
 
     @property
     def _settings(self) -> tuple[str, float | None, PhiMaps | None, int, int]:
@@ -112,14 +108,18 @@ class PartialKV(HFLM):
         return self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail
 
     @cached_property
-    def scorer(self) -> Scorer:
+    def engine(self) -> _TextEngine:
         """For likelihoods, which fewer models support than generation.
 
         Raises:
             BadArgument: this model is not among them.
         """
+        # As in `partial_kv`, maps need only fit the heads: a folder's name says nothing of the weights in it.
+        facts = {} if self.phi is None else self.phi.training_facts
+        phi = self.phi if self.arm.needs_maps else None
         try:
-            return Scorer(self.model, self.tokenizer, self.arm, self.anchors, self.phi)
+            backbone = wrap_model(self.model, self.tokenizer, facts.get("model_id", ""), facts.get("revision", ""))
+            return _TextEngine(backbone, [self.arm], self.anchors, phi, None)
         except ValueError as error:
             raise BadArgument(str(error)) from None
 
@@ -142,31 +142,55 @@ class PartialKV(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Scores requests as HFLM does, in their order; `override_bs` is ignored."""
-        scored = [_Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
-        scored.sort(key=lambda one: (-len(one.prefix), one.prefix, one.forced))
+        """Scores requests as HFLM does, in their order; `override_bs` is ignored.
+
+        Raises:
+            ValueError: nothing is left of a context.
+            NotFiniteError: a key, a value or a logit is not finite.
+        """
+        scored = [Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
+        scored.sort(key=lambda one: (one.rolling, -len(one.prefix), one.prefix, one.forced))
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            for one, answer in self._answers(scored):
-                answers[one.place] = answer
-                texts = requests[one.place][0]
-                if texts is not None:  # of a rolling likelihood HFLM keeps the sum of all windows
-                    self.cache_hook.add_partial("loglikelihood", texts, answer)
-                bar.update(1)
+            for (rolling, prefix), same in itertools.groupby(scored, key=lambda one: (one.rolling, one.prefix)):
+                for one, logits in self._chunks(same) if rolling else self._after(prefix, same):
+                    answers[one.place] = answer = self._answer(logits, one.targets)
+                    if not rolling:  # of a rolling likelihood HFLM keeps the sum of all windows
+                        self.cache_hook.add_partial("loglikelihood", requests[one.place][0], answer)
+                    bar.update(1)
         return [answers[place] for place in range(len(requests))]
 
-    def _answers(self, scored: Sequence[_Scored]) -> Iterator[tuple[_Scored, tuple[float, bool]]]:
-        for one in (one for one in scored if one.rolling):
-            chunks = self.scorer.chunks([*one.prefix, *one.forced], len(one.prefix), self.stride)
-            yield one, self._answer(chunks, one.targets)
-        choices = (one for one in scored if not one.rolling)
-        for prefix, group in itertools.groupby(choices, key=lambda one: one.prefix):
-            # Continuations that differ in their last token alone need the same logits.
-            by_tokens = {tokens: list(same) for tokens, same in itertools.groupby(group, key=lambda one: one.forced)}
-            for same, logits in zip(by_tokens.values(), self.scorer.after(prefix, list(by_tokens)), strict=True):
-                yield from ((one, self._answer([logits], one.targets)) for one in same)
+    def _after(self, prefix: Sequence[int], scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
+        """Continuations of one prefix, which is read once, with logits [T, V] after each of their tokens. Those that
+        differ in their last token alone need the same logits.
+        """
+        by_tokens = {tokens: list(same) for tokens, same in itertools.groupby(scored, key=lambda one: one.forced)}
+        for same, logits in zip(by_tokens.values(), self._logits(prefix, list(by_tokens)), strict=True):
+            yield from ((one, [logits]) for one in same)
 
-    def _answer(self, logits: Iterator[Tensor] | Sequence[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
+    def _chunks(self, windows: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
+        """Windows with logits [T, V] after their tokens, `stride` at a time, each chunk after all the tokens before."""
+        for one in windows:
+            tokens = [*one.prefix, *one.forced]
+            starts = range(len(one.prefix), len(tokens), self.stride)
+            if starts[-1] > 0:
+                self.engine.hold(tokens[: starts[-1]])
+            chunks = (self._logits(tokens[:first], [tokens[first : first + self.stride]]) for first in starts)
+            yield one, itertools.chain.from_iterable(chunks)
+
+    @torch.no_grad()
+    def _logits(self, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Yields logits [T, V] after each token of each continuation; without a prefix all is read exactly."""
+        backbone = self.engine.backbone
+        decoder = ForcedDecoder(self.engine, prefix) if prefix else None
+        for tokens in continuations:
+            if decoder is None:
+                ids = torch.tensor([list(tokens)], device=backbone.device)
+                yield backbone.model(ids, use_cache=False).logits[0]
+            else:
+                yield decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
+
+    def _answer(self, logits: Iterable[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
         """The sum of the targets' log-probabilities, and whether each of them is the likeliest token.
 
         Args:
@@ -182,10 +206,9 @@ class PartialKV(HFLM):
         return total, greedy
 
 
-@dataclass(frozen=True)
-class _Scored:
+class Scored(NamedTuple):
     """A request, cut as HFLM cuts it: `prefix` is read exactly, `forced` are the tokens whose successors, `targets`,
-    are scored.
+    are scored; `rolling` for a window of a rolling likelihood.
     """
 
     place: int
@@ -195,12 +218,8 @@ class _Scored:
     targets: tuple[int, ...]
 
     @classmethod
-    def of(cls, request: Request, place: int, max_length: int) -> _Scored:
-        """Drops tokens from the left where there are more than the model can take.
-
-        Raises:
-            ValueError: nothing is left of the context.
-        """
+    def of(cls, request: Request, place: int, max_length: int) -> Scored:
+        """Drops tokens from the left where there are more than the model can take."""
         texts, context, continuation = request
         if not context or not 0 < len(continuation) <= max_length:
             raise ValueError(
@@ -210,85 +229,6 @@ class _Scored:
         tokens = tuple(context + continuation)[-(max_length + 1) :]
         start = len(tokens) - len(continuation) - 1
         return cls(place, texts is None, tokens[:start], tokens[start:-1], tuple(continuation))
-
-
-def _require_supported(options: Mapping[str, Any]) -> None:
-    given = [name for name in UNSUPPORTED if options.get(name)]
-    if given:
-        raise BadArgument(f"partial_kv does not support {', '.join(given)}: leave {given[0]} out")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
-
-
-def _whole(name: str, value: int | str, least: int) -> int:
-    try:
-        number = int(str(value))
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
-    return number
-
-
-class Scorer:
-    """Forces tokens on a loaded model under one method.
-
-    Args:
-        model, tokenizer: the model is set to evaluation mode, without gradients.
-        phi: maps of this head shape, for the methods that need them.
-
-    Raises:
-        ValueError: the maps are missing, or of another head shape.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        arm: ArmSpec,
-        anchors: AnchorSpec,
-        phi: PhiMaps | None,
-    ) -> None:
-        # As in `partial_kv`, maps need only fit the heads: a folder's name says nothing of the weights in it.
-        facts = phi.training_facts if phi is not None else {}
-        backbone = wrap_model(model, tokenizer, facts.get("model_id", ""), facts.get("revision", ""))
-        self.arm = arm
-        self.engine = _TextEngine(backbone, [arm], anchors, phi if arm.needs_maps else None, None)
-
-    def after(self, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields logits [T, V] after each token of each continuation of one prefix, which is read once.
-
-        Raises:
-            NotFiniteError: a key, a value or a logit is not finite.
-        """
-        if prefix:
-            decoder = ForcedDecoder(self.engine, prefix)
-            yield from (self._forced(decoder, tokens) for tokens in continuations)
-        else:
-            yield from map(self._alone, continuations)
-
-    def chunks(self, tokens: Sequence[int], start: int, stride: int) -> Iterator[Tensor]:
-        """Yields logits [T, V] after the tokens from `start` on, `stride` at a time, each chunk after all the tokens
-        before it.
-
-        Raises:
-            NotFiniteError: a key, a value or a logit is not finite.
-        """
-        starts = range(start, len(tokens), stride)
-        if starts[-1] > 0:
-            self.engine.hold(tokens[: starts[-1]])
-        for first in starts:
-            yield from self.after(tokens[:first], [tokens[first : first + stride]])
-
-    def _forced(self, decoder: ForcedDecoder, tokens: Sequence[int]) -> Tensor:
-        return decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
-
-    @torch.no_grad()
-    def _alone(self, tokens: Sequence[int]) -> Tensor:
-        """Without a prefix every method reads everything."""
-        backbone = self.engine.backbone
-        ids = torch.tensor([list(tokens)], device=backbone.device)
-        return backbone.model(ids, use_cache=False).logits[0]
 
 
 class _TextEngine(SharedPrefillEngine):
@@ -312,3 +252,17 @@ class _TextEngine(SharedPrefillEngine):
         real = torch.ones(1, size, dtype=torch.bool, device=self.backbone.device)
         pairs = ((layer.keys[:, :, :size], layer.values[:, :, :size]) for layer in self.layers)
         return [build_prefix(keys, values, real, self.anchors) for keys, values in pairs], []
+
+
+def _require_supported(options: Mapping[str, Any]) -> None:
+    given = [name for name in UNSUPPORTED if options.get(name)]
+    if given:
+        raise BadArgument(f"partial_kv does not support {', '.join(given)}: leave {given[0]} out")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
+    return value

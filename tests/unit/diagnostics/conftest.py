@@ -41,11 +41,6 @@ def phi(tiny_backbone: Backbone, tmp_path: Path) -> Path:
     return random_maps(tiny_backbone, tmp_path)
 
 
-@pytest.fixture
-def hedgehog(tiny_backbone: Backbone, tmp_path: Path) -> Path:
-    return random_maps(tiny_backbone, tmp_path, MapSpec("hedgehog", d_phi=8), length=64)
-
-
 def with_groups_of_three(folder: Path, out: Path) -> tuple[Backbone, Path]:
     """Makes the folder's tiny backbone one of a single layer with 6 query heads on 2 KV heads; that and maps for it."""
     (folder / "models").unlink()  # a link to those of all tests

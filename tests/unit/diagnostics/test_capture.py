@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -48,45 +49,37 @@ def eager_attention(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, ...
         model.set_attn_implementation("sdpa")
 
 
+def assert_rows(table: pd.DataFrame, weights: Sequence[Tensor], anchors: AnchorSpec) -> None:
+    """Rows against full attention weights of transformers' eager attention, not of our scores."""
+    mid = slice(anchors.sink, LENGTH - anchors.tail)
+    for row in table.itertuples():
+        p = weights[row.layer][row.head, LENGTH + row.query, :LENGTH].double()
+        p = p / p.sum()
+        within = p[mid] / p[mid].sum()
+        chosen = within.topk(row.k).values.sum().item()
+        entropy = -(within * within.log()).sum().item() / math.log(len(within))
+        assert row.h_mid == pytest.approx(entropy, rel=1e-3) and row.c_mid == pytest.approx(chosen, rel=1e-3)
+        assert row.residual_share == pytest.approx((1 - chosen) * p[mid].sum().item(), rel=2e-3)
+
+
 def test_rows_equal_a_recomputation_from_the_models_own_attention_weights(
     tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
 ) -> None:
-    """Full attention weights come from transformers' eager attention, not from our scores."""
     table = captured(make_spec(), folder, phi, tmp_path)
     assert len(table) == 2 * 3 * 4 * QUERIES * 2  # packs, layers, heads, queries, budgets
-    assert sorted(table.k.unique()) == [3, 16]
-    assert table.e_exact_sub.max() < 1e-6
-
+    assert sorted(table.k.unique()) == [3, 16] and table.e_exact_sub.max() < 1e-6
     corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
-    weights = eager_attention(tiny_backbone.model, corpus.sequence(1))
-    for layer, head, query in [(0, 0, 0), (1, 3, 2), (2, 1, 1)]:
-        p = weights[layer][head, LENGTH + query, :LENGTH].double()
-        p = p / p.sum()
-        mid = p[4 : LENGTH - 16] / p[4 : LENGTH - 16].sum()
-        entropy = -(mid * mid.log()).sum() / torch.tensor(float(LENGTH - 20)).log()
-        chosen = mid.topk(16).values.sum()
-        row = table.query("pack == 1 and layer == @layer and head == @head and query == @query and k == 16").iloc[0]
-        assert row.h_mid == pytest.approx(entropy.item(), rel=1e-3)
-        assert row.c_mid == pytest.approx(chosen.item(), rel=1e-3)
-        residual_share = (1 - chosen) * p[4 : LENGTH - 16].sum()
-        assert row.residual_share == pytest.approx(residual_share.item(), rel=2e-3)
+    for pack, rows in table.groupby("pack"):
+        assert_rows(rows, eager_attention(tiny_backbone.model, corpus.sequence(pack)), AnchorSpec(4, 16))
 
 
 def test_groups_of_three_heads_and_other_anchors(folder: Path, tmp_path: Path) -> None:
-    """As above, for every head; three heads read one KV head, and a prefix of 90 has 82 tokens between 3 and 5."""
+    """Three heads read one KV head, and a prefix of 90 has 82 tokens between 3 and 5."""
     backbone, phi = with_groups_of_three(folder, tmp_path)
     table = captured(make_spec(packs=1, budgets=(40.0,), anchors=AnchorSpec(3, 5)), folder, phi, tmp_path)
     assert len(table) == 6 * QUERIES and set(table.k) == {28}
     corpus = held_out_corpus("wiki", backbone.tokenizer, LENGTH + QUERIES, 0, folder)
-    (weights,) = eager_attention(backbone.model, corpus.sequence(0))
-    for row in table.itertuples():
-        p = weights[row.head, LENGTH + row.query, :LENGTH].double()
-        mid = p[3 : LENGTH - 5] / p[3 : LENGTH - 5].sum()
-        chosen = mid.topk(28).values.sum()
-        assert row.h_mid == pytest.approx(-(mid * mid.log()).sum().item() / math.log(82), rel=1e-3)
-        assert row.c_mid == pytest.approx(chosen.item(), rel=1e-3)
-        left = ((1 - chosen) * p[3 : LENGTH - 5].sum() / p.sum()).item()
-        assert row.residual_share == pytest.approx(left, rel=2e-3)
+    assert_rows(table, eager_attention(backbone.model, corpus.sequence(0)), AnchorSpec(3, 5))
 
 
 def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
@@ -99,14 +92,10 @@ def test_mass_curves_are_sorted_sums_of_the_models_own_attention_weights(
     assert mass.c_mid[mass.k == 70].to_list() == pytest.approx([1.0] * 12, abs=1e-6)
     corpus = held_out_corpus("wiki", tiny_backbone.tokenizer, LENGTH + QUERIES, 0, folder)
     weights = eager_attention(tiny_backbone.model, corpus.sequence(0))
-    for layer, head in [(0, 1), (2, 3)]:
-        recovered = []
-        for query in range(QUERIES):
-            p = sorted(weights[layer][head, LENGTH + query, 4 : LENGTH - 16].double().tolist(), reverse=True)
-            recovered.append([sum(p[:k]) / sum(p) for k in ks])
-        expected = [sum(of_k) / QUERIES for of_k in zip(*recovered, strict=True)]
-        found = mass.query("layer == @layer and head == @head").sort_values("k").c_mid
-        assert found.to_list() == pytest.approx(expected, rel=1e-3)
+    for (layer, head), rows in mass.groupby(["layer", "head"]):
+        p = weights[layer][head, LENGTH:, 4 : LENGTH - 16].double().sort(descending=True).values
+        curve = (p.cumsum(-1) / p.sum(-1, keepdim=True)).mean(0)
+        assert rows.c_mid.to_list() == pytest.approx([curve[k - 1].item() for k in ks], rel=1e-3)
 
 
 def test_a_budget_within_the_anchors_and_one_of_everything(folder: Path, phi: Path, tmp_path: Path) -> None:
@@ -124,14 +113,15 @@ def test_maps_trained_shorter_are_refused_unless_asked_for(folder: Path, phi: Pa
         captured(make_spec(maps=MapsSpec("64", 64)), folder, phi, tmp_path)
     assert not list(tmp_path.glob("*.parquet"))
     captured(make_spec(maps=MapsSpec("64", 64), allow_extrapolation=True, packs=1), folder, phi, tmp_path)
-    assert (tmp_path / "heads.parquet").exists()
 
 
-def test_a_text_within_the_anchors_is_refused(folder: Path, phi: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="length 21: 20 anchors leave fewer than two mid-region tokens"):
-        captured(make_spec(length="21"), folder, phi, tmp_path)
-
-
-def test_cwe_without_prompts_is_refused(folder: Path, phi: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="corpus cwe is made of RULER's prompts; pass their manifest to --prompts"):
-        captured(make_spec(corpus="cwe"), folder, phi, tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"length": "21"}, "length 21: 20 anchors leave fewer than two mid-region tokens"),
+        ({"corpus": "cwe"}, "corpus cwe is made of RULER's prompts; pass their manifest to --prompts"),
+    ],
+)
+def test_bad_input_is_refused(changes: dict[str, str], problem: str, folder: Path, phi: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=problem):
+        captured(make_spec(**changes), folder, phi, tmp_path)

@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,8 +98,7 @@ def test_the_numbers_are_those_of_a_study(
 
 
 def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed = replace(asked, out=asked.out.with_name("undisturbed"))
-    picture = command.write(expected := measure(undisturbed), "")[1]
+    expected = measure(replace(asked, out=asked.out.with_name("undisturbed")))
     append, calls = force.RowStore.append, []
 
     def append_twice(store: force.RowStore, rows: list[force.Row]) -> None:
@@ -112,11 +110,10 @@ def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(force.RowStore, "append", append_twice)
         measure(asked)
-    again = command.write(found := measure(asked), "")[1]
+    found = measure(asked)
     facts = read_json(found.folder / "forced.parquet.meta.json")
     assert facts["rows"] - facts["rows_computed"] == sum(calls) > 0
     pd.testing.assert_frame_equal(found.table, expected.table)
-    assert again.read_bytes() == picture.read_bytes()
 
 
 def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -> None:
@@ -219,16 +216,18 @@ def test_the_cheapest_that_meets_the_target_on_every_text_is_recommended() -> No
     assert all(part in text for part in ("reads 40 %", "every text", "at most 0.5 of topk's", "slower on this machine"))
 
 
-def test_where_none_meets_the_target_the_nearest_is_named() -> None:
-    found = measured([("a", "topk", 0.2, 0.5), ("a", "topk_moments", 0.3, 0.02)])
-    assert command.recommended(found) is None
-    assert re.search("None of the methods.* nearest is topk_moments", command.verdict(found))
-
-
-def test_a_single_document_recommends_nothing() -> None:
-    found = measured([("a", "topk", 0.2, float("nan"))], documents=1)
-    assert command.recommended(found) is None
-    assert "single document" in command.verdict(found) and "nats" in command.printed(found)
+@pytest.mark.parametrize(
+    ("ends", "documents", "answer"),
+    [
+        ({"topk": 0.5, "topk_moments": 0.02}, 16, "None of the methods.* nearest is topk_moments"),
+        ({"topk": float("nan")}, 1, "single document"),
+    ],
+)
+def test_where_none_meets_the_target_nothing_is_recommended(
+    ends: dict[str, float], documents: int, answer: str
+) -> None:
+    found = measured([("a", method, 0.2, end) for method, end in ends.items()], documents)
+    assert command.recommended(found) is None and re.search(answer, command.printed(found))
 
 
 WRONG = {
@@ -349,18 +348,3 @@ def test_feature_maps_take_part(
     found = measure(asked)
     read = found.table.query("budget_percent == 10").set_index("method")["read"]
     assert read["topk"] < read["topk_phi"]
-
-
-def test_errors_of_the_hub_are_one_line(error_line: Callable[[pytest.ExceptionInfo[ValueError]], str]) -> None:
-    from huggingface_hub import errors
-
-    from residual_mass.texts.hub import one_line_errors
-
-    def answered(error: type[Exception]) -> str:
-        with pytest.raises(ValueError) as found, one_line_errors("org/model", "check the network"):
-            raise error.__new__(error)
-        return error_line(found)
-
-    assert "access is restricted" in answered(errors.GatedRepoError)
-    assert "not on the hub, or private" in answered(errors.RepositoryNotFoundError)
-    assert answered(ConnectionError).endswith("check the network")
