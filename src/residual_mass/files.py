@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMAKE = "rerun the rule that makes it"
-RANDOM_PART = "?" * 8
-"""Pattern of what `mkstemp` puts between prefix and suffix."""
 
 
 @contextmanager
@@ -38,7 +36,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
     with errors_naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
-        temporary, held = _temporary_of(path)
+        held, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    temporary = Path(name)
+    with suppress(OSError):  # on file systems without locks nothing is taken for a leftover
+        fcntl.flock(held, fcntl.LOCK_EX)
     try:
         with errors_naming(path, temporary):
             yield temporary
@@ -56,8 +57,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def remove_leftovers(path: Path) -> None:
     """Removes temporary files of `path` that killed processes left behind; those of living processes are locked."""
-    before, after = glob.escape(f".{path.name}."), glob.escape(path.suffix)
-    for leftover in path.parent.glob(f"{before}{RANDOM_PART}{after}"):
+    before, random, after = glob.escape(f".{path.name}."), "?" * 8, glob.escape(path.suffix)
+    for leftover in path.parent.glob(f"{before}{random}{after}"):
         with suppress(OSError), open(leftover, "r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
@@ -139,17 +140,25 @@ def read_text(path: Path, make: str) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {make}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); remove it and {make}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error}); delete it and {make}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); delete it and {make}") from None
 
 
 def read_json(path: Path) -> Any:
     """Raises ValueError naming the file when it is missing or not JSON."""
+    return _parsed(path, json.loads)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file of JSON lines; raises ValueError naming it when it is missing or damaged."""
+    # Not splitlines, as prompts contain U+2028 and the like.
+    return _parsed(path, lambda text: [json.loads(line) for line in text.split("\n") if line])
+
+
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     text = read_text(path, REMAKE)
     try:
-        return json.loads(text)
+        return parse(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); delete it and {REMAKE}") from None
 
@@ -167,15 +176,6 @@ def jsonl(rows: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file of JSON lines; raises ValueError naming it when it is missing or damaged."""
-    try:
-        # Not splitlines, as prompts contain U+2028 and the like.
-        return [json.loads(line) for line in read_text(path, REMAKE).split("\n") if line]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON lines ({error}); delete it and {REMAKE}") from None
-
-
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """The text of a CSV file; missing fields are empty."""
     stream = io.StringIO()
@@ -186,25 +186,15 @@ def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, str]]:
-    """All rows of a CSV file that `stage` wrote, with at least these columns.
+    """All rows of a CSV file that `stage` wrote, as text.
 
     Raises:
-        ValueError: the file is missing, cut short or malformed, or lacks a column; names file and line.
+        ValueError: the file is missing or malformed, or lacks one of these columns; names the file.
     """
-    remedy = f"delete it and run the {stage} stage again"
-    text = read_text(path, f"run the {stage} stage")
-    if not text.endswith("\n"):
-        raise ValueError(f"{path}: empty or cut short, its last line does not end; {remedy}")
-    try:
-        header, *rows = csv.reader(io.StringIO(text))
-    except csv.Error as error:
-        raise ValueError(f"{path}: not a CSV file ({error}); {remedy}") from None
-    if missing := [name for name in columns if name not in header]:
-        raise ValueError(f"{path}: column {missing[0]} is missing; {remedy}")
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise ValueError(f"{path}:{number}: {len(row)} fields where the header has {len(header)}; {remedy}")
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    import pandas  # only here, so that stages without tables start fast
+
+    frame = _table(path, columns, stage, lambda stream: pandas.read_csv(stream, dtype=str, na_filter=False))
+    return frame.to_dict("records")
 
 
 def write_parquet(path: Path, frame: pandas.DataFrame) -> None:
@@ -219,39 +209,27 @@ def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataF
     Raises:
         ValueError: the file is missing, damaged or empty, or lacks a column; names the file.
     """
-    import pandas  # only here, so that stages without tables start fast
+    import pandas
 
+    columns = list(columns)
+    frame = _table(path, columns, stage, lambda file: pandas.read_parquet(file, page_checksum_verification=True))
+    if frame.empty:
+        raise ValueError(f"{path}: has no rows; delete it and run the {stage} stage again")
+    return frame[columns]
+
+
+def _table(
+    path: Path, columns: Iterable[str], stage: str, read: Callable[[IO[bytes]], pandas.DataFrame]
+) -> pandas.DataFrame:
     remedy = f"delete it and run the {stage} stage again"
     try:
         with open(path, "rb") as stream:  # of a folder, pandas would read the files in it
-            frame = pandas.read_parquet(stream, page_checksum_verification=True)
+            frame = read(stream)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; run the {stage} stage") from None
     except Exception as error:  # Arrow and pandas raise whatever a damaged header leads them to
         reason = " ".join(str(error).split())  # some of Arrow's messages have several lines
-        raise ValueError(f"{path}: not a Parquet file ({reason}); {remedy}") from None
-    columns = list(columns)
+        raise ValueError(f"{path}: not a table of the {stage} stage ({reason}); {remedy}") from None
     if missing := [name for name in columns if name not in frame]:
         raise ValueError(f"{path}: column {missing[0]} is missing; {remedy}")
-    if frame.empty:
-        raise ValueError(f"{path}: has no rows; {remedy}")
-    return frame[columns]
-
-
-def _temporary_of(path: Path) -> tuple[Path, int]:
-    """A new temporary file and its descriptor, locked so that no other process takes it for a leftover."""
-    while True:
-        held, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-        with suppress(OSError):  # on file systems without locks nothing is taken for a leftover
-            fcntl.flock(held, fcntl.LOCK_EX)
-        if _is_named(held, Path(name)):
-            return Path(name), held
-        os.close(held)  # removed as a leftover before it was locked
-
-
-def _is_named(held: int, path: Path) -> bool:
-    """Whether the open file is what `path` names."""
-    try:
-        return os.path.samestat(os.fstat(held), path.stat())
-    except FileNotFoundError:
-        return False
+    return frame

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ class Record:
             "spec": dict(spec) if isinstance(spec, Mapping) else json.loads(to_json(spec)),
             "inputs": checked | _hashes(path for path in sources if path.is_file()),
             "code": code_version(),
-            "packages": _packages(),
+            "packages": {name: version for name in PACKAGES if (version := _version(name))},
             "machine": {
                 "python": platform.python_version(),
                 "platform": platform.platform(),
@@ -84,16 +85,20 @@ class Record:
         """
         seconds = time.monotonic() - self._started
         on_a_gpu = device is not None and device.type == "cuda"
-        ran_on: dict[str, Any] = {} if device is None else {"device": str(device), "hardware": device_name(device)}
+        units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB elsewhere
+        peak = {"host": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units, 1)}
+        content: dict[str, Any] = {**self._content, "outputs": _hashes([output, *members]), "peak_memory_mib": peak}
+        if device is not None:
+            content |= {"device": str(device), "hardware": device_name(device)}
+        if on_a_gpu:
+            import torch  # here, because most readers of records do without torch
+
+            peak["gpu"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
         if processes is not None:
-            ran_on["processes"] = processes
-        used = {
-            "wall_seconds": round(seconds, 3),
-            "gpu_seconds": round(seconds * (processes or 1), 3) if on_a_gpu else 0.0,
-            "peak_memory_mib": _peak_memory(device if on_a_gpu else None),
-        }
-        outputs = {"outputs": _hashes([output, *members])}
-        write_json(sidecar_of(output), {**self._content, **outputs, **ran_on, **used, **facts})
+            content["processes"] = processes
+        content["wall_seconds"] = round(seconds, 3)
+        content["gpu_seconds"] = round(seconds * (processes or 1), 3) if on_a_gpu else 0.0
+        write_json(sidecar_of(output), content | facts)
 
 
 def recorded(path: Path) -> str:
@@ -132,7 +137,7 @@ def relative_name(path: Path) -> str:
 
 def device_name(device: torch.device) -> str:
     """Returns the name of the GPU, or of the processor with the number of threads that torch uses."""
-    import torch  # here, because most readers of records do without torch
+    import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -142,21 +147,20 @@ def device_name(device: torch.device) -> str:
 @functools.cache
 def code_version() -> dict[str, Any]:
     """Returns the package's `version`, git `commit` and whether its files have `changed` since; None without git."""
-    package = Path(__file__).parent
+    package = str(Path(__file__).parent)
+
+    def git(*words: str) -> str | None:
+        command = ("git", "--no-optional-locks", "-C", package, *words)
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
     # The package may be installed in an environment within another project's checkout.
-    git = ("git", "--no-optional-locks", "-C", str(package))
-    ours = output_of(*git, "ls-files", "--error-unmatch", "__init__.py") is not None
-    commit = output_of(*git, "rev-parse", "HEAD") if ours else None
-    status = output_of(*git, "status", "--porcelain", "--", ".") if ours else None
+    ours = git("ls-files", "--error-unmatch", "__init__.py") is not None
+    status = git("status", "--porcelain", "--", ".") if ours else None
+    commit = git("rev-parse", "HEAD") if ours else None
     return {"version": __version__, "commit": commit, "changed": None if status is None else bool(status)}
-
-
-def output_of(*command: str) -> str | None:
-    """Returns what a program prints; None if it is not installed, fails or takes longer than a minute."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _hashes(paths: Iterable[Path]) -> dict[str, str]:
@@ -164,31 +168,16 @@ def _hashes(paths: Iterable[Path]) -> dict[str, str]:
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _peak_memory(gpu: torch.device | None) -> dict[str, float]:
-    """Returns this process's peak memory in MiB: of the host and, on a GPU, of what torch allocated."""
-    units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB elsewhere
-    peak = {"host": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units, 1)}
-    if gpu is not None:
-        import torch
-
-        peak["gpu"] = round(torch.cuda.max_memory_allocated(gpu) / 2**20, 1)
-    return peak
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ import pytest
 
 from residual_mass import estimate
 from residual_mass.core.settings import AnchorSpec, to_json
-from residual_mass.files import write_json, write_text
+from residual_mass.files import write_text
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.jobs import Job, StudyJobs
 from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
@@ -111,12 +111,3 @@ def test_what_is_there_costs_nothing_more(
     assert f"1b, generate: 1 jobs, about {(1000 * 4096 / 100 + 1000 * 2 * 30 / 20) / 3600:.2f} hours\n" in said
     assert "3b, train: 1 jobs, no rate measured yet" in said
     assert re.search(r"generations/ruler_smol_1k_main +2 +1 +[0-9.]+\n", said)
-
-
-@pytest.mark.parametrize("meta", [{}, [], {"spec": {}}, {"spec": 3}])
-def test_a_record_that_says_nothing_is_named(meta: object, tmp_path: Path) -> None:
-    write_json(tmp_path / "phi" / "smol_1k.safetensors.meta.json", meta)
-    with pytest.raises(
-        ValueError, match=r"smol_1k\.safetensors\.meta\.json: has no usable timings of its job .*delete it"
-    ):
-        estimate.time_left([training("smol", "1k")], tmp_path)

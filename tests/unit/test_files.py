@@ -1,4 +1,4 @@
-"""Tables that stages hand on are read whole or refused in one line."""
+"""Files are written whole and read as they were written; `tests/faults` and `tests/fuzz` have what goes wrong."""
 
 from __future__ import annotations
 
@@ -12,54 +12,26 @@ import pandas as pd
 import pytest
 from filelock import FileLock
 
-from residual_mass.files import atomic_write, locked, read_csv, read_parquet, write_text
-
-AGAIN = "delete it and run the capture stage again"
+from residual_mass.files import atomic_write, locked, read_csv, read_parquet, write_parquet, write_text
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+def test_a_table_has_the_columns_and_rows_that_are_asked_for(tmp_path: Path) -> None:
     frame = pd.DataFrame({"k": [1, 21, 62], "corpus": pd.Categorical(["wiki"] * 3), "e_sub": [0.5, float("nan"), 0.1]})
-    frame.to_parquet(path := tmp_path / "rows.parquet")
-    return path
-
-
-def refusal(path: Path, *columns: str) -> str:
-    with pytest.raises(ValueError) as caught:
-        read_parquet(path, columns, "capture")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_columns_come_as_they_stand_and_in_the_order_asked_for(path: Path) -> None:
+    write_parquet(path := tmp_path / "rows.parquet", frame)
     read = read_parquet(path, (name for name in ("e_sub", "corpus")), "capture")
-    pd.testing.assert_frame_equal(read, pd.read_parquet(path)[["e_sub", "corpus"]])
-    assert read["e_sub"].isna().tolist() == [False, True, False]  # values are for others to judge
-
-
-def test_a_missing_file_names_the_stage(path: Path) -> None:
-    path.unlink()
-    assert refusal(path, "k") == f"{path}: no such file; run the capture stage"
-
-
-def test_a_file_that_is_cut_anywhere_is_damaged(path: Path) -> None:
-    whole = path.read_bytes()
-    for kept in (0, 3, 10, len(whole) // 2, len(whole) - 100, len(whole) - 1):
-        path.write_bytes(whole[:kept])
-        message = refusal(path, "k")
-        assert message.startswith(f"{path}: not a Parquet file (") and message.endswith(f"); {AGAIN}")
-
-
-def test_damage_within_a_file_is_found(path: Path) -> None:
-    whole = path.read_bytes()
-    path.write_bytes(whole[:4] + b"\xff" * 40 + whole[44:])
-    assert refusal(path, "k").startswith(f"{path}: not a Parquet file (")
-
-
-def test_the_first_missing_column_and_a_file_without_rows_are_named(path: Path) -> None:
-    assert refusal(path, "k", "layer", "head") == f"{path}: column layer is missing; {AGAIN}"
-    pd.read_parquet(path).iloc[:0].to_parquet(path)
-    assert refusal(path, "k") == f"{path}: has no rows; {AGAIN}"
+    pd.testing.assert_frame_equal(read, frame[["e_sub", "corpus"]])  # in this order; values are for others to judge
+    write_text(tmp_path / "rows.csv", "task,value\nall,0.6250\nNA,\n")
+    rows = read_csv(tmp_path / "rows.csv", ["value"], "score")
+    assert rows == [{"task": "all", "value": "0.6250"}, {"task": "NA", "value": ""}]
+    again = "delete it and run the score stage again"
+    for read, file in ((read_parquet, path), (read_csv, tmp_path / "rows.csv")):
+        with pytest.raises(ValueError) as error:
+            read(file, ["layer", "head"], "score")
+        assert str(error.value) == f"{file}: column layer is missing; {again}"
+    write_parquet(path, frame.iloc[:0])
+    with pytest.raises(ValueError) as error:
+        read_parquet(path, ["k"], "score")
+    assert str(error.value) == f"{path}: has no rows; {again}"
 
 
 def test_only_what_befalls_the_file_itself_is_said_of_it(tmp_path: Path) -> None:
@@ -117,12 +89,3 @@ def test_where_there_are_no_locks_a_claim_warns_and_goes_on(
 def test_the_module_does_not_load_pandas() -> None:
     code = "import sys, residual_mass.files; print({'pandas', 'pyarrow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-def test_a_csv_cut_in_its_last_field_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "result.csv"
-    path.write_text("task,value\nall,0.625\n")
-    assert read_csv(path, ["task", "value"], "score") == [{"task": "all", "value": "0.625"}]
-    path.write_text("task,value\nall,0.6")
-    with pytest.raises(ValueError, match=r"result\.csv: empty or cut short, .* run the score stage again"):
-        read_csv(path, ["task", "value"], "score")

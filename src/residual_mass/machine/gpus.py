@@ -34,8 +34,18 @@ def take(count: int) -> None:
         return
     if len(visible) < count:
         raise ValueError(f"{count} GPUs asked for, but {len(visible)} here; lower phi.gpus of the study")
-    if "CUDA_VISIBLE_DEVICES" not in os.environ or len(visible) > count:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_locked(visible, count))
+    if "CUDA_VISIBLE_DEVICES" in os.environ and len(visible) == count:
+        return
+    folder = Path(tempfile.gettempdir(), f"residual_mass_gpus_{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    names, waited = ",".join(visible), False
+    while not (held := _free(visible, count, folder)):
+        if not waited:
+            log.info("waiting for %d of the GPUs %s; others hold the locks in %s", count, names, folder)
+        waited = True
+        time.sleep(LOOK_AGAIN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
+    log.info("GPU %s of %s", ",".join(held), names)
 
 
 def visible_gpus() -> list[str]:
@@ -50,43 +60,26 @@ def device_files() -> list[Path]:
     return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _locked(visible: Sequence[str], count: int) -> list[str]:
-    """Locks the first `count` free GPUs for the lifetime of this process."""
-    folder = Path(tempfile.gettempdir(), f"residual_mass_gpus_{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    waited = False
-    while True:
-        # One process chooses at a time: two that want two of two GPUs could each hold one and wait for the other.
-        choosing = os.open(folder / "choosing", os.O_RDWR | os.O_CREAT)
-        fcntl.flock(choosing, fcntl.LOCK_EX)
-        held = _free(visible, count, folder)
-        os.close(choosing)
-        if held:
-            log.info("GPU %s of %s", ",".join(held), ",".join(visible))
-            return list(held)
-        if not waited:
-            log.info("waiting for %d of the GPUs %s; others hold the locks in %s", count, ",".join(visible), folder)
-            waited = True
-        time.sleep(LOOK_AGAIN)
-
-
-def _free(visible: Sequence[str], count: int, folder: Path) -> dict[str, int]:
-    """Returns the first `count` free GPUs with the open files that lock them; empty if too few are free."""
+def _free(visible: Sequence[str], count: int, folder: Path) -> list[str]:
+    """Locks the first `count` free GPUs for the lifetime of this process; returns none if too few are free."""
     held: dict[str, int] = {}
-    for name in visible:
-        file = os.open(folder / f"{name.replace('/', '-')}.lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    # One process chooses at a time: two that want two of two GPUs could each hold one and wait for the other.
+    with open(folder / "choosing", "w") as choosing:
+        fcntl.flock(choosing, fcntl.LOCK_EX)
+        for name in visible:
+            file = os.open(folder / f"{name.replace('/', '-')}.lock", os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                continue
+            os.set_inheritable(file, True)  # keeps the lock after exec
+            held[name] = file
+            if len(held) == count:
+                return list(held)
+        for file in held.values():
             os.close(file)
-            continue
-        os.set_inheritable(file, True)  # keeps the lock after exec
-        held[name] = file
-        if len(held) == count:
-            return held
-    for file in held.values():
-        os.close(file)
-    return {}
+    return []
 
 
 def main() -> None:

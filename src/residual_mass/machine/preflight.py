@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -52,11 +53,13 @@ def problems(
     """
     checked = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
     found = [problem for backbone in checked for problem in _access_problems(backbone, assets)]
-    names = ", ".join(backbone.name for backbone in backbones if backbone.requires_gpu)
-    if names and not (has_gpu() or (has_slurm() if submits is None else submits)):
+    names, version = ", ".join(each.name for each in backbones if each.requires_gpu), metadata.version("torch")
+    if submits is None:
+        submits = shutil.which("sbatch") is not None
+    if names and not (has_gpu() or submits):
         found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
-    elif names and metadata.version("torch").endswith("+cpu"):
-        built = f"torch {metadata.version('torch')} is built for CPUs, and backbone {names} needs a GPU"
+    elif names and version.endswith("+cpu"):
+        built = f"torch {version} is built for CPUs, and backbone {names} needs a GPU"
         found.insert(0, f"{built}: delete .venv, then `make install TORCH_INDEX=`")
     return found
 
@@ -65,13 +68,12 @@ def from_the_future(inputs: Iterable[Path]) -> list[str]:
     """Returns one line for the newest input if it is dated in the future, as after a clock was set back: Snakemake
     would find results older than their input and delete them.
     """
-    dated = {path: path.stat().st_mtime for path in inputs if path.exists()}
-    newest = max(dated, key=dated.__getitem__, default=None)
-    if newest is None or dated[newest] <= time.time() + CLOCKS_APART:
+    date, newest = max(((path.stat().st_mtime, path) for path in inputs if path.exists()), default=(0, None))
+    if date <= time.time() + CLOCKS_APART:
         return []
-    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(dated[newest]))
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(date))
     remedy = "set the clock right, or `touch` the file"
-    return [f"{newest}: modified in the future ({date}), so that its results would count as out of date: {remedy}"]
+    return [f"{newest}: modified in the future ({written}), so that its results would count as out of date: {remedy}"]
 
 
 def unwritable(outputs: Iterable[Path]) -> list[str]:
@@ -85,38 +87,22 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or bool(device_files())
 
 
-def has_slurm() -> bool:
-    """Whether SLURM jobs can be submitted, so that this machine needs no GPU."""
-    return shutil.which("sbatch") is not None
-
-
 def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
-    if backbone.source == "hub":
-        from huggingface_hub import get_token
+    name = f"backbone {backbone.name}"
+    if backbone.source == "assets":
+        folder = assets / model_folder(backbone.model_id)
+        if not (assets / MANIFEST).exists() or (folder / "config.json").is_file():
+            return []
+        return [f"{name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"]
+    from huggingface_hub import HfApi, get_token
 
-        here = is_cached(backbone.model_id, backbone.revision) or get_token() is not None
-        return [] if here or _is_public(backbone) else [_no_access(backbone)]
-    folder = assets / model_folder(backbone.model_id)
-    if (assets / MANIFEST).exists() and not (folder / "config.json").is_file():
-        return [
-            f"backbone {backbone.name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"
-        ]
-    return []
-
-
-def _is_public(backbone: BackboneSpec) -> bool:
-    """Whether the model is not gated; also False if the hub cannot be reached."""
-    from huggingface_hub import HfApi
-
-    try:
-        return not HfApi().model_info(backbone.model_id, revision=backbone.revision, timeout=10, token=False).gated
-    except Exception:  # any problem with network or repository would also stop the jobs
-        return False
-
-
-def _no_access(backbone: BackboneSpec) -> str:
-    return (
-        f"backbone {backbone.name}: {backbone.model_id} is neither public nor in the Hugging Face cache, "
-        "and there is no token (or no network): "
-        "accept the model's licence on its page, then set HF_TOKEN or run `hf auth login`"
-    )
+    if is_cached(backbone.model_id, backbone.revision) or get_token() is not None:
+        return []
+    # Any problem with network or repository would also stop the jobs.
+    with suppress(Exception):
+        if not HfApi().model_info(backbone.model_id, revision=backbone.revision, timeout=10, token=False).gated:
+            return []
+    return [
+        f"{name}: {backbone.model_id} is neither public nor in the Hugging Face cache, and there is no token (or no "
+        "network): accept the model's licence on its page, then set HF_TOKEN or run `hf auth login`"
+    ]

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 PROFILE = "workflow/profiles/slurm/config.yaml"
-ASKS_ACCOUNTS = ("sacct", "--noheader", "--starttime", "now")
-"""Fails without SLURM accounting."""
 REMEMBERED = 240
 """Seconds for which SLURM must remember a finished job (MinJobAge) if there is only squeue: Snakemake asks at least
 every 180 s, and waits forever for a job that was forgotten before.
@@ -28,17 +26,18 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
     """
     if shutil.which("sbatch") is None:
         return ["no sbatch here: run on a machine that submits to SLURM, or without the profile slurm"]
-    accounting = _failure(*ASKS_ACCOUNTS)
+    accounting = _run("sacct", "--noheader", "--starttime", "now")  # fails without accounting
     found = []
-    if status_command == "sacct" and accounting:
+    if accounting.returncode and status_command == "sacct":
+        reason = (accounting.stderr.strip() or "no message").splitlines()[-1]
         found.append(
-            f"sacct does not answer ({accounting}), and Snakemake would wait for its jobs for ever: "
+            f"sacct does not answer ({reason}), and Snakemake would wait for its jobs for ever: "
             f"set slurm-status-command: squeue, as {PROFILE} does by itself"
         )
-    if status_command == "squeue" and accounting:
-        found += _memory_problems(min_job_age())
+    if accounting.returncode and status_command == "squeue":
+        found += _forgets()
     for partition, account in sorted(set(sites)):
-        if account and accounting:
+        if account and accounting.returncode:
             found.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
         elif refusal := _refusal(partition, account):
             found.append(f"sbatch refuses partition {partition!r}, account {account!r} ({refusal}): edit {PROFILE}")
@@ -47,17 +46,12 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
 
 def unfinished(folder: Path) -> list[str]:
     """Returns one line if jobs of an earlier run from `folder` still exist, which would write the same files."""
-    if shutil.which("squeue") is None:
-        return []
     run = _run("squeue", "--noheader", "--user", getuser(), "--format", "%i|%k|%Z")
     jobs = [line.split("|", 2) for line in run.stdout.splitlines() if line.count("|") >= 2]
     ids = [number for number, comment, where in jobs if comment.startswith("rule_") and Path(where) == folder]
-    if not ids:
-        return []
-    return [
-        f"jobs of an earlier run still work in this folder: wait until `squeue --jobs {','.join(ids)}` shows none, "
-        f"or stop them with `scancel {' '.join(ids)}`; what they finish is kept"
-    ]
+    wait, stop = f"`squeue --jobs {','.join(ids)}` shows none", f"stop them with `scancel {' '.join(ids)}`"
+    found = f"jobs of an earlier run still work in this folder: wait until {wait}, or {stop}; what they finish is kept"
+    return [found] if ids else []
 
 
 def see_cancelled_jobs() -> None:
@@ -79,16 +73,12 @@ def see_cancelled_jobs() -> None:
     plugin.query_job_status = query
 
 
-def min_job_age() -> int | None:
-    """Returns the seconds for which SLURM remembers a finished job, 0 if forever; None if unknown."""
+def _forgets() -> list[str]:
+    """Returns one line if SLURM forgets finished jobs before Snakemake asks for them."""
     found = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-def _memory_problems(remembered: int | None) -> list[str]:
-    if remembered == 0 or (remembered is not None and remembered >= REMEMBERED):
+    if found and (found[1] == "0" or int(found[1]) >= REMEMBERED):  # 0 is for ever
         return []
-    after = "at a time that scontrol does not tell" if remembered is None else f"after {remembered} s"
+    after = f"after {found[1]} s" if found else "at a time that scontrol does not tell"
     return [
         f"SLURM forgets finished jobs {after} (MinJobAge) and keeps no accounts (sacct), so that Snakemake would wait "
         f"for them for ever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
@@ -103,12 +93,6 @@ def _refusal(partition: str, account: str) -> str:
     run = _run("sbatch", "--test-only", "--time=1", *given, "--wrap=true")
     said = [line for line in run.stderr.splitlines() if re.search("invalid (partition|account)", line, re.IGNORECASE)]
     return said[-1].strip() if run.returncode and said else ""
-
-
-def _failure(*command: str) -> str:
-    """Returns the last line of a failed command's error output; empty if it succeeded."""
-    run = _run(*command)
-    return (run.stderr.strip() or "no message").splitlines()[-1] if run.returncode else ""
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

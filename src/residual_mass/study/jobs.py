@@ -11,26 +11,14 @@ from residual_mass.files import read_json
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.study.values import parsed
 
-TRAIN = ("train", "train_variants")
-"""Rules that train feature maps."""
-
 
 @dataclass(frozen=True)
 class Job(Settings):
-    """One job of the workflow.
-
-    Attributes:
-        rule: the rule's name.
-        inputs: files that the job reads.
-        spec: what the job is told, as parsed JSON.
-        refused: why the configuration no longer has such a job; empty where it has.
-    """
+    """One job of the workflow: its rule, its outputs, and its spec as parsed JSON."""
 
     rule: str
-    inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     spec: dict[str, Any] = field(default_factory=dict)
-    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,5 +31,5 @@ class StudyJobs(Settings):
 
 
 def read_studies(path: Path) -> tuple[StudyJobs, ...]:
-    """What `study.start` wrote for a target that looks at studies."""
+    """Reads what `study.start` wrote for a target that looks at studies."""
     return parsed(tuple[StudyJobs, ...], read_json(path))

@@ -13,7 +13,7 @@ from residual_mass.core.settings import tokens_of
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.jobs import read_studies
 from residual_mass.texts import hub
-from residual_mass.texts.assets import changed_files, listed_in
+from residual_mass.texts.assets import listed_in, require_whole
 from residual_mass.texts.names import HUB, HubPart
 
 
@@ -26,21 +26,20 @@ def run(jobs: Path, assets: Path) -> None:
     for study in read_studies(jobs):
         models = [{"backbone": asdict(backbone)} for backbone in study.backbones]
         hub.prefetch(*hub_needs([*models, *(job.spec for job in study.jobs)]))
-    for file in changed_files(assets):
-        raise ValueError(f"{file}: missing, or not the file that {assets / MANIFEST} lists (sha256); fetch it again")
+    require_whole(assets)
 
 
 def missing(specs: Iterable[dict[str, Any]], assets: Path) -> list[str]:
     """Returns what jobs lack for a run without network, one line each; sha256 are compared when files are used."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's libraries are imported, for the first time below
     listed = listed_in(assets / MANIFEST) or {MANIFEST: ""}
-    lacking = [str(assets / name) for name in listed if not (assets / name).is_file()]
-    found = [f"offline, and the assets folder lacks {', '.join(lacking)}; copy it from a machine with network"]
+    lacking = ", ".join(str(assets / name) for name in listed if not (assets / name).is_file())
+    found = [f"offline, and the assets folder lacks {lacking}; copy it from a machine with network"] if lacking else []
     try:
         hub.prefetch(*hub_needs(specs))
     except ValueError as error:
-        return [*(found if lacking else []), str(error)]
-    return found if lacking else []
+        found.append(str(error))
+    return found
 
 
 def hub_needs(specs: Iterable[dict[str, Any]]) -> tuple[list[hub.Model], list[HubPart]]:
@@ -49,17 +48,17 @@ def hub_needs(specs: Iterable[dict[str, Any]]) -> tuple[list[hub.Model], list[Hu
     Args:
         specs: specs of the jobs as parsed JSON; specs of other stages add nothing.
     """
-    models: dict[hub.Model, None] = {}
-    parts: dict[HubPart, None] = {}
+    models: list[hub.Model] = []
+    parts: list[HubPart] = []
     for spec in specs:
         backbone = spec.get("backbone")
         if isinstance(backbone, dict) and backbone["source"] == "hub":
-            models[backbone["model_id"], backbone["revision"]] = None
+            models.append((backbone["model_id"], backbone["revision"]))
         if spec.get("tokenizer_source") == "hub":
-            models[spec["model_id"], spec["revision"]] = None
+            models.append((spec["model_id"], spec["revision"]))
         if "tokenizer_source" in spec and spec["data_source"] == "hub":
-            parts |= dict.fromkeys(parts_of(spec["benchmark"], tokens_of(spec["length"])).values())
+            parts += parts_of(spec["benchmark"], tokens_of(spec["length"])).values()
         corpora = [*spec.get("corpora", []), *spec.get("held_out", [])]
         corpora += [spec["corpus"]] if backbone and "corpus" in spec else []
-        parts |= dict.fromkeys(HUB[name] for name in corpora if name in HUB)
-    return list(models), list(parts)
+        parts += [HUB[name] for name in corpora if name in HUB]
+    return list(dict.fromkeys(models)), list(dict.fromkeys(parts))

@@ -1,4 +1,4 @@
-"""What rules say of their jobs beside inputs, outputs and spec: the size of a job, its launcher and its flags."""
+"""What rules say of their jobs besides inputs, outputs and spec: the size of a job, its launcher and its flags."""
 
 from __future__ import annotations
 
@@ -27,30 +27,26 @@ class JobSize:
     def gpus(self, wildcards: Wildcards) -> int:
         return int(self.plan.backbone_spec(wildcards.backbone).requires_gpu)
 
-    def with_gpu(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
-        """One number for jobs that ask for a GPU and one for jobs that do not."""
-        return lambda wildcards: on_a_gpu if self.gpus(wildcards) else otherwise
-
-    def half_of_the_cores(self, wildcards: Wildcards) -> int:
-        """A small model gains little from a second core, so without a GPU two jobs share the machine."""
-        cores = self._cores
-        return 8 if self.gpus(wildcards) or cores is None else max(1, min(8, cores // 2))
-
-    def all_of_the_cores(self, _: Wildcards) -> int:
-        return self._cores or 8
-
-    @property
-    def _cores(self) -> int | None:
-        """None on a cluster, which has no number of cores; what a job sees there has been given to it alone."""
-        return None if self.workflow.remote_exec else self.workflow.resource_settings.cores
-
     def training_gpus(self, wildcards: Wildcards) -> int:
         """GPUs of one training job; none for a backbone that requires none, whatever the study says."""
         return self.gpus(wildcards) * self.plan.study_of(wildcards).phi.gpus
 
+    def with_gpu(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
+        """One number for jobs that ask for a GPU and one for jobs that do not."""
+        return lambda wildcards: on_a_gpu * self.gpus(wildcards) or otherwise
+
     def training_memory(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
         """Every GPU has a process of its own, with the backbone's weights."""
         return lambda wildcards: on_a_gpu * self.training_gpus(wildcards) or otherwise
+
+    def half_of_the_cores(self, wildcards: Wildcards) -> int:
+        """A small model gains little from a second core, so without a GPU two jobs share the machine."""
+        cores = self.all_of_the_cores(wildcards)
+        return 8 if self.gpus(wildcards) or self.workflow.remote_exec else max(1, min(8, cores // 2))
+
+    def all_of_the_cores(self, _: Wildcards) -> int:
+        """On a cluster, which has no number of cores, 8: what a job sees there has been given to it alone."""
+        return 8 if self.workflow.remote_exec else self.workflow.resource_settings.cores or 8
 
 
 def launcher(wildcards: Wildcards, resources: Any) -> str:

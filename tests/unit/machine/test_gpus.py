@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from residual_mass import cli
 from residual_mass.core.settings import AnchorSpec, MapSpec, to_json
 from residual_mass.machine import gpus
 from residual_mass.study.specs import BackboneSpec, RuntimeSpec
@@ -83,73 +84,44 @@ def test_torchrun_chose_for_its_processes(tmp_path: Path) -> None:
     holder.let_go()
 
 
-def test_more_than_there_are_is_refused_in_one_line(tmp_path: Path) -> None:
-    holder = Holder(tmp_path, 3, "0,1")
-    output, said = holder.process.communicate()
-    line = "residual_mass.machine.gpus: error: 3 GPUs asked for, but 2 here; lower phi.gpus of the study\n"
-    assert (holder.process.returncode, output, said) == (1, "", line)
+@pytest.mark.parametrize(
+    ("count", "visible", "command", "status", "said"),
+    [
+        ("3", "0,1", "true", 1, "residual_mass.machine.gpus: error: 3 GPUs asked for, but 2 here; lower phi.gpus of"),
+        ("1", "0", "/no/such/program", 1, "residual_mass.machine.gpus: error: [Errno 2]"),
+        ("1", "0,1", "in the way", 1, "residual_mass.machine.gpus: error: [Errno 17]"),
+        ("1", "", "exit 7", 7, "two words"),
+    ],
+)  # fmt: skip
+def test_a_command_is_run_as_given_or_refused_in_one_line(
+    count: str, visible: str, command: str, status: int, said: str, tmp_path: Path
+) -> None:
+    if command == "in the way":
+        (tmp_path / f"residual_mass_gpus_{os.getuid()}").write_text("where the locks would be")
+    words = ["sh", "-c", 'echo "$0" >&2; exit 7', "two words"] if command == "exit 7" else [command]
+    run = subprocess.run(
+        [sys.executable, "-m", "residual_mass.machine.gpus", count, *words],
+        env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == status and run.stderr.startswith(said) and run.stderr.count("\n") == 1, run.stderr
 
 
-def test_what_cannot_be_run_or_locked_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / f"residual_mass_gpus_{os.getuid()}").write_text("in the way of the locks")
-    for visible, command in (("0", str(tmp_path / "none")), ("0,1", "true")):
-        run = subprocess.run(
-            [sys.executable, "-m", "residual_mass.machine.gpus", "1", command],
-            env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert run.returncode == 1 and run.stderr.startswith("residual_mass.machine.gpus: error: [Errno"), run.stderr
-
-
-def runtime_spec(backbone: BackboneSpec) -> RuntimeSpec:
-    return RuntimeSpec(
+@pytest.mark.parametrize(("requires_gpu", "writable"), [(True, False), (True, True), (False, True)])
+def test_a_stage_takes_one_if_its_backbone_needs_it_and_it_can_write(
+    requires_gpu: bool, writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, requires_gpu, name="big")
+    spec = RuntimeSpec(
         study="paper", backbone=backbone, contexts=("1k",), batches=(1,), budget=1.0, anchors=AnchorSpec(),
         map=MapSpec(), repeats=1, seed=0, recipe=1,
     )  # fmt: skip
-
-
-def test_a_stage_that_cannot_write_waits_for_no_gpu(tmp_path: Path) -> None:
-    backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, True, name="big")
-    spec = runtime_spec(backbone)
     (tmp_path / "file").write_text("")
-    flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "file" / "out.csv")]
-    run = subprocess.run(
-        [sys.executable, "-m", "residual_mass", "runtime", "--spec", to_json(spec), *flags],
-        env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 2 and "GPU" not in run.stderr
-    assert not list(tmp_path.glob("residual_mass_gpus*"))
-
-
-def test_the_command_is_run_as_given(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "residual_mass.machine.gpus",
-        "1",
-        "sh",
-        "-c",
-        'printf "%s" "$0"; exit 7',
-        "two words",
-    ]
-    run = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (run.returncode, run.stdout) == (7, "two words")
-
-
-@pytest.mark.slow
-def test_a_stage_takes_one_for_a_backbone_that_needs_it(tmp_path: Path) -> None:
-    backbone = BackboneSpec("paper", "org/Big-LM", "r1", "assets", "bfloat16", "t", 4096, True, name="big")
-    for requires_gpu in (True, False):
-        spec = runtime_spec(dataclasses.replace(backbone, requires_gpu=requires_gpu))
-        flags = ["--assets", str(tmp_path), "--out", str(tmp_path / "out.csv")]
-        run = subprocess.run(
-            [sys.executable, "-m", "residual_mass", "runtime", "--spec", to_json(spec), *flags],
-            env={**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert run.returncode == 2 and run.stderr.splitlines()[-1].startswith("residual_mass runtime: error: ")
-        assert ("GPU 0 of 0,1" in run.stderr) == requires_gpu
+    out = tmp_path / ("out.csv" if writable else "file/out.csv")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["runtime", "--spec", to_json(spec), "--assets", str(tmp_path), "--out", str(out)])
+    taken = requires_gpu and writable
+    assert end.value.code == 2 and os.environ["CUDA_VISIBLE_DEVICES"] == ("0" if taken else "0,1")
+    assert taken == bool(list(tmp_path.glob("residual_mass_gpus*")))

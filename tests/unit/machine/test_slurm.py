@@ -38,13 +38,9 @@ def remembering(seconds: int) -> str:
 
 
 def test_a_cluster_with_accounting_lacks_nothing(cluster: Path) -> None:
+    answers(cluster, scontrol=remembering(60))
     for asked in ("sacct", "squeue"):
         assert slurm.problems(asked, [("gpu", "myproject"), ("", "")]) == []
-    answers(cluster, scontrol=remembering(60))
-    assert slurm.problems("sacct", [("gpu", "")]) == []
-
-
-def test_without_slurm_there_is_one_line(cluster: Path) -> None:
     (cluster / "sbatch").unlink()
     (line,) = slurm.problems("sacct", [("gpu", "")])
     assert line.startswith("no sbatch here: ")
