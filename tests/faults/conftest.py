@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from tests.faults import stages
-from tests.faults.forks import Forks
 from tests.small_assets import freeze_prompts, write_assets
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    with Forks() as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small") / "assets"
-    write_assets(folder)
-    return folder
 
 
 @dataclass(frozen=True)
@@ -41,32 +26,36 @@ class Undisturbed:
     names: set[str]
     seconds: float
 
+    def is_made_in(self, out: Path) -> bool:
+        return self.stage.made(out) == self.made and names_in(out) == self.names
+
 
 def names_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="session")
-def undisturbed(forks: Forks, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "assets"
+    write_assets(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
     """By the stages' names."""
     folder = tmp_path_factory.mktemp("undisturbed")
     docs = {"ruler_vt": [{"outputs": [str(i)]} for i in range(stages.GENERATE.examples)]}
     manifest = freeze_prompts(folder / "prompts" / "manifest.json", "ruler", stages.GENERATE.length, docs)
-    found: dict[str, Undisturbed] = {}
 
-    def run(stage: stages.Stage) -> None:
-        out, log = folder / stage.name, folder / f"{stage.name}.log"
-        started = time.monotonic()
-        assert forks.run(stage.arguments(out), log) == 0, log.read_text()
-        seconds = time.monotonic() - started
-        found[stage.name] = Undisturbed(stage, stage.made(out), names_in(out), seconds)
-        assert set(found[stage.name].made) == set(stage.outputs)
+    def finished(stage: stages.Stage, out: Path) -> Undisturbed:
+        started, log = time.monotonic(), out.with_suffix(".log")
+        assert stages.run(stage, out, log) == 0, log.read_text()
+        return Undisturbed(stage, stage.made(out), names_in(out), time.monotonic() - started)
 
-    short = stages.train(assets, replace(stages.TRAIN, length="512", steps=2))
-    assert forks.run(short.arguments(folder / "phi"), folder / "phi.log") == 0, (folder / "phi.log").read_text()
-    phi = folder / "phi" / "maps.safetensors"
-    run(stages.train(assets))
-    run(stages.generate(assets, manifest, phi))
-    run(stages.force(assets, manifest, phi))
-    run(stages.capture(assets, phi))
-    return found
+    finished(stages.train(assets, replace(stages.TRAIN, length="512", steps=2)), folder / "phi")
+    inputs = (assets, manifest, phi := folder / "phi" / "maps.safetensors")
+    decodings = [stages.decoding(spec, *inputs) for spec in (stages.GENERATE, stages.FORCE)]
+    found = [stages.train(assets), *decodings, stages.capture(assets, phi)]
+    assert tuple(stage.name for stage in found) == stages.NAMES
+    return {stage.name: finished(stage, folder / stage.name) for stage in found}

@@ -1,19 +1,26 @@
-"""Training, generation, forced decoding and capture on the small model: how the command line starts them and what they
-leave.
+"""Training, generation, forced decoding and capture on the small model, as processes that faults strike.
+
+Each is the command line's own `main` in a fork of a process that has imported what stages import, so that a kill
+strikes the work and not the imports.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Callable
+import traceback
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from tests.small_assets import MODEL_ID, REVISION
 
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, to_json
+from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings, to_json
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import (
@@ -26,30 +33,31 @@ from residual_mass.study.specs import (
     VariantSpec,
 )
 
+NAMES = ("train", "generate", "force", "capture")
 BACKBONE = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")
 MAP = MapSpec(d_emb=16, d_phi=8, init="positive_random_features")
 TRAIN = TrainSpec(
     name="study", backbone=BACKBONE, length="256", variants=(VariantSpec("ours", MAP, ObjectiveSpec()),),
-    corpora=("pydoc",), steps=40, learning_rate=3e-3, weight_decay=1e-4, schedule="cosine", warmup_steps=2,
+    corpora=("pydoc",), steps=24, learning_rate=3e-3, weight_decay=1e-4, schedule="cosine", warmup_steps=2,
     sequences_per_step=1, queries_per_step=8, query_window=0.5, replay=ReplaySpec(pool=2, reuse=2), curriculum=None,
-    anchors=AnchorSpec(), held_out=("books",), eval_budgets=(10.0, 30.0), eval_every=10, checkpoint_every=4, seed=0,
+    anchors=AnchorSpec(), held_out=("books",), eval_budgets=(10.0, 30.0), eval_every=8, checkpoint_every=4, seed=0,
     recipe=1,
 )  # fmt: skip
 GENERATE = GenerateSpec(
-    study="test", backbone=BACKBONE, benchmark="ruler", length="512", tasks=("ruler_vt",), examples=8,
+    study="test", backbone=BACKBONE, benchmark="ruler", length="512", tasks=("ruler_vt",), examples=6,
     arms=(ArmSpec("full"), ArmSpec("topk", 10.0), ArmSpec("topk_phi", 10.0, "512")), anchors=AnchorSpec(),
     budget_length="nominal", chat_template=False, truncate_to="512", maps=(MapsSpec("512", 512),), answer_margin=None,
     stop_when_saturated=False, batch_tokens=1, allow_extrapolation=False, recipe=1,
 )  # fmt: skip
 FORCE = ForceSpec(
-    study="test", backbone=BACKBONE, length="512", corpora=("books",), documents=4, tokens=8, seed=0,
-    asked=(AskedSpec(benchmark="ruler", examples=4, chat_template=False, answer_margin=None, stop_when_saturated=False,
+    study="test", backbone=BACKBONE, length="512", corpora=("books",), documents=3, tokens=8, seed=0,
+    asked=(AskedSpec(benchmark="ruler", examples=3, chat_template=False, answer_margin=None, stop_when_saturated=False,
                      budget_length="nominal", batch_tokens=1),),
     arms=GENERATE.arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to="512", maps=GENERATE.maps, recipe=1,
 )  # fmt: skip
 CAPTURE = CaptureSpec(
     study="test", backbone=BACKBONE, corpus="books", length="256", budgets=(10.0, 30.0), anchors=AnchorSpec(),
-    maps=MapsSpec("512", 512), packs=8, queries=4, seed=0, recipe=1,
+    maps=MapsSpec("512", 512), packs=4, queries=4, seed=0, recipe=1,
 )  # fmt: skip
 
 
@@ -58,17 +66,23 @@ class Stage:
     """One of them, with its inputs.
 
     Attributes:
-        arguments: of the command line, for a folder that takes the outputs.
-        outputs: their names in that folder. Snakemake deletes them where the job fails.
+        given: spec and inputs.
+        files: what it writes by its flags, as names in a folder. Snakemake deletes those without an underscore where
+            the job fails.
     """
 
     name: str
-    arguments: Callable[[Path], list[str]]
-    outputs: tuple[str, ...]
+    given: list[str]
+    files: dict[str, str]
 
-    def command(self, out: Path) -> list[str]:
-        """In an interpreter of its own."""
-        return [sys.executable, "-m", "residual_mass", *self.arguments(out)]
+    @property
+    def outputs(self) -> list[str]:
+        return [name for name in self.files.values() if not name.startswith("_")]
+
+    def arguments(self, out: Path) -> list[str]:
+        """Of the command line, for a folder that takes the outputs."""
+        written = [word for flag, name in self.files.items() for word in (flag, str(out / name))]
+        return [self.name, *self.given, *written]
 
     def made(self, out: Path) -> dict[str, bytes]:
         """The outputs that are there; of the log of a training all but the seconds, which differ every time."""
@@ -77,42 +91,74 @@ class Stage:
 
 
 def train(assets: Path, spec: TrainSpec = TRAIN) -> Stage:
-    def arguments(out: Path) -> list[str]:
-        flags = flagged(out, checkpoint="_checkpoints/maps.safetensors", out="maps.safetensors", log_csv="log.csv")
-        return ["train", "--spec", to_json(spec), "--assets", str(assets), *flags]
-
-    return Stage("train", arguments, ("maps.safetensors", "log.csv"))
+    files = {"--checkpoint": "_checkpoints/maps.safetensors", "--out": "maps.safetensors", "--log-csv": "log.csv"}
+    return Stage("train", ["--spec", to_json(spec), "--assets", str(assets)], files)
 
 
-def generate(assets: Path, prompts: Path, phi: Path, spec: GenerateSpec = GENERATE) -> Stage:
-    def arguments(out: Path) -> list[str]:
-        inputs = ["--assets", str(assets), "--prompts", str(prompts), "--phi", str(phi)]
-        return ["generate", "--spec", to_json(spec), *inputs, *flagged(out, store="_store/all.jsonl", out="all.jsonl")]
-
-    return Stage("generate", arguments, ("all.jsonl",))
-
-
-def force(assets: Path, prompts: Path, phi: Path) -> Stage:
-    def arguments(out: Path) -> list[str]:
-        inputs = ["--assets", str(assets), "--prompts", str(prompts), "--phi", str(phi)]
-        return ["force", "--spec", to_json(FORCE), *inputs, *flagged(out, store="_store/f.jsonl", out="f.parquet")]
-
-    return Stage("force", arguments, ("f.parquet",))
+def decoding(spec: Settings, assets: Path, prompts: Path, phi: Path) -> Stage:
+    """A generation or forced decoding."""
+    inputs = ["--assets", str(assets), "--prompts", str(prompts), "--phi", str(phi)]
+    name, out = ("force", "f.parquet") if isinstance(spec, ForceSpec) else ("generate", "all.jsonl")
+    return Stage(name, ["--spec", to_json(spec), *inputs], {"--store": "_store/rows.jsonl", "--out": out})
 
 
-def capture(assets: Path, phi: Path, spec: CaptureSpec = CAPTURE) -> Stage:
-    def arguments(out: Path) -> list[str]:
-        flags = flagged(out, heads="heads.parquet", mass="mass.parquet")
-        return ["capture", "--spec", to_json(spec), "--assets", str(assets), "--phi", str(phi), *flags]
-
-    return Stage("capture", arguments, ("heads.parquet", "mass.parquet"))
-
-
-def flagged(folder: Path, /, **names: str) -> list[str]:
-    return [word for flag, name in names.items() for word in (f"--{flag.replace('_', '-')}", str(folder / name))]
+def capture(assets: Path, phi: Path) -> Stage:
+    inputs = ["--spec", to_json(CAPTURE), "--assets", str(assets), "--phi", str(phi)]
+    return Stage("capture", inputs, {"--heads": "heads.parquet", "--mass": "mass.parquet"})
 
 
 def without_seconds(log: bytes) -> bytes:
     rows = list(csv.reader(io.StringIO(log.decode())))
     at = rows[0].index("seconds")
     return "\n".join(",".join(row[:at] + row[at + 1 :]) for row in rows).encode()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["residual_mass.cli", "residual_mass.training.trainer", "residual_mass.benchmarks.generate",
+     "residual_mass.benchmarks.force", "residual_mass.diagnostics.capture", "transformers.models.llama.modeling_llama",
+     "transformers.models.llama.configuration_llama"]
+)  # fmt: skip
+
+
+def start(stage: Stage, out: Path, log: Path) -> BaseProcess:
+    """A stage whose stdout and stderr go to `log`; signals reach it as they reach an interpreter."""
+    begun = FORKS.Event()
+    process = FORKS.Process(target=_be_a_stage, args=(stage.arguments(out), str(log), begun))
+    process.start()
+    begun.wait()
+    return process
+
+
+def run(stage: Stage, out: Path, log: Path) -> int:
+    """The exit status, negative for a signal."""
+    process = start(stage, out, log)
+    process.join()
+    return process.exitcode
+
+
+def _be_a_stage(arguments: list[str], log: str, begun: Event) -> None:
+    from residual_mass.cli import main
+
+    code = 1
+    try:
+        os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(written, 1)
+        os.dup2(written, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        begun.set()
+        main(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except KeyboardInterrupt:  # before or behind what main guards, as in an interpreter that starts or ends
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,27 +62,21 @@ def test_what_a_living_process_writes_is_not_touched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a[b].csv", "no_suffix", ".hidden", "two.dots.tar", "*"])
 def test_names_mean_themselves(name: str, tmp_path: Path) -> None:
-    for other in ("ab.csv", "x", "ahidden"):
-        (tmp_path / f".{other}.abcdefgh{Path(other).suffix}").write_text("")
-    kept = temporaries(tmp_path)
-    path = tmp_path / name
-    with busy(path, "atomic_write") as process:
-        process.kill()
-    assert len(temporaries(tmp_path)) == 4
-    remove_leftovers(path)
-    assert temporaries(tmp_path) == kept
+    mine = tmp_path / f".{name}.abcdefgh{Path(name).suffix}"
+    others = [tmp_path / f".{other}.abcdefgh{Path(other).suffix}" for other in ("ab.csv", "x", "ahidden")]
+    for file in (mine, *others):
+        file.write_text("")
+    remove_leftovers(tmp_path / name)
+    assert temporaries(tmp_path) == sorted(others)
 
 
 def test_a_claim_is_of_one_living_process(tmp_path: Path) -> None:
     path = tmp_path / "new" / "checkpoint"
     with busy(path, "locked") as process:
-        with (
-            pytest.raises(ValueError, match="another job is writing to it; wait for that one or stop it"),
-            locked(path),
-        ):
-            pass
+        with pytest.raises(ValueError, match="another job is writing to it; wait for that one or stop it"):
+            locked(path).__enter__()
         assert len(temporaries(path.parent)) == 1
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
         with locked(path), pytest.raises(ValueError, match="another job"), locked(path):
             pass
