@@ -13,7 +13,7 @@ import torch
 from tests.conftest import TINY
 
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.phi_maps import PhiMaps, open_safetensors
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,8 @@ def test_no_module_reads_what_could_run() -> None:
     modules = [path for path in SOURCES if path.suffix == ".py"]
     found = {str(path): list(unsafe(ast.parse(path.read_text(encoding="utf-8")))) for path in modules}
     assert len(found) > 50 and {name: what for name, what in found.items() if what} == {}
+    planted = ["from joblib import load", "torch.load(path)", "Model(name, trust_remote_code=True)", "a.extractall(b)"]
+    assert all(list(unsafe(ast.parse(line))) for line in planted)
 
 
 def test_no_rule_reads_what_could_run() -> None:
@@ -52,18 +54,6 @@ def test_no_rule_reads_what_could_run() -> None:
     forbidden = re.compile(rf"\b({'|'.join(MODULES)}|eval\(|exec\(|os\.system|unsafe_load|trust_remote_code)")
     for path in (path for path in SOURCES if path.suffix != ".py"):
         assert not forbidden.search(path.read_text(encoding="utf-8")), path
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle", "from joblib import load", "torch.load(path)", "np.load(path, allow_pickle=True)",
-        "Model.from_pretrained(name, trust_remote_code=True)", "subprocess.run(text, shell=True)", "eval(text)",
-        "archive.extractall(folder)", "yaml.load(text)", "frame = pandas.read_pickle(path)",
-    ],
-)  # fmt: skip
-def test_the_search_finds(line: str) -> None:
-    assert list(unsafe(ast.parse(line)))
 
 
 class Payload:
@@ -74,11 +64,6 @@ class Payload:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Path.touch, (self.victim,)
-
-
-def test_the_payload_works(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Payload(tmp_path / "pwned")))
-    assert (tmp_path / "pwned").exists()
 
 
 def test_weights_that_are_a_pickle_are_refused_and_not_run(
@@ -101,17 +86,12 @@ def test_weights_that_are_a_pickle_are_refused_and_not_run(
 
 
 def test_feature_maps_that_are_a_pickle_are_refused_and_not_run(tmp_path: Path) -> None:
-    path = tmp_path / "phi.safetensors"
-    for content in (pickle.dumps(Payload(tmp_path / "pwned")), zipped_pickle(tmp_path)):
+    payload, path = Payload(tmp_path / "pwned"), tmp_path / "phi.safetensors"
+    torch.save({"weights": payload}, tmp_path / "saved.pt")
+    for content in (pickle.dumps(payload), (tmp_path / "saved.pt").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"phi\.safetensors: damaged safetensors file"):
             PhiMaps.load(path)
-        with pytest.raises(ValueError, match="damaged"), open_safetensors(path):
-            pass
     assert not (tmp_path / "pwned").exists()
-
-
-def zipped_pickle(folder: Path) -> bytes:
-    """As torch saves."""
-    torch.save({"weights": Payload(folder / "pwned")}, folder / "saved.pt")
-    return (folder / "saved.pt").read_bytes()
+    pickle.loads(pickle.dumps(payload))
+    assert (tmp_path / "pwned").exists()  # where it is run

@@ -1,0 +1,202 @@
+"""What the repository says of itself is so: its environments, its imports, continuous integration, licences."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from tests import conftest, needs
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def locked_versions() -> dict[str, str]:
+    """Name -> version; every line must be an exact pin that any index can serve."""
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    pins = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line) for line in lines]
+    assert None not in pins, f"not an exact pin: {lines[pins.index(None)]!r}"
+    return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
+
+
+def direct_requirements() -> dict[str, Requirement]:
+    """What the extras ask for together: a package may be in several, and an extra may take in another one."""
+    found: dict[str, Requirement] = {}
+    for line in (*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())):
+        one = found.setdefault(canonicalize_name(Requirement(line).name), Requirement(line))
+        one.extras |= Requirement(line).extras
+        one.specifier &= Requirement(line).specifier
+    del found[canonicalize_name(PROJECT["name"])]
+    return found
+
+
+def imported(*nodes: ast.AST) -> set[str]:
+    """Packages from elsewhere that code imports."""
+    found: set[str] = set()
+    for node in (inner for outer in nodes for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"residual_mass"}
+
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+
+
+def test_three_files_describe_one_environment() -> None:
+    locked, direct = locked_versions(), direct_requirements()
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    (python,) = (each for each in environment if str(each).startswith("python="))
+    (from_pip,) = (each["pip"] for each in environment if isinstance(each, dict))
+    pinned = {canonicalize_name(r.name): r for r in map(Requirement, from_pip)}
+    assert direct.keys() <= locked.keys() and direct.keys() == pinned.keys()
+    for name, asked in direct.items():
+        assert locked[name] in asked.specifier, f"{name}: {locked[name]} is locked, {asked.specifier} asked for"
+        assert (str(pinned[name].specifier), pinned[name].extras) == (f"=={locked[name]}", asked.extras), name
+    assert python.removeprefix("python=") in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_what_locked_packages_need_is_locked() -> None:
+    locked = locked_versions()
+    for package, version in locked.items():
+        try:
+            if metadata.version(package).partition("+")[0] != version:
+                continue  # another environment than the locked one runs the tests
+        except metadata.PackageNotFoundError:
+            continue
+        needed = [Requirement(line) for line in metadata.requires(package) or []]
+        here = {canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})}
+        unlocked = {name for name in here - locked.keys() if not re.match("nvidia|cuda|triton", name)}
+        assert not unlocked, f"{package} needs {sorted(unlocked)}"
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    distributions, declared = metadata.packages_distributions(), direct_requirements()
+    for name in imported(*(ast.parse(file.read_text()) for file in SOURCES)) - {"triton"}:  # torch for CUDA brings it
+        owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
+        assert owners & declared.keys(), f"{name} is imported, but pyproject.toml does not ask for it"
+
+
+LIBRARY = """
+import json, sys
+from residual_mass import PhiMaps, partial_generate, partial_kv
+print(json.dumps([module.__file__ for name, module in sys.modules.items() if name.startswith("residual_mass.")]))
+"""
+
+
+def test_the_library_imports_what_it_alone_depends_on() -> None:
+    """`pip install residual-mass` brings what `partial_kv` needs; the pipeline is an extra."""
+    run = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
+    declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    files = [Path(file) for file in json.loads(run.stdout)]
+    assert any(file.name == "partial.py" for file in files)
+    for file in files:
+        top_level = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert imported(*top_level) <= declared, file
+
+
+def test_the_deviations_name_the_locked_versions() -> None:
+    document = (ROOT / "docs" / "deviations.md").read_text(encoding="utf-8")
+    names = {"PyTorch": "torch", "Transformers": "transformers", "lm-evaluation-harness": "lm-eval"}
+    rows = dict(re.findall(rf"^\| ({'|'.join(names)}) \|.*\| (\S+) \|$", document, re.MULTILINE))
+    assert rows == {title: locked_versions()[name] for title, name in names.items()}
+
+
+def test_the_page_of_licences_is_what_its_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    packages = re.findall(r"^\| (\S+) \| (\S+) \| (.*[A-Za-z].*) \|$", page.partition("## Packages")[2], re.MULTILINE)
+    assert {canonicalize_name(name): version for name, version, _ in packages[1:]} == locked_versions()
+    assert "not stated" not in page
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    try:
+        assert importlib.import_module("licences").page() == page
+    except ValueError:  # a package is not installed at its version
+        needs.LOCKED.skip()
+
+
+# ---- continuous integration ------------------------------------------------------------------------------------------
+
+(WORKFLOW,) = (ROOT / ".github" / "workflows").glob("*.yml")
+CONTENT = yaml.safe_load(WORKFLOW.read_text())
+STEPS: list[dict[str, Any]] = [step for job in CONTENT["jobs"].values() for step in job["steps"]]
+
+
+def test_a_workflow_may_read_pinned_actions_and_nothing_else() -> None:
+    assert CONTENT["permissions"] == {"contents": "read"}
+    assert not [name for name, job in CONTENT["jobs"].items() if "permissions" in job]
+    text, used = WORKFLOW.read_text(), [step for step in STEPS if "uses" in step]
+    assert "pull_request_target" not in text and "secrets" not in text
+    assert text.count("uses:") == len(re.findall(r"uses: actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", text, re.M))
+    assert all(step["with"]["persist-credentials"] is False for step in used if "/checkout@" in step["uses"])
+    assert not [step["run"] for step in STEPS if "${{" in step.get("run", "")]  # no expression reaches a shell
+
+
+def test_every_command_is_there() -> None:
+    lines = [line.strip() for step in STEPS for line in step.get("run", "").splitlines()]
+    assert {"make lint", ".ci/run", "make test-numeric", "make test-all"} <= set(lines)
+    for program, *words in map(shlex.split, lines):
+        if program == "make":
+            plan = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert plan.returncode == 0, plan.stderr
+            assert all((ROOT / folder).is_dir() for folder in re.findall(r"tests/unit/\w+", plan.stdout))
+        elif "/" in program and not program.startswith(".venv/"):
+            assert os.access(ROOT / program, os.X_OK), program
+        else:
+            assert program in ("read", "python", ".venv/bin/python")
+
+
+def test_every_version_is_one_that_the_package_supports() -> None:
+    matrix, supported = CONTENT["jobs"]["test"]["strategy"]["matrix"], direct_requirements()
+    assert all(version in SpecifierSet(PROJECT["requires-python"]) for version in matrix["python"])
+    locked, other = matrix["transformers"]
+    assert locked == ""
+    asked = {canonicalize_name(r.name): r.specifier for r in map(Requirement, other.split())}
+    for name, wanted in (("transformers", "4.57.6"), ("datasets", "4.8.5"), ("huggingface-hub", "0.36.2")):
+        assert wanted in asked[name] and wanted in supported[name].specifier
+
+
+# ---- scripts and tests -----------------------------------------------------------------------------------------------
+
+
+def missing(tree: ast.Module, module: types.ModuleType) -> Iterator[str]:
+    """Yields `name.attribute` of the module's imported modules that these do not have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = getattr(module, node.value.id, None)
+            if isinstance(owner, types.ModuleType) and not hasattr(owner, node.attr):
+                yield f"{node.value.id}.{node.attr}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_uses_exists(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run takes minutes to get to it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(script.parent)])  # the scripts there find each other like this
+    assert not list(missing(ast.parse(script.read_text()), importlib.import_module(script.stem)))
+
+
+def test_no_test_is_skipped_for_a_reason_that_the_last_line_cannot_explain() -> None:
+    assert conftest.pytest_terminal_summary is needs.pytest_terminal_summary
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path not in (Path(needs.__file__), Path(__file__)):
+            calls = re.findall(r"pytest\.(?:mark\.skip\w*|skip|importorskip)\b.*", path.read_text())
+            assert all(".reason)" in call for call in calls), (path, calls)
