@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.style
 import numpy as np
-from cycler import cycler
+from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
