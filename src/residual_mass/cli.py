@@ -188,24 +188,21 @@ def _run(name: str, options: dict[str, Any]) -> Any:
     outputs = [given[output] for output in STAGES[name][1].split()]
     require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
     if name in LESS_MEMORY:
-        _use_free_gpu(given["spec"])
-        _use_allotted_threads()
+        _use_machine(given["spec"])
     kinds = {key: parameter.kind for key, parameter in inspect.signature(run).parameters.items()}
     by_place = [given.pop(key) for key in list(given) if kinds[key] is inspect.Parameter.POSITIONAL_ONLY]
     return run(*by_place, **given)
 
 
-def _use_free_gpu(spec: Any) -> None:
-    """Before anything starts CUDA, which looks once at what it may see."""
+def _use_machine(spec: Any) -> None:
+    """Takes a free GPU before anything starts CUDA, which looks once at what it may see, and the threads that Snakemake
+    allots: torch reads OMP_NUM_THREADS too late when something initialised its pool first.
+    """
     from residual_mass.machine import gpus
 
     if spec.backbone.requires_gpu:
         gpus.take(1)
-
-
-def _use_allotted_threads() -> None:
-    """Snakemake exports OMP_NUM_THREADS; torch reads it too late when something initialised its pool first."""
-    import torch
-
     if "OMP_NUM_THREADS" in os.environ:
+        import torch
+
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -8,16 +8,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from snakemake.iocontainers import Wildcards
-from tests.workflow.runs import ROOT
+from tests.workflow.runs import ROOT, SPECS, plan_of
 
 from residual_mass.core.settings import to_json
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study import specs
-from residual_mass.study.plan import load
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import parse_spec
 
@@ -31,17 +29,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-
-
-SPECS = {
-    "prompts": specs.PromptsSpec, "train": specs.TrainSpec, "train_variants": specs.TrainSpec,
-    "generate": specs.GenerateSpec, "force": specs.ForceSpec, "fidelity": specs.FidelitySpec,
-    "score": specs.ScoreSpec, "capture": specs.CaptureSpec,
-    "kernels": specs.KernelsSpec, "findings": specs.FindingsSpec,
-    "residual_errors": specs.ResidualErrorsSpec,
-    "runtime": specs.RuntimeSpec, "table": specs.TableSpec,
-    "comparison": specs.ComparisonSpec, "document": specs.DocumentSpec, "report": specs.ReportSpec,
-}  # fmt: skip
 PLACE = {
     "study": "mini", "backbone": "smol", "benchmark": "ruler", "length": "1k", "maps": "1k", "corpus": "wiki",
     "group": "main", "tasks": "all", "tokenizer": "smollm2", "label": "ruler_sweep",
@@ -51,8 +38,8 @@ PLACE = {
 @cache
 def told() -> list[tuple[type[Any], str]]:
     """What a study of this checkout tells its jobs, with the class of each spec."""
-    plan = load(ROOT, yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
-    return [(cls, plan.spec(name)(Wildcards(fromdict=PLACE))) for name, cls in SPECS.items()]
+    plan, stages = plan_of(ROOT), SPECS.keys() - {"figure"}
+    return [(SPECS[stage], plan.spec(stage)(Wildcards(fromdict=PLACE))) for stage in sorted(stages)]
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

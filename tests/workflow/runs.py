@@ -16,9 +16,19 @@ from typing import Any
 import yaml
 from snakemake.utils import update_config
 
+from residual_mass.study import plan, specs
 from residual_mass.study.config import load
 
 ROOT = Path(__file__).parents[2]
+SPECS: dict[str, type[Any]] = {
+    "prompts": specs.PromptsSpec, "train": specs.TrainSpec, "train_variants": specs.TrainSpec,
+    "generate": specs.GenerateSpec, "force": specs.ForceSpec, "fidelity": specs.FidelitySpec, "score": specs.ScoreSpec,
+    "capture": specs.CaptureSpec, "kernels": specs.KernelsSpec, "findings": specs.FindingsSpec,
+    "residual_errors": specs.ResidualErrorsSpec, "runtime": specs.RuntimeSpec, "table": specs.TableSpec,
+    "comparison": specs.ComparisonSpec, "numbers": specs.NumbersSpec, "figure": specs.FigureSpec,
+    "document": specs.DocumentSpec, "report": specs.ReportSpec,
+}  # fmt: skip
+"""Of the stages that take one."""
 
 
 @dataclass(frozen=True)
@@ -123,3 +133,8 @@ def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) 
     except ValueError as error:
         return str(error)
     return ""
+
+
+def plan_of(checkout: Path, **config: Any) -> plan.Plan:
+    """The plan of a checkout, with settings as on the command line."""
+    return plan.load(checkout, yaml.safe_load((checkout / "config" / "config.yaml").read_text()) | config)

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, configuration_error, dry_run, snakemake
+from runs import ROOT, configuration_error, dry_run, plan_of, snakemake
 from snakemake.iocontainers import Wildcards
 
 from residual_mass.machine import preflight
-from residual_mass.study.plan import Plan, load
 
 TARGETS = [
     ("results/ruler_7b_64k.csv", "backbone '7b' is not in config/config.yaml, which has smol, smol-methods, 1b, 3b"),
@@ -186,10 +185,9 @@ def test_a_figure_of_what_no_job_makes_ends_the_run(checkout: Path) -> None:
 
 
 def test_a_wrong_key_of_a_variant_ends_its_training() -> None:
-    config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    config["variants"]["kl_only"]["objective"]["nome"] = 1
-    with pytest.raises(SystemExit, match="^config/config.yaml: variants.kl_only.objective.nome: unknown key"):
-        load(ROOT, config).work("train_variants", Wildcards(fromdict={"backbone": "smol", "maps": "1k"}))
+    plan, place = plan_of(ROOT, variants={"x": {"map": {"d_phy": 8}}}), {"backbone": "smol", "maps": "1k"}
+    with pytest.raises(SystemExit, match="^config/config.yaml: variants.x.map.d_phy: unknown key"):
+        plan.work("train_variants", Wildcards(fromdict=place))
 
 
 @pytest.mark.parametrize("name", ["published", "$(touch pwned)"])
@@ -218,10 +216,6 @@ def test_a_study_may_leave_most_out(checkout: Path) -> None:
     change(checkout, "mini", {"figures": {}})
     plan = plan_of(checkout)
     assert plan.rendered("mini") == [] and plan.targets("mini") == plan.results("mini")
-
-
-def plan_of(checkout: Path) -> Plan:
-    return load(checkout, yaml.safe_load((checkout / "config" / "config.yaml").read_text()))
 
 
 def test_a_study_that_is_no_yaml(checkout: Path) -> None:

@@ -87,7 +87,6 @@ use rule score as document with:
 
 use rule mismatch as document_pdf with:
     input:
-        unpack(plan.inputs("document_pdf")),
         document=paths.DOCUMENT,
     output:
         out=shown(paths.DOCUMENT_PDF, "Document", "document", study="{study}"),
@@ -97,7 +96,6 @@ use rule mismatch as document_pdf with:
         "logs/document_pdf/{study}.tsv"
     params:
         stage="pdf",
-        files=f"--document {paths.DOCUMENT} --out {paths.DOCUMENT_PDF}",
 
 
 use rule score as report with:

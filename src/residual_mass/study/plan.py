@@ -135,8 +135,9 @@ class Plan(Configuration):
     def titles(self, names: Iterable[str]) -> dict[str, str]:
         return {name: self.main.backbones[name].title for name in names}
 
-    def template(self, name: str) -> str:
-        return self.here(paths.TEMPLATE.format(name=name))
+    def template(self, label: str) -> str:
+        """The template of a table, which those of latencies share, or of the document."""
+        return self.here(paths.TEMPLATE.format(name="runtime" if label.startswith(RUNTIME) else label))
 
     def here(self, path: str) -> str:
         """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
@@ -389,56 +390,46 @@ class Plan(Configuration):
         if not results:
             raise ValueError(f"{file_of(w.study)}: tables: {w.label} has nothing to show; take it out")
         shown = {"backbones": names, "budgets": study.budgets, "lengths": (), "benchmarks": ()} | shown
-        titles = self.titles(shown["backbones"])
-        spec = specs.TableSpec(study=w.study, label=w.label, backbone_titles=titles, **shown)
-        return {"results": results, "template": self.template(template_of(w.label))}, spec
+        spec = specs.TableSpec(study=w.study, label=w.label, backbone_titles=self.titles(shown["backbones"]), **shown)
+        return {"results": results, "template": self.template(w.label)}, spec
 
     def _shown_by(self, study: Study, names: list[str], label: str) -> tuple[list[str], dict[str, Any]]:
         """The files that a table shows, and where they are not of the whole study, what of it they are of."""
         table, forced, compared = find(label), study.fidelity, study.residuals
         mismatch, ablations, captured = study.mismatch, study.ablations, study.diagnostics
+        of: Any
         match table.of:
             case "scores":
                 of = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
-                return [path for name in of for path in benchmark_results(study, names, name)], {
-                    "lengths": sorted({length for each in of.values() for length in each}, key=tokens_of),
-                    "lengths_of": of,
-                    "benchmarks": sorted(study.benchmarks),
-                    "own_methods": own_methods(study),
-                }
+                shown = {"benchmarks": sorted(study.benchmarks), "lengths_of": of, "own_methods": own_methods(study)}
+                lengths = sorted({length for each in of.values() for length in each}, key=tokens_of)
+                files = [path for name in of for path in benchmark_results(study, names, name)]
+                return files, shown | {"lengths": lengths}
             case "fidelity":
                 shown = {"lengths": forced.lengths, "maps": forced_maps(study, names)}
                 return expand(paths.FIDELITY, backbone=names, length=forced.lengths), shown
             case "answers":
                 of = {name: study.answered_lengths(name) for name in forced.benchmarks}
                 lengths = [length for length in forced.lengths if any(length in each for each in of.values())]
-                shown = {"lengths": lengths, "lengths_of": of, "benchmarks": forced.benchmarks}
-                return expand(paths.FIDELITY, backbone=names, length=lengths), shown | {"maps": [study.maps.main]}
+                shown = {"lengths_of": of, "benchmarks": forced.benchmarks, "maps": [study.maps.main]}
+                return expand(paths.FIDELITY, backbone=names, length=lengths), shown | {"lengths": lengths}
             case "residuals":  # with the fidelity of the same methods and the logs of their maps
-                of_both = [length for length in compared.lengths if length in forced.lengths]
-                return [
-                    *expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths),
-                    *expand(paths.FIDELITY, backbone=compared.backbones, length=of_both),
-                    *expand(paths.TRAINING_LOG, backbone=compared.backbones, maps=residual_maps(study)),
-                ], {"backbones": compared.backbones, "lengths": compared.lengths}
+                of = {"backbone": compared.backbones}
+                both = [length for length in compared.lengths if length in forced.lengths]
+                files = expand(paths.RESIDUAL_ERRORS, **of, length=compared.lengths)
+                files += expand(paths.FIDELITY, **of, length=both)
+                files += expand(paths.TRAINING_LOG, **of, maps=residual_maps(study))
+                return files, {"backbones": compared.backbones, "lengths": compared.lengths}
             case "mismatch":
-                return expand(paths.MISMATCH, backbone=mismatch.backbones), {
-                    "backbones": mismatch.backbones,
-                    "lengths": mismatch.lengths,
-                    "maps": mismatch.maps,
-                    "budgets": [mismatch.budget],
-                    "benchmarks": ["ruler"],
-                    "own_methods": own_methods(study, mismatch.budget),
-                }
+                shown = {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "benchmarks": ["ruler"]}
+                of = {"maps": mismatch.maps, "own_methods": own_methods(study, mismatch.budget)}
+                files = expand(paths.MISMATCH, backbone=mismatch.backbones)
+                return files, shown | of | {"budgets": [mismatch.budget]}
             case "dphi" | "loss":
-                return expand(paths.ABLATION, ablation=table.of, backbone=ablations.backbones), {
-                    "backbones": ablations.backbones,
-                    "benchmarks": ablations.benchmarks,
-                    "lengths": [ablations.length],
-                    "budgets": [ablations.budget],
-                    "maps": self.compared_maps(study, table.of),
-                    "own_methods": own_methods(study, ablations.budget),
-                }
+                shown = {"backbones": ablations.backbones, "lengths": [ablations.length], "budgets": [ablations.budget]}
+                shown |= {"benchmarks": ablations.benchmarks, "maps": self.compared_maps(study, table.of)}
+                files = expand(paths.ABLATION, ablation=table.of, backbone=ablations.backbones)
+                return files, shown | {"own_methods": own_methods(study, ablations.budget)}
             case "diagnostics":
                 shown = {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
                 return expand(paths.ACCOUNTING, backbone=captured.backbones), shown
@@ -446,9 +437,8 @@ class Plan(Configuration):
                 return [path for name in names for path in self._sized_phi(study, name)], {"budgets": ()}
             case "training":
                 return expand(paths.TRAINING_LOG, backbone=names, maps=study.maps.main), {"budgets": ()}
-        backbone = label.removeprefix(RUNTIME)
-        shown = {"backbones": [backbone], "lengths": study.runtime.contexts, "budgets": ()}
-        return expand(paths.RUNTIME, backbone=backbone), shown
+        shown = {"backbones": [label.removeprefix(RUNTIME)], "lengths": study.runtime.contexts, "budgets": ()}
+        return expand(paths.RUNTIME, backbone=shown["backbones"]), shown
 
     def _sized_phi(self, study: Study, backbone: str) -> list[str]:
         """The main maps of a backbone, and where the ablations are made those of other widths."""
@@ -460,7 +450,7 @@ class Plan(Configuration):
     def published_table(self, w: Wildcards) -> Work:
         """A table with the paper's own values."""
         known("table", w.label, of_the_paper.labels(), "the paper")
-        return {"template": self.template(template_of(w.label))}, None
+        return {"template": self.template(w.label)}, None
 
     def comparison(self, w: Wildcards) -> Work:
         """The tables of a study that the paper has as well, and the settings that decide what can be compared."""
@@ -500,8 +490,8 @@ class Plan(Configuration):
         if shown.variants:
             maps = (lengths, *(maps_label(lengths, variant) for variant in shown.variants))
         spec = specs.FigureSpec(
-            label=w.label,
-            title=self._figure_title(shown),
+            w.label,
+            self._figure_title(shown),
             budget_percent=study.diagnostics.budget if kind.one_budget else None,
             maps=maps,
             backbone_titles=self.titles(names) if len(names) > 1 else {},
@@ -509,7 +499,7 @@ class Plan(Configuration):
             score=study.score if kind_of(w.label) == "fidelity_tokens" else None,
         )
         place = {"backbone": names, "corpus": shown.of("corpus", "corpora"), "length": lengths, "maps": maps}
-        return {"data": [path for pattern in kind.data for path in expand(pattern, **place)]}, spec
+        return {"data": expand(kind.data, **place)}, spec
 
     def _figure_title(self, shown: Figure) -> str:
         """The backbone, unless there are several, and the text that a figure shows."""
@@ -532,11 +522,6 @@ class Plan(Configuration):
             "numbers": expand(paths.NUMBERS, study=w.study) if study.tables else [],
             "template": self.template("main"),
         }, spec
-
-    def document_pdf(self, w: Wildcards) -> Work:
-        """What a document reads by itself."""
-        files, _ = self.document(w)
-        return {name: files[name] for name in ("tables", "figures", "numbers")}, None
 
     def report(self, _: Wildcards) -> Work:
         """The page of the study that config.yaml names."""
@@ -638,8 +623,3 @@ def task_files(study: Study, benchmark: str, length: str) -> tuple[str, ...]:
 
 def benchmark_results(study: Study, backbones: Iterable[str], benchmark: str) -> list[str]:
     return expand(paths.RESULTS, benchmark=benchmark, backbone=backbones, length=study.lengths_of(benchmark))
-
-
-def template_of(label: str) -> str:
-    """Latencies of all backbones share one template."""
-    return "runtime" if label.startswith(RUNTIME) else label

@@ -46,6 +46,16 @@ class BackboneSpec(BackboneSettings):
         return "random" if self.source == "random" else "pretrained"
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(Settings):
+    """What most stages are told."""
+
+    study: str
+    backbone: BackboneSpec
+    recipe: int
+    """Of `recipes.py`: another one makes results again."""
+
+
 @dataclass(frozen=True)
 class PromptsSpec(Settings):
     """The examples of a benchmark, frozen to disk."""
@@ -63,11 +73,9 @@ class PromptsSpec(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSpec(Decoding):
+class GenerateSpec(JobSpec, Decoding):
     """Answers of every arm to some tasks of a benchmark."""
 
-    study: str
-    backbone: BackboneSpec
     benchmark: str
     length: str
     tasks: tuple[str, ...]
@@ -80,7 +88,6 @@ class GenerateSpec(Decoding):
     """Permit prompts longer than the maps were trained on (the paper's collapse)."""
     residuals: tuple[dict[str, Any], ...] = ()
     """Identities of the methods that are not the paper's: a changed one runs the job again."""
-    recipe: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +100,9 @@ class AskedSpec(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForceSpec(Continuations):
+class ForceSpec(JobSpec, Continuations):
     """Given continuations under every arm."""
 
-    study: str
-    backbone: BackboneSpec
     length: str
     asked: tuple[AskedSpec, ...]
     """One for each file of prompts."""
@@ -110,7 +115,6 @@ class ForceSpec(Continuations):
     """Of any length: what they do beyond theirs is measured, too."""
     residuals: tuple[dict[str, Any], ...] = ()
     """As in `GenerateSpec`."""
-    recipe: int
 
     @property
     def rows_of_document(self) -> tuple[tuple[str, ArmSpec], ...]:
@@ -125,21 +129,16 @@ class ForceSpec(Continuations):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FidelitySpec(Resampling):
+class FidelitySpec(JobSpec, Resampling):
     """Distances from full attention, read out of given continuations."""
 
-    study: str
-    backbone: BackboneSpec
     length: str
-    recipe: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreSpec(Resampling):
+class ScoreSpec(JobSpec, Resampling):
     """Scores of generated answers."""
 
-    study: str
-    backbone: BackboneSpec
     benchmark: str
     length: str
     data_source: Literal["assets", "hub"]
@@ -149,7 +148,6 @@ class ScoreSpec(Resampling):
     """Arms to score; null scores every arm that the generations hold."""
     decoding: str
     """How the texts were generated: `benchmarks.columns.decoding_words`, which the result CSV repeats."""
-    recipe: int
 
 
 @dataclass(frozen=True)
@@ -175,26 +173,21 @@ class TrainSpec(TrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureSpec(Sampling):
+class CaptureSpec(JobSpec, Sampling):
     """Quantities of every head on packed held-out text."""
 
-    study: str
-    backbone: BackboneSpec
     corpus: str
     length: str
     budgets: tuple[float, ...]
     anchors: AnchorSpec
     maps: MapsSpec
-    recipe: int
     allow_extrapolation: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelsSpec(Head):
+class KernelsSpec(JobSpec, Head):
     """Exact kernels and scores of feature maps, key by key, of one query head."""
 
-    study: str
-    backbone: BackboneSpec
     corpus: str
     length: str
     budget_percent: float
@@ -203,7 +196,6 @@ class KernelsSpec(Head):
     maps: tuple[MapsSpec, ...]
     queries: int
     seed: int
-    recipe: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +212,9 @@ class FindingsSpec(Resampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidualErrorsSpec(Sampling):
+class ResidualErrorsSpec(JobSpec, Sampling):
     """Attention-output errors of every method, head by head, on one and the same held-out texts."""
 
-    study: str
-    backbone: BackboneSpec
     corpora: tuple[str, ...]
     length: str
     methods: tuple[str, ...]
@@ -236,19 +226,15 @@ class ResidualErrorsSpec(Sampling):
     bootstrap_resamples: int
     residuals: tuple[dict[str, Any], ...] = ()
     """As in `GenerateSpec`."""
-    recipe: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeSpec(Latencies):
+class RuntimeSpec(JobSpec, Latencies):
     """Latencies of every method, in the paper's kind of implementation and in ours."""
 
-    study: str
-    backbone: BackboneSpec
     anchors: AnchorSpec
     map: MapSpec
     """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
-    recipe: int
     own_methods: tuple[str, ...] = ()
     """Methods that the paper lacks, which are measured in our implementation alone."""
 
