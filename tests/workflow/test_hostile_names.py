@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -74,13 +73,6 @@ def assert_nothing_ran(folder: Path) -> None:
     assert not list(ROOT.glob("pwned*"))
 
 
-def retitled(checkout: Path, **backbone: Any) -> None:
-    path = checkout / "config" / "config.yaml"
-    config = yaml.safe_load(path.read_text())
-    config["backbones"]["smol"] |= backbone
-    path.write_text(yaml.safe_dump(config))
-
-
 def test_a_stage_really_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: Path) -> None:
     run = snakemake(checkout, "--cores", "1", "paper_tables/published/loss_ablation.tex", "doctor",
                     snakefile=checkout / "Snakefile", PATH=without_gpus(tmp_path / "front"))  # fmt: skip
@@ -89,43 +81,27 @@ def test_a_stage_really_runs_in_a_folder_that_a_shell_would_run(checkout: Path, 
     assert_nothing_ran(tmp_path)
 
 
-def test_hostile_titles_and_assets_reach_the_stages_as_they_are(checkout: Path, tmp_path: Path) -> None:
-    retitled(checkout, title=HOSTILE)
-    assets = f"results/{HOSTILE} assets"
-    targets = ["results/phi/smol_2k.safetensors", "results/prompts/ruler_smollm2_1k/manifest.json",
-               "paper_tables/mini/runtime_smol.tex"]  # fmt: skip
-    given = run_recorded(checkout, tmp_path, *targets, "--config", f"assets={assets}")
-    assert {words[1] for words in given} == {"assets", "train", "prompts", "runtime", "table"}
-    (table,) = (words for words in given if words[1] == "table")
-    assert json.loads(table[table.index("--spec") + 1])["backbone_titles"] == {"smol": HOSTILE}
-    assert {words[0] for words in given} == {f"{checkout / 'src'}:elsewhere"}
-    flags = [dict(zip(words[2::2], words[3::2], strict=False)) for words in given]
-    folders = {flag["--assets"] for flag in flags if "--assets" in flag}
-    assert folders == {assets}
-    manifests = {flag["--out"] for words, flag in zip(given, flags, strict=True) if words[1] == "assets"}
-    assert manifests == {f"{assets}/manifest.json"}
-    assert_nothing_ran(tmp_path)
-
-
-@pytest.mark.slow
-def test_every_stage_of_a_study_gets_what_it_was_told(checkout: Path, tmp_path: Path) -> None:
-    retitled(checkout, title=HOSTILE)
-    assets = f"results/{HOSTILE} assets"
-    given = run_recorded(checkout, tmp_path, "all", "--config", f"assets={assets}")
-    stages = {words[1] for words in given}
-    assert stages >= {
-        "assets", "prompts", "train", "generate", "force", "fidelity", "score", "join", "capture",
-        "kernels", "findings", "residual-errors", "runtime", "table", "comparison", "numbers",
-        "figure", "document", "report",
-    }  # fmt: skip
-    specs = [json.loads(words[words.index("--spec") + 1]) for words in given if "--spec" in words]
-    titles = {title for spec in specs for title in spec.get("backbone_titles", {}).values()}
-    assert titles == {HOSTILE}
-    assert {words[words.index("--assets") + 1] for words in given if "--assets" in words} == {assets}
-    assert_nothing_ran(tmp_path)
-
-
 SLOW = pytest.mark.slow
+SOME = ["results/phi/smol_2k.safetensors", "results/prompts/ruler_smollm2_1k/manifest.json",
+        "paper_tables/mini/runtime_smol.tex"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("targets", "stages"), [(SOME, 5), pytest.param(["all"], 19, marks=SLOW)])
+def test_titles_and_assets_reach_the_stages_as_they_are(
+    targets: list[str], stages: int, checkout: Path, tmp_path: Path
+) -> None:
+    path, assets = checkout / "config" / "config.yaml", f"results/{HOSTILE} assets"
+    config = yaml.safe_load(path.read_text())
+    config["backbones"]["smol"]["title"] = HOSTILE
+    path.write_text(yaml.safe_dump(config))
+    given = run_recorded(checkout, tmp_path, *targets, "--config", f"assets={assets}")
+    assert len({words[1] for words in given}) == stages
+    assert {words[0] for words in given} == {f"{checkout / 'src'}:elsewhere"}
+    specs = [json.loads(words[words.index("--spec") + 1]) for words in given if "--spec" in words]
+    assert {title for spec in specs for title in spec.get("backbone_titles", {}).values()} == {HOSTILE}
+    assert {words[words.index("--assets") + 1] for words in given if "--assets" in words} == {assets}
+    assert {words[words.index("--out") + 1] for words in given if words[1] == "assets"} == {f"{assets}/manifest.json"}
+    assert_nothing_ran(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a:b", pytest.param("a{b}", marks=SLOW), pytest.param("a\nb", marks=SLOW)])
