@@ -117,12 +117,11 @@ def test_quartile_errors_are_means_over_the_heads_of_a_quartile(tmp_path: Path, 
         assert axis.get_title().endswith(f"{entropies[group[0]]:.2f} to {entropies[group[-1]]:.2f}")
 
 
-@pytest.mark.parametrize(
-    "facts", [{"k": 0}, {"e_topk": 0.0, "e_sub": 0.0, "h_mid": 1.0, "residual_share_hat": 1.0}], ids=["K = 0", "exact"]
-)
-@pytest.mark.parametrize(
-    "kind", ["entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error", "mass_curves"]
-)
+OF_HEADS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error", "mass_curves")
+
+
+@pytest.mark.parametrize("kind", OF_HEADS)
+@pytest.mark.parametrize("facts", [{"k": 0}, {"e_topk": 0.0, "e_sub": 0.0, "h_mid": 1.0, "residual_share_hat": 1.0}])
 def test_heads_without_budget_or_errors_are_drawn(tmp_path: Path, kind: str, facts: dict[str, Any]) -> None:
     show, files = files_of(kind, tmp_path)
     written(files[-1], heads(**facts))
@@ -202,12 +201,6 @@ def test_one_sided_and_extreme_values_are_drawn(tmp_path: Path, kind: str, value
     figure.draw_without_rendering()
 
 
-def test_nothing_subtracted_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "heads.parquet", heads(k=0))
-    with pytest.raises(ValueError, match="^figure fullsub_nosub_delta: K is 0 at 4%, where nothing is subtracted; set"):
-        draw(spec("fullsub_nosub_delta"), [file])
-
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +218,9 @@ def test_kernels_of_one_head_against_a_slow_reading(tmp_path: Path) -> None:
     for cloud, kind in zip(scores.collections, (False, True), strict=True):
         expected = [(x, y) for each in keys.values() for x, y, retrieved in each if retrieved is kind]
         assert_same(map(tuple, cloud.get_offsets()), expected)
-    assert figure.get_suptitle().endswith("layer 1, head 2, $K = 21$\n(a) 120 of 120 scores shown")
+    assert figure.get_suptitle().endswith(
+        "layer 1, head 2, $K = 21$\n(a) 120 of 120 scores in view, at most 20,000 of a kind drawn"
+    )
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert named[:3] == ["unretrieved", "retrieved", "score = kernel"] and len(named) == 8
     middles = ranks.lines[0].get_xdata()
@@ -255,7 +250,7 @@ def test_far_off_keys_do_not_widen_the_panel_and_are_counted(tmp_path: Path) -> 
     frame.loc[order[0], "log_kernel"], frame.loc[order[9], "log_phi"], frame.loc[order[-9], "log_phi"] = -1e3, -1e4, 1e4
     written(files[0], frame)
     figure = draw(show, files)
-    assert figure.get_suptitle().endswith("397 of 400 scores shown")
+    assert figure.get_suptitle().split("(a) ")[1].startswith("397 of 400 ")
     assert all(np.ptp(limits) < 60 for limits in (figure.axes[0].get_xlim(), figure.axes[0].get_ylim()))
 
 
@@ -286,7 +281,9 @@ def test_fidelity_of_variants_is_over_the_unretrieved_keys_within_queries(tmp_pa
         assert axis.get_title() == "\n".join(said)
 
 
-def test_all_keys_retrieved_is_refused(tmp_path: Path) -> None:
-    show, (file,) = files_of("ablation_kernel_fidelity", tmp_path)
+def test_budgets_with_nothing_to_show_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "captured.parquet"
+    with pytest.raises(ValueError, match="^figure fullsub_nosub_delta: K is 0 at 4%, where nothing is subtracted;"):
+        draw(spec("fullsub_nosub_delta"), [written(file, heads(k=0))])
     with pytest.raises(ValueError, match=f"^{file}: every key is retrieved; set a smaller diagnostics.budget"):
-        draw(show, [written(file, kernels(k=40))])
+        draw(spec("ablation_kernel_fidelity", maps=VARIANTS), [written(file, kernels(k=40))])

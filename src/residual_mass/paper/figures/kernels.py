@@ -18,6 +18,8 @@ from residual_mass.paper.figures.style import BLUE, GREY, VERMILLION, figure, fi
 from residual_mass.paper.titles import OURS, variant_title
 from residual_mass.study.specs import FigureSpec
 
+SHOWN = 20_000
+"""Most keys of one kind in a panel; more would be a blot."""
 RANKS = 60
 """Approximate number of bins of ranks."""
 
@@ -30,6 +32,7 @@ def _keys(path: Path, maps: Sequence[str]) -> pd.DataFrame:
 
 def _cloud(axis: Axes, keys: pd.DataFrame, colour: str, marker: str, label: str) -> None:
     """Draws keys as pixels: thousands of vectors make a large PDF."""
+    keys = keys.sample(min(len(keys), SHOWN), random_state=0)
     look = {"c": colour, "marker": marker, "linewidths": 0.3 if marker == "x" else 0}
     axis.scatter(keys["log_kernel"], keys["log_phi"], s=3, alpha=0.3, rasterized=True, **look)
     axis.plot([], [], marker, color=colour, label=label)  # larger and darker, for the legend
@@ -37,7 +40,7 @@ def _cloud(axis: Axes, keys: pd.DataFrame, colour: str, marker: str, label: str)
 
 def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:
     """Limits both axes to the kernels and to the bulk of each map's scores, no further off than the kernels' range.
-    Draws where scores equal kernels; returns how many scores are shown.
+    Draws where scores equal kernels; returns how many scores are in view.
     """
     low, high = bulk(keys["log_kernel"])[0] - 0.3, keys["log_kernel"].max() + 0.3
     lows, highs = zip(*(bulk(scores) for _, scores in keys.groupby("maps")["log_phi"]), strict=True)
@@ -46,7 +49,7 @@ def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:
     axis.set(xlim=(low, high), ylim=(bottom, top))
     axis.locator_params(nbins=6, steps=[1, 2, 5, 10])
     inside = keys["log_kernel"].between(low, high) & keys["log_phi"].between(bottom, top)
-    return f"{inside.sum():,} of {len(keys):,} scores shown"
+    return f"{inside.sum():,} of {len(keys):,} scores in view, at most {SHOWN:,} of a kind drawn"
 
 
 @figure

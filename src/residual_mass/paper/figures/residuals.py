@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from residual_mass.files import read_csv
-from residual_mass.methods import METHODS, TopK, method_named
+from residual_mass.methods import TopK, method_named
 from residual_mass.metrics import KL, RELATIVE_ERROR
 from residual_mass.paper.cells import load, numbers
 from residual_mass.paper.figures.style import GREY, PALETTE, figure, finish, looks_of, make_logarithmic, panels
@@ -94,36 +94,35 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     """
     errors = compared(load(data))
     errors = errors.assign(share=100 * numbers(errors["step_share"]), budget=numbers(errors["budget_percent"]))
-    places = [(length, corpus) for length in errors["length"].unique() for corpus in spec.texts]
+    selectors, residuals = zip(*map(kinds_of, errors["method"].unique()), strict=True)
     # The same colour and mark for a kind in all figures.
-    selectors, residuals = zip(*(kinds_of(one.name) for one in METHODS if not one.whole_prefix), strict=True)
-    colours = dict(zip(dict.fromkeys(selectors), cycle((*PALETTE, "#8C564B", "#7F7F00")), strict=False))
-    marks = dict(zip(dict.fromkeys(residuals), cycle("os^vDPX<>*"), strict=False))
+    kinds = dict.fromkeys([*SELECTOR_TITLES, *selectors]), dict.fromkeys([*RESIDUAL_TITLES, *residuals])
+    colours = dict(zip(kinds[0], cycle((*PALETTE, "#8C564B", "#7F7F00")), strict=False))
+    marks = dict(zip(kinds[1], cycle("os^vDPX<>*"), strict=False))
+    places = list(product(errors["length"].unique(), spec.texts, ((KL, "documents"), (RELATIVE_ERROR, "packs"))))
     label = "bytes read by a step, % of full attention's"
-    figure, axes = panels(1.5, 2 * len(places), 2, label, sharex="col", sharey="col")
-    for left, right, (length, corpus) in zip(axes[::2], axes[1::2], places, strict=True):
-        row = errors[(errors["length"] == length) & (errors["corpus"] == corpus)]
-        for axis, metric, counted in ((left, KL, "documents"), (right, RELATIVE_ERROR, "packs")):
-            panel = row[row[metric.name] != ""].sort_values("budget", kind="stable")
-            panel = panel.assign(value=numbers(panel[metric.name]))
-            for method, line in panel.groupby("method", sort=False):
-                selector, residual = kinds_of(method)
-                pale = {"color": to_rgba(colours[selector], 0.5), "linewidth": 0.6, "marker": marks[residual]}
-                edge = {"markeredgecolor": colours[selector], "markerfacecolor": colours[selector]}
-                axis.plot(line["share"], line["value"], **pale, **edge, markeredgewidth=0)
-            best = panel[~panel["method"].isin(ORACLES)]
-            best = best.iloc[on_front(list(zip(best["share"], best["value"], strict=True)))].sort_values("share")
-            front: dict[str, Any] = {"color": "black", "linewidth": 1.4, "label": "front"}
-            axis.plot(best["share"], best["value"], **front, drawstyle="steps-post", zorder=1.5)
-            axis.set_title(f"{corpus_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}")
-            axis.set_ylabel(f"{metric.title}, {metric.unit}".removesuffix(", "))
-            axis.grid()
+    figure, axes = panels(1.5, len(places), 2, label, sharex="col", sharey="col")
+    for axis, (length, corpus, (metric, counted)) in zip(axes, places, strict=True):
+        shown = (errors["length"] == length) & (errors["corpus"] == corpus) & (errors[metric.name] != "")
+        panel = errors[shown].sort_values("budget", kind="stable")
+        panel = panel.assign(value=numbers(panel[metric.name]))
+        for method, line in panel.groupby("method", sort=False):
+            selector, residual = kinds_of(method)
+            pale = {"color": to_rgba(colours[selector], 0.5), "linewidth": 0.6, "marker": marks[residual]}
+            edge = {"markeredgecolor": colours[selector], "markerfacecolor": colours[selector]}
+            axis.plot(line["share"], line["value"], **pale, **edge, markeredgewidth=0)
+        best = panel[~panel["method"].isin(ORACLES)]
+        best = best.iloc[on_front(list(zip(best["share"], best["value"], strict=True)))].sort_values("share")
+        front: dict[str, Any] = {"color": "black", "linewidth": 1.4, "label": "front"}
+        axis.plot(best["share"], best["value"], **front, drawstyle="steps-post", zorder=1.5)
+        axis.set_title(f"{corpus_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}")
+        axis.set_ylabel(f"{metric.title}, {metric.unit}".removesuffix(", "))
+        axis.grid()
     for axis in axes[:2]:
         make_logarithmic(axis.xaxis, axis.yaxis)
-    shown = {kind for method in errors["method"] for kind in kinds_of(method)}
-    for kind in filter(shown.__contains__, colours):
+    for kind in filter(selectors.__contains__, colours):
         axes[0].plot([], [], color=colours[kind], linewidth=2, label=SELECTOR_TITLES.get(kind, kind))
-    for kind in filter(shown.__contains__, marks):
-        label = RESIDUAL_TITLES.get(kind, kind)
-        axes[0].plot([], [], color=GREY, linestyle="", marker=marks[kind], label=label)
+    for kind in filter(residuals.__contains__, marks):
+        look = {"color": GREY, "linestyle": "", "marker": marks[kind]}
+        axes[0].plot([], [], **look, label=RESIDUAL_TITLES.get(kind, kind))
     return finish(figure, spec, ": distance from full attention and bytes of a step", fontsize=6.5)
