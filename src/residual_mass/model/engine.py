@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.decoder import ArmDecoder, ArmGroup, FullRows, PartialRows, generated_buffers
+from residual_mass.model.decoder import ArmDecoder, FullRows, Layers, PartialRows
 from residual_mass.model.hook import (
     Prefill,
     attention_hook,
@@ -31,9 +31,11 @@ from residual_mass.model.hook import (
 )
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.model.prefix import PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
+from residual_mass.model.prefix import Map, PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
 
 Finish = Literal["length", "eos", "saturated"]
+Summaries = Mapping[str | None, tuple[list[Map], list[Summary]]]
+"""phi_q and the summaries of prefixes, both by layer, of all maps by their label."""
 Saturated = Callable[[int, list[int]], bool]
 """Whether the tokens generated for the prompt of that index settle its score, whatever comes next."""
 
@@ -175,27 +177,54 @@ class SharedPrefillEngine:
         return Generation(batch.tokens[e][a], k, finish)
 
     def _decoder(self, layers: list[PrefixLayer], lengths: list[int], steps: int) -> ArmDecoder:
-        full = FullRows.copy(layers, lengths, steps) if any(arm.is_full for arm in self.arms) else None
-        arms = [arm for arm in self.arms if not arm.is_full]
-        partial = None
-        if arms:
-            buffers = generated_buffers(layers, len(arms), steps)
-            groups = self.groups(layers, arms)
-            partial = PartialRows(layers, groups, arms, lengths, self.anchors, self.nominal_length, buffers)
-        return ArmDecoder(self.arms, full, partial, len(layers))
+        return self.decoder(layers, lengths, self.arms, steps, self.summaries(layers))
 
-    def groups(self, layers: list[PrefixLayer], arms: Sequence[ArmSpec]) -> list[ArmGroup]:
-        """Groups partial arms by their maps. Arms without phi need no summary and join the first group."""
-        if not self.maps:
-            return [ArmGroup(list(range(len(arms))), None, None)]
-        first = next(iter(self.maps))
-        groups = []
+    def decoder(
+        self,
+        layers: Sequence[PrefixLayer],
+        lengths: Sequence[int],
+        arms: Sequence[ArmSpec],
+        room: int,
+        summaries: Summaries,
+        most: int | None = None,
+        dense: Layers | None = None,
+    ) -> ArmDecoder:
+        """Makes the attention handler of some arms after prefixes.
+
+        Args:
+            room: tokens that an arm can generate.
+            most: arms, of one method, that are computed together; None for any number of arms that share maps.
+            dense: as in `PartialRows`.
+        """
+        whole = [a for a, arm in enumerate(arms) if arm.is_full]
+        parts: list[FullRows | PartialRows] = [FullRows(whole, layers, lengths, room)] if whole else []
+        first = next(iter(summaries), None)
+        together: dict[tuple[str | None, str], list[int]] = {}
+        for a, arm in enumerate(arms):
+            if not arm.is_full:
+                label = arm.maps if arm.needs_maps else first  # arms without phi join those of the first maps
+                together.setdefault((label, "" if most is None else arm.method), []).append(a)
+        for (label, _), places in together.items():
+            size = most or len(places)
+            for some in (places[start : start + size] for start in range(0, len(places), size)):
+                chosen = [arms[a] for a in some]
+                maps = summaries[label] if any(arm.needs_maps for arm in chosen) else None
+                settings = self.anchors, self.nominal_length, maps, dense
+                parts.append(PartialRows(some, chosen, list(layers), list(lengths), *settings))
+        return ArmDecoder(arms, parts, len(layers))
+
+    def summaries(self, layers: Sequence[PrefixLayer]) -> Summaries:
+        """Summarises prefixes under all maps.
+
+        Raises:
+            NotFiniteError: a summary is not finite.
+        """
+        made = {}
         for label, maps in self.maps.items():
-            members = [a for a, arm in enumerate(arms) if (arm.maps if arm.needs_maps else first) == label]
-            summaries = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
-            self._check_summaries(label, summaries, layers)
-            groups.append(ArmGroup(members, summaries, [query_map for query_map, _ in maps]))
-        return groups
+            of_layers = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
+            self._check_summaries(label, of_layers, layers)
+            made[label] = [query_map for query_map, _ in maps], of_layers
+        return made
 
     def _check_summaries(self, label: str | None, summaries: Sequence[Summary], layers: Sequence[PrefixLayer]) -> None:
         """Raises NotFiniteError for the first prompt and layer whose summary is not finite; blames the model if its
@@ -212,14 +241,13 @@ class SharedPrefillEngine:
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
-        device, model = self.backbone.device, self.backbone.model
         steps = 0
-        with attention_hook(model, decoder, hybrid=True):
+        with attention_hook(self.backbone.model, decoder, hybrid=True):
             while batch.shrink(decoder):
                 rows = [(e, a) for e in batch.examples for a in batch.arms]
-                current = torch.tensor([[batch.newest(e, a)] for e, a in rows], device=device)
-                positions = torch.tensor([[lengths[e] + steps] for e, _ in rows], device=device)
-                logits = model(current, position_ids=positions, use_cache=False).logits
+                logits = self.forward(
+                    [[batch.tokens[e][a][-1]] for e, a in rows], [lengths[e] + steps for e, _ in rows]
+                )
                 # One transfer for both: a second wait for the device would cost as much as the first.
                 tokens, finite = torch.stack(greedy(logits)).tolist()
                 if not all(finite):
@@ -228,7 +256,13 @@ class SharedPrefillEngine:
                     )
                 batch.add(tokens)
                 steps += 1
-        decoder.require_calls(steps)
+        decoder.require_read(steps)
+
+    def forward(self, tokens: list[list[int]], first: list[int]) -> Tensor:
+        """Logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N]."""
+        ids = torch.tensor(tokens, device=self.backbone.device)
+        positions = torch.tensor(first, device=ids.device).unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
+        return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
     def _refuse_unless_finished(self, bad: list[tuple[int, int]], batch: _Batch, step: int) -> None:
         """Raises NotFiniteError for the first unfinished row; tokens of finished rows are not used."""
@@ -270,9 +304,6 @@ class _Batch:
         if len(tokens) >= self.limits[e]:
             return "length"
         return "saturated" if self.saturated is not None and self.saturated(e, tokens) else None
-
-    def newest(self, e: int, a: int) -> int:
-        return self.tokens[e][a][-1]
 
     def shrink(self, decoder: ArmDecoder) -> bool:
         """Drops finished examples and arms from `decoder`; returns False when nothing is left to decode."""

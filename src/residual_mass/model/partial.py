@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.core.accounting import merge
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm, percent_of_share
@@ -37,10 +36,10 @@ from residual_mass.model.prefix import (
     Summary,
     arm_rows,
     build_prefix,
-    generated_terms,
-    head_sinks,
-    map_queries,
+    map_heads,
+    merge_with_prefix,
     prefix_terms,
+    rows_of_heads,
     summarise_prefix,
 )
 
@@ -225,18 +224,20 @@ class PartialSession:
         if folded:
             length += self.fold
             self._real[index] = nn.functional.pad(self._real[index], (0, self.fold), value=True)
-        grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[-1])
         if folded or index not in self._prefix:
-            self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length], grouped.shape[2])
+            self._prefix[index] = self._build(index, key[:, :, :length], value[:, :, :length], query.shape[1])
         layer, summary, rows = self._prefix[index]
         layer = replace(layer, keys=key[:, :, :length], values=value[:, :, :length])
-        log_query = None if self.maps is None else map_queries(self.maps[index][0], query, key.shape[1])
-        prefix = prefix_terms(grouped, log_query, layer, summary, rows, scale)
-        new = generated_terms(grouped, key[:, :, length:], value[:, :, length:], scale)
-        return merge(prefix, new, *head_sinks(module, key.shape[1])).flatten(1, 2).unsqueeze(1).to(query.dtype)
+        log_query = None
+        if self.maps is not None:
+            log_query = rows_of_heads(map_heads(self.maps[index][0], query), key.shape[1])
+        prefix = prefix_terms(rows_of_heads(query, key.shape[1]), log_query, layer, summary, rows, scale)
+        visible = torch.ones(1, 1, key.shape[2] - length, dtype=torch.bool, device=key.device)
+        near = (key[:, :, length:], value[:, :, length:], visible)
+        return merge_with_prefix(module, query, prefix, [near], scale)
 
     def _build(
-        self, index: int, keys: Tensor, values: Tensor, group: int
+        self, index: int, keys: Tensor, values: Tensor, query_heads: int
     ) -> tuple[PrefixLayer, Summary | None, ArmRows]:
         real = self._real[index]
         if index in self._prefix:
@@ -249,7 +250,9 @@ class PartialSession:
                 f"{self.shape.kv_heads} of width {self.shape.head_dim}; take a method without maps: topk_moments"
             )
         summary = None if self.maps is None else summarise_prefix(layer, self.maps[index][1])
-        rows = arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
+        rows = arm_rows(
+            [self.arm], query_heads // keys.shape[1], real.sum(-1).tolist(), self.anchors, None, keys.device
+        )
         # The cache may replace its tensors at every step, and a view would keep those of before.
         return replace(layer, keys=keys.new_empty(0), values=values.new_empty(0)), summary, rows
 

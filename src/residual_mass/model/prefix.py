@@ -1,7 +1,9 @@
-"""Attention terms of a decode step: over a read-only prefix shared by query rows, and over the generated tokens.
+"""What new tokens attend to: a prefix through their methods, and the tokens after it exactly.
 
-Shape letters: E = examples, N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, A = arms, R = A * G query rows
-of a KV head, L = prefix columns (right- or left-padded), T = generated tokens, D = head dimension, M = features.
+A prefix is read-only and shared by query rows: arms, query heads and tokens.
+
+Shape letters: E = examples, N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, A = arms, T = new tokens, R =
+A * G * T query rows of a KV head, L = prefix columns (right- or left-padded), D = head dimension, M = features.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from residual_mass.core.accounting import (
     estimated_log_mass,
     exact_terms,
     key_features,
+    merge,
     one_gather_terms,
     promoted,
     sink_terms,
@@ -34,7 +37,7 @@ from residual_mass.core.fused.cache import ADDS, MOMENTS, SUBTRACTS
 from residual_mass.core.moments import MomentState
 from residual_mass.core.selection import Partition, Selected, members, partition, retrieved_count
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import Method, Residual, Seen, Selector, TopK
+from residual_mass.methods import Residual, Seen, Selector, TopK
 from residual_mass.methods.arms import Arm, ArmSpec
 from residual_mass.methods.interface import Layout
 from residual_mass.model.hook import sinks_of
@@ -188,22 +191,30 @@ def arm_rows(
     each prefix's own length if that is None.
     """
     rules = [arm.rule for arm in arms]
-
-    def rows(flags: list[bool]) -> Tensor:
-        return torch.tensor(flags, device=device).repeat_interleave(group)
-
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
-    own = dict.fromkeys(rule.own for rule in rules if rule.own is not None)
-    selectors = dict.fromkeys(rule.selector for rule in rules if rule.selector is not None)
+    adds, subtracts = [rule.phi is not None for rule in rules], [rule.subtracts for rule in rules]
+
+    def rows(of_arms: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(of_arms, dtype=dtype, device=device).repeat_interleave(group, dim=-1)
+
+    def indices(parts: Sequence[Any]) -> tuple[tuple[Any, Tensor], ...]:
+        found = dict.fromkeys(part for part in parts if part is not None)
+        return tuple((one, rows([part == one for part in parts]).nonzero().flatten()) for one in found)
+
+    for_kernels = None
+    if all(rule.selector == TopK() and (rule.own is None or rule.own.fused) for rule in rules):
+        kinds = [ADDS * (r.phi is not None) + SUBTRACTS * r.subtracts + MOMENTS * (r.own is not None) for r in rules]
+        most = max((max(each, default=0) for each in k), default=0)
+        for_kernels = MethodRows(rows(k, torch.int32), rows(kinds, torch.int32), most)
     return ArmRows(
-        rows([r.phi is not None for r in rules]),
-        rows([r.subtracts for r in rules]).nonzero().flatten(),
-        torch.tensor(k, device=device).repeat_interleave(group, dim=1)[:, None],
-        any(r.phi is not None for r in rules),
-        tuple((one, rows([r.own == one for r in rules]).nonzero().flatten()) for one in own),
-        tuple((one, rows([r.selector == one for r in rules]).nonzero().flatten()) for one in selectors),
+        rows(adds),
+        rows(subtracts).nonzero().flatten(),
+        rows(k)[:, None],
+        any(adds),
+        indices([rule.own for rule in rules]),
+        indices([rule.selector for rule in rules]),
         Layout(group // tokens, tokens),
-        method_rows(rules, k, group, device),
+        for_kernels,
     )
 
 
@@ -314,33 +325,24 @@ def _estimate(log_query: Tensor | None, summary: Summary | None, arms: ArmRows) 
 
 
 def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterator[tuple[Tensor, Terms]]:
-    """Yields the terms of residuals with terms of their own, after the indices of their rows."""
+    """Yields the terms [E, Hkv, R, ...] of residuals with terms of their own, after the indices of their rows; rows
+    that read the whole mid-region have none.
+    """
     if not arms.own:
         return
     scaled, scores, retrieved, threshold, scanned = reading
     unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-    seen = Seen(scaled, threshold, retrieved, unread, scores, promoted(layer.values), scanned)
     for residual, rows in arms.own:
-        yield rows, own_terms(residual, _of_rows(seen, rows), layer)
-
-
-def own_terms(residual: Residual, seen: Seen, layer: PrefixLayer) -> Terms:
-    """Computes a residual's own terms [E, Hkv, R, ...]; rows that read the whole mid-region have none."""
-    estimate = Terms(*residual.terms(seen, layer.state(residual)))
-    left = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
-    numerator = torch.where(left.unsqueeze(-1), estimate.numerator, 0)
-    return Terms(numerator, torch.where(left, estimate.denominator, 0), estimate.shift)
-
-
-def _of_rows(seen: Seen, rows: Tensor) -> Seen:
-    """Selects query rows, given as indices in ascending order."""
-    if len(rows) == seen.threshold.shape[2]:
-        return seen
-    queries, threshold, unread, scores, *read = (
-        part[:, :, rows] for part in (seen.queries, seen.threshold, seen.unread, seen.scores, *seen.read)
-    )
-    scanned = None if seen.scanned is None else seen.scanned[:, :, rows]
-    return Seen(queries, threshold, Selected(*read), unread, scores, seen.values, scanned)
+        queries, of_rows, left, of_scores, *read = (
+            part if len(rows) == scores.shape[2] else part[:, :, rows]
+            for part in (scaled, threshold, unread, scores, *retrieved)
+        )
+        saw = scanned if scanned is None or len(rows) == scores.shape[2] else scanned[:, :, rows]
+        seen = Seen(queries, of_rows, Selected(*read), left, of_scores, promoted(layer.values), saw)
+        estimate = Terms(*residual.terms(seen, layer.state(residual)))
+        some = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
+        numerator = torch.where(some.unsqueeze(-1), estimate.numerator, 0)
+        yield rows, Terms(numerator, torch.where(some, estimate.denominator, 0), estimate.shift)
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:
@@ -351,45 +353,33 @@ def map_heads(feature_map: Map, x: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).view(heads, examples, n, -1).transpose(0, 1)
 
 
-def generated_terms(queries: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None = None) -> Terms:
-    """Computes exact terms of the generated tokens: queries [N, Hkv, G, D], keys and values [N, Hkv, T, D].
+def rows_of_heads(x: Tensor, kv_heads: int, arms: int = 1) -> Tensor:
+    """Groups the rows of a KV head: [E * A, Hq, T, C] -> [E, Hkv, A * G * T, C]."""
+    return x.unflatten(0, (-1, arms)).unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 4)
+
+
+def merge_with_prefix(
+    layer: nn.Module, query: Tensor, prefix: Terms, near: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float
+) -> Tensor:
+    """Merges a prefix's terms with the exact ones of tokens after it and with the layer's sinks: [N, T, Hq, D].
 
     Args:
-        seen: [N, 1, 1, T] bool, which of them count; None for all.
+        query: [N, Hq, T, D]; prefix: [N, Hkv, G * T, ...].
+        near: keys and values [N or 1, Hkv, C, D], and which of them new tokens see [N or 1, T, C] bool.
     """
-    scores = attention_scores(promoted(queries), promoted(keys), scale)
-    if seen is None:
-        seen = torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device)
-    return exact_terms(scores, promoted(values), seen)
-
-
-def head_sinks(layer: nn.Module, kv_heads: int) -> list[Terms]:
-    """Returns the terms [Hkv, G] of a layer's sinks, if it has any, as a list to merge with others."""
-    sinks = sinks_of(layer)
-    return [] if sinks is None else [sink_terms(promoted(sinks).unflatten(0, (kv_heads, -1)))]
-
-
-def map_queries(query_map: Map, query: Tensor, kv_heads: int) -> Tensor:
-    """Computes log phi_q of queries [N, Hq, 1, D]: [N, Hkv, G, M]."""
-    return map_heads(query_map, query).squeeze(2).unflatten(1, (kv_heads, -1))
-
-
-def method_rows(
-    rules: Sequence[Method], k: Sequence[Sequence[int]], group: int, device: torch.device
-) -> MethodRows | None:
-    """Returns what the kernels are told of `group` rows per method, which retrieve k tokens by example and method; None
-    if they do not compute one of the methods.
-    """
-    if not all(rule.selector == TopK() and (rule.own is None or rule.own.fused) for rule in rules):
-        return None
-    kinds = [
-        ADDS * (rule.phi is not None) + SUBTRACTS * rule.subtracts + MOMENTS * (rule.own is not None) for rule in rules
-    ]
-
-    def rows(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device).repeat_interleave(group, dim=-1)
-
-    return MethodRows(rows(k), rows(kinds), max((max(each, default=0) for each in k), default=0))
+    tokens, kv_heads = query.shape[2], prefix.shift.shape[1]
+    rows = promoted(query).unflatten(1, (kv_heads, -1))  # [N, Hkv, G, T, D]
+    if tokens == 1:
+        rows = rows.transpose(2, 3)  # heads share a product, and the keys need no copy for each
+    terms = [prefix]
+    for keys, values, visible in near:
+        scores = attention_scores(rows, promoted(keys).unsqueeze(2), scale)
+        of_rows = exact_terms(scores, promoted(values).unsqueeze(2), visible[:, None, None])
+        terms.append(Terms(*(part.flatten(2, 3) for part in of_rows)))
+    if (sinks := sinks_of(layer)) is not None:
+        terms.append(sink_terms(promoted(sinks).unflatten(0, (kv_heads, -1)).repeat_interleave(tokens, 1)))
+    output = merge(*terms).unflatten(2, (-1, tokens)).flatten(1, 2)
+    return output.transpose(1, 2).to(query.dtype)
 
 
 def kernels_serve(queries: Tensor, layer: PrefixLayer, summary: Summary | None, arms: ArmRows) -> bool:

@@ -5,7 +5,7 @@ Shape letters: Hq / Hkv = query / KV heads, Q = queries, G = Hq / Hkv, S = budge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -58,17 +58,19 @@ def held_out_rows(maps: PhiMaps, held_out: HeldOut, spec: TrainSpec) -> Iterator
     """Yields log rows per budget: `layer` "all", then every layer. Values are means over packs, heads and queries;
     `log_z_error` is averaged where it is defined, `clamped_share` is the share of rows whose residual was dropped.
     """
-    anchors = spec.anchors
-    by_layer = [
-        [_measures(maps, layer, pack[layer], anchors) for pack in held_out.packs] for layer in range(maps.shape.layers)
-    ]
+    layers = range(maps.shape.layers)
+    made = [[_measures(maps, layer, pack[layer], spec.anchors) for pack in held_out.packs] for layer in layers]
+    rows = {  # [layers, packs, Hkv, Q, G, S]
+        name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in made]) for name in made[0][0]
+    }
     for s, budget in enumerate(spec.eval_budgets):
-        k = retrieved_count(budget, tokens_of(spec.length), anchors.sink + anchors.tail)
-        for layer in ("all", *range(maps.shape.layers)):
-            chosen = by_layer if layer == "all" else [by_layer[layer]]
-            means = _means([[{name: x[..., s] for name, x in pack.items()} for pack in packs] for packs in chosen])
-            rounded = {name: f"{value:.6f}" for name, value in means.items()}
-            yield {"corpus": held_out.corpus, "k": k, "layer": layer, **rounded}
+        k = retrieved_count(budget, tokens_of(spec.length), spec.anchors.sink + spec.anchors.tail)
+        for layer in ("all", *layers):
+            chosen = {name: (x if layer == "all" else x[[layer]])[..., s] for name, x in rows.items()}
+            gain = (chosen["e_topk"] - chosen["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
+            means = {name: x[x.isfinite()].mean().item() for name, x in chosen.items()}
+            means["heads_below_topk"] = (gain > 0).float().mean().item()
+            yield {"corpus": held_out.corpus, "k": k, "layer": layer} | {n: f"{means[n]:.6f}" for n in MEASURES}
 
 
 def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
@@ -93,13 +95,3 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
         "log_z_error": log_mass_error(completion, trace.targets),
         "clamped_share": ((completion.rest[..., -1] == 0) & trace.targets.log_rest.isfinite()).float(),
     }
-
-
-def _means(by_layer: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, float]:
-    """Averages measures [Hkv, Q, G], given by layer and pack."""
-    measured = by_layer[0][0]
-    rows = {name: torch.stack([torch.stack([pack[name] for pack in packs]) for packs in by_layer]) for name in measured}
-    gain = (rows["e_topk"] - rows["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
-    means = {name: values[values.isfinite()].mean().item() for name, values in rows.items()}
-    means["heads_below_topk"] = (gain > 0).float().mean().item()
-    return {name: means[name] for name in MEASURES}

@@ -28,12 +28,7 @@ from residual_mass.core.feature_maps import (
     log_kernel,
     orthogonal_directions,
 )
-from residual_mass.core.output_matching import (
-    Window,
-    complete,
-    lolcats_losses,
-    residual_losses,
-)
+from residual_mass.core.output_matching import Window, complete, lolcats_losses, residual_losses
 from residual_mass.core.score_matching import Weights, score_matching_losses
 from residual_mass.core.selection import exhaustive_topk
 from residual_mass.core.settings import AnchorSpec, to_json, tokens_of
@@ -78,22 +73,29 @@ class Learner:
     """A variant's maps and optimiser.
 
     Attributes:
-        seconds: time spent only on this variant; approximate on a GPU, which runs asynchronously.
+        losses: of every layer and query head [layers, Hq], the mean over the sequences of the current step.
         worked: seconds for losses and gradients of each layer in the current step.
+        seconds: time spent only on this variant; approximate on a GPU, which runs asynchronously.
     """
 
     def __init__(self, spec: TrainSpec, variant: VariantSpec, shape: HeadShape, device: torch.device):
         self.spec, self.label, self.objective = spec, variant.label, variant.objective
+        facts = {
+            "model_id": spec.backbone.model_id,
+            "revision": spec.backbone.revision,
+            "length": tokens_of(spec.length),
+            # Other variants do not affect these maps.
+            "recipe": json.loads(to_json(dataclasses.replace(spec, variants=(variant,)))),
+        }
         torch.manual_seed(spec.seed)
-        self.maps = PhiMaps(shape, variant.map, _facts(spec, variant)).to(device)
+        self.maps = PhiMaps(shape, variant.map, facts).to(device)
         self.optimiser = torch.optim.AdamW(
             self.maps.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay, fused=True
         )
         self.calibrated = variant.map.init == "positive_random_features"
+        self.losses = torch.zeros(shape.layers, shape.query_heads, device=device)
+        self.worked = [0.0] * shape.layers
         self.seconds = 0.0
-        self.worked: dict[int, float] = {}
-        self.losses: dict[int, Tensor] = {}
-        """By layer, the mean loss of every query head [Hq] over the sequences of the current step."""
         wanted = self.objective.budgets or spec.eval_budgets
         self.supports = [i for i, budget in enumerate(training_budgets(spec)) if budget in wanted]
 
@@ -112,15 +114,15 @@ class Learner:
         losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors, self.spec.precision)
         losses = losses.mean(-1) / self.spec.sequences_per_step
         losses.mean().backward()
-        self.losses[layer] = self.losses.get(layer, 0) + losses.detach()
-        self.worked[layer] = self.worked.get(layer, 0.0) + time.perf_counter() - started
+        self.losses[layer] += losses.detach()
+        self.worked[layer] += time.perf_counter() - started
 
     def problem(self) -> str | None:
         """Says where a loss or gradient of this step is not finite; None if all are finite."""
-        losses = self._by_layer()
-        if not torch.isfinite(losses).all():
-            layer, head = (~torch.isfinite(losses)).nonzero()[0].tolist()
-            return f"the loss is {losses[layer, head].item()} in layer {layer}, head {head}"
+        finite = self.losses.isfinite()
+        if not finite.all():
+            layer, head = (~finite).nonzero()[0].tolist()
+            return f"the loss is {self.losses[layer, head].item()} in layer {layer}, head {head}"
         gradients = {name: p.grad for name, p in self.maps.named_parameters() if p.grad is not None}
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
         if torch.isfinite(norms).all():
@@ -131,23 +133,15 @@ class Learner:
         head = int((~finite_heads).nonzero()[0])
         return f"the gradient of {parameter} is not finite in layer {layer}, {side} head {head}"
 
-    def loss(self) -> float:
-        """Returns the current step's loss, averaged over layers and heads."""
-        return self._by_layer().mean().item()
-
     def update(self, step: int) -> None:
         started = time.perf_counter()
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.spec, step)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        self.losses.clear()
-        self.worked.clear()
+        self.losses.zero_()
+        self.worked = [0.0] * len(self.worked)
         self.seconds += time.perf_counter() - started
-
-    def _by_layer(self) -> Tensor:
-        """Stacks the losses: [layers, Hq]."""
-        return torch.stack([self.losses[layer] for layer in range(self.maps.shape.layers)])
 
     def state(self) -> dict[str, Tensor]:
         """Returns parameters and moments for a checkpoint."""
@@ -240,27 +234,24 @@ def positive_random_features(
     Raises:
         ValueError: a map is not a ReZero map, or its d_emb is smaller than the head dimension.
     """
-    # On one core: rounding would depend on the number of cores.
-    parallel_layers(1, lambda _: _calibrate(maps, traces, anchors, budgets, seed), traces[0].keys.device)
-
-
-@torch.no_grad()
-def _calibrate(
-    maps: PhiMaps, traces: Sequence[LayerTrace], anchors: AnchorSpec, budgets: Sequence[float], seed: int
-) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = maps.shape
-    group = shape.query_heads // shape.kv_heads
-    for layer, trace in enumerate(traces):
-        query_map, key_map = maps.query[layer], maps.key[layer]
-        if not isinstance(query_map, ReZeroMap) or not isinstance(key_map, ReZeroMap):
-            raise ValueError("map.init positive_random_features is for rezero maps")
-        w = orthogonal_directions(shape.kv_heads, maps.map.d_phi, shape.head_dim, generator)
-        w = (w * DIRECTION_SCALE * trace.scale**0.5).to(trace.keys.device)  # [Hkv, M, D]
-        trace = trace.at(torch.arange(min(CALIBRATION_QUERIES, len(trace.positions)))).widened()
-        bias = _log_mass_gap(trace, w, anchors, budgets)
-        key_map.set_log_linear(w, torch.zeros_like(w[..., 0]))
-        query_map.set_log_linear(w.repeat_interleave(group, 0), bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
+
+    @torch.no_grad()
+    def calibrate(_: int) -> None:
+        for layer, trace in enumerate(traces):
+            query_map, key_map = maps.query[layer], maps.key[layer]
+            if not isinstance(query_map, ReZeroMap) or not isinstance(key_map, ReZeroMap):
+                raise ValueError("map.init positive_random_features is for rezero maps")
+            w = orthogonal_directions(shape.kv_heads, maps.map.d_phi, shape.head_dim, generator)
+            w = (w * DIRECTION_SCALE * trace.scale**0.5).to(trace.keys.device)  # [Hkv, M, D]
+            trace = trace.at(torch.arange(min(CALIBRATION_QUERIES, len(trace.positions)))).widened()
+            bias = _log_mass_gap(trace, w, anchors, budgets)
+            key_map.set_log_linear(w, torch.zeros_like(w[..., 0]))
+            w = w.repeat_interleave(shape.query_heads // shape.kv_heads, 0)
+            query_map.set_log_linear(w, bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
+
+    parallel_layers(1, calibrate, traces[0].keys.device)  # on one core: rounding would depend on their number
 
 
 def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
@@ -283,15 +274,3 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
         true, estimated = (x.masked_fill(~left, -torch.inf).logsumexp(-1) for x in (teacher, student))
         gaps.append(torch.where(left.any(-1), true - estimated, torch.nan))
     return torch.stack(gaps).unflatten(-1, (group, -1)).nanmean((0, -1)).flatten().nan_to_num()
-
-
-def _facts(spec: TrainSpec, variant: VariantSpec) -> dict[str, object]:
-    """Returns the training facts for the maps' file, without the other variants, which do not affect these maps."""
-    recipe = json.loads(to_json(dataclasses.replace(spec, variants=(variant,))))
-    backbone = spec.backbone
-    return {
-        "model_id": backbone.model_id,
-        "revision": backbone.revision,
-        "length": tokens_of(spec.length),
-        "recipe": recipe,
-    }

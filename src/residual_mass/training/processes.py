@@ -7,11 +7,11 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Sent by batch systems before they kill a job, and by Ctrl-C."""
@@ -32,9 +32,7 @@ class Processes:
 
     def device(self) -> torch.device | None:
         """Returns the GPU of this process; None without GPUs or with a single process."""
-        if self.world == 1 or not torch.cuda.is_available():
-            return None
-        return torch.device("cuda", self.local_rank)
+        return torch.device("cuda", self.local_rank) if self.world > 1 and torch.cuda.is_available() else None
 
     def share(self, count: int) -> range:
         """Returns which of `count` parallel sequences belong to this process.
@@ -46,12 +44,10 @@ class Processes:
             raise ValueError(f"phi.sequences_per_step ({count}) must be a multiple of the {self.world} processes")
         return range(self.rank, count, self.world)
 
-    @torch.no_grad()
     def start_equal(self, module: nn.Module) -> None:
         """Copies the leading process's parameters to all processes."""
-        if self.world > 1:
-            for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
+        for parameter in module.parameters() if self.world > 1 else ():
+            dist.broadcast(parameter.data, 0)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -73,7 +69,7 @@ class Processes:
         """Returns for each flag whether any process has set it, in one message, so that all processes act together."""
         if self.world == 1:
             return list(flags)
-        votes: Tensor = torch.tensor(flags, dtype=torch.float32, device=device)
+        votes = torch.tensor(flags, dtype=torch.float32, device=device)
         dist.all_reduce(votes)
         return [vote > 0 for vote in votes.tolist()]
 
@@ -111,9 +107,7 @@ class StopSignals:
         self._former = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 

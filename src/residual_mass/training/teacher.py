@@ -21,11 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residual_mass.core.output_matching import (
-    Targets,
-    Window,
-    exact_targets,
-)
+from residual_mass.core.output_matching import Targets, Window, exact_targets
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.files import sha256_text
@@ -88,9 +84,7 @@ class _LastLayerDone(Exception):
 
 
 @torch.no_grad()
-def stream_traces(
-    backbone: Backbone, ids: Sequence[int], positions: Tensor, consume: Callable[[int, LayerTrace], None]
-) -> None:
+def stream_traces(backbone: Backbone, ids: Sequence[int], positions: Tensor, consume: Consume) -> None:
     """Runs the teacher over `ids` and calls `consume` with each layer's trace as soon as its attention is reached.
 
     Attention itself is not replaced. The pass ends at the last layer's queries and keys, without logits. Gradients are
@@ -128,7 +122,8 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
     seen = int(trace.positions.max()) + 1
     at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
     whole = trace.widened()
-    parts = [_targets(whole.at(rows), seen, anchors, budgets) for rows in _indices(trace.positions).split(at_once)]
+    rows = torch.arange(len(trace.positions), device=trace.positions.device)
+    parts = [_targets(whole.at(some), seen, anchors, budgets) for some in rows.split(at_once)]
     most = max(targets.best.shape[-1] for targets in parts)
     parts = [t._replace(best=F.pad(t.best, (0, most - t.best.shape[-1]))) for t in parts]
     by_head = (torch.cat(part, 1) for part in zip(*(targets[:5] for targets in parts), strict=True))
@@ -155,16 +150,13 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(0, (kv_heads, -1)).transpose(1, 2)
 
 
-def _indices(x: Tensor) -> Tensor:
-    return torch.arange(len(x), device=x.device)
-
-
 class TeacherPool:
     """The passes of one of a step's parallel sequences."""
 
     def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
         self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
         self.pool: dict[int, Traces] = {}
+        self.replays = spec.replay != ReplaySpec(pool=1, reuse=1)
         self.tokens = 0
         """Number of tokens that the teacher has read."""
 
@@ -174,55 +166,33 @@ class TeacherPool:
         Returns:
             Wall-clock seconds spent in `consume`.
         """
-        if not self._replays():
-            return self._streamed(step, consume)
+        seconds = 0.0
+
+        def timed(layer: int, trace: LayerTrace) -> None:
+            nonlocal seconds
+            started = time.perf_counter()
+            consume(layer, trace)
+            seconds += time.perf_counter() - started
+
+        if not self.replays:
+            self._pass(step, step, self.spec.queries_per_step, timed)
+            return seconds
         traces = self._replayed(step)
         rng = torch.Generator().manual_seed(self._seed("queries", step))
         chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
         chosen = chosen.to(self.backbone.device)
         started = time.perf_counter()
-
-        def one(layer: int) -> None:
-            consume(layer, traces[layer].at(chosen))
-
-        parallel_layers(len(traces), one, self.backbone.device)
+        parallel_layers(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), self.backbone.device)
         return time.perf_counter() - started
 
     def first(self) -> Traces:
         """Returns the first pass, for initial values."""
-        return self._replayed(0) if self._replays() else self._recorded(0, 0)
-
-    def length(self, step: int) -> int:
-        """Returns the number of tokens used of a sequence at this step."""
-        early = self.spec.curriculum
-        if early is not None and step < round(early.share * self.spec.steps):
-            return tokens_of(early.length)
-        return tokens_of(self.spec.length)
-
-    def _streamed(self, step: int, consume: Consume) -> float:
-        seconds = 0.0
-
-        def timed(layer: int, trace: LayerTrace) -> None:
-            nonlocal seconds
-            trace = self._prepared(trace)
-            started = time.perf_counter()
-            consume(layer, trace)
-            seconds += time.perf_counter() - started
-
-        positions = self._positions(step, step, self.spec.queries_per_step)
-        stream_traces(self.backbone, self._sequence(step, step), positions, timed)
-        return seconds
-
-    def _replays(self) -> bool:
-        return self.spec.replay != ReplaySpec(pool=1, reuse=1)
-
-    def _wanted(self, step: int) -> range:
-        """Returns the indices of the passes in the pool."""
-        newest = step // self.spec.replay.reuse
-        return range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
+        return self._replayed(0) if self.replays else self._recorded(0, 0)
 
     def _replayed(self, step: int) -> Traces:
-        wanted = self._wanted(step)
+        """Draws one of the newest passes, which are kept."""
+        newest = step // self.spec.replay.reuse
+        wanted = range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
         for index in wanted:
             if index not in self.pool:
                 self.pool[index] = self._recorded(index, index * self.spec.replay.reuse)
@@ -230,18 +200,26 @@ class TeacherPool:
         return self.pool[random.Random(self._seed("pass", step)).choice(wanted)]
 
     def _recorded(self, index: int, step: int) -> Traces:
+        traces: Traces = []
         count = self.spec.queries_per_step * self.spec.replay.reuse
-        sequence, positions = self._sequence(index, step), self._positions(index, step, count)
-        return record_traces(self.backbone, sequence, positions, self._prepared)
+        self._pass(index, step, count, lambda _, trace: traces.append(trace))
+        return traces
 
-    def _sequence(self, index: int, step: int) -> list[int]:
-        ids = self.corpus.sequence(index)[: self.length(step)]
+    def _pass(self, index: int, step: int, queries: int, consume: Consume) -> None:
+        """Runs the teacher over the sequence of an index, as long as at a step."""
+        ids = self.sequence(index, step)
         self.tokens += len(ids)
-        return ids
+        positions = self.positions(index, len(ids), queries)
+        stream_traces(self.backbone, ids, positions, lambda layer, trace: consume(layer, self._prepared(trace)))
 
-    def _positions(self, index: int, step: int, count: int) -> Tensor:
+    def sequence(self, index: int, step: int) -> list[int]:
+        early, length = self.spec.curriculum, self.spec.length
+        if early is not None and step < round(early.share * self.spec.steps):
+            length = early.length
+        return self.corpus.sequence(index)[: tokens_of(length)]
+
+    def positions(self, index: int, length: int, count: int) -> Tensor:
         """Draws distinct query positions of a pass, uniformly over the final share of the sequence."""
-        length = self.length(step)
         window = min(length, max(1, round(length * self.spec.query_window)))
         rng = torch.Generator().manual_seed(self._seed("positions", index))
         return (torch.randperm(window, generator=rng)[:count] + length - window).to(self.backbone.device)

@@ -120,6 +120,7 @@ class Trainer:
         self.step, self.log_rows = 0, []
         self.seconds = 0.0
         """Training time of all variants together, without evaluations."""
+        self.spec_hash = sha256_text(to_json(spec) + backbone.identity)
         self.stop = StopSignals()
         self.agreed = False
         """Whether several processes have agreed to stop after the current step."""
@@ -133,10 +134,10 @@ class Trainer:
         """
         spec = self.spec
         if self.step == 0:
-            self._initialise()
+            self.initialise()
             self._evaluate(log_csv)
-        else:
-            self._write_log(log_csv)  # Snakemake deleted it with the other outputs of the interrupted job
+        elif self.group.leads:
+            write_text(log_csv, csv_text(COLUMNS, self.log_rows))  # Snakemake deleted it when the job was interrupted
         started = self.seconds
         with self.stop, tqdm(
             total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
@@ -161,7 +162,7 @@ class Trainer:
         """Returns one variant's training time as if trained alone, without the other variants' own seconds."""
         return self.seconds - sum(other.seconds for other in self.learners if other is not learner)
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
         started = time.perf_counter()
         if any(learner.calibrated for learner in self.learners):
             first_pass = next(iter(self.passes.values())).first()
@@ -180,13 +181,12 @@ class Trainer:
                 learner.backward(layer, trace)
 
         clock = sum(passes.run(self.step, backward) for passes in self.passes.values())
-        worked = sum(sum(learner.worked.values()) for learner in self.learners)
-        for learner in self.learners:
-            learner.seconds += clock * sum(learner.worked.values()) / worked
-        for learner in self.learners:
+        worked = [sum(learner.worked) for learner in self.learners]
+        for learner, own in zip(self.learners, worked, strict=True):
+            learner.seconds += clock * own / sum(worked)
             self.group.sum_gradients(learner.maps.parameters())
         self._require_finite(checkpoint)
-        loss = self.learners[0].loss() * self.group.world
+        loss = self.learners[0].losses.mean().item() * self.group.world
         for learner in self.learners:
             learner.update(self.step)
         self.step += 1
@@ -226,11 +226,7 @@ class Trainer:
                     row,
                 )
         self.log_rows += rows
-        self._write_log(log_csv)
-
-    def _write_log(self, log_csv: Path) -> None:
-        if self.group.leads:
-            write_text(log_csv, csv_text(COLUMNS, self.log_rows))
+        write_text(log_csv, csv_text(COLUMNS, self.log_rows))
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes the state from which a run continues as if uninterrupted.
@@ -241,7 +237,7 @@ class Trainer:
             tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
             facts = {
                 "step": self.step,
-                "spec": self._spec_hash(),
+                "spec": self.spec_hash,
                 "log": self.log_rows,
                 "seconds": self.seconds,
                 "own_seconds": [learner.seconds for learner in self.learners],
@@ -258,7 +254,7 @@ class Trainer:
         if not path.exists():
             return
         facts, tensors = read_checkpoint(path)
-        if facts["spec"] != self._spec_hash():
+        if facts["spec"] != self.spec_hash:
             log.info("%s belongs to another spec and is ignored", path)
             return
         self.step, self.log_rows, self.seconds = facts["step"], facts["log"], facts["seconds"]
@@ -268,9 +264,6 @@ class Trainer:
         for passes in self.passes.values():
             passes.pool.clear()  # a retry in the same process
         log.info("resumed from %s at step %d", path, self.step)
-
-    def _spec_hash(self) -> str:
-        return sha256_text(to_json(self.spec) + self.backbone.identity)
 
 
 def write_checkpoint(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,6 @@ from tests.unit.model.families import COMMON, FAMILIES
 from tests.unit.model.test_families import FEW, ids_of
 from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from residual_mass.core.settings import MapSpec
 from residual_mass.model.partial import PartialSession, partial_kv
@@ -107,23 +106,6 @@ def test_beams_and_samples_of_everything_retrieved_are_plain_ones(name: str) -> 
         torch.manual_seed(5)
         with partial_kv(model, "topk", 1.0, **FEW):
             assert torch.equal(generated(model, ids_of(40), **options), plain), options
-
-
-class Streamed(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.tokens.append(-1)
-
-
-def test_a_streamer_gets_every_token() -> None:
-    streamer = Streamed()
-    _, out = under(model_of("Gemma 3"), streamer=streamer)
-    assert streamer.tokens == [*out[0].tolist(), -1]
 
 
 @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass import methods
-from residual_mass.core.accounting import Terms, exact_terms
-from residual_mass.core.selection import Selected, exhaustive_topk, least_read
+from residual_mass.core.accounting import Terms, exact_terms, merge
+from residual_mass.core.selection import exhaustive_topk, least_read
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, TopK, method_named
 from residual_mass.methods.arms import ArmSpec
@@ -131,37 +132,21 @@ def test_the_threshold_is_the_least_score_read() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if method_named(name).selector == TopK()])
-def test_terms_are_those_of_one_row_written_out(name: str) -> None:
-    """Through `prefix_terms`, with padding and several rows a head, against float64 sums over the tokens themselves."""
+def test_outputs_are_those_of_a_prompt_without_padding(name: str) -> None:
+    """Several rows a head, in float64: the residual's own terms, given the tokens of the highest scores."""
     generator = torch.Generator().manual_seed(8)
     keys, values = (torch.randn(2, 1, 40, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     queries = torch.randn(2, 1, 3, 8, generator=generator, dtype=torch.float64)
-    real = torch.ones(2, 40, dtype=torch.bool)
-    real[1, 30:] = False
-    anchors = AnchorSpec(2, 3)
-    layer = build_prefix(keys, values, real, anchors)
-    rows = arm_rows([ArmSpec(name, 30.0)], 3, [40, 30], anchors, None, torch.device("cpu"))
-    numerator, denominator, shift = prefix_terms(queries, None, layer, None, rows, 0.5)
-    exact = arm_rows([ArmSpec("topk", 30.0)], 3, [40, 30], anchors, None, torch.device("cpu"))
-    read = prefix_terms(queries, None, layer, None, exact, 0.5)
+    layer = build_prefix(keys, values, torch.arange(40) < torch.tensor([[40], [30]]), AnchorSpec(2, 3))
+    rows = arm_rows([ArmSpec(name, 30.0)], 3, [40, 30], AnchorSpec(2, 3), None, torch.device("cpu"))
+    found = merge(prefix_terms(queries, None, layer, None, rows, 0.5))
     for e, (n, k) in enumerate([(40, 7), (30, 4)]):
-        mid = slice(2, n - 3)
-        for row in range(3):
-            query, own_keys, own_values = queries[e, 0, row] * 0.5, keys[e, 0, mid], values[e, 0, mid]
-            scores = own_keys @ query
-            top = scores.topk(k)
-            unread = torch.ones(len(scores), dtype=torch.bool)
-            unread[top.indices] = False
-            residual = method_named(name).residual
-            state = residual.prepare(own_keys, own_values, torch.ones(len(scores), dtype=torch.bool))
-            chosen = Selected(top.indices[None], torch.ones(1, k, dtype=torch.bool))
-            seen = Seen(query[None], top.values[-1:], chosen, unread[None], scores[None], own_values)
-            expected = Terms(*residual.terms(seen, state))
-            z = float(read.denominator[e, 0, row].log() + read.shift[e, 0, row])
-            z = torch.tensor(z).exp() + expected.denominator[0] * expected.shift[0].exp()
-            torch.testing.assert_close(
-                float(denominator[e, 0, row] * shift[e, 0, row].exp()), float(z), rtol=1e-6, atol=0
-            )
-            nu = read.numerator[e, 0, row] * read.shift[e, 0, row].exp()
-            nu = nu + expected.numerator[0] * expected.shift[0].exp()
-            torch.testing.assert_close(numerator[e, 0, row] * shift[e, 0, row].exp(), nu, rtol=1e-6, atol=1e-9)
+        query, mid_keys, mid_values = queries[e] * 0.5, keys[e, :, 2 : n - 3], values[e, :, 2 : n - 3]
+        scores, mid = query @ mid_keys.mT, torch.ones(1, n - 5, dtype=torch.bool)
+        top = exhaustive_topk(scores, mid, torch.tensor([k] * 3))
+        read = top.mask(n - 5)
+        seen = Seen(query, least_read(scores, mid, top), top, ~read, scores, mid_values)
+        residual = method_named(name).residual
+        exact = exact_terms(query @ keys[e, :, :n].mT, values[e, :, :n], F.pad(read, (2, 3), value=True))
+        expected = merge(exact, Terms(*residual.terms(seen, residual.prepare(mid_keys, mid_values, mid))))
+        torch.testing.assert_close(found[e], expected, rtol=1e-6, atol=1e-9)

@@ -31,7 +31,7 @@ def test_the_maps_move_as_on_the_cpu(
         backbone = load_backbone(TINY, tiny_assets, torch.device(device))
         spec = replace(SPEC, variants=(variant,), steps=2, schedule="constant", replay=replay, precision=precision)
         trainer = Trainer(spec, backbone, {0: corpus(backbone)}, [])
-        trainer._initialise()
+        trainer.initialise()
         before = parameters(trainer)
         trainer.train(tmp_path / f"{device}.safetensors", tmp_path / f"{device}.csv")
         moved.append({key: (p - before[key]).cpu() for key, p in parameters(trainer).items()})
