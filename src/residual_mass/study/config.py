@@ -6,16 +6,149 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from residual_mass import methods
-from residual_mass.core.settings import tokens_of
+from residual_mass.benchmarks.catalogue import tasks_of
+from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.study import sections
 from residual_mass.study.figures import FIGURES, kind_of
 from residual_mass.study.labels import METHODS, PUBLISHED, TOPK
-from residual_mass.study.sections import Main, Study
+from residual_mass.study.sections import (
+    Count,
+    Distinct,
+    Field,
+    Label,
+    Length,
+    Line,
+    Name,
+    OneOrMore,
+    Percent,
+    ShortName,
+)
 from residual_mass.study.values import parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(Settings):
+    """Protocol of one study."""
+
+    lengths: OneOrMore[Length]
+    """Context lengths that are evaluated."""
+    maps: sections.Maps
+    budgets: OneOrMore[Percent]
+    """Exact-support budgets in percent of the prefix, anchors included."""
+    methods: OneOrMore[Name]
+    """Evaluated methods: `full`, `topk`, `topk_phi`, `topk_phi_nosub`, and others, also your own (docs/extending.md);
+    every method but `full` is run at every budget."""
+    anchors: AnchorSpec
+    truncate_to: Length
+    """Prompts that leave no room for the answer within this length are cut on the left, after the BOS token; results
+    say how many."""
+    benchmarks: dict[Name, sections.Benchmark]
+    """Benchmarks by name: `ruler`, `babilong`, `longbench`; none leaves scores out."""
+    fidelity: sections.Fidelity
+    mismatch: sections.Mismatch
+    ablations: sections.Ablations
+    phi: sections.Phi
+    diagnostics: sections.Diagnostics
+    residuals: sections.Residuals
+    runtime: sections.Latencies
+    score: sections.Resampling
+    tables: Distinct[Annotated[str, Field(pattern=r"^(runtime_[a-z0-9.-]+|[a-z0-9_]+)$")]]
+    """Tables that `all` makes; each has a template in `paper_tables/templates`, and the latencies `runtime_<backbone>`
+    share one."""
+    figures: dict[str, sections.Figure]
+    """Figures that `all` makes, each with what it shows; one that is not named is not made."""
+
+    def __post_init__(self) -> None:
+        for label, figure in self.figures.items():
+            keys = FIGURES[kind_of(label)].keys
+            for key in vars(figure):
+                if bool(figure.of(key)) != (key in keys):
+                    raise ValueError(f"figures.{label}.{key}: {'missing' if key in keys else 'unknown'} key")
+
+    def lengths_of(self, benchmark: str) -> tuple[str, ...]:
+        """Lengths at which a benchmark is evaluated."""
+        if benchmark not in self.benchmarks:
+            return ()
+        return self.benchmarks[benchmark].lengths or self.lengths
+
+    def answered_lengths(self, benchmark: str) -> tuple[str, ...]:
+        """Lengths at which the prompts of a benchmark are continued by given answers."""
+        if benchmark not in self.fidelity.benchmarks:
+            return ()
+        return tuple(length for length in self.lengths_of(benchmark) if length in self.fidelity.prompts_at)
+
+    @property
+    def evaluated_lengths(self) -> set[str]:
+        """Every length at which something is evaluated with the main maps."""
+        lengths = {length for benchmark in self.benchmarks for length in self.lengths_of(benchmark)}
+        return lengths.union(self.lengths, self.fidelity.lengths, self.diagnostics.lengths, [self.truncate_to])
+
+    @property
+    def arms(self) -> tuple[ArmSpec, ...]:
+        """Every method at every budget."""
+        return tuple(
+            ArmSpec(name, budget, self.maps.main if methods.method_named(name).needs_maps else None)
+            for name in self.methods
+            for budget in (self.budgets if name != "full" else (None,))
+        )
+
+    def own_methods(self, budget: float | None = None) -> tuple[str, ...]:
+        """Methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
+        own = (methods.method_named(name) for name in self.methods if name not in METHODS)
+        return tuple(one.name for one in own if budget is None or (budget in self.budgets and not one.needs_maps))
+
+    def forced_maps(self, backbones: Iterable[str]) -> list[str]:
+        """Labels of the main maps, and where one of these backbones has them of those that were trained on shorter
+        texts; none where no method needs maps.
+        """
+        main = self.maps_for((*self.methods, *self.fidelity.methods))
+        others = self.mismatch.maps if main and set(backbones) & set(self.mismatch.backbones) else ()
+        return list(dict.fromkeys([*main, *others]))
+
+    def maps_for(self, names: Iterable[str]) -> list[str]:
+        """The label of the main maps if one of these methods needs maps."""
+        return [self.maps.main] * any(methods.method_named(name).needs_maps for name in names)
+
+    def task_files(self, benchmark: str, length: str) -> tuple[str, ...]:
+        """How the tasks are dealt out to generate jobs."""
+        whole = self.benchmarks[benchmark].tasks_per_job == "all"
+        return ("all",) if whole else tasks_of(benchmark, tokens_of(length))
+
+
+@dataclass(frozen=True)
+class AblationRows(Settings):
+    """Rows of the ablation tables, in order; `ours` is the study's own recipe."""
+
+    dphi: OneOrMore[Name]
+    """Rows of `results/ablation_dphi_*.csv`."""
+    loss: OneOrMore[Name]
+    """Rows of `results/ablation_loss_*.csv`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Main(Settings):
+    """What `config/config.yaml` says."""
+
+    study: Line
+    """Study that `all` makes: a file of `config/studies` without its ending."""
+    examples: Count | None
+    """Examples per task, in place of every benchmark's own count; `null` keeps the study's. Existing rows are kept."""
+    assets: Annotated[str, Field(pattern=r"^[^{}\x00-\x1f\x7f-][^{}\x00-\x1f\x7f]*$")]
+    """Folder of the downloaded data and models; one that was made elsewhere is used as it is."""
+    offline: Annotated[bool, Field(strict=False)]  # on the command line Snakemake takes `offline=true` for a text
+    """Whether to run without network, from the assets folder and the hub's cache, which the target `prefetch` fills."""
+    backbones: Annotated[dict[ShortName, sections.RegisteredBackbone], Field(min_length=1)]
+    """Language models by the short name that file names carry."""
+    variants: dict[Label, dict[Literal["map", "objective"], dict[str, Any]]]
+    """Feature maps that the ablations train beside the study's own, by label: what each changes of `phi.map` and
+    `phi.objective`."""
+    ablations: AblationRows
 
 
 @dataclass(frozen=True)

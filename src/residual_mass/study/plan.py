@@ -28,11 +28,10 @@ from residual_mass.paper.titles import benchmark_title
 from residual_mass.provenance import MANIFEST
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths, specs
-from residual_mass.study.config import Configuration, file_of
+from residual_mass.study.config import Configuration, Study, file_of
 from residual_mass.study.config import load as read_configuration
 from residual_mass.study.figures import FIGURES, kind_of
-from residual_mass.study.labels import METHODS
-from residual_mass.study.sections import Decoding, Figure, Study
+from residual_mass.study.sections import Decoding, Figure
 from residual_mass.study.values import parsed
 
 Wildcards = Any
@@ -76,7 +75,7 @@ class Plan(Configuration):
         compared, captured = protocol.residuals, protocol.diagnostics.backbones
         return [
             *expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths),
-            *(path for benchmark in protocol.benchmarks for path in benchmark_results(protocol, names, benchmark)),
+            *benchmark_results(protocol, names, protocol.benchmarks),
             *expand(paths.MISMATCH, backbone=protocol.mismatch.backbones),
             *expand(paths.ABLATION, ablation=self.ablations, backbone=protocol.ablations.backbones),
             *expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths),
@@ -166,9 +165,9 @@ class Plan(Configuration):
             "corpus": (study.diagnostics.corpora, where),
             "comparison": (["mismatch", *self.ablations], "config/config.yaml"),
             "ablation": (self.ablations, "config/config.yaml"),
-            "tasks": (task_files(study, benchmark, given["length"]) if "tasks" in given else (), where),
+            "tasks": (study.task_files(benchmark, given["length"]) if "tasks" in given else (), where),
         }
-        for kind in options.keys() & given.keys():
+        for kind in filter(given.__contains__, options):
             known(kind, given[kind], *options[kind])
         return study
 
@@ -228,11 +227,11 @@ class Plan(Configuration):
     def force(self, w: Wildcards) -> Work:
         """Given continuations under every arm: those of the main group, and on documents further ones."""
         study = self.study_of(w, "fidelity")
-        forced, maps = study.fidelity, forced_maps(study, [w.backbone])
+        forced, maps = study.fidelity, study.forced_maps([w.backbone])
         asked = [name for name in forced.benchmarks if w.length in study.answered_lengths(name)]
         others = [("topk_phi", label) for label in maps[1:]]
         others += [(name, study.maps.main if method_named(name).needs_maps else None) for name in forced.methods]
-        arms = main_arms(study)
+        arms = study.arms
         further = tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets)
         prompts = (
             filled(specs.AskedSpec, study.benchmarks[name], benchmark=name, examples=forced.examples) for name in asked
@@ -255,7 +254,7 @@ class Plan(Configuration):
     def generate(self, w: Wildcards) -> Work:
         """Answers of a group of arms to some tasks of a benchmark."""
         study = self.study_of(w)
-        maps, arms = self._group_maps(study, w.group), main_arms(study)
+        maps, arms = self._group_maps(study, w.group), study.arms
         if w.group != "main":  # one method at one budget under different maps
             budget = study.mismatch.budget if w.group == "mismatch" else study.ablations.budget
             arms = tuple(ArmSpec("topk_phi", budget, label) for label in maps)
@@ -285,7 +284,7 @@ class Plan(Configuration):
             decoding=decoding_words(**decoding, truncate_to=study.truncate_to),
         )  # fmt: skip
         place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
-        tasks = task_files(study, w.benchmark, w.length)
+        tasks = study.task_files(w.benchmark, w.length)
         generations = expand(paths.GENERATIONS, **place, group=groups, tasks=tasks)
         return {"prompts": self._prompts_of(w, w.benchmark), "generations": generations}, spec
 
@@ -316,7 +315,7 @@ class Plan(Configuration):
     def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
         budget = study.mismatch.budget if comparison == "mismatch" else study.ablations.budget
         rows = (ArmSpec("topk_phi", budget, maps) for maps in self.compared_maps(study, comparison))
-        own = (ArmSpec(name, budget) for name in own_methods(study, budget))
+        own = (ArmSpec(name, budget) for name in study.own_methods(budget))
         return (ArmSpec("full"), ArmSpec("topk", budget), *rows, *own)
 
     # ---- measurements ------------------------------------------------------------------------------------------------
@@ -354,7 +353,7 @@ class Plan(Configuration):
 
     def residual_errors(self, w: Wildcards) -> Work:
         study = self.study_of(w, "residuals")
-        compared, maps = study.residuals, residual_maps(study)
+        compared, maps = study.residuals, study.maps_for(study.residuals.methods)
         identities = own_identities(ArmSpec(name, compared.budgets[0]) for name in compared.methods)
         spec = self.spec_of(
             specs.ResidualErrorsSpec, "residual_errors", w, compared, study.score, study,
@@ -364,7 +363,7 @@ class Plan(Configuration):
 
     def runtime(self, w: Wildcards) -> Work:
         study = self.study_of(w)
-        own = tuple(name for name in own_methods(study) if method_named(name).fused)
+        own = tuple(name for name in study.own_methods() if method_named(name).fused)
         spec = self.spec_of(specs.RuntimeSpec, "runtime", w, study.runtime, study, map=study.phi.map, own_methods=own)
         return {"assets": self.assets_manifest}, spec
 
@@ -401,12 +400,12 @@ class Plan(Configuration):
         match table.of:
             case "scores":
                 of = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
-                shown = {"benchmarks": sorted(study.benchmarks), "lengths_of": of, "own_methods": own_methods(study)}
+                shown = {"benchmarks": sorted(study.benchmarks), "lengths_of": of, "own_methods": study.own_methods()}
                 lengths = sorted({length for each in of.values() for length in each}, key=tokens_of)
-                files = [path for name in of for path in benchmark_results(study, names, name)]
+                files = benchmark_results(study, names, of)
                 return files, shown | {"lengths": lengths}
             case "fidelity":
-                shown = {"lengths": forced.lengths, "maps": forced_maps(study, names)}
+                shown = {"lengths": forced.lengths, "maps": study.forced_maps(names)}
                 return expand(paths.FIDELITY, backbone=names, length=forced.lengths), shown
             case "answers":
                 of = {name: study.answered_lengths(name) for name in forced.benchmarks}
@@ -418,18 +417,18 @@ class Plan(Configuration):
                 both = [length for length in compared.lengths if length in forced.lengths]
                 files = expand(paths.RESIDUAL_ERRORS, **of, length=compared.lengths)
                 files += expand(paths.FIDELITY, **of, length=both)
-                files += expand(paths.TRAINING_LOG, **of, maps=residual_maps(study))
+                files += expand(paths.TRAINING_LOG, **of, maps=study.maps_for(study.residuals.methods))
                 return files, {"backbones": compared.backbones, "lengths": compared.lengths}
             case "mismatch":
                 shown = {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "benchmarks": ["ruler"]}
-                of = {"maps": mismatch.maps, "own_methods": own_methods(study, mismatch.budget)}
+                of = {"maps": mismatch.maps, "own_methods": study.own_methods(mismatch.budget)}
                 files = expand(paths.MISMATCH, backbone=mismatch.backbones)
                 return files, shown | of | {"budgets": [mismatch.budget]}
             case "dphi" | "loss":
                 shown = {"backbones": ablations.backbones, "lengths": [ablations.length], "budgets": [ablations.budget]}
                 shown |= {"benchmarks": ablations.benchmarks, "maps": self.compared_maps(study, table.of)}
                 files = expand(paths.ABLATION, ablation=table.of, backbone=ablations.backbones)
-                return files, shown | {"own_methods": own_methods(study, ablations.budget)}
+                return files, shown | {"own_methods": study.own_methods(ablations.budget)}
             case "diagnostics":
                 shown = {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
                 return expand(paths.ACCOUNTING, backbone=captured.backbones), shown
@@ -578,48 +577,11 @@ def changed(settings: Made, changes: Mapping[str, Any], where: str) -> Made:
     return parsed(type(settings), dataclasses.asdict(settings) | changes, where)  # type: ignore[call-overload]
 
 
-def main_arms(study: Study) -> tuple[ArmSpec, ...]:
-    """Every method at every budget."""
-    return tuple(
-        ArmSpec(method, budget, study.maps.main if method_named(method).needs_maps else None)
-        for method in study.methods
-        for budget in (study.budgets if method != "full" else (None,))
-    )
-
-
-def own_methods(study: Study, budget: float | None = None) -> tuple[str, ...]:
-    """The study's methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
-    own = (name for name in study.methods if name not in METHODS)
-    if budget is None:
-        return tuple(own)
-    return tuple(name for name in own if budget in study.budgets and not method_named(name).needs_maps)
-
-
-def forced_maps(study: Study, backbones: Iterable[str]) -> list[str]:
-    """The main maps, and where one of these backbones has them those that were trained on shorter texts; none where no
-    method needs maps.
-    """
-    if not any(method_named(name).needs_maps for name in (*study.methods, *study.fidelity.methods)):
-        return []
-    others = study.mismatch.maps if set(backbones) & set(study.mismatch.backbones) else ()
-    return list(dict.fromkeys([study.maps.main, *others]))
-
-
-def residual_maps(study: Study) -> list[str]:
-    """Labels of the maps that the compared methods need: the main ones, or none."""
-    return [study.maps.main] * any(method_named(name).needs_maps for name in study.residuals.methods)
-
-
 def maps_specs(labels: Iterable[str]) -> tuple[MapsSpec, ...]:
     """The labels, each with the length that its maps were trained at, in tokens."""
     return tuple(MapsSpec(label, tokens_of(length_and_variant(label)[0])) for label in labels)
 
 
-def task_files(study: Study, benchmark: str, length: str) -> tuple[str, ...]:
-    """How the tasks are dealt out to generate jobs."""
-    whole = study.benchmarks[benchmark].tasks_per_job == "all"
-    return ("all",) if whole else tasks_of(benchmark, tokens_of(length))
-
-
-def benchmark_results(study: Study, backbones: Iterable[str], benchmark: str) -> list[str]:
-    return expand(paths.RESULTS, benchmark=benchmark, backbone=backbones, length=study.lengths_of(benchmark))
+def benchmark_results(study: Study, backbones: Iterable[str], benchmarks: Iterable[str]) -> list[str]:
+    places = ({"benchmark": name, "length": study.lengths_of(name)} for name in benchmarks)
+    return [path for place in places for path in expand(paths.RESULTS, backbone=backbones, **place)]

@@ -15,11 +15,12 @@ from typing import Any
 
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study import sections
+from residual_mass.study.config import Main, Study
 from residual_mass.study.figures import FIGURES
 from residual_mass.study.values import adapter
 from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
-SCHEMAS = {"config": sections.Main, "study": sections.Study}
+SCHEMAS = {"config": Main, "study": Study}
 
 
 def main(name: str = "") -> None:

@@ -9,9 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from residual_mass.core.settings import AnchorSpec, MapSpec, Settings
+from residual_mass.core.settings import MapSpec, Settings
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.study.figures import FIGURES, kind_of
 from residual_mass.texts.names import MEASURED, TRAINED
 
 if TYPE_CHECKING:
@@ -417,94 +416,3 @@ class Figure(Settings):
         """The values of these keys; those that the figure does not have add none."""
         found = (getattr(self, key) for key in keys)
         return tuple(value for each in found for value in ((each,) if isinstance(each, str) else each) if value)
-
-
-# ---- the two files --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study(Settings):
-    """Protocol of one study."""
-
-    lengths: OneOrMore[Length]
-    """Context lengths that are evaluated."""
-    maps: Maps
-    budgets: OneOrMore[Percent]
-    """Exact-support budgets in percent of the prefix, anchors included."""
-    methods: OneOrMore[Name]
-    """Evaluated methods: `full`, `topk`, `topk_phi`, `topk_phi_nosub`, and others, also your own (docs/extending.md);
-    every method but `full` is run at every budget."""
-    anchors: AnchorSpec
-    truncate_to: Length
-    """Prompts that leave no room for the answer within this length are cut on the left, after the BOS token; results
-    say how many."""
-    benchmarks: dict[Name, Benchmark]
-    """Benchmarks by name: `ruler`, `babilong`, `longbench`; none leaves scores out."""
-    fidelity: Fidelity
-    mismatch: Mismatch
-    ablations: Ablations
-    phi: Phi
-    diagnostics: Diagnostics
-    residuals: Residuals
-    runtime: Latencies
-    score: Resampling
-    tables: Distinct[Annotated[str, Field(pattern=r"^(runtime_[a-z0-9.-]+|[a-z0-9_]+)$")]]
-    """Tables that `all` makes; each has a template in `paper_tables/templates`, and the latencies `runtime_<backbone>`
-    share one."""
-    figures: dict[str, Figure]
-    """Figures that `all` makes, each with what it shows; one that is not named is not made."""
-
-    def __post_init__(self) -> None:
-        for label, figure in self.figures.items():
-            keys = FIGURES[kind_of(label)].keys
-            for key in vars(figure):
-                if bool(figure.of(key)) != (key in keys):
-                    raise ValueError(f"figures.{label}.{key}: {'missing' if key in keys else 'unknown'} key")
-
-    def lengths_of(self, benchmark: str) -> tuple[str, ...]:
-        """Lengths at which a benchmark is evaluated."""
-        if benchmark not in self.benchmarks:
-            return ()
-        return self.benchmarks[benchmark].lengths or self.lengths
-
-    def answered_lengths(self, benchmark: str) -> tuple[str, ...]:
-        """Lengths at which the prompts of a benchmark are continued by given answers."""
-        if benchmark not in self.fidelity.benchmarks:
-            return ()
-        return tuple(length for length in self.lengths_of(benchmark) if length in self.fidelity.prompts_at)
-
-    @property
-    def evaluated_lengths(self) -> set[str]:
-        """Every length at which something is evaluated with the main maps."""
-        lengths = {length for benchmark in self.benchmarks for length in self.lengths_of(benchmark)}
-        return lengths.union(self.lengths, self.fidelity.lengths, self.diagnostics.lengths, [self.truncate_to])
-
-
-@dataclass(frozen=True)
-class AblationRows(Settings):
-    """Rows of the ablation tables, in order; `ours` is the study's own recipe."""
-
-    dphi: OneOrMore[Name]
-    """Rows of `results/ablation_dphi_*.csv`."""
-    loss: OneOrMore[Name]
-    """Rows of `results/ablation_loss_*.csv`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Main(Settings):
-    """What `config/config.yaml` says."""
-
-    study: Line
-    """Study that `all` makes: a file of `config/studies` without its ending."""
-    examples: Count | None
-    """Examples per task, in place of every benchmark's own count; `null` keeps the study's. Existing rows are kept."""
-    assets: Annotated[str, Field(pattern=r"^[^{}\x00-\x1f\x7f-][^{}\x00-\x1f\x7f]*$")]
-    """Folder of the downloaded data and models; one that was made elsewhere is used as it is."""
-    offline: Annotated[bool, Field(strict=False)]  # on the command line Snakemake takes `offline=true` for a text
-    """Whether to run without network, from the assets folder and the hub's cache, which the target `prefetch` fills."""
-    backbones: Annotated[dict[ShortName, RegisteredBackbone], Field(min_length=1)]
-    """Language models by the short name that file names carry."""
-    variants: dict[Label, dict[Literal["map", "objective"], dict[str, Any]]]
-    """Feature maps that the ablations train beside the study's own, by label: what each changes of `phi.map` and
-    `phi.objective`."""
-    ablations: AblationRows
