@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from residual_mass.study.reference import SCHEMAS, main, schema_of
+from residual_mass.study.reference import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,16 +51,3 @@ def test_an_editor_accepts_the_files_and_refuses_a_typo(
     validator = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     validator.validate(content)
     assert not validator.is_valid(content | {"lenghts": []})
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_every_key_has_a_meaning(name: str) -> None:
-    schema = schema_of(SCHEMAS[name])
-    parts = [schema, *schema["$defs"].values()]
-    bare = [
-        f"{part['title']}.{key}"
-        for part in parts
-        for key, value in part["properties"].items()
-        if "description" not in value and "$ref" not in value and "items" not in value and "anyOf" not in value
-    ]
-    assert bare == []
