@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,10 +53,8 @@ def test_heads_are_means_over_the_queries_of_each_pack(
     heads, _ = measured(make_spec(), folder, phi, tmp_path)
     assert list(heads) == RESIDUAL_HEADS
     assert len(heads) == PACKS * LAYERS * HEADS * len(METHODS) * len(BUDGETS)
-    maps, packs = (
-        PhiMaps.load(phi).folded(),
-        make_packs("wiki", tiny_backbone, str(LENGTH), QUERIES, PACKS, 0, folder, None),
-    )
+    maps = PhiMaps.load(phi).folded()
+    packs = make_packs("wiki", tiny_backbone, str(LENGTH), QUERIES, PACKS, 0, folder, None)
     checked = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
@@ -80,68 +79,62 @@ def test_heads_are_means_over_the_queries_of_each_pack(
 
 
 def test_the_summary_is_what_the_heads_say(folder: Path, phi: Path, tmp_path: Path) -> None:
-    heads, summary = measured(make_spec(corpora=("wiki", "wiki")), folder, phi, tmp_path)
-    assert list(summary) == RESIDUAL_ERRORS and len(summary) == 2 * len(METHODS) * len(BUDGETS)
+    """Two of three packs are drawn, so the nine pairs are all that intervals are over."""
+    heads, summary = measured(make_spec(bootstrap_resamples=20_000), folder, phi, tmp_path)
+    assert list(summary) == RESIDUAL_ERRORS and len(summary) == len(METHODS) * len(BUDGETS)
     assert set(summary["rows"]) == {PACKS * LAYERS * HEADS * QUERIES} and set(summary["heads"]) == {LAYERS * HEADS}
-    heads = heads.iloc[: len(heads) // 2]  # the same text twice
     by_head = heads.groupby(["method", "k", "layer", "head"], observed=True)["error"].mean()
-    for line in summary.iloc[: len(summary) // 2].itertuples():
+    by_pack = heads.groupby(["method", "k", "pack"], observed=True)["error"].mean()
+    pairs = [[i, j] for i in range(PACKS) for j in range(PACKS)]
+    for line in summary.itertuples():
         rows = heads[(heads["method"] == line.method) & (heads["k"] == line.k)]
         own, topk, of_phi = (by_head[method, line.k] for method in (line.method, "topk", "topk_phi"))
-        assert line.error == pytest.approx(rows["error"].mean(), rel=1e-4)
+        for name in ("error", "tokens_read", "recall"):
+            assert getattr(line, name) == pytest.approx(rows[name].mean(), rel=1e-4, nan_ok=True)
+        compared = [(own < topk).mean(), (own < of_phi).mean()]
+        compared = [
+            np.nan if line.method == other else share
+            for other, share in zip(("topk", "topk_phi"), compared, strict=True)
+        ]
+        assert [line.heads_below_topk, line.heads_below_phi] == pytest.approx(compared, abs=1e-6, nan_ok=True)
+        gaps = rows[rows["log_z_rows"] > 0]
+        assert gaps.empty == (line.method == "topk" or line.k == KS[-1])
+        mean = np.nan if gaps.empty else np.average(gaps["log_z_error"], weights=gaps["log_z_rows"])
+        assert line.log_z_error == pytest.approx(mean, abs=1e-5, nan_ok=True)
         if line.k == KS[-1]:
             assert line.error < 1e-6
         else:
-            assert line.over_topk == pytest.approx(own.mean() / topk.mean(), rel=1e-4)
-            assert line.error_ci_low < line.error < line.error_ci_high
-        if line.method == "topk":
-            assert np.isnan(line.heads_below_topk) and np.isnan(line.log_z_error)
-        else:
-            assert line.heads_below_topk == pytest.approx((own < topk).mean(), abs=1e-6)
-            gaps = rows[rows["log_z_rows"] > 0]
-            if line.k == KS[-1]:
-                assert gaps.empty and np.isnan(line.log_z_error)
-            else:
-                mean = np.average(gaps["log_z_error"], weights=gaps["log_z_rows"])
-                assert line.log_z_error == pytest.approx(mean, abs=1e-5)
-        if line.method == "topk_phi":
-            assert np.isnan(line.heads_below_phi) and line.maps == 512 and len(line.phi_sha) == 64
-        else:
-            assert line.heads_below_phi == pytest.approx((own < of_phi).mean(), abs=1e-6)
-        assert line.tokens_read == pytest.approx(rows["tokens_read"].mean(), rel=1e-5)
-        assert line.recall == pytest.approx(rows["recall"].mean(), rel=1e-5, nan_ok=True)
-        step = Step(LENGTH, HEAD_DIM, HEADS // KV_HEADS, 20, line.tokens_read - 20, features=8)
-        read = step_bytes(method_named(line.method), step)
-        assert (line.scan_bytes, line.row_bytes, line.summary_bytes) == pytest.approx(read, rel=1e-4)
-        assert line.step_share == pytest.approx(read.total / full_bytes(step), rel=1e-4)
-        kept = kept_bytes(method_named(line.method), step)
-        assert line.kept_share == pytest.approx(kept.total / full_bytes(step), rel=1e-4)
-        features = 4 * step.features * LENGTH if line.method == "topk_phi" else 0
-        held = 1 + (line.state_bytes + features) / full_bytes(step)
-        assert line.held_share == pytest.approx(held, rel=1e-4)
-        assert line.state_share == pytest.approx(line.state_bytes / (2 * LENGTH * HEAD_DIM * 2), rel=1e-5)
+            packs, of_topk = by_pack[line.method, line.k].to_numpy(), by_pack["topk", line.k].to_numpy()
+            errors = sorted(packs[pair].mean() for pair in pairs)
+            assert (line.error_ci_low, line.error_ci_high) == pytest.approx((errors[0], errors[-1]), rel=1e-4)
+            assert line.over_topk == pytest.approx(packs.mean() / of_topk.mean(), rel=1e-4)
+            if line.method != "topk":
+                ratios = sorted(packs[pair].mean() / of_topk[pair].mean() for pair in pairs)
+                ends = line.over_topk_ci_low, line.over_topk_ci_high
+                assert ends == pytest.approx((ratios[0], ratios[-1]), rel=1e-4)
+        assert_bytes(line)
+    of_phi = summary.set_index("method").loc["topk_phi"]
+    assert set(of_phi["maps"]) == {512} and set(of_phi["phi_sha"].str.len()) == {64}
 
 
-def test_intervals_are_those_of_means_over_drawn_packs(folder: Path, phi: Path, tmp_path: Path) -> None:
-    """Two of three packs are drawn, so the nine pairs are all there is."""
-    heads, summary = measured(make_spec(bootstrap_resamples=20_000), folder, phi, tmp_path)
-    of = {
-        method: heads[(heads["method"] == method) & (heads["k"] == 3)].groupby("pack")["error"].mean().to_numpy()
-        for method in METHODS
-    }
-    pairs = [[i, j] for i in range(PACKS) for j in range(PACKS)]
-    for line in summary[summary["k"] == 3].itertuples():
-        errors = sorted(of[line.method][pair].mean() for pair in pairs)
-        assert (line.error_ci_low, line.error_ci_high) == pytest.approx((errors[0], errors[-1]), rel=1e-4)
-        if line.method != "topk":
-            ratios = sorted(of[line.method][pair].mean() / of["topk"][pair].mean() for pair in pairs)
-            assert (line.over_topk_ci_low, line.over_topk_ci_high) == pytest.approx((ratios[0], ratios[-1]), rel=1e-4)
+def assert_bytes(line: Any) -> None:
+    """Those of the methods' formulas at the tokens that were read; states as they are held, in units of the cache."""
+    rule = method_named(line.method)
+    step = Step(LENGTH, HEAD_DIM, HEADS // KV_HEADS, 20, line.tokens_read - 20, features=8)
+    read, kept, full = step_bytes(rule, step), kept_bytes(rule, step), full_bytes(step)
+    assert (line.scan_bytes, line.row_bytes, line.summary_bytes) == pytest.approx(read, rel=1e-4)
+    features = 4 * step.features * LENGTH if line.method == "topk_phi" else 0
+    held, state = 1 + (line.state_bytes + features) / full, line.state_bytes / full
+    shares = (line.step_share, line.kept_share, line.held_share, line.state_share)
+    assert shares == pytest.approx((read.total / full, kept.total / full, held, state), rel=1e-4)
 
 
 def test_a_single_pack_has_no_interval(folder: Path, tmp_path: Path) -> None:
     """Nor has it maps here, which no method needs."""
-    spec = make_spec(methods=("topk", "topk_mean"), maps=None, packs=1)
-    _, summary = measured(spec, folder, None, tmp_path)
+    spec = make_spec(methods=("topk", "topk_mean"), maps=None, packs=1, corpora=("wiki", "pydoc"))
+    heads, summary = measured(spec, folder, None, tmp_path)
+    assert len(heads) == 2 * LAYERS * HEADS * 2 * len(BUDGETS) and set(heads["corpus"]) == {"wiki", "pydoc"}
+    assert summary["corpus"].tolist() == ["wiki"] * 6 + ["pydoc"] * 6
     for name in ("error_ci_low", "over_topk_ci_high", "heads_below_phi", "maps", "phi_sha", "training_steps"):
         assert summary[name].isna().all()
     assert summary["error"].notna().all()
