@@ -21,7 +21,7 @@ from residual_mass.benchmarks.columns import decoding_settings
 from residual_mass.core.settings import length_and_variant, tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, format_score, interval, read_frame
+from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, format_score, interval, numbers, read_frame
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
 from residual_mass.paper.tables import RUNTIME, TABLES, find
 from residual_mass.paper.titles import FAMILIES, benchmark_title
@@ -122,7 +122,7 @@ def the_papers() -> pd.DataFrame:
 def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """The cells of tables that have a value, and the family that they are counted under."""
     cells = pd.concat(tables, ignore_index=True)
-    cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).fillna("")
+    cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).astype(object).fillna("")
     cells = cells[cells["value"] != ""]
     families = [family(cell) for cell in cells.to_dict("records")]
     return cells.assign(quantity=cells["quantity"].replace("", "score"), family=families)
@@ -153,7 +153,8 @@ def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> 
     rows = rows.assign(backbones=rows["table"].map(backbones)).fillna("")
     records = rows.to_dict("records")
     rows[["verdict", "reason"]] = [verdict(row, spec) for row in records]
-    rows["ours"] = [printed(row) if row["model_id"] else "" for row in records]
+    hours = numbers(rows["value"]).map(format_score)  # a training time has another unit in print
+    rows["ours"] = rows["text"].mask((rows["quantity"] == "wall_clock_h") & (rows["text"] != ""), hours)
     rows[["ci_low", "ci_high"]] = [_bounds(row) or ("", "") for row in records]
     points = {label: DEVIATIONS.get(label, LATENCIES) for label in COMPARED}
     deviations = rows["table"].map({label: " ".join(map(str, sorted(of))) for label, of in points.items()})
@@ -185,12 +186,7 @@ def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
     low, high = bounds_of_agreement(row)
     if low <= Decimal(row["published"]) <= high:
         return AGREES, ""
-    return f"{DIFFERS} by {Decimal(printed(row)) - Decimal(row['published']):+z.3f}", ""
-
-
-def printed(cell: Cell) -> str:
-    """A value in the paper's unit and precision: training times in hours."""
-    return format_score(float(cell["value"])) if cell["quantity"] == "wall_clock_h" else cell["text"]
+    return f"{DIFFERS} by {Decimal(row['text']) - Decimal(row['published']):+z.3f}", ""
 
 
 def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:

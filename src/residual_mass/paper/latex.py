@@ -13,16 +13,11 @@ import pandas as pd
 
 Field = list[dict[str, str]]
 """The cells that share a field of a printed table."""
-ESCAPES = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': "{''}",
-    **{character: "\\" + character for character in "&%$#_{}"},
-}
+ESCAPES = str.maketrans(
+    {character: "\\" + character for character in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "{''}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+)
 MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
 """Without a width of their own, so that digits stay aligned."""
 
@@ -36,11 +31,7 @@ def escape(value: object) -> Latex:
     if isinstance(value, Latex):
         return value
     pieces = re.split(r"(\$[^$]*\$)", one_line(value))
-    return Latex("".join(piece if piece[:1] == "$" != piece else _escaped(piece) for piece in pieces))
-
-
-def _escaped(text: str) -> str:
-    return "".join(ESCAPES.get(character, character) for character in text)
+    return Latex("".join(piece if piece[:1] == "$" != piece else piece.translate(ESCAPES) for piece in pieces))
 
 
 def one_line(text: object) -> str:
