@@ -130,14 +130,6 @@ def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool 
     return found.drop(columns="_merge").fillna("")
 
 
-def of_quantity(cells: pd.DataFrame) -> pd.DataFrame:
-    """Each cell with the value and the interval of its quantity, which are columns of its row."""
-    endings = {"value": "", "ci_low": "_ci_low", "ci_high": "_ci_high"}
-    records = cells.to_dict("records")
-    cells[list(endings)] = [[str(row.get(row["quantity"] + end, "")) for end in endings.values()] for row in records]
-    return cells
-
-
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
@@ -166,18 +158,19 @@ def format_hours(hours: float) -> str:
 
 FORMS: dict[str, Callable[[float], str]] = {
     **{name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()},
-    **dict.fromkeys(("step_share", "state_share"), "{:.1%}".format),
-    **dict.fromkeys(("params_per_head", "q_heads", "kv_heads"), "{:,.0f}".format),
-    **dict.fromkeys(("phi_q_total", "phi_k_total", "total"), lambda count: f"{count / 1e6:.1f}M"),
-    **dict.fromkeys(("summary_bytes", "state_bytes", "training_steps"), "{:,.0f}".format),
+    **dict.fromkeys("step_share state_share".split(), "{:.1%}".format),
+    **dict.fromkeys(
+        "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps".split(), "{:,.0f}".format
+    ),
+    **dict.fromkeys("phi_q_total phi_k_total total".split(), lambda count: f"{count / 1e6:.1f}M"),
     "training_seconds": lambda seconds: f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h",
     **dict.fromkeys(
-        ("steps", "sequences", "teacher_passes"),
+        "steps sequences teacher_passes".split(),
         lambda count: f"{count / 1000:.0f}k" if count and count % 1000 == 0 else f"{count:,.0f}",
     ),
     "wall_clock_h": format_hours,
     **dict.fromkeys(
-        ("per_step_ms", "end_to_end_ms", "floor_ms", "over_floor"),
+        "per_step_ms end_to_end_ms floor_ms over_floor".split(),
         lambda number: f"{number:.2f}" if number < 1e4 else f"{number:.0f}",  # long times have no room for decimals
     ),
     "step_bytes": lambda count: f"{count / 1e9:.3f}",
@@ -190,6 +183,14 @@ def texts(cells: pd.DataFrame) -> pd.Series:
     pairs = zip(cells.get("quantity", [""] * len(cells)), cells["value"], strict=True)
     found = [FORMS.get(quantity, format_score)(float(value)) if value else LEFT_OUT for quantity, value in pairs]
     return pd.Series(found, cells.index, dtype=str)
+
+
+def of_quantity(cells: pd.DataFrame) -> pd.DataFrame:
+    """Each cell with the value, the interval and the text of its quantity, which is a column of its row."""
+    endings = {"value": "", "ci_low": "_ci_low", "ci_high": "_ci_high"}
+    records = cells.to_dict("records")
+    cells[list(endings)] = [[str(row.get(row["quantity"] + end, "")) for end in endings.values()] for row in records]
+    return cells.assign(text=texts(cells))
 
 
 def in_mathematics(cells: pd.DataFrame) -> pd.Series:

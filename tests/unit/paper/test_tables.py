@@ -149,7 +149,7 @@ def test_captions_name_data_weights_and_sizes() -> None:
     rows, spec = study_rows("babilong_sweep", data="simulated", weights="random", n="40", model_id="org/Other_LM")
     tex = latex(made("babilong_sweep", rows, spec))
     assert r"\shortstack[l]{4k\\(simulated)}" in tex and "made here after the benchmark's definition" in tex
-    assert r"Random weights (org/Other\_LM)" in tex and "Behind a value: 40 examples." in tex
+    assert r"Random weights (org/Other\_LM)" in tex and "Examples behind a value: 40." in tex
     assert r"The paper does not evaluate org/Other\_LM" in tex
     rows, spec = study_rows(flags="beats_full")
     assert "Alarm: " in latex(made("ruler_sweep", rows, spec))
@@ -203,7 +203,7 @@ def test_fidelity_sets_the_least_divergence_in_bold_and_a_minus_in_mathematics(t
     assert bold["kl"] == bold["same_top"] == ["topk_phi", "topk_moments"]
     assert bold["log_ppl_ratio"] == ["topk_phi", "topk_moments"] and r"\textbf{$-0.150$}" in tex
     assert r"Top-$K{+}\phi$ (1k-trained)" in tex and "Small\\\\Wikipedia" in tex
-    assert "Behind a value: 16 documents." in tex
+    assert "Documents behind a value: 16." in tex
     lacking = [row for row in rows if (row["method"], row["metric"]) != ("topk_phi_nosub", "same_top")]
     with pytest.raises(ValueError, match="no result for same_top 1k topk_phi_nosub smol wiki 4"):
         run_table(tmp_path, "fidelity", [write_rows(tmp_path, "fidelity", lacking)])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from residual_mass.paper import published
-from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, of_quantity, part, texts
+from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, of_quantity, part
 from residual_mass.paper.tables.layout import RUNTIME, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, corpus_title, method_title
 from residual_mass.study.labels import METHODS, PUBLISHED
@@ -45,9 +45,8 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(found["corpus"])))
     columns = part("column", ACCOUNTING.values(), quantity=ACCOUNTING)
     cells = cross(part("block", titles, backbone=show.backbones), lines, columns)
-    cells = of_quantity(looked_up(cells.assign(budget_percent=middle_budget(show), grid="", group=""), found))
+    cells = of_quantity(looked_up(cells.assign(budget_percent=middle_budget(show)), found))
     cells["row"] = cells["corpus"].map(corpus_title) + " | " + cells["length"] + " | " + cells["k"]
-    cells["text"] = texts(cells)
     signed = (cells["quantity"] == "log_z_error") & (cells["text"] != LEFT_OUT)
     cells["printed"] = cells["text"].mask(signed, "$" + cells["text"] + "$")
     if show.study != PUBLISHED:
@@ -67,8 +66,7 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     totals = {"phi_q_total": per_head * heads["q_heads"], "phi_k_total": per_head * heads["kv_heads"]}
     maps = maps.assign(**totals, total=sum(totals.values()), d_emb=maps["d_emb"].where(maps["kind"] == "rezero", ""))
     maps["row"] = maps["backbone"].map(show.backbone_titles) + " / " + maps["d_phi"]
-    cells = of_quantity(cross(maps, part("column", PARAMETERS.values(), quantity=PARAMETERS)))
-    return cells.assign(grid="", group="", block="", text=texts(cells))
+    return of_quantity(cross(maps, part("column", PARAMETERS.values(), quantity=PARAMETERS)))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -95,9 +93,9 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
             paper = theirs[theirs["backbone"].map(published.MODELS) == model].assign(backbone=backbone)
             lines += [logs[logs["backbone"] == backbone], paper]
     cells = cross(pd.concat(lines, ignore_index=True).fillna(""), part("column", shown.values(), quantity=shown))
-    cells = of_quantity(cells).assign(grid="", group="", block="", maps=cells["length"])
+    cells = of_quantity(cells).assign(maps=cells["length"])
     as_printed = (cells["study"] == PUBLISHED) & (cells["quantity"] == "wall_clock_h")
-    cells["text"] = texts(cells).mask(as_printed, cells["value"] + " h")
+    cells["text"] = cells["text"].mask(as_printed, cells["value"] + " h")
     efforts = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
     cells["printed"] = cells["text"].mask(cells["quantity"] == "steps", efforts)
     return cells.assign(value=cells["value"].mask(cells["beside"] == "1", ""))
@@ -178,11 +176,10 @@ def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quan
         k = found[found["budget_percent"] != ""].drop_duplicates("length").set_index("length")["k"]
         cells["row"] += " | " + cells["row"].map(k)
     cells = of_quantity(cells)
-    cells["text"] = texts(cells)
     fields = cells.groupby(["row", "column"], sort=False)["text"].transform(" / ".join)
     cells["printed"] = fields.mask(cells.get("source", cells["value"]) == "", LEFT_OUT)
     step = cells["quantity"] == "per_step_ms"
     for name in ("low", "high"):
         cells[name] = cells.get(f"per_step_{name}_ms", pd.Series("", cells.index)).where(step, "")
     grid = "traffic" if traffic else ""
-    return cells.assign(block=block, grid=grid, group="", n=cells.get("repeats", ""), counted="repeats")
+    return cells.assign(block=block, grid=grid, n=cells.get("repeats", ""), counted="repeats")

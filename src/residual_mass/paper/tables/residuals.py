@@ -9,17 +9,7 @@ import pandas as pd
 
 from residual_mass.benchmarks.columns import FOLLOWING, OWN
 from residual_mass.metrics import KL, SAME_TOP
-from residual_mass.paper.cells import (
-    ALL_TASKS,
-    best,
-    cross,
-    in_mathematics,
-    looked_up,
-    numbers,
-    of_quantity,
-    part,
-    texts,
-)
+from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, of_quantity, part
 from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
 from residual_mass.paper.titles import corpus_title, method_title
 from residual_mass.study.labels import METHODS, ORACLES
@@ -42,9 +32,7 @@ DEPLOYABLE = {
     "": "Budget", "step_share": "Read", KL.name: "KL,\nnats", SAME_TOP.name: "Top\ntoken", "relative_error": "Error",
     "summary_bytes": "State,\nbytes", "training_steps": TRAINING, "training_seconds": TRAINING,
 }  # fmt: skip
-COUNTED = dict.fromkeys((KL.name, SAME_TOP.name), "documents") | dict.fromkeys(
-    ("relative_error", "log_z_error"), "packs"
-)
+COUNTED = {KL.name: "documents", SAME_TOP.name: "documents", "relative_error": "packs", "log_z_error": "packs"}
 """What is counted behind a value, by its quantity: a column of `compared`."""
 
 
@@ -138,7 +126,7 @@ def _printed(cells: pd.DataFrame) -> pd.DataFrame:
     source = cells["source"].mask(counted == "documents", cells["kl_source"]).mask(seconds, cells["seconds_source"])
     n = cells["packs"].where(counted == "packs", cells["documents"].where(counted == "documents", ""))
     untrained = cells["quantity"].isin(COSTS) & (cells["value"] == "") & (cells["maps"] == "")
-    return cells.assign(text=texts(cells).mask(untrained, "none"), counted=counted, n=n, source=source)
+    return cells.assign(text=cells["text"].mask(untrained, "none"), counted=counted, n=n, source=source)
 
 
 def _front(lines: pd.DataFrame) -> pd.DataFrame:
