@@ -14,8 +14,20 @@ LEAST_PERCENT = 0.5
 """The smallest budget of the paper."""
 
 
+class _OfMethod:
+    """What an arm is by its method, `rule`."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.rule.whole_prefix
+
+    @property
+    def needs_maps(self) -> bool:
+        return self.rule.needs_maps
+
+
 @dataclass(frozen=True)
-class Arm:
+class Arm(_OfMethod):
     """A method at an exact-support budget.
 
     Raises:
@@ -31,14 +43,6 @@ class Arm:
             raise ValueError(f"arm {self.rule.name!r}: full takes no budget_percent, every other method needs one")
         if self.budget_percent is not None and not 0 < self.budget_percent <= 100:
             raise ValueError(f"budget_percent {self.budget_percent:g} is outside (0, 100]")
-
-    @property
-    def is_full(self) -> bool:
-        return self.rule.whole_prefix
-
-    @property
-    def needs_maps(self) -> bool:
-        return self.rule.needs_maps
 
 
 def percent_of_share(budget: float | str | None) -> float:
@@ -88,7 +92,7 @@ def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
 
 
 @dataclass(frozen=True)
-class ArmSpec(Settings):
+class ArmSpec(_OfMethod, Settings):
     """One evaluated method at one exact-support budget."""
 
     method: str
@@ -99,18 +103,10 @@ class ArmSpec(Settings):
     """Label of the feature maps, where there are several."""
 
     def __post_init__(self) -> None:
-        arm = Arm(self.rule, self.budget_percent)
-        if self.maps is not None and not arm.needs_maps:
+        Arm(self.rule, self.budget_percent)  # refuses a budget out of range
+        if self.maps is not None and not self.needs_maps:
             raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
 
     @property
     def rule(self) -> Method:
         return method_named(self.method)
-
-    @property
-    def is_full(self) -> bool:
-        return self.rule.whole_prefix
-
-    @property
-    def needs_maps(self) -> bool:
-        return self.rule.needs_maps

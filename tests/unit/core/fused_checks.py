@@ -113,6 +113,14 @@ def test_a_residual_of_little_of_the_mid_regions_mass_is_kept(decode: Decode, sh
     close(decode, p, 6, "topk_phi", 1e-6 / share)
 
 
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+def test_a_residual_and_exact_terms_of_any_sizes_meet(decode: Decode, offset: float) -> None:
+    """Whichever is e^300 times the other is all that is left."""
+    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24, d=16)
+    p.log_query += offset
+    close(decode, p, 4, "topk_phi", 1e-4)
+
+
 @pytest.mark.parametrize("offset", [-200.0, 200.0])
 def test_features_far_beyond_the_floats(decode: Decode, offset: float) -> None:
     """phi_k e^offset and phi_q e^-offset have the same products."""

@@ -205,3 +205,31 @@ def nearly_all_retrieved(k: int, share: float) -> DecodeProblem:
     p.log_query += (scores[exact].exp().sum() / (log_query + log_features[left]).exp().sum()).log()
     p.cache = with_summary(p.cache, p.log_features, p.sink, p.tail)
     return p
+
+
+def hostile_scores(length: int) -> dict[str, Tensor]:
+    """Rows of scores [length] float32; the kernels compare groups of 16 first, torch columns far apart."""
+    random = torch.randn(length, generator=torch.Generator().manual_seed(10))
+    one, rising = torch.ones(length), torch.arange(length).float()
+    return {
+        "random": random,
+        "all equal": one,
+        "all equal and negative": -one,
+        "one rounding apart": torch.nextafter(one, 2 * one).where(random > 0, one),
+        "a narrow range": 1 + random.abs().clamp(max=3) / 32,
+        "neighbouring floats": 1 + rising.flip(0) * 2.0**-23,
+        "few values": (random * 2).round(),
+        "mostly -inf": random.masked_fill(random < 1, -torch.inf),
+        "all -inf": torch.full_like(random, -torch.inf),
+        "both infinities": random.masked_fill(random < 1, -torch.inf).masked_fill(random > 1.5, torch.inf),
+        "zeros of both signs": torch.where(random > 0, 0.0, -0.0),
+        "near the largest floats": random * 1e38,
+        "the smallest floats": (rising - 50) * 2.0**-149,
+        "rising": rising,
+        "falling": -rising,
+        "the highest are neighbours": random.where((rising < 40) | (rising > 61), random + 9),
+        "the highest are spread": random.where(rising % 16 != 3, random + 9),
+        "one high score in each group": torch.where(rising % 16 == 3, rising, -1.0),
+        "the highest of each group tie": torch.where(rising % 16 == 3, 9.0, random),
+        "anchors are the highest": rising.sub(length / 2).abs(),
+    }

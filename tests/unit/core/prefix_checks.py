@@ -1,54 +1,41 @@
-"""What holds of a prefix's terms in Triton kernels, under the interpreter as on a GPU; `test_fused_triton.py` runs it.
+"""What holds of a prefix's terms, and of whole decode steps, in Triton kernels, under the interpreter as on a GPU;
+`test_fused_triton.py` runs it.
 
-The torch path in float64, on the very numbers that the kernels get, says what is right.
+The torch path, of terms in float64 on the very numbers that the kernels get, says what is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
 from torch import Tensor
+from triton_fixtures import poisoned_scratch, small_blocks  # noqa: F401
 
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import SummaryState, Terms, key_features, summarise
 from residual_mass.core.fused import triton_path
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model import prefix
+from residual_mass.model import prefix, static_decode
 from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.hook import attention_hook, prefill
 from residual_mass.model.loading import Backbone
-from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import PrefixLayer, Summary, arm_rows, build_prefix, read_prefix, terms_of
+from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAPERS = ["topk", "topk_phi", "topk_phi_nosub"]
 MOMENTS = ["topk_moments", "topk_moments_8", "topk_moments_shared"]
 ANCHORS = AnchorSpec(2, 3)
+STEPS = 6
 
 
 def arms_of(methods: list[str], *budgets: float) -> list[ArmSpec]:
     return [ArmSpec(method, budget) for method in methods for budget in budgets]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_scratch() -> Iterator[None]:
-    """Fresh memory holds NaN, and the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(9).isnan().all() and torch.zeros(2).new_empty(9).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that few columns and rows make several of each, and an unfilled last one."""
-    sizes = {"SCORE_BLOCK": 16, "MOST_ROWS": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}
-    for name, size in sizes.items():
-        monkeypatch.setattr(triton_path, name, size)
 
 
 @dataclass
@@ -63,6 +50,10 @@ class Problem:
     features: int = 16
     kv_heads: int = 1
     spread: float = 1.0
+    offset: float = 0.0
+    """Of log phi_q."""
+    alike: bool = False
+    """Copies of one token, so that all scores tie and which of them are read makes no difference."""
     dtype: torch.dtype = torch.float32
     anchors: AnchorSpec = ANCHORS
     seed: int = 0
@@ -76,12 +67,15 @@ class Problem:
         rows = self.group * len(self.arms)
         column = torch.arange(self.length)
         self.real = torch.stack([(column >= first) & (column < last) for first, last in self.spans])
-        inside = self.real[:, None, :, None]
+        inside, self.scale = self.real[:, None, :, None], self.d**-0.5
         self.queries = (draw(rows, self.d) * self.spread).to(self.dtype)
-        self.keys = (draw(self.length, self.d) * self.spread * inside).to(self.dtype)
-        self.values = (draw(self.length, self.d) * inside).to(self.dtype)
+        keys, values = draw(self.length, self.d), draw(self.length, self.d)
         self.log_features, self.log_query = draw(self.length, self.features), draw(rows, self.features).float()
-        self.scale = self.d**-0.5
+        self.log_query += self.offset
+        if self.alike:
+            for x in (keys, values, self.log_features):
+                x[:, :, 2:] = x[:, :, 2:3].clone()
+        self.keys, self.values = (keys * self.spread * inside).to(self.dtype), (values * inside).to(self.dtype)
 
     @property
     def any_phi(self) -> bool:
@@ -174,23 +168,21 @@ def test_any_number_of_rows(arms: int, group: int) -> None:
     assert_same(problem.ours(), problem.expected())
 
 
-@pytest.mark.parametrize("spread", [6.0, 40.0])
-def test_scores_of_a_huge_spread(spread: float) -> None:
-    problem = Problem(arms_of(PAPERS, 10.0, 30.0), [(0, 60), (0, 44)], 60, spread=spread)
-    assert_same(problem.ours(), problem.expected(), 5e-3)  # float32 knows a score of 1e4 to 1e-3
-
-
-@pytest.mark.parametrize("offset", [-300.0, 300.0])
-def test_a_residual_and_exact_terms_of_any_sizes_meet(offset: float) -> None:
-    problem = Problem(arms_of(PAPERS, 10.0, 30.0), [(0, 60), (0, 44)], 60)
-    problem.log_query += offset
-    assert_same(problem.ours(), problem.expected(), 2e-4)
+@pytest.mark.parametrize(
+    ("change", "tolerance"),
+    [({"spread": 6.0}, 5e-3), ({"spread": 40.0}, 5e-3), ({"offset": -300.0}, 2e-4), ({"offset": 300.0}, 2e-4),
+     ({"alike": True}, 2e-4)],
+    ids=str,
+)  # fmt: skip
+def test_extremes(change: dict[str, object], tolerance: float) -> None:
+    """Float32 knows a score of 1e4 to 1e-3; a residual of any size meets the exact terms; all scores tie."""
+    problem = Problem(arms_of(PAPERS, 10.0, 30.0, 60.0), [(0, 60), (0, 44)], 60, **change)
+    assert_same(problem.ours(), problem.expected(), tolerance)
 
 
 def test_a_dropped_residual_leaves_the_exact_terms_alone() -> None:
     """However large its maps are: all is retrieved, so nothing of it is left."""
-    both = Problem([ArmSpec("topk_phi", 100.0), ArmSpec("topk", 100.0)], [(0, 40)], 40)
-    both.log_query += 200
+    both = Problem([ArmSpec("topk_phi", 100.0), ArmSpec("topk", 100.0)], [(0, 40)], 40, offset=200.0)
     both.queries[:, :, 2:] = both.queries[:, :, :2]
     terms = both.ours()
     for part in terms:
@@ -211,8 +203,7 @@ def test_without_anchors(tail: int) -> None:
     """Then rows that retrieve nothing have no exact terms at all, and a residual of any size stands alone."""
     arms = [*arms_of(PAPERS, 2.0, 50.0), ArmSpec("topk_moments", 2.0)]
     for offset in (0.0, -120.0):
-        problem = Problem(arms, [(0, 40), (0, 3)], 40, anchors=AnchorSpec(0, tail))
-        problem.log_query += offset
+        problem = Problem(arms, [(0, 40), (0, 3)], 40, anchors=AnchorSpec(0, tail), offset=offset)
         terms = zero_k(problem) if tail == 0 else (problem.ours(), problem.expected())
         assert_same(*terms, 2e-3)
 
@@ -228,17 +219,6 @@ def zero_k(problem: Problem) -> tuple[Terms, Terms]:
 
     problem.rows = without
     return problem.ours(), problem.expected()
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_ties_may_take_other_columns_of_the_same_score() -> None:
-    """Copies of one token, so that which of them are read makes no difference."""
-    problem = Problem(arms_of(PAPERS, 10.0, 20.0, 60.0), [(0, 60), (0, 44)], 60)
-    for x in (problem.keys, problem.values, problem.log_features):
-        x[:, :, 2:] = x[:, :, 2:3].clone()
-    problem.keys *= problem.real[:, None, :, None]
-    problem.values *= problem.real[:, None, :, None]
-    assert_same(problem.ours(), problem.expected(), 2e-4)
 
 
 def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +250,36 @@ def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatc
         assert len(calls) == (5 * 2 if kernels else 0)
     assert tokens[0] == tokens[1]
     assert len({tuple(row) for row in tokens[0][0]}) > 2, "the arms must differ, or equality shows nothing"
+
+
+@pytest.mark.parametrize("method", ["topk", "topk_phi", "topk_moments"])
+def test_one_recorded_step_serves_all(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed graph does what the host asked for when it was recorded: here the host asks for step 0 every time."""
+    model = tiny_llama(layers=2, heads=4, kv_heads=2).to(DEVICE)
+    torch.manual_seed(3)
+    phi = PhiMaps(HeadShape.of(model.config), MapSpec(d_emb=24, d_phi=16)).requires_grad_(False)
+    prompts = torch.randint(2, 258, (2, 60), generator=torch.Generator().manual_seed(1)).tolist()
+    first = prefill(model, prompts).next_token
+
+    def decoder() -> StaticDecoder:
+        caches = fill_buffers([prefill(model, prompts)], STEPS)
+        return StaticDecoder(model, caches, method, 7, AnchorSpec(2, 6), phi, STEPS)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(static_decode, "decode_attention_for", lambda *_: static_decode.torch_path.decode_attention)
+        by_torch = decoder()
+    expected = by_torch.run(first)
+    monkeypatch.setattr(static_decode, "decode_attention_for", lambda *_: triton_path.decode_attention)
+    ours = decoder()
+    assert ours.sizes_on_device and not by_torch.sizes_on_device
+    with torch.no_grad(), attention_hook(model, ours):
+        for _ in range(2):  # a second run starts from the same prompt
+            ours._begin(first)
+            ours.tokens.zero_()
+            for _ in range(STEPS):
+                ours._advance(0)
+            assert torch.equal(ours.tokens, expected)
+    torch.testing.assert_close(ours.logits, by_torch.logits, rtol=1e-3, atol=1e-3)
+    ours.attention = static_decode.torch_path.decode_attention  # as the GPU check compares both
+    assert torch.equal(ours.run(first), expected)
+    assert len(set(expected.flatten().tolist())) > 3, "tokens must differ, or equality shows nothing"

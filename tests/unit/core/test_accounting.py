@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
-from reference import attention, topk_phi
+from reference import ReferenceRow, attention, topk_phi
 from torch import Tensor
 
 from residual_mass import core
+from residual_mass.core.settings import AnchorSpec
 
 SINK, TAIL, D, M = 2, 3, 5, 4
 
@@ -194,24 +196,18 @@ def test_padding_changes_nothing(side: str) -> None:
     torch.testing.assert_close(core.merge(p.one_gather(4, rows, rows)), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_merge_ignores_empty_branches_and_any_split_gives_the_same() -> None:
-    p = Problem(seed=37)
-    everything = torch.ones(24, dtype=torch.bool)
-    left, nothing = torch.arange(24) < 9, torch.zeros(24, dtype=torch.bool)
-    parts = [core.exact_terms(p.scores * 50, p.v, mask) for mask in (left, nothing, ~left)]
-    whole = core.exact_terms(p.scores * 50, p.v, everything)
-    torch.testing.assert_close(core.merge(*parts), core.merge(whole), rtol=1e-12, atol=1e-14)
-
-
-def test_an_empty_branch_does_not_push_scores_far_below_its_shift_out_of_the_floats() -> None:
+def test_any_split_gives_the_same_and_an_empty_branch_does_not_push_low_scores_out_of_the_floats() -> None:
     """An empty branch has the shift 0, beside which e^-200 is nothing in float32."""
     p = Problem(seed=67, dtype=torch.float32)
     everything, nothing = torch.ones(24, dtype=torch.bool), torch.zeros(24, dtype=torch.bool)
     low, empty = core.exact_terms(p.scores - 200, p.v, everything), core.exact_terms(p.scores, p.v, nothing)
     keys, values = p.k.double().tolist(), p.v.double().tolist()
     full = [attention(q.tolist(), keys, values, p.scale, range(24)) for q in p.q.double()]
-    close(core.merge(low, empty), full, 1e-4)
-    close(core.merge(empty, low), full, 1e-4)
+    first, second = (
+        core.exact_terms(p.scores - 200, p.v, mask) for mask in (torch.arange(24) < 9, torch.arange(24) > 8)
+    )
+    for branches in ((low, empty), (empty, low), (first, empty, second)):
+        close(core.merge(*branches), full, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +239,7 @@ def test_mass_curve_of_rows_with_ties_and_extremes() -> None:
     scores[1, 2, 17] = 300.0
     mid = torch.zeros(40, dtype=torch.bool)
     mid[4:24] = True
-    curve = core.mass_curve(scores, mid, [1, 7, 20])
+    curve, place = core.mass_curve(scores, mid, [1, 7, 20]), AnchorSpec(4, 16)
     for row in product(range(2), range(3)):
-        highest = scores[row][4:24].max().item()
-        p = sorted((math.exp(s - highest) for s in scores[row][4:24].tolist()), reverse=True)
-        expected = [math.fsum(p[:k]) / math.fsum(p) for k in (1, 7, 20)]
-        assert curve[row].tolist() == pytest.approx(expected, rel=1e-5)
+        exact = ReferenceRow(scores[row].double().numpy(), np.zeros(40), np.zeros((40, 1)), place)
+        assert curve[row].tolist() == pytest.approx([exact.at(k)["c_mid"] for k in (1, 7, 20)], rel=1e-5)

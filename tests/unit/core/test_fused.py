@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fused_checks import *  # noqa: F403  # its tests run here with the fixture below
-from fused_problems import METHODS, SCAN, DecodeProblem, mid_columns, selecting_scores, tolerance
+from fused_problems import METHODS, SCAN, DecodeProblem, hostile_scores, mid_columns, selecting_scores, tolerance
 from torch import Tensor
 
 from residual_mass.core import rel_l1
-from residual_mass.core.fused.cache import one_part, packed, unpacked
-from residual_mass.core.fused.torch_path import decode_attention, one_part_terms, scanned_scores
-from residual_mass.core.moments import truncated_parts
+from residual_mass.core.fused.torch_path import decode_attention, scanned_scores
 from residual_mass.core.selection import LONG_ROW, Selected, exhaustive_topk, largest, least_read, unordered_topk
-from residual_mass.methods import Moments
 
 
 @pytest.fixture
@@ -38,25 +35,6 @@ def test_any_number_of_heads_anchors_and_generated_tokens(
     assert rel_l1(ours.double(), p.expected(k, method)).max() < tolerance(method)
 
 
-@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0])
-def test_one_part_is_a_special_case_of_several(spread: float) -> None:
-    g = torch.Generator().manual_seed(3)
-    keys, values, queries = (torch.randn(2, 3, n, 16, generator=g) * spread for n in (40, 40, 4))
-    mid = torch.ones(2, 1, 40, dtype=torch.bool)
-    mid[1] = False  # a row without tokens
-    moments = Moments().prepare(keys, values, mid)
-    for threshold in (-torch.inf, -spread, 0.0, spread, torch.inf):
-        thresholds = torch.full((2, 3, 4), threshold)
-        expected = truncated_parts(queries, moments, thresholds)
-        ours = one_part_terms(queries, one_part(moments), thresholds)
-        weights = torch.rand(2, 3, 4, 1, generator=g)
-        torch.testing.assert_close(ours.log_mass, expected.log_mass, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            ours.values(weights, moments), expected.values(weights, moments), rtol=1e-4, atol=1e-5 * spread**3
-        )
-    assert one_part(Moments(2).prepare(keys, values, mid)) is None
-
-
 def test_codes_that_tie_in_the_scan_and_not_in_truth() -> None:
     """Keys of two values and a little noise, which 4 bits do not see: whichever is chosen, the rest is cut at the
     scanned score, above some exact scores.
@@ -70,16 +48,6 @@ def test_codes_that_tie_in_the_scan_and_not_in_truth() -> None:
     for k in (1, 5, 16):
         ours = decode_attention(**p.arguments(k, "scan, moments"))
         assert rel_l1(ours.double(), p.expected(k, "scan, moments")).max() < 2e-2
-
-
-@pytest.mark.parametrize(("length", "block", "d"), [(24, 8, 2), (130, 64, 64), (64, 64, 128), (1, 16, 8)])
-def test_packed_codes_are_those_that_were_packed(length: int, block: int, d: int) -> None:
-    codes = torch.randint(0, 16, (2, 3, length, d), dtype=torch.uint8)
-    scales = torch.zeros(2, 2, 3, -(-length // block), d, dtype=torch.bfloat16)
-    keys = packed(codes, *scales, block)
-    assert keys.codes.is_contiguous() and 2 * keys.codes.numel() == 2 * 3 * d * block * scales.shape[3]
-    restored = unpacked(keys.codes).transpose(-1, -2).flatten(2, 3)
-    assert torch.equal(restored[:, :, :length], codes) and not restored[:, :, length:].any()
 
 
 def test_scanned_scores_are_those_of_the_keys_that_the_selector_restores() -> None:
@@ -107,25 +75,9 @@ def test_summaries_are_of_the_rounded_features() -> None:
     torch.testing.assert_close(p.cache.summary[..., :-1].double(), numerator, rtol=1e-5, atol=1e-5)
 
 
-def _adversarial(length: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(length)
-    random = torch.randn(3, length, generator=g)
-    one = torch.ones(3, length)
-    return {
-        "random": random,
-        "all equal": one,
-        "a rounding apart": torch.nextafter(one, 2 * one).where(random > 0, one),
-        "mostly -inf": random.masked_fill(random < 2, -torch.inf),
-        "all -inf": torch.full_like(random, -torch.inf),
-        "best in the last block": torch.arange(length).float().expand(3, -1),
-        "negative zero": torch.where(random > 0, 0.0, -0.0),
-    }
-
-
 @pytest.mark.parametrize("length", [50, LONG_ROW, LONG_ROW + 29])
-@pytest.mark.parametrize("name", _adversarial(50))
-def test_the_largest_are_those_of_topk(name: str, length: int) -> None:
-    scores = _adversarial(length)[name]
+def test_the_largest_are_those_of_topk(length: int) -> None:
+    scores = torch.stack(list(hostile_scores(length).values()))
     for k in (0, 1, 7, 50, 300, length, length + 1):
         columns, values = largest(scores, k)
         expected = scores.topk(min(k, length), dim=-1).values

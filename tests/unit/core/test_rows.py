@@ -20,6 +20,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "one for all": lambda: torch.randn(1, 3, L, D).expand(*LEADING, L, D),
     "columns of features": lambda: torch.randn(*LEADING, D, L).transpose(-1, -2),
     "half as wide as its storage": lambda: torch.randn(*LEADING, L, 2 * D)[..., :D],
+    "without leading dimensions": lambda: torch.randn(L, D).expand(*LEADING, L, D),
     "no multiple of the width": lambda: torch.randn(*LEADING, L, D + 3)[..., 1 : D + 1],
 }
 
@@ -68,13 +69,6 @@ def test_no_columns_and_a_single_one() -> None:
     assert rows_at(x, none).shape == (*LEADING, R, 0, D) and products_at(query, x, none).shape == none.shape
     one = torch.zeros(*LEADING, R, 1, dtype=torch.int64)
     assert torch.equal(rows_at(x[:, :, :1], one), x[:, :, :1].unsqueeze(2).expand(-1, -1, R, -1, -1))
-
-
-def test_without_leading_dimensions() -> None:
-    x, indices = torch.randn(L, D), torch.randint(L, (R, 6))
-    assert torch.equal(rows_at(x, indices), x[indices])
-    query = torch.randn(R, D)
-    torch.testing.assert_close(products_at(query, x, indices), torch.einsum("rd,rkd->rk", query, x[indices]))
 
 
 def test_gradients_are_those_of_a_dense_product() -> None:

@@ -6,20 +6,26 @@ Scratch memory is poisoned throughout, as are padding and unused columns of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from fused_checks import *  # noqa: F403  # its tests run here with the fixture below
 from fused_checks import Decode, close
-from fused_problems import METHODS, MOMENTS, DecodeProblem, attention_in_float64, mid_columns, selecting_scores
+from fused_problems import (
+    METHODS,
+    MOMENTS,
+    DecodeProblem,
+    attention_in_float64,
+    hostile_scores,
+    mid_columns,
+    selecting_scores,
+)
 from torch import Tensor
+from triton_fixtures import poisoned_scratch, small_blocks  # noqa: F401
 
 from residual_mass.core import rel_l1
 from residual_mass.core.feature_maps import FoldedMap, ReZeroMap
-from residual_mass.core.fused import torch_path, triton_path
+from residual_mass.core.fused import triton_path
 from residual_mass.core.fused.cache import DecodeCache, OnePart, PackedKeys, with_moments, with_scan
-from residual_mass.core.fused.torch_path import scanned_scores
 from residual_mass.core.fused.triton_path import QueryMap, Region, Selection, Step, decode_attention
 from residual_mass.core.fused.triton_selection import SUB
 from residual_mass.core.moments import MomentState
@@ -34,26 +40,10 @@ def decode() -> Decode:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_scratch() -> Iterator[None]:
-    """Fresh memory holds NaN, and the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(9).isnan().all() and torch.zeros(2).new_empty(9).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
 def some_small_blocks(request: pytest.FixtureRequest) -> None:
     """In half of the tests of every method; the others have blocks larger than the problem."""
     if request.node.originalname in ("test_a_step_is_that_of_every_column_in_float64", "test_where_all_scores_tie"):
         request.getfixturevalue("small_blocks")
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that few columns make many blocks, several rounds, and an unfilled last one of each."""
-    for name, size in {"SCORE_BLOCK": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}.items():
-        monkeypatch.setattr(triton_path, name, size)
 
 
 def moved(arguments: dict[str, object]) -> dict[str, object]:
@@ -79,56 +69,6 @@ def test_a_float32_query_is_not_rounded_to_the_type_of_the_cache(decode: Decode)
     p = DecodeProblem(seed=3, spans=[(0, 40)], length=40, d=16, dtype=torch.bfloat16)
     p.query = p.query.float() * 1.001
     close(decode, p, 7, "topk_phi")
-
-
-def test_long_rows_equal_those_of_the_torch_path(decode: Decode) -> None:
-    p = DecodeProblem(
-        seed=4, spans=[(700, 9001), (0, 8500)], length=9001, kv_heads=1, d=64, features=32, sink=4, tail=16,
-        generated=5, room=33, dtype=torch.float32,
-    )  # fmt: skip
-    arguments = p.arguments(150, "topk_phi")
-    torch.testing.assert_close(decode(arguments), torch_path.decode_attention(**arguments), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("offset", [-300.0, 300.0])
-def test_a_residual_and_exact_terms_of_any_sizes_meet(decode: Decode, offset: float) -> None:
-    """Whichever is e^300 times the other is all that is left."""
-    p = DecodeProblem(seed=7, spans=[(0, 24)], length=24, d=16, dtype=torch.float32)
-    arguments = p.arguments(4, "topk_phi")
-    arguments["log_query"] = arguments["log_query"] + offset
-    expected = torch_path.decode_attention(**arguments)
-    assert expected.isfinite().all()
-    torch.testing.assert_close(decode(arguments), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("groups", [1, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scanned_scores_are_those_of_the_torch_path(dtype: torch.dtype, groups: int) -> None:
-    p = DecodeProblem(seed=9, spans=[(5, 90), (0, 71)], length=93, groups=groups, d=64, dtype=dtype)
-    arguments = p.arguments(7, "scan")
-    cache = arguments["cache"]
-    queries = (p.query.float() * p.scale).unflatten(1, (2, -1))
-    expected = scanned_scores(queries, cache.scan).flatten(0, 2)
-    there = moved(arguments)
-    ours, _ = Step(there["query"], there["cache"], Region(7, p.sink, p.tail), p.scale).scan()
-    for row, scores in enumerate(ours.cpu()):
-        first, last = p.spans[row // (2 * groups)]
-        mid = slice(first + p.sink, last - p.tail)
-        torch.testing.assert_close(scores[mid], expected[row, mid], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("k", [1, 20, 70])
-def test_tokens_that_tie_with_the_kth_highest_fill_up_in_order(decode: Decode, k: int) -> None:
-    p = DecodeProblem(seed=9, spans=[(0, 90)], length=90, d=16, dtype=torch.float32)
-    p.query[:], p.cache.keys[:] = 1, 0
-    p.cache.keys[:, :, 86] = 0.1  # the last of the mid-region, in the last block
-    always = [0, 1, 86, 87, 88, 89, 90, 91]
-    columns = [*always, *range(2, 2 + k - 1)]
-    weights = (p.cache.keys[:, :, columns].sum(-1, keepdim=True) * p.scale).exp()
-    mean = (weights * p.cache.values[:, :, columns]).sum(2) / weights.sum(2)
-    expected = mean.repeat_interleave(p.groups, 1)
-    torch.testing.assert_close(decode(p.arguments(k, "topk")), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -198,59 +138,7 @@ def maxima_of(scores: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     return torch.where(inside, rising(scores), lowest).unflatten(-1, (-1, SUB.value)).amax(-1)
 
 
-def hostile_scores(length: int) -> dict[str, Tensor]:
-    """Rows of scores [length] float32."""
-    random = torch.randn(length, generator=torch.Generator().manual_seed(10))
-    one, rising = torch.ones(length), torch.arange(length).float()
-    return {
-        "random": random,
-        "all equal": one,
-        "all equal and negative": -one,
-        "one rounding apart": torch.nextafter(one, 2 * one).where(random > 0, one),
-        "a narrow range": 1 + random.abs().clamp(max=3) / 32,
-        "neighbouring floats": 1 + rising.flip(0) * 2.0**-23,
-        "few values": (random * 2).round(),
-        "mostly -inf": random.masked_fill(random < 1, -torch.inf),
-        "all -inf": torch.full_like(random, -torch.inf),
-        "both infinities": random.masked_fill(random < 1, -torch.inf).masked_fill(random > 1.5, torch.inf),
-        "zeros of both signs": torch.where(random > 0, 0.0, -0.0),
-        "near the largest floats": random * 1e38,
-        "the smallest floats": (rising - 50) * 2.0**-149,
-        "rising": rising,
-        "falling": -rising,
-        "the highest are neighbours": random.where((rising < 40) | (rising > 61), random + 9),
-        "the highest are spread": random.where(rising % SUB.value != 3, random + 9),
-        "one high score in each group": torch.where(rising % SUB.value == 3, rising, -1.0),
-        "the highest of each group tie": torch.where(rising % SUB.value == 3, 9.0, random),
-        "anchors are the highest": rising.sub(length / 2).abs(),
-    }
-
-
-SINK, TAIL, LENGTH = 2, 3, 100
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of query rows that only fill a tile
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("k", [0, 1, 60, 95, 1000])
-def test_selects_the_highest_whatever_the_scores_are(k: int) -> None:
-    """Scored by keys: each KV head's keys are a row's scores along the first axis."""
-    rows = torch.stack(list(hostile_scores(LENGTH).values()))
-    keys = torch.zeros(1, len(rows), LENGTH, 16, device=DEVICE)
-    keys[0, :, :, 0] = rows
-    query = torch.zeros(1, len(rows), 16, device=DEVICE)
-    query[..., 0] = 1
-    first, last = torch.tensor([[0], [LENGTH]], dtype=torch.int32, device=DEVICE)
-    cache, region = DecodeCache(keys, keys, first, last, LENGTH), Region(min(k, LENGTH), SINK, TAIL)
-    step = Step(query, cache, region, 1.0)
-    selection = step.select(*step.score())
-    wanted = min(k, LENGTH - SINK - TAIL)
-    for row, columns, name in zip(
-        rows, retrieved_columns(selection, [wanted] * len(rows)), hostile_scores(LENGTH), strict=True
-    ):
-        mid = row[SINK : LENGTH - TAIL]
-        assert len(set(columns)) == len(columns) == wanted, name
-        assert all(SINK <= column < LENGTH - TAIL for column in columns), name
-        assert torch.equal(row[columns].sort(descending=True).values, mid.topk(wanted).values), name
+SINK, TAIL = 2, 3
 
 
 @pytest.mark.parametrize("k", [0, 1, 6, 48, 200, 700])

@@ -68,26 +68,23 @@ def attended(layer: PrefixLayer, queries: Tensor, method: Method) -> Tensor:
 
 @pytest.mark.parametrize("method", [*(one for one in METHODS if one.selector), *COMPOSED], ids=lambda one: one.name)
 def test_outputs_of_short_prompts_are_finite_however_they_grow(method: Method) -> None:
-    """Prompts of 1 to 40 tokens, to which 1, 2 or 16 are folded twice, with nothing read and with a few tokens."""
+    """Prompts of 1 to 40 tokens, to which 1, 2 or 16 are folded, with nothing read and with a few tokens: each alone,
+    folded twice, and all in one batch of 60 columns, whose states are therefore updated and not made anew.
+    """
     for length in range(1, 41):
-        keys, values, queries = drawn(length + 32, length)
-        for fold in (1, 2, 16):
-            layer = None
-            for tokens in range(length, length + 2 * fold + 1, fold):
-                layer = prefix_of(keys, values, tokens, layer)
-                assert attended(layer, queries, method).isfinite().all(), (length, fold, tokens)
-
-
-@pytest.mark.parametrize("method", [*(one for one in METHODS if one.selector), *COMPOSED], ids=lambda one: one.name)
-def test_outputs_of_short_prompts_beside_long_ones_are_finite(method: Method) -> None:
-    """The same prompts in one batch, padded to 60 columns, whose states are therefore updated and not made anew."""
-    keys, values, queries = drawn(60 + 36, examples=40)
+        finite(method, *drawn(length + 32, length), [range(length, length + 2 * fold + 1, fold) for fold in (1, 2, 16)])
     real = torch.arange(60 + 36) >= 59 - torch.arange(40).unsqueeze(-1)
-    for fold in (1, 2, 16):
+    finite(method, *drawn(60 + 36, examples=40), [range(60, 60 + 36 + 1, fold) for fold in (1, 2, 16)], real)
+
+
+def finite(
+    method: Method, keys: Tensor, values: Tensor, queries: Tensor, grown: list[range], real: Tensor | None = None
+) -> None:
+    for lengths in grown:
         layer = None
-        for columns in range(60, 60 + 36 + 1, fold):
-            layer = prefix_of(keys, values, columns, layer, real)
-            assert attended(layer, queries, method).isfinite().all(), (fold, columns)
+        for length in lengths:
+            layer = prefix_of(keys, values, length, layer, real)
+            assert attended(layer, queries, method).isfinite().all(), lengths
 
 
 EXACT = [Moments(), Moments(dtype="bfloat16"), Moments(4, "blocks"), Mean(), ScanRegression()]

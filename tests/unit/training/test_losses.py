@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.core.written_objective import written_objective
+from tests.unit.core.objective_checks import written_objective
 from tests.unit.training.conftest import corpus
 
 from residual_mass.core.feature_maps import log_kernel
