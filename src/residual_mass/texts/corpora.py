@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,14 +46,15 @@ class PackedDocuments:
 
     def disjoint(self, count: int) -> list[list[int]]:
         """Returns `count` sequences of which no two share a document, or fewer where the corpus has no more."""
-        return list(itertools.islice(self._disjoint(count * DRAWS), count))
-
-    def _disjoint(self, draws: int) -> Iterator[list[int]]:
+        found: list[list[int]] = []
         used: set[int] = set()
-        for ids, documents in map(self._drawn, range(draws)):
+        for ids, documents in map(self._drawn, range(count * DRAWS)):
             if not documents & used:
                 used |= documents
-                yield ids
+                found.append(ids)
+            if len(found) == count:
+                break
+        return found
 
     def _drawn(self, index: int) -> tuple[list[int], set[int]]:
         """Returns the token ids of the index-th sequence, and the documents that they are of."""
