@@ -5,50 +5,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, harness_config
-from residual_mass.benchmarks.scorers import both_scores, harness_score, original_score, saturated
+from residual_mass.benchmarks.scorers import both_scores, harness_score, saturated
 
 TASKS = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
 QA = ("ruler", "ruler_qa_squad")
 WHERE = {"question": "Where is Mary? ", "target": "kitchen"}
 
 
-def _ruler_doc(variant: int, task: str) -> Doc:
-    several = task.endswith(("multiquery", "multivalue", "vt", "cwe", "fwe"))
-    outputs = [f"{variant}{number}97{task.count('_')}" for number in range(4 if several else 1)]
-    return {"outputs": outputs, "max_length": 1024, "index": variant}
-
-
-def _babilong_doc(variant: int, task: str) -> Doc:
-    targets = ("Jeff", "milk") if task.endswith("qa5") else ("garden", "office")
-    question = (
-        ("Who gave the apple to Mary?", "What did Fred give to Bill?") if task.endswith("qa5") else ("Where?",) * 2
-    )
-    return {"question": question[variant], "target": targets[variant]}
-
-
-def _longbench_doc(variant: int, task: str) -> Doc:
-    answers = {
-        "summary": (
-            "The agency spent less than planned. Auditors asked for a new schedule; Congress agreed.",
-            "Remote controls sold poorly because buyers found rubber buttons ugly! Marketing wants yellow plastic.",
-        ),
-        "qa": ("Ada Moreau", "nineteen days"),
-    }
-    of_kind = answers["summary" if task.endswith(("gov_report", "qmsum")) else "qa"]
-    return {"answers": [of_kind[variant]], "input": "Who?", "all_classes": None, "length": 900}
-
-
 def doc_of(benchmark: str, task: str, variant: int) -> Doc:
     """A hand-made example with the fields that the benchmark's examples have."""
-    return {"ruler": _ruler_doc, "babilong": _babilong_doc, "longbench": _longbench_doc}[benchmark](variant, task)
+    if benchmark == "ruler":
+        several = task.endswith(("multiquery", "multivalue", "vt", "cwe", "fwe"))
+        return {"outputs": [f"{variant}{number}97" for number in range(4 if several else 1)], "max_length": 1024}
+    if benchmark == "babilong":
+        questions = ("Who gave the apple to Mary?", "What did Fred give to Bill?")
+        gift = task.endswith("qa5")
+        target = (("Jeff", "milk") if gift else ("garden", "office"))[variant]
+        return {"question": questions[variant] if gift else "Where?", "target": target}
+    summaries = (
+        "The agency spent less than planned. Auditors asked for a new schedule; Congress agreed.",
+        "Remote controls sold poorly because buyers found rubber buttons ugly! Marketing wants yellow plastic.",
+    )
+    answers = summaries if task.endswith(("gov_report", "qmsum")) else ("Ada Moreau", "nineteen days")
+    return {"answers": [answers[variant]], "input": "Who?", "all_classes": None, "length": 900}
 
 
-def gold(benchmark: str, doc: Doc) -> str:
-    return {
-        "ruler": lambda: " ".join(doc["outputs"]),
-        "babilong": lambda: doc["target"],
-        "longbench": lambda: doc["answers"][0],
-    }[benchmark]()
+def gold(doc: Doc) -> str:
+    return " ".join(doc["outputs"]) if "outputs" in doc else doc.get("target") or doc["answers"][0]
 
 
 @pytest.mark.parametrize(("benchmark", "task"), TASKS)
@@ -58,17 +41,14 @@ def gold(benchmark: str, doc: Doc) -> str:
 def test_score_is_that_of_the_harness_s_own_configuration(benchmark: str, task: str, form: str) -> None:
     config = harness_config(benchmark, task)
     doc = doc_of(benchmark, task, 0)
-    answer = gold(benchmark, doc)
-    text = form.format(answer, gold(benchmark, doc_of(benchmark, task, 1)), answer[: len(answer) // 2].upper())
+    answer = gold(doc)
+    text = form.format(answer, gold(doc_of(benchmark, task, 1)), answer[: len(answer) // 2].upper())
     expected = config["process_results"](doc, [text])
     metric = {"ruler": "1024", "babilong": "acc"}.get(benchmark) or config["metric_list"][1]["metric"]
     assert harness_score(benchmark, task, doc, text) == expected[metric]
     if benchmark == "longbench":
         assert {entry["metric"] for entry in config["metric_list"]} == {"score", metric}
-    assert both_scores(benchmark, task, doc, text) == (
-        harness_score(benchmark, task, doc, text),
-        original_score(benchmark, task, doc, text),
-    )
+    assert both_scores(benchmark, task, doc, text)[0] == expected[metric]
 
 
 @pytest.mark.parametrize(
@@ -140,26 +120,7 @@ def test_saturated_texts(benchmark: str, doc: Doc, text: str, expected: bool) ->
     assert saturated(benchmark, doc, text) is expected
 
 
-NOISE = [
-    "no",
-    "Mary",
-    "\n",
-    "\x00",
-    "\x1f",
-    " ",
-    "\t",
-    ".",
-    "...",
-    "'",
-    "<context>",
-    "<exa",
-    "mple>",
-    "Question",
-    "İ",
-    "ﬁ",
-    "Σ",
-    "α",
-]
+NOISE = [*"\n\x00\x1f \t.'İﬁΣα", "no", "Mary", "...", "<context>", "<exa", "mple>", "Question"]
 
 
 def texts(words: list[str]) -> st.SearchStrategy[str]:

@@ -47,23 +47,15 @@ def rows_of(manifest: Path, answer: Callable[[str, ArmSpec, Any], str], arms: Se
     """Rows for every prompt and arm; `answer` gives the text from task, arm and doc."""
     return [
         {
-            "key": f"{task}{prompt.index}{arm}",
-            "task": task,
-            "index": prompt.index,
-            "method": arm.method,
-            "budget_percent": arm.budget_percent,
-            "maps": arm.maps,
-            "k": 900 if arm == FULL else prompt.index,
-            "prompt_tokens": 1000,
-            "cut_tokens": 7 * prompt.index if task == "ruler_cwe" else 0,
-            "text": answer(task, arm, prompt.doc),
+            "task": task, "index": prompt.index, "method": arm.method, "budget_percent": arm.budget_percent,
+            "maps": arm.maps, "k": 900 if arm == FULL else prompt.index, "text": answer(task, arm, prompt.doc),
+            "cut_tokens": 7 * prompt.index if task == "ruler_cwe" else 0, "prompt_sha": prompt.sha256,
             "phi_sha": f"f00{arm.maps}" if arm.needs_maps else None,
-            "prompt_sha": prompt.sha256,
-        }  # fmt: skip
+        }
         for task, entry in load_manifest(manifest)["tasks"].items()
         for prompt in load_prompts(manifest, task, entry["examples"])
         for arm in arms
-    ]
+    ]  # fmt: skip
 
 
 def written(file: Path, rows: Iterable[Row]) -> Path:
@@ -97,7 +89,7 @@ def rows(manifest: Path) -> list[Row]:
     return rows_of(manifest, gold)
 
 
-@pytest.mark.parametrize("text", ["", "{0}", "it is {0}\x00.", "none of these", "{0} {1}"])
+@pytest.mark.parametrize("text", ["", "it is {0}\x00.", "{0} {1}"])
 def test_values_are_means_of_the_harness_s_scores(text: str, manifest: Path, tmp_path: Path) -> None:
     def said(_task: str, _arm: ArmSpec, doc: Any) -> str:
         return text.format(*doc["outputs"][:1], doc["outputs"][-1].upper()) if doc["index"] == 0 else doc["outputs"][0]
@@ -133,13 +125,8 @@ def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path)
         "decoding": SPEC.decoding, "prompts_sha": json.loads(manifest.read_text())["sha256"],
     }  # fmt: skip
     full = line_of(table, "niah_single_1", "full")
-    assert [full[name] for name in ("budget_percent", "maps", "phi_sha", "k_mean", "n")] == [
-        "",
-        "",
-        "",
-        "900.000000",
-        "2",
-    ]
+    told = [full[name] for name in ("budget_percent", "maps", "phi_sha", "k_mean", "n")]
+    assert told == ["", "", "", "900.000000", "2"]
     assert [(line["task"], line["method"]) for line in table] == [
         (task, arm.method) for task in (*tasks_of("ruler", 1024), "all") for arm in ARMS
     ]
@@ -161,27 +148,19 @@ def _without(rows: list[Row], **where: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (
-            lambda rows: _without(rows, task="ruler_vt", index=1, method="topk"),
-            "ruler_vt topk 2% lacks 1 of 2 examples (1)",
-        ),
-        (lambda rows: _without(rows, task="ruler_vt", method="full"), "ruler_vt full lacks 2 of 2 examples (0, 1)"),
+        (lambda rows: _without(rows, task="ruler_vt", index=1, method="topk"),
+         "ruler_vt topk 2% lacks 1 of 2 examples (1)"),
+        (lambda rows: _without(rows, task="ruler_vt", method="full"),
+         "all.jsonl: ruler_vt full lacks 2 of 2 examples (0, 1)"),
+        (lambda rows: [*rows, {**rows[-1], "maps": "2k"}],
+         "all.jsonl: niah_single_1 topk_phi 2% 2k lacks 2 of 2 examples (0, 1)"),
         (lambda rows: [*rows, rows[3]], "all.jsonl: a second row for niah_single_1 full example 1"),
         (lambda rows: [{**rows[0], "index": 2}, *rows], "niah_single_1 example 2 was generated from other prompts"),
         (lambda rows: [{**rows[0], "prompt_sha": "0"}, *rows[1:]], "niah_single_1 example 0 was generated from other"),
-        (
-            lambda rows: [*rows, {**rows[-1], "maps": "2k"}],
-            "all.jsonl: niah_single_1 topk_phi 2% 2k lacks 2 of 2 examples (0, 1)",
-        ),
     ],
-)
+)  # fmt: skip
 def test_incomplete_or_foreign_rows_are_refused(
-    manifest: Path,
-    rows: list[Row],
-    tmp_path: Path,
-    damage: Callable[[list[Row]], list[Row]],
-    complaint: str,
-    error_line: ErrorLine,
+    manifest: Path, rows: list[Row], tmp_path: Path, damage: Any, complaint: str, error_line: ErrorLine
 ) -> None:
     with pytest.raises(ValueError) as error:
         score(manifest, damage(rows), tmp_path)
@@ -338,15 +317,10 @@ def test_an_arm_above_full_is_flagged_and_reported(
     assert below and not any("beats_full" in line["flags"] for line in below)  # below full is no alarm
 
 
-@pytest.mark.parametrize(
-    ("right", "flags"), [(50, "ceiling"), (49, "ceiling"), (48, ""), (25, ""), (2, ""), (1, "floor"), (0, "floor")]
-)
+@pytest.mark.parametrize(("right", "flags"), [(49, "ceiling"), (48, ""), (2, ""), (1, "floor")])
 def test_floor_and_ceiling(right: int, flags: str, tmp_path: Path) -> None:
     manifest = frozen(tmp_path, {"ruler_vt": [{"outputs": [f"<{i}>"], "max_length": 1024} for i in range(50)]})
-    arms = [ArmSpec("full"), ArmSpec("topk", 2.0)]
-    rows = rows_of(
-        manifest, lambda _t, _a, doc: doc["outputs"][0] if int(doc["outputs"][0][1:-1]) < right else "", arms
-    )
+    rows = rows_of(manifest, lambda t, a, d: gold(t, a, d) if int(d["outputs"][0][1:-1]) < right else "", ARMS[:2])
     table = score(manifest, rows, tmp_path)
     assert [line["flags"] for line in table] == [flags] * 4
     assert {line["full_gap"] for line in table if line["method"] == "topk"} == {"0.000000"}
@@ -384,15 +358,11 @@ def test_without_full_or_topk_there_is_nothing_to_compare_with(manifest: Path, r
     [
         ("babilong", "assets", ["acc"] * 6, ["simulated"] * 6),
         ("babilong", "hub", ["acc"] * 6, ["original"] * 6),
-        (
-            "longbench",
-            "assets",
-            ["rouge_score", "rouge_score", "qa_f1_score", "qa_f1_score", "mean"],
-            ["stand-in", "stand-in", "stand-in", "original", "original+stand-in"],
-        ),
+        ("longbench", "assets", ["rouge_score", "rouge_score", "qa_f1_score", "qa_f1_score", "mean"],
+         ["stand-in", "stand-in", "stand-in", "original", "original+stand-in"]),
         ("longbench", "hub", ["rouge_score", "rouge_score", "qa_f1_score", "qa_f1_score", "mean"], ["original"] * 5),
     ],
-)
+)  # fmt: skip
 def test_metric_and_data_of_the_other_benchmarks(
     benchmark: str, source: Any, metrics: list[str], data: list[str], tmp_path: Path
 ) -> None:
