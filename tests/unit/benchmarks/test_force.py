@@ -249,13 +249,10 @@ def test_budgets_of_the_prompt_s_own_length(spec: ForceSpec, stage: Stage, backb
 @pytest.mark.parametrize(
     ("task", "doc", "answer"),
     [
-        ("niah_single_1", {"outputs": ["123"]}, "123"),
         ("niah_multivalue", {"outputs": ["1", "22", "3"]}, "1, 22, 3"),
-        ("ruler_fwe", {"outputs": ["ab", "cd", "ef"]}, "ab, cd, ef"),
         ("ruler_vt", {"outputs": ["AB", "CD"]}, "AB CD"),
         ("ruler_cwe", {"outputs": ["one", "two"]}, "1. one 2. two"),
         ("ruler_qa_squad", {"outputs": ["Ada Moreau", "Moreau"]}, "Ada Moreau"),
-        ("ruler_qa_hotpot", {"outputs": ["yes"]}, "yes"),
         ("babilong_qa1", {"question": "Where is Mary? ", "target": "bathroom"},
          "The most recent location of Mary is bathroom."),
         ("babilong_qa5", {"question": "Who gave the milk to Fred?", "target": "Bill"}, "Bill"),
@@ -375,23 +372,22 @@ def small(spec: ForceSpec) -> ForceSpec:
     return replace(spec, documents=1, asked=())
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"length": "16k"}, r"corpus 'books \(held out\)' holds \d+ tokens, fewer than one sequence of 16390; "),
+        ({"corpora": ("poems",)}, r"corpus 'poems' has no held-out text; choose "),
+        ({"maps": (MapsSpec("1k", 1024),)}, r"arm topk_phi: maps '512' is not in spec\.maps, which has 1k"),
+        ({"maps": (MapsSpec("1k", 1024),) * 3}, "--phi has 2 files, but spec.maps names 3 maps"),
+    ],
+)  # fmt: skip
 def test_unsuitable_inputs_are_refused_before_a_model_is_loaded(
-    spec: ForceSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch, error_line: ErrorLine
+    spec: ForceSpec, stage: Stage, change: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(force, "load_backbone", None)
-    for change, complaint in (
-        ({"length": "16k"}, r"corpus 'books \(held out\)' holds \d+ tokens, fewer than one sequence of 16390; "),
-        ({"corpora": ("wiki",)}, r"corpus 'wiki \(held out\)' (is empty|holds \d+ tokens, fewer than one sequence)"),
-        ({"corpora": ("poems",)}, r"corpus 'poems' has no held-out text; choose "),
-        ({"corpora": ("fineweb",)}, r"corpus 'fineweb' has no held-out text; choose "),
-        ({"maps": spec.maps[:1]}, r"arm topk_phi: maps '512' is not in spec\.maps, which has 1k"),
-    ):
-        with pytest.raises(ValueError, match=complaint) as error:
-            stage(replace(small(spec), **change))
-        assert error_line(error) and not stage.out.exists()
-    with pytest.raises(ValueError) as error:
-        force.run(spec, stage.assets, stage.manifests, stage.phi[:1], stage.store, stage.out)
-    assert "--phi has 1 files, but spec.maps names 2 maps" in error_line(error)
+    with pytest.raises(ValueError, match=complaint):
+        stage(replace(small(spec), **change))
+    assert not stage.out.exists()
 
 
 def test_a_model_with_fewer_words_than_its_tokenizer_is_refused(
@@ -425,18 +421,5 @@ def test_what_is_not_finite_names_document_arm_and_layer(
     assert error_line(error).startswith(
         "books document 0: the logits of the continuation under topk_phi with the maps 512, from layer 1 on, are not "
         "finite; the feature maps are damaged, or diverged"
-    )
-
-    def damaged(*given: Any) -> Backbone:
-        backbone = load_backbone(*given)
-        backbone.model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
-        return backbone
-
-    monkeypatch.setattr(force, "load_backbone", damaged)
-    stage.store.unlink()
-    with pytest.raises(ValueError) as error:
-        stage(replace(spec, corpora=()))
-    assert error_line(error).startswith(
-        "ruler_vt example 0: the keys or values of layer 1 are not finite; tests/Tiny-Llama has damaged weights"
     )
     assert not stage.out.exists()
