@@ -207,18 +207,18 @@ OF_DOCUMENT: dict[str, Callable[[pd.DataFrame], float]] = {
 
 def documents_of(rows: list[Row], line: Line, arm: ArmSpec) -> dict[str, list[pd.DataFrame]]:
     """The tokens that a line of the result is of, or those of another arm there: by task and document."""
-    found: dict[str, dict[int, list[Row]]] = {}
-    for row in rows:
-        place = all(row[name] == line[name] for name in ("text", "continuation", "state"))
-        of_arm = (row["method"], row["budget_percent"], row["maps"]) == (arm.method, arm.budget_percent, arm.maps or "")
-        if place and of_arm and line.get("task", "all") in ("all", row["task"]):
-            found.setdefault(row["task"], {}).setdefault(row["index"], []).append(row)
-    return {task: [pd.DataFrame(tokens) for tokens in documents.values()] for task, documents in found.items()}
+    named = {"text": line["text"], "continuation": line["continuation"], "state": line["state"], "method": arm.method,
+             "budget_percent": arm.budget_percent, "maps": arm.maps or ""}  # fmt: skip
+    if line["task"] != "all":
+        named["task"] = line["task"]
+    found = pd.DataFrame([row for row in rows if named.items() <= row.items()])
+    tasks = found.groupby("task", sort=False)
+    return {task: [tokens for _, tokens in of_task.groupby("index")] for task, of_task in tasks}
 
 
-def arm_of(line: Line, method: str = "method", maps: str = "maps") -> ArmSpec:
+def arm_of(line: Line) -> ArmSpec:
     budget = line["budget_percent"]
-    return ArmSpec(line[method], float(budget) if budget else None, line[maps] or None)
+    return ArmSpec(line["method"], float(budget) if budget else None, line["maps"] or None)
 
 
 def draws_of(line: Line, task: str, values: Sequence[Any]) -> list[list[Any]]:
@@ -307,16 +307,12 @@ def test_quantiles_and_rms_over_tokens(rows: list[Row], result: list[Line]) -> N
             for task, some in documents_of(rows, line, PHI).items()
         }
         draws = zip(*(draws_of(line, task, documents) for task, documents in tasks.items()), strict=True)
+        samples = [tuple(tasks.values()), *draws]
         if end == "rms":
-            found = [
-                sqrt(np.mean([np.mean([(x**2).mean() for x in some]) for some in drawn]))
-                for drawn in (tuple(tasks.values()), *draws)
-            ]
+            found = [sqrt(np.mean([np.mean([(x**2).mean() for x in some]) for some in each])) for each in samples]
         else:
-            found = [
-                np.quantile([value for some in drawn for x in some for value in x], QUANTILES[measure][end])
-                for drawn in (tuple(tasks.values()), *draws)
-            ]
+            pooled = ([value for some in each for x in some for value in x] for each in samples)
+            found = [np.quantile(values, QUANTILES[measure][end]) for values in pooled]
         expected = [found[0], *np.quantile(found[1:], [0.025, 0.975])]
         assert all(map(close, [line[name] for name in ("value", "ci_low", "ci_high")], expected)), line
         assert line["stderr"] == line["gain"] == line["gain_p"] == ""
@@ -340,10 +336,9 @@ def test_what_lines_say_of_their_documents_and_arms(result: list[Line]) -> None:
     assert said(task="vt", method="full") == ["3", "10", "41", "", "", ""]  # 40, 41 and 42
     assert said(task="all", method="full") == ["5", "15", "40.75", "", "", ""]  # of means by task
     assert said(task="cwe", method="topk_phi", budget_percent="7.5") == ["2", "5", "7", "7.5", "1k", "f00"]
-    for line in result:
-        assert [line[name] for name in ("backbone", "length", "study", "model_id", "revision", "weights")] == [
-            "tiny", "1k", "test", BACKBONE.model_id, "r1", "random"
-        ]  # fmt: skip
+    about = ("backbone", "length", "study", "model_id", "revision", "weights")
+    everywhere = {tuple(line[name] for name in about) for line in result}
+    assert everywhere == {("tiny", "1k", "test", BACKBONE.model_id, "r1", "random")}
 
 
 def test_one_document_has_a_value_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
