@@ -73,9 +73,10 @@ def closing_lines(plan: Plan) -> list[str]:
         return lines
     text, length = study.fidelity.corpora[0], max(study.fidelity.lengths, key=tokens_of)
     budget = f"{study.diagnostics.budget:g}"
+    place = {"text": text, "state": "own", "metric": "kl", "budget_percent": budget}
     rows = pd.read_csv(paths.FIDELITY.format(backbone=backbone, length=length), dtype=str, na_filter=False)
-    rows = rows.query("text == @text and state == 'own' and metric == 'kl' and budget_percent == @budget")
-    found = dict(rows[rows["maps"].isin(["", study.maps.main])][["method", "value"]].to_numpy())
+    rows = [row for row in rows.to_dict("records") if place.items() <= row.items()]
+    found = {row["method"]: row["value"] for row in rows if row["maps"] in ("", study.maps.main)}
     methods = dict.fromkeys((*(each for each in ("topk", "topk_phi") if each in study.methods), study.methods[-1]))
     numbers = ", ".join(f"{method} {found[method]}" for method in methods if method in found)
     where = f"{backbone}, {text} at {length}, {budget} % read exactly"
