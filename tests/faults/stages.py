@@ -1,23 +1,15 @@
-"""Training, generation, forced decoding and capture on the small model, as processes that faults strike.
-
-Each is the command line's own `main` in a fork of a process that has imported what stages import, so that a kill
-strikes the work and not the imports.
-"""
+"""Training, generation, forced decoding and capture on the small model, as processes that faults strike."""
 
 from __future__ import annotations
 
 import csv
 import io
-import multiprocessing
 import os
-import signal
-import sys
-import traceback
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
+from tests import forks
 from tests.small_assets import MODEL_ID, REVISION
 
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings, to_json
@@ -116,49 +108,13 @@ def without_seconds(log: bytes) -> bytes:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["residual_mass.cli", "residual_mass.training.trainer", "residual_mass.benchmarks.generate",
-     "residual_mass.benchmarks.force", "residual_mass.diagnostics.capture", "transformers.models.llama.modeling_llama",
-     "transformers.models.llama.configuration_llama"]
-)  # fmt: skip
 
 
 def start(stage: Stage, out: Path, log: Path) -> BaseProcess:
-    """A stage whose stdout and stderr go to `log`; signals reach it as they reach an interpreter."""
-    begun = FORKS.Event()
-    process = FORKS.Process(target=_be_a_stage, args=(stage.arguments(out), str(log), begun))
-    process.start()
-    begun.wait()
-    return process
+    """A stage whose stdout and stderr go to `log`."""
+    return forks.start("residual_mass.cli", stage.arguments(out), log, ENVIRONMENT)
 
 
 def run(stage: Stage, out: Path, log: Path) -> int:
     """The exit status, negative for a signal."""
-    process = start(stage, out, log)
-    process.join()
-    return process.exitcode
-
-
-def _be_a_stage(arguments: list[str], log: str, begun: Event) -> None:
-    from residual_mass.cli import main
-
-    code = 1
-    try:
-        os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(written, 1)
-        os.dup2(written, 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        begun.set()
-        main(arguments)
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except KeyboardInterrupt:  # before or behind what main guards, as in an interpreter that starts or ends
-        code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    return forks.run("residual_mass.cli", stage.arguments(out), log, ENVIRONMENT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 from snakemake.utils import update_config
+from tests import forks
 
 from residual_mass.study import plan, specs
 from residual_mass.study.config import load
@@ -67,16 +67,12 @@ def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile
         (poison / name).mkdir(parents=True, exist_ok=True)
         (poison / name / "__init__.py").write_text(f"raise ImportError('the workflow imports {name}')\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
-    result = subprocess.run(
-        [*command, *arguments],
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(poison), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return Run(result.returncode, result.stdout)
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(poison), **environment}
+    own_source = not (snakefile.parent / "src").samefile(ROOT / "src")
+    command = ["--snakefile", str(snakefile), "--directory", str(folder), *arguments]
+    log = poison / f"{len(list(poison.iterdir()))}.log"
+    code = forks.run("snakemake.cli", command, log, environment, ["residual_mass"] if own_source else [])
+    return Run(code, log.read_text())
 
 
 def without_gpus(folder: Path) -> str:
