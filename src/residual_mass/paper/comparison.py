@@ -306,17 +306,14 @@ def _findings(table: str, cells: pd.DataFrame) -> Findings:
             found[name, "rows in which NoSub has a lower error than TopK"] = _share(nosub["lower"][of])
     elif table == "cross_length_mismatch":
         of = pairs(cells, "topk_phi", "topk")
-        beyond = [
-            tokens_of(length_and_variant(maps)[0]) < tokens_of(at)
-            for maps, at in zip(of["maps"], of["length"], strict=True)
-        ]
+        trained = of["maps"].map(lambda maps: tokens_of(length_and_variant(maps)[0]))
+        beyond = trained < of["length"].map(tokens_of)
         for (name, use), each in of.groupby(["family", np.where(beyond, "beyond", "within")]):
             found[name, f"cells below TopK, of those with maps used {use} their length"] = _share(each["lower"])
     elif table.startswith(RUNTIME):
         of = pairs(cells[cells["quantity"] == "per_step_ms"].assign(budget_percent=""), "topk_phi", "full")
-        for name, each in of.sort_values("length", key=lambda names: names.map(tokens_of)).groupby(
-            "family", sort=False
-        ):
+        of = of.sort_values("length", key=lambda names: names.map(tokens_of))
+        for name, each in of.groupby("family", sort=False):
             ratios = each["length"] + " " + (each["number"] / each["other"]).map("{:.2f}".format)
             found[name, "contexts at which a step of TopK+phi is shorter than one of Full"] = _share(each["lower"])
             found[name, "step of TopK+phi over one of Full, by context"] = ", ".join(ratios), None

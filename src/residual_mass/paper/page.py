@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,7 @@ SWEEPS = ("ruler_sweep", "babilong_sweep", "natural_main")
 
 
 def run(
-    spec: ReportSpec,
-    tables: Sequence[Path],
-    figures: Sequence[Path],
-    comparison: Path | None,
-    template: Path,
-    out: Path,
+    spec: ReportSpec, tables: list[Path], figures: list[Path], comparison: Path | None, template: Path, out: Path
 ) -> None:
     """Writes the page of tables (.csv), figures (.png) and verdicts; templates of captions are beside the page's.
 
@@ -56,48 +51,46 @@ def run(
         raise ValueError(f"study {spec.study}: no table and no figure; give one")
     record = Record("report", spec, [*tables, *figures, comparison], sources=[template])
     cells = {path.stem: read_frame(path) for path in tables}
-    pictures = [(path.stem, _picture(path), html(caption_of(path.stem, spec.figure_titles))) for path in figures]
-    sections = {
-        title: [_table(of, template) for label, of in cells.items() if find(label).of in kinds]
-        for title, kinds in SECTIONS.items()
-    }
+    rows = read_frame(comparison) if comparison else pd.DataFrame(columns=["table", "verdict"])
+    verdicts = rows["verdict"].str.replace(r" by .*", "", regex=True).groupby(rows["table"], sort=False)
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
         autoescape=True, loader=jinja2.FileSystemLoader(template.parent),
     )  # fmt: skip
     environment.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
-    shown = opening(spec, cells) | {
+    environment.filters |= {"method": method_title, "corpus": corpus_title}
+    shown = {
         "spec": spec, "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
-        "pictures": pictures, "sections": sections, "verdicts": _verdicts(comparison) if comparison else {},
+        "pictures": [(path.stem, _picture(path), html(caption_of(path.stem, spec.figure_titles))) for path in figures],
+        "sections": {
+            title: [_table(of, template) for label, of in cells.items() if find(label).of in kinds]
+            for title, kinds in SECTIONS.items()
+        },
+        "verdicts": {label: counts.value_counts().to_dict() for label, counts in verdicts},
     }  # fmt: skip
-    write_text(out, fill(environment, template, lambda found: found.render(shown)))
+    write_text(out, fill(environment, template, lambda found: found.render(shown | opening(spec, cells))))
     record.write(out)
 
 
 def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
     """What the page opens with: the study's last method and top-K at the middle budget, by distance and by bytes, None
-    where the study has no such comparison, and how many tested scores are better or worse.
+    where the study has no such comparison, and tested differences of scores.
     """
     budget, names = middle_budget(spec), [spec.recommended, "topk"]
+    rows = {label: of.to_dict("records") for label, of in cells.items()}
 
-    def both(label: str, quantity: str) -> list[pd.Series] | None:
+    def both(label: str, quantity: str) -> list[dict[str, str]] | None:
         """The two cells of the first backbone and text at the greatest length."""
-        if label not in cells:
-            return None
-        of = cells[label][(cells[label]["quantity"] == quantity) & (cells[label]["budget_percent"] == budget)]
-        of = of.merge(of[["backbone", "corpus"]].head(1)).merge(of[["length"]].tail(1)).drop_duplicates("method")
-        of = of.set_index("method", drop=False)
-        return [of.loc[name] for name in names] if set(names) <= set(of.index) else None
+        shown = [row for row in rows.get(label, []) if (row["quantity"], row["budget_percent"]) == (quantity, budget)]
+        place = [shown[0]["backbone"], shown[0]["corpus"], shown[-1]["length"]] if shown else []
+        at = {row["method"]: row for row in shown[::-1] if [row["backbone"], row["corpus"], row["length"]] == place}
+        return [at[name] for name in names] if set(names) <= set(at) else None
 
-    tested = pd.concat(
-        [pd.DataFrame(columns=["method", "gain", "mark"]), *(cells[name] for name in SWEEPS if name in cells)]
-    )
-    tested = tested[(tested["method"] == spec.recommended) & (tested["gain"] != "")]
-    return {
-        "budget": budget, "title": method_title(spec.recommended), "topk": method_title("topk"),
-        "distance": both("fidelity", KL.name), "reads": both("deployable", "step_share"), "corpus_title": corpus_title,
-        "gains": [float(gain) for gain in tested["gain"]], "marked": (tested["mark"] != "").sum(),
-    }  # fmt: skip
+    scores = [row for label in SWEEPS for row in rows.get(label, []) if row["method"] == spec.recommended]
+    tested = [row for row in scores if row["gain"]]
+    gains, marked = [float(row["gain"]) for row in tested], sum(row["mark"] != "" for row in tested)
+    distance, reads = both("fidelity", KL.name), both("deployable", "step_share")
+    return {"budget": budget, "distance": distance, "reads": reads, "gains": gains, "marked": marked}
 
 
 def html(text: str) -> Markup:
@@ -146,10 +139,3 @@ def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
 
 def _picture(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _verdicts(path: Path) -> dict[str, dict[str, int]]:
-    """How many published values of a table have which verdict."""
-    rows = read_frame(path)
-    kinds = rows["verdict"].str.replace(r" by .*", "", regex=True)
-    return {label: counts.value_counts().to_dict() for label, counts in kinds.groupby(rows["table"], sort=False)}
