@@ -20,7 +20,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "one for all": lambda: torch.randn(1, 3, L, D).expand(*LEADING, L, D),
     "columns of features": lambda: torch.randn(*LEADING, D, L).transpose(-1, -2),
     "half as wide as its storage": lambda: torch.randn(*LEADING, L, 2 * D)[..., :D],
-    "without leading dimensions": lambda: torch.randn(L, D).expand(*LEADING, L, D),
+    "one for every head": lambda: torch.randn(L, D).expand(*LEADING, L, D),
     "no multiple of the width": lambda: torch.randn(*LEADING, L, D + 3)[..., 1 : D + 1],
 }
 
