@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.decoder import ArmDecoder, FullRows, Layers, PartialRows
 from residual_mass.model.hook import (
-    Prefill,
     attention_hook,
     end_tokens,
     greedy,
@@ -139,7 +139,13 @@ class SharedPrefillEngine:
         self.work.prefill_seconds += read_seconds
         self.work.decode_rows += sum(len(tokens) for by_arm in batch.tokens for tokens in by_arm)
         self.work.decode_seconds += time.monotonic() - started
-        return [[self._generation(batch, e, a, lengths[e]) for a in range(len(self.arms))] for e in range(len(prompts))]
+        return [
+            [
+                Generation(tokens, retrieved_by(arm, length, self.anchors, self.nominal_length), finish)
+                for arm, tokens, finish in zip(self.arms, batch.tokens[e], batch.finish[e], strict=True)
+            ]
+            for e, length in enumerate(lengths)
+        ]
 
     def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
         """Prefills prompts one by one; returns each layer's prefix, padded on the right, and the next tokens.
@@ -147,34 +153,23 @@ class SharedPrefillEngine:
         Raises:
             NotFiniteError: the model returns a NaN or an infinity.
         """
-        read = [prefill(self.backbone.model, [ids]) for ids in prompts]
-        self._check_read(read)
-        real = _padded_mask([len(ids) for ids in prompts], self.backbone.device)
-        layers = [
-            build_prefix(*_stacked([one.layers[index] for one in read]), real, self.anchors, gapless=True)
-            for index in range(self.backbone.shape.layers)
-        ]
-        return layers, [int(one.next_token) for one in read]
-
-    def _check_read(self, read: Sequence[Prefill]) -> None:
-        """Checks the logits of each prompt, where a key or value that is not finite nearly always shows, and only then
-        looks for the layer at fault.
-
-        Raises:
-            NotFiniteError: names the first such prompt.
-        """
-        for prompt, one in enumerate(read):
-            if not one.finite:
+        device, longest, read = self.backbone.device, max(map(len, prompts)), []
+        for prompt, ids in enumerate(prompts):
+            read.append(one := prefill(self.backbone.model, [ids]))
+            if not one.finite:  # a key or value that is not finite nearly always shows in the logits
                 bad = (i for i, pair in sorted(one.layers.items()) if not all(x.isfinite().all() for x in pair))
                 layer = next(bad, None)
                 what = "the logits after it are" if layer is None else f"the keys or values of layer {layer} are"
                 raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
-
-    def _generation(self, batch: _Batch, e: int, a: int, length: int) -> Generation:
-        k = retrieved_by(self.arms[a], length, self.anchors, self.nominal_length)
-        finish = batch.finish[e][a]
-        assert finish is not None
-        return Generation(batch.tokens[e][a], k, finish)
+        real = (
+            torch.arange(longest, device=device) < torch.tensor([len(ids) for ids in prompts], device=device)[:, None]
+        )
+        layers = []
+        for index in range(self.backbone.shape.layers):
+            padded = [[F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in one.layers[index]] for one in read]
+            keys, values = (torch.cat(parts) for parts in zip(*padded, strict=True))
+            layers.append(build_prefix(keys, values, real, self.anchors, gapless=True))
+        return layers, [int(one.next_token) for one in read]
 
     def _decoder(self, layers: list[PrefixLayer], lengths: list[int], steps: int) -> ArmDecoder:
         return self.decoder(layers, lengths, self.arms, steps, self.summaries(layers))
@@ -222,22 +217,16 @@ class SharedPrefillEngine:
         made = {}
         for label, maps in self.maps.items():
             of_layers = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
-            self._check_summaries(label, of_layers, layers)
+            states = [torch.stack([part.flatten(1).isfinite().all(1) for part in each.state]) for each in of_layers]
+            finite = torch.stack(states).all(1).cpu()  # [layers, E], with a single wait for the device
+            if not finite.all():
+                layer, prompt = (~finite).nonzero()[0].tolist()
+                if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
+                    what = f"the keys or values of layer {layer} are"
+                    raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
+                raise NotFiniteError(prompt, f"the summary of layer {layer}{maps_suffix(label)} is", MAPS_AT_FAULT)
             made[label] = [query_map for query_map, _ in maps], of_layers
         return made
-
-    def _check_summaries(self, label: str | None, summaries: Sequence[Summary], layers: Sequence[PrefixLayer]) -> None:
-        """Raises NotFiniteError for the first prompt and layer whose summary is not finite; blames the model if its
-        keys or values are not finite, else the maps.
-        """
-        states = [torch.stack([part.flatten(1).isfinite().all(1) for part in each.state]).all(0) for each in summaries]
-        finite = torch.stack(states).cpu()  # [layers, E], with a single wait for the device
-        if not finite.all():
-            layer, prompt = (~finite).nonzero()[0].tolist()
-            if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
-                what = f"the keys or values of layer {layer} are"
-                raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
-            raise NotFiniteError(prompt, f"the summary of layer {layer}{maps_suffix(label)} is", MAPS_AT_FAULT)
 
     def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
@@ -250,10 +239,9 @@ class SharedPrefillEngine:
                 )
                 # One transfer for both: a second wait for the device would cost as much as the first.
                 tokens, finite = torch.stack(greedy(logits)).tolist()
-                if not all(finite):
-                    self._refuse_unless_finished(
-                        [row for row, good in zip(rows, finite, strict=True) if not good], batch, steps
-                    )
+                for (e, a), good in zip(rows, finite, strict=True):
+                    if not good and batch.finish[e][a] is None:  # tokens of finished rows are not used
+                        raise self.not_finite(e, f"generated token {steps + 2}", self.arms[a])
                 batch.add(tokens)
                 steps += 1
         decoder.require_read(steps)
@@ -264,15 +252,10 @@ class SharedPrefillEngine:
         positions = torch.tensor(first, device=ids.device).unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
         return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
-    def _refuse_unless_finished(self, bad: list[tuple[int, int]], batch: _Batch, step: int) -> None:
-        """Raises NotFiniteError for the first unfinished row; tokens of finished rows are not used."""
-        for prompt, a in bad:
-            if batch.finish[prompt][a] is None:
-                arm = self.arms[a]
-                what = f"the logits of generated token {step + 2} under {arm.method}{maps_suffix(arm.maps)} are"
-                raise NotFiniteError(
-                    prompt, what, MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.backbone.spec)
-                )
+    def not_finite(self, prompt: int, of: str, arm: ArmSpec, place: str = "") -> NotFiniteError:
+        """Makes the error of logits under an arm."""
+        what = f"the logits of {of} under {arm.method}{maps_suffix(arm.maps)}{place} are"
+        return NotFiniteError(prompt, what, MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.backbone.spec))
 
 
 class _Batch:
@@ -319,18 +302,3 @@ class _Batch:
 
 def maps_suffix(label: str | None) -> str:
     return "" if label is None else f" with the maps {label}"
-
-
-def _padded_mask(lengths: list[int], device: torch.device) -> Tensor:
-    """Returns a mask [E, Lmax] bool, True on real tokens (padding on the right)."""
-    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
-
-
-def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Pads and stacks keys and values [1, Hkv, L_e, D] of each example to [E, Hkv, Lmax, D]."""
-    longest = max(key.shape[2] for key, _ in pairs)
-
-    def pad(x: Tensor) -> Tensor:
-        return nn.functional.pad(x, (0, 0, 0, longest - x.shape[2]))
-
-    return torch.cat([pad(k) for k, _ in pairs]), torch.cat([pad(v) for _, v in pairs])

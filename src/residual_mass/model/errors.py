@@ -97,29 +97,21 @@ class ReadLayer:
         was read (NaN where K is 0), tokens_read what the query heads of a KV head read, anchors included, each token
         once.
         """
-        read = self.read(method)
+        read, best = self.read(method), self.read(TOPK)
         terms, log_mass = self._terms(method, read)
-        found = {
+        found, sought = (
+            exact_terms(best.reading.scores, self.values, some).log_mass() for some in (best.mid & read.mid, best.mid)
+        )
+        by_head = read.mid.unflatten(2, (len(self.budgets), -1, self.shape[1]))
+        tokens = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
+        measures = {
             "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
             "log_z_error": log_mass - read.rest.log_mass(),
             "residual_share_hat": torch.sigmoid(log_mass - read.exact.log_mass()),
-            "recall": self._recall(read),
-            "tokens_read": self._tokens_read(read),
+            "recall": (found - sought).exp(),
+            "tokens_read": tokens.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype),
         }
-        return {name: self._by_head(value) for name, value in found.items()}
-
-    def _recall(self, read: Read) -> Tensor:
-        best = self.read(TOPK)
-        found, sought = (
-            exact_terms(best.reading.scores, self.values, tokens).log_mass()
-            for tokens in (best.mid & read.mid, best.mid)
-        )
-        return (found - sought).exp()
-
-    def _tokens_read(self, read: Read) -> Tensor:
-        by_head = read.mid.unflatten(2, (len(self.budgets), -1, self.shape[1]))
-        of_token = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
-        return of_token.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype)
+        return {name: self._by_head(value) for name, value in measures.items()}
 
     def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
         """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""

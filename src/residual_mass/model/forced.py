@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.decoder import ArmDecoder, Layers
-from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine, maps_suffix
-from residual_mass.model.hook import Handler, attention_hook, end_tokens, greedy, model_at_fault
-from residual_mass.model.phi_maps import MAPS_AT_FAULT
+from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.hook import Handler, attention_hook, end_tokens, greedy
 from residual_mass.model.prefix import retrieved_by
 
 State = Literal["own", "dense"]
@@ -101,9 +100,7 @@ class ForcedDecoder:
         if not all(finite):
             arm, layer = decoder.arms[finite.index(False)], self._layer_at_fault(decoder, tokens, finite.index(False))
             place = "" if layer is None else f", from layer {layer} on,"
-            what = f"the logits of the continuation under {arm.method}{maps_suffix(arm.maps)}{place} are"
-            cause = MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.engine.backbone.spec)
-            raise NotFiniteError(0, what, cause)
+            raise self.engine.not_finite(0, "the continuation", arm, place)
         return logits
 
     def _layer_at_fault(self, decoder: ArmDecoder, tokens: Sequence[int], row: int) -> int | None:

@@ -53,24 +53,21 @@ def window_of(layer: nn.Module) -> Window | None:
     Raises:
         ValueError: the layer is of another kind, such as one that chooses blocks of tokens itself.
     """
-    kind = _layer_type(layer.config, layer.layer_idx)
+    config, types = layer.config, getattr(layer.config, "layer_types", None)  # looked up as transformers' caches do
+    sliding, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if types is not None:
+        kind = types[layer.layer_idx]
+    elif sliding is not None and getattr(config, "use_sliding_window", True):
+        kind = "sliding_attention"
+    else:
+        kind = "chunked_attention" if chunk is not None else "full_attention"
     if kind in SLIDING:
-        return Window(layer.config.sliding_window)
+        return Window(sliding)
     if kind in CHUNKED:
-        return Window(layer.config.attention_chunk_size, chunked=True)
+        return Window(chunk, chunked=True)
     if kind not in WHOLE:
         raise ValueError(f"{type(layer).__name__} is a layer of type {kind}, which reads a choice of its own")
     return None
-
-
-def _layer_type(config: Any, index: int) -> str:
-    """Looks up a layer's type, as transformers' caches do."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return types[index]
-    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
-        return "sliding_attention"
-    return "chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention"
 
 
 NAME = "residual_mass"

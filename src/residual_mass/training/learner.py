@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from residual_mass.core.accounting import attention_scores
+from residual_mass.core.accounting import attention_scores, promoted
 from residual_mass.core.feature_maps import (
     Baddbmm,
     FoldedMap,
@@ -39,12 +39,10 @@ from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training.teacher import (
     ON_OUTPUTS,
     LayerTrace,
-    Traces,
     by_kv_head,
     parallel_layers,
     retrieved,
     training_budgets,
-    widened,
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,12 +96,6 @@ class Learner:
         self.seconds = 0.0
         wanted = self.objective.budgets or spec.eval_budgets
         self.supports = [i for i, budget in enumerate(training_budgets(spec)) if budget in wanted]
-
-    def initialise(self, first_pass: Traces) -> None:
-        """Initialises the maps with positive random features if the variant asks for them."""
-        if self.calibrated:
-            spec = self.spec
-            positive_random_features(self.maps, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
 
     def backward(self, layer: int, trace: LayerTrace) -> None:
         """Adds one sequence's gradient of one layer, divided by the number of sequences of a step."""
@@ -181,7 +173,7 @@ def row_losses(
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
     baddbmm, features = PRECISIONS[precision]
-    log_query = query_map.fold()(widened(trace.queries), baddbmm)
+    log_query = query_map.fold()(promoted(trace.queries), baddbmm)
     log_key = _in_blocks(key_map.fold(), keys, baddbmm)
     kv_heads = keys.shape[0]
     if objective.name not in ON_OUTPUTS:
@@ -194,7 +186,7 @@ def row_losses(
     assert trace.targets is not None
     by_position = by_kv_head(log_query, kv_heads)
     window = Window(trace.positions, anchors.sink, anchors.tail)
-    values = widened(trace.values[:, :seen])
+    values = promoted(trace.values[:, :seen])
     if objective.name == "lolcats":
         losses = lolcats_losses(by_position, log_key, values, window, trace.targets)
     else:
@@ -207,7 +199,7 @@ def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor, baddbmm: Baddbmm)
     """Computes log phi_k in blocks, [Hkv, L, D] -> [Hkv, L, M], with activation checkpointing."""
 
     def log_features(block: Tensor) -> Tensor:
-        return key_map(widened(block), baddbmm)
+        return key_map(promoted(block), baddbmm)
 
     at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // (keys.shape[0] * key_map.width))
     if keys.shape[1] <= at_once:

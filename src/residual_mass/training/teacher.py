@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residual_mass.core.accounting import promoted
 from residual_mass.core.output_matching import Targets, Window, exact_targets
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
@@ -56,14 +57,12 @@ class LayerTrace:
         return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
 
     def widened(self) -> LayerTrace:
-        """Converts queries, keys and values as `widened` does."""
-        queries, keys, values = (widened(x) for x in (self.queries, self.keys, self.values))
+        """Converts half precision to float32, which is exact."""
+        queries, keys, values = (promoted(x) for x in (self.queries, self.keys, self.values))
         return replace(self, queries=queries, keys=keys, values=values)
 
     def to(self, device: torch.device) -> LayerTrace:
-        """Moves the trace to a device; returns itself if it is already there."""
-        if self.keys.device == device:
-            return self
+        """Moves the trace to a device."""
         targets = None if self.targets is None else Targets(*(x.to(device) for x in self.targets))
         queries, keys, values = (x.to(device) for x in (self.queries, self.keys, self.values))
         return LayerTrace(queries, keys, values, self.positions.to(device), self.scale, targets)
@@ -72,11 +71,6 @@ class LayerTrace:
 Traces = list[LayerTrace]
 """Every layer's trace of one teacher pass."""
 Consume = Callable[[int, LayerTrace], None]
-
-
-def widened(x: Tensor) -> Tensor:
-    """Converts half precision to float32, which is exact."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _LastLayerDone(Exception):

@@ -32,7 +32,7 @@ from residual_mass.texts.hub import commits_of
 from residual_mass.texts.names import HUB
 from residual_mass.training import COLUMNS
 from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
-from residual_mass.training.learner import Learner
+from residual_mass.training.learner import Learner, positive_random_features
 from residual_mass.training.processes import Processes, StopSignals, processes
 from residual_mass.training.teacher import LayerTrace, TeacherPool
 
@@ -52,11 +52,16 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
             or another job uses this checkpoint.
     """
     record = Record("train", spec, [assets / MANIFEST])
-    _check(spec, out)
+    if spec.curriculum is not None and tokens_of(spec.curriculum.length) > tokens_of(spec.length):
+        raise ValueError(
+            f"phi.curriculum.length ({spec.curriculum.length}) is longer than the maps' ({spec.length}); "
+            "choose a shorter one"
+        )
+    if len(out) != len(spec.variants):
+        raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
     with processes() as group, locked(checkpoint) if group.leads else nullcontext():
-        slots = group.share(spec.sequences_per_step)
-        backbone = load_backbone(spec.backbone, assets, group.device())
         length, count = tokens_of(spec.length), spec.sequences_per_step
+        slots, backbone = group.share(count), load_backbone(spec.backbone, assets, group.device())
         corpora = {
             slot: training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets, slot, count)
             for slot in slots
@@ -70,10 +75,9 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        parts = [HUB[name] for name in (*spec.corpora, *spec.held_out) if name in HUB]
         ran = {
             "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps,
-            "data_sets": commits_of(parts),
+            "data_sets": commits_of([HUB[name] for name in (*spec.corpora, *spec.held_out) if name in HUB]),
         }  # fmt: skip
         for learner, path in zip(trainer.learners, out, strict=True):
             learner.maps.save(path)
@@ -81,21 +85,6 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
         record.write(log_csv, seconds=trainer.seconds, **ran)
         checkpoint.unlink(missing_ok=True)
         remove_leftovers(checkpoint)
-
-
-def _check(spec: TrainSpec, out: Sequence[Path]) -> None:
-    context = spec.backbone.context
-    if tokens_of(spec.length) > context:
-        raise ValueError(
-            f"length {spec.length}: longer than the context of {spec.backbone.name} ({context}); choose a shorter one"
-        )
-    if spec.curriculum is not None and tokens_of(spec.curriculum.length) > tokens_of(spec.length):
-        raise ValueError(
-            f"phi.curriculum.length ({spec.curriculum.length}) is longer than the maps' ({spec.length}); "
-            "choose a shorter one"
-        )
-    if len(out) != len(spec.variants):
-        raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
 
 
 class Trainer:
@@ -165,9 +154,9 @@ class Trainer:
     def initialise(self) -> None:
         started = time.perf_counter()
         if any(learner.calibrated for learner in self.learners):
-            first_pass = next(iter(self.passes.values())).first()
-            for learner in self.learners:
-                learner.initialise(first_pass)
+            first_pass, spec = next(iter(self.passes.values())).first(), self.spec
+            for learner in (learner for learner in self.learners if learner.calibrated):
+                positive_random_features(learner.maps, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
         for learner in self.learners:
             self.group.start_equal(learner.maps)
         self.seconds += time.perf_counter() - started

@@ -28,12 +28,6 @@ STEPS = 10
 class AllOfIt(Residual):
     """No estimate: the unread tokens' exact terms."""
 
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[()]:
-        return ()
-
-    def update(self, state: tuple[()], keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[()]:
-        return ()
-
     def terms(self, seen: Seen, state: tuple[()]) -> Terms:
         return exact_terms(seen.scores, seen.values, seen.unread)
 
@@ -88,10 +82,6 @@ def test_partial_kv_takes_them_without_maps(tiny_backbone: Backbone, prompts: li
     torch.testing.assert_close(logits["topk_all"], logits["full"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits["topk_nothing"], logits["topk"], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits["topk"], logits["full"])
-
-
-def test_the_papers_methods_come_first() -> None:
-    assert tuple(one.name for one in METHODS)[: len(OF_THE_PAPER)] == OF_THE_PAPER
 
 
 OWN = [one.name for one in METHODS if one.name not in OF_THE_PAPER]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.conftest import TINY, byte_tokenizer
+from tests.conftest import TINY, byte_tokenizer, save_tiny, tiny_llama
 from tokenizers.processors import TemplateProcessing
 
 from residual_mass.core.settings import MapSpec
@@ -50,8 +51,6 @@ def test_foreign_and_missing_files_are_named(tmp_path: Path) -> None:
 
 
 def test_damaged_weights_are_named_before_loading(tiny_assets: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "assets"
     shutil.copytree(tiny_assets, copy)
     weights = copy / "models" / "tiny-llama" / "model.safetensors"
@@ -63,11 +62,7 @@ def test_damaged_weights_are_named_before_loading(tiny_assets: Path, tmp_path: P
 
 
 def test_identity_follows_the_weights(tiny_backbone: Backbone, tiny_assets: Path, tmp_path: Path) -> None:
-    from tests.conftest import tiny_llama
-
-    folder = tmp_path / "models" / "tiny-llama"
-    tiny_llama(seed=1).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_tiny(tiny_llama(seed=1), tmp_path)
     assert load_backbone(TINY, tmp_path).identity != tiny_backbone.identity
     assert load_backbone(TINY, tiny_assets).identity == tiny_backbone.identity
 

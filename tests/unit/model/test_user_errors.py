@@ -23,17 +23,12 @@ SHARE = "is not a share of the prompt's tokens in (0, 1]: "
     ("budget", "line"),
     [
         (2, f"budget=2 {SHARE}for 2 % write 0.02"),
-        (1.5, f"budget=1.5 {SHARE}for 1.5 % write 0.015"),
         ("4%", f"budget='4%' {SHARE}for 4 % write 0.04"),
-        (" 50 %", f"budget=' 50 %' {SHARE}for 50 % write 0.5"),
         (1, "budget=1 may mean 1 % or the whole prompt: write 0.01 or 1.0"),
         (0, f"budget=0 {SHARE}for 2 % write 0.02"),
-        (-0.1, f"budget=-0.1 {SHARE}for 2 % write 0.02"),
         (200, f"budget=200 {SHARE}for 2 % write 0.02"),
         (float("nan"), f"budget=nan {SHARE}for 2 % write 0.02"),
-        (float("inf"), f"budget=inf {SHARE}for 2 % write 0.02"),
         (None, f"budget=None {SHARE}for 2 % write 0.02"),
-        ("few", f"budget='few' {SHARE}for 2 % write 0.02"),
         ("1/0", f"budget='1/0' {SHARE}for 2 % write 0.02"),
     ],
 )
@@ -62,13 +57,13 @@ def test_a_budget_in_percent() -> None:
 
 
 @dataclass(frozen=True)
-class WithoutUpdate(Residual):
-    prepare = terms = summary_bytes = AllOfIt.terms
+class WithoutTerms(Residual):
+    summary_bytes = AllOfIt.summary_bytes
 
 
 @dataclass
 class Loose(Residual):
-    prepare = update = terms = summary_bytes = AllOfIt.terms
+    terms = summary_bytes = AllOfIt.terms
 
 
 NO = "is no instance of a frozen dataclass that inherits from"
@@ -77,7 +72,7 @@ NO = "is no instance of a frozen dataclass that inherits from"
 @pytest.mark.parametrize(
     ("make", "error", "line"),
     [
-        (WithoutUpdate, TypeError, "Can't instantiate abstract class WithoutUpdate .* '?update'?"),
+        (WithoutTerms, TypeError, "Can't instantiate abstract class WithoutTerms .* '?terms'?"),
         (
             lambda: Method("mine", residual=TopK()),
             ValueError,
