@@ -98,8 +98,10 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
 
 def _by_document(tokens: pd.DataFrame, names: list[str]) -> np.ndarray:
     """[names, A, D], means over the tokens of each document."""
-    found = tokens.groupby(["arm", "index"])[names].mean()
-    return found.to_numpy().T.reshape(len(names), tokens["arm"].nunique(), -1)
+    arms = tokens["arm"].nunique()  # which see the same tokens, sorted by document and position
+    values = tokens[names].to_numpy(dtype=np.float64).T.reshape(len(names), arms, -1)
+    starts = np.flatnonzero(tokens["position"].to_numpy()[: values.shape[-1]] == 0)
+    return np.add.reduceat(values, starts, axis=-1) / np.diff([*starts, values.shape[-1]])
 
 
 def _lines(found: Means, metrics: list[str], arms: pd.Index | list[int]) -> pd.DataFrame:

@@ -52,14 +52,15 @@ class Means:
 
 def means(tasks: Tasks, resamples: int, seed: int) -> Means:
     """Means of every row, with resamples drawn within each task."""
-    value, variance, draws = [], [], np.zeros(1)
+    value, errors, draws = [], [], np.zeros(1)
     for task, values in tasks.items():
         rows, n = values.shape
         value.append(values.mean(axis=1))
-        variance.append(values.var(axis=1, ddof=1) / n if n > 1 else np.full(rows, np.nan))
+        errors.append(values.std(axis=1, ddof=1) / np.sqrt(n) if n > 1 else np.full(rows, np.nan))
         sums = np.concatenate([counts @ values.T for counts in resampled(n, resamples, seed, task)]).T
         draws = draws + sums / n
-    return Means(np.mean(value, axis=0), np.sqrt(np.sum(variance, axis=0)) / len(tasks), draws / len(tasks))
+    stderr = np.sqrt(np.square(errors).sum(axis=0)) / len(tasks)
+    return Means(np.mean(value, axis=0), stderr, draws / len(tasks))
 
 
 def percentile_interval(draws: np.ndarray) -> np.ndarray:
