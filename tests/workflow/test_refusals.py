@@ -161,9 +161,6 @@ JOBS: list[tuple[dict[str, Any], str, str]] = [
     ({"ablations.backbones": []}, "table study=mini label=dphi_ablation", f"{MINI}: tables: dphi_ablation has noth"),
     ({"diagnostics.backbones": []}, "table study=mini label=exact_accounting", f"{MINI}: tables: exact_accounting h"),
     ({"fidelity.prompts_at": []}, "table study=mini label=fidelity_answers", f"{MINI}: tables: fidelity_answers has"),
-    ({}, "comparison study=mini", f"{MINI}: tables: has none to compare with the paper's; add one"),
-    ({}, "numbers study=mini", f"{MINI}: tables: has none whose numbers could be quoted; add one"),
-    ({}, "document study=mini", f"{MINI}: tables, figures: has neither for a document; add one"),
 ]
 """What is changed in a mini study without tables and figures, a job, and how the line begins that refuses it."""
 

@@ -86,7 +86,7 @@ class Plan(Configuration):
     def rendered(self, study: str) -> list[str]:
         """Every table, figure and document that `all` makes."""
         tables, figures = self.studies[study].tables, self.studies[study].figures
-        of_all = [paths.COMPARISON, paths.PICTURE] if set(tables) & set(COMPARED) else []
+        of_all = [paths.COMPARISON, paths.PICTURE] if compared_tables(self.studies[study]) else []
         of_all += [paths.NUMBERS] * bool(tables) + [paths.DOCUMENT] * bool(tables or figures)
         return [
             *expand(paths.TABLE, study=study, label=tables),
@@ -394,50 +394,50 @@ class Plan(Configuration):
 
     def _shown_by(self, study: Study, names: list[str], label: str) -> tuple[list[str], dict[str, Any]]:
         """The files that a table shows, and where they are not of the whole study, what of it they are of."""
-        table, forced, compared = find(label), study.fidelity, study.residuals
-        mismatch, ablations, captured = study.mismatch, study.ablations, study.diagnostics
-        of: Any
+        table, forced, of = find(label), study.fidelity, names
+        sections = {"dphi": study.ablations, "loss": study.ablations, "diagnostics": study.diagnostics}
+        sections |= {"mismatch": study.mismatch, "residuals": study.residuals}
+        shown: dict[str, Any] = {}
+        if section := sections.get(table.of):
+            budgets = [section.budget] if hasattr(section, "budget") else study.budgets
+            lengths = section.lengths if hasattr(section, "lengths") else [section.length]
+            shown, of = {"backbones": section.backbones, "lengths": lengths, "budgets": budgets}, section.backbones
         match table.of:
             case "scores":
-                of = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
-                shown = {"benchmarks": sorted(study.benchmarks), "lengths_of": of, "own_methods": study.own_methods()}
-                lengths = sorted({length for each in of.values() for length in each}, key=tokens_of)
-                files = benchmark_results(study, names, of)
-                return files, shown | {"lengths": lengths}
+                points = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
+                lengths = sorted({length for each in points.values() for length in each}, key=tokens_of)
+                shown = {"benchmarks": sorted(study.benchmarks), "lengths": lengths, "lengths_of": points}
+                return benchmark_results(study, of, points), shown | {"own_methods": study.own_methods()}
             case "fidelity":
                 shown = {"lengths": forced.lengths, "maps": study.forced_maps(names)}
-                return expand(paths.FIDELITY, backbone=names, length=forced.lengths), shown
+                return expand(paths.FIDELITY, backbone=of, length=forced.lengths), shown
             case "answers":
-                of = {name: study.answered_lengths(name) for name in forced.benchmarks}
-                lengths = [length for length in forced.lengths if any(length in each for each in of.values())]
-                shown = {"lengths_of": of, "benchmarks": forced.benchmarks, "maps": [study.maps.main]}
-                return expand(paths.FIDELITY, backbone=names, length=lengths), shown | {"lengths": lengths}
+                points = {name: study.answered_lengths(name) for name in forced.benchmarks}
+                lengths = [length for length in forced.lengths if any(length in each for each in points.values())]
+                shown = {"benchmarks": forced.benchmarks, "lengths": lengths, "lengths_of": points}
+                return expand(paths.FIDELITY, backbone=of, length=lengths), shown | {"maps": [study.maps.main]}
             case "residuals":  # with the fidelity of the same methods and the logs of their maps
-                of = {"backbone": compared.backbones}
-                both = [length for length in compared.lengths if length in forced.lengths]
-                files = expand(paths.RESIDUAL_ERRORS, **of, length=compared.lengths)
-                files += expand(paths.FIDELITY, **of, length=both)
-                files += expand(paths.TRAINING_LOG, **of, maps=study.maps_for(study.residuals.methods))
-                return files, {"backbones": compared.backbones, "lengths": compared.lengths}
+                both = [length for length in section.lengths if length in forced.lengths]
+                return [
+                    *expand(paths.RESIDUAL_ERRORS, backbone=of, length=section.lengths),
+                    *expand(paths.FIDELITY, backbone=of, length=both),
+                    *expand(paths.TRAINING_LOG, backbone=of, maps=study.maps_for(section.methods)),
+                ], shown
             case "mismatch":
-                shown = {"backbones": mismatch.backbones, "lengths": mismatch.lengths, "benchmarks": ["ruler"]}
-                of = {"maps": mismatch.maps, "own_methods": study.own_methods(mismatch.budget)}
-                files = expand(paths.MISMATCH, backbone=mismatch.backbones)
-                return files, shown | of | {"budgets": [mismatch.budget]}
+                shown |= {"benchmarks": ["ruler"], "maps": section.maps}
+                return expand(paths.MISMATCH, backbone=of), shown | {"own_methods": study.own_methods(section.budget)}
             case "dphi" | "loss":
-                shown = {"backbones": ablations.backbones, "lengths": [ablations.length], "budgets": [ablations.budget]}
-                shown |= {"benchmarks": ablations.benchmarks, "maps": self.compared_maps(study, table.of)}
-                files = expand(paths.ABLATION, ablation=table.of, backbone=ablations.backbones)
-                return files, shown | {"own_methods": study.own_methods(ablations.budget)}
+                shown |= {"benchmarks": section.benchmarks, "maps": self.compared_maps(study, table.of)}
+                shown |= {"own_methods": study.own_methods(section.budget)}
+                return expand(paths.ABLATION, ablation=table.of, backbone=of), shown
             case "diagnostics":
-                shown = {"backbones": captured.backbones, "lengths": captured.lengths, "budgets": [captured.budget]}
-                return expand(paths.ACCOUNTING, backbone=captured.backbones), shown
+                return expand(paths.ACCOUNTING, backbone=of), shown
             case "maps":
                 return [path for name in names for path in self._sized_phi(study, name)], {"budgets": ()}
             case "training":
-                return expand(paths.TRAINING_LOG, backbone=names, maps=study.maps.main), {"budgets": ()}
-        shown = {"backbones": [label.removeprefix(RUNTIME)], "lengths": study.runtime.contexts, "budgets": ()}
-        return expand(paths.RUNTIME, backbone=shown["backbones"]), shown
+                return expand(paths.TRAINING_LOG, backbone=of, maps=study.maps.main), {"budgets": ()}
+        of = [label.removeprefix(RUNTIME)]
+        return expand(paths.RUNTIME, backbone=of), {"backbones": of, "lengths": study.runtime.contexts, "budgets": ()}
 
     def _sized_phi(self, study: Study, backbone: str) -> list[str]:
         """The main maps of a backbone, and where the ablations are made those of other widths."""
@@ -453,15 +453,12 @@ class Plan(Configuration):
 
     def comparison(self, w: Wildcards) -> Work:
         """The tables of a study that the paper has as well, and the settings that decide what can be compared."""
-        labels = [label for label in self.study_named(w).tables if label in COMPARED]
-        if not labels:
-            raise ValueError(f"{file_of(w.study)}: tables: has none to compare with the paper's; add one")
-        variants = self.main.variants
+        labels = compared_tables(self.study_named(w))
         spec = specs.ComparisonSpec(
             study=w.study,
             settings=self._settings(w.study),
             paper=self._settings("paper") if "paper" in self.studies else {},
-            variants={label: settings_of({"phi": changes}) for label, changes in variants.items()},
+            variants={label: settings_of({"phi": changes}) for label, changes in self.main.variants.items()},
         )
         return {"tables": expand(paths.CELLS, study=w.study, label=labels)}, spec
 
@@ -472,8 +469,6 @@ class Plan(Configuration):
 
     def numbers(self, w: Wildcards) -> Work:
         cells = expand(paths.CELLS, study=w.study, label=self.study_named(w).tables)
-        if not cells:
-            raise ValueError(f"{file_of(w.study)}: tables: has none whose numbers could be quoted; add one")
         return {"tables": cells, "template": self.template("numbers")}, specs.NumbersSpec(w.study)
 
     # ---- figures, document and page ----------------------------------------------------------------------------------
@@ -512,8 +507,6 @@ class Plan(Configuration):
     def document(self, w: Wildcards) -> Work:
         """All tables and figures of a study, in the order of its configuration."""
         study = self.study_named(w)
-        if not study.tables and not study.figures:
-            raise ValueError(f"{file_of(w.study)}: tables, figures: has neither for a document; add one")
         spec = specs.DocumentSpec(w.study, self.backbone_specs(w.study), self._figure_titles(study))
         return {
             "tables": expand(paths.TABLE, study=w.study, label=study.tables),
@@ -525,7 +518,7 @@ class Plan(Configuration):
     def report(self, _: Wildcards) -> Work:
         """The page of the study that config.yaml names."""
         name = self.main.study
-        study, compared = self.studies[name], set(self.studies[name].tables) & set(COMPARED)
+        study = self.studies[name]
         spec = specs.ReportSpec(
             study=name,
             backbones=self.backbone_specs(name),
@@ -536,7 +529,7 @@ class Plan(Configuration):
         return {
             "tables": expand(paths.CELLS, study=name, label=study.tables),
             "figures": expand(paths.FIGURE_PNG, study=name, label=study.figures),
-            "comparison": expand(paths.COMPARISON, study=name) if compared else [],
+            "comparison": expand(paths.COMPARISON, study=name) if compared_tables(study) else [],
             "template": self.here(paths.PAGE_TEMPLATE),
         }, spec
 
@@ -585,3 +578,8 @@ def maps_specs(labels: Iterable[str]) -> tuple[MapsSpec, ...]:
 def benchmark_results(study: Study, backbones: Iterable[str], benchmarks: Iterable[str]) -> list[str]:
     places = ({"benchmark": name, "length": study.lengths_of(name)} for name in benchmarks)
     return [path for place in places for path in expand(paths.RESULTS, backbone=backbones, **place)]
+
+
+def compared_tables(study: Study) -> list[str]:
+    """Tables of a study that the paper has as well."""
+    return [label for label in study.tables if label in COMPARED]
