@@ -49,7 +49,7 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @st.composite
-def changed(draw: st.DrawFn, data: Any) -> Any:
+def changed(draw: st.DrawFn, data: Any, values: st.SearchStrategy[Any] = JSON) -> Any:
     """A JSON value with one thing in it taken out, renamed or replaced."""
     data = copy.deepcopy(data)
     *to, last = draw(st.sampled_from([path for path in places(data) if path]))
@@ -57,7 +57,7 @@ def changed(draw: st.DrawFn, data: Any) -> Any:
     for key in to:
         holder = holder[key]
     value = holder.pop(last)
-    new = draw(JSON | st.just(value))
+    new = draw(values | st.just(value))
     if isinstance(holder, list):
         return holder.insert(last, new) or data
     kind = draw(st.sampled_from(["taken out", "renamed", "replaced"]))

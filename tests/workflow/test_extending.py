@@ -12,18 +12,20 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
-from runs import ROOT, Run, dry_run, snakemake
+from runs import ROOT, Run, dry_run, plan_of, snakemake
+from snakemake.iocontainers import Wildcards
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 from tests.unit.paper.sample_results import distance_row, error_row, score_row, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
 from residual_mass.core.settings import to_json
 from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import BackboneSpec, PromptsSpec
+from residual_mass.study.specs import BackboneSpec
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 TINY = BackboneSpec("mini", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")
@@ -156,33 +158,25 @@ def scores(copy: Path, tasks: list[str], more: list[str]) -> list[dict[str, str]
     """What the copy's package makes of one example of LongBench tasks at 1k, by the paper's methods and `more`."""
     assets = copy / "results" / "assets"
     write_assets(assets)
-    prompts = PromptsSpec("longbench", "1k", "tiny", MODEL_ID, REVISION, "assets", "assets", 1, 0, 1)
-    place = {
-        "study": "mini",
-        "backbone": dataclasses.asdict(TINY),
-        "benchmark": "longbench",
-        "length": "1k",
-        "recipe": 1,
-    }
-    generate = place | {
-        "tasks": tasks, "examples": 1, "anchors": {}, "budget_length": "real", "chat_template": False,
-        "truncate_to": "1k", "maps": [{"label": "1k", "length": 1024}], "answer_margin": 0,
-        "stop_when_saturated": False, "batch_tokens": 4096, "allow_extrapolation": False, "recipe": 1,
-        "arms": [
-            {"method": name, "budget_percent": None if name == "full" else 5, "maps": "1k" if "phi" in name else None}
-            for name in (*METHODS, *more)
-        ],
-    }  # fmt: skip
-    score = place | {
-        "data_source": "assets",
-        "examples": 1,
-        "arms": None,
-        "decoding": "",
-        "bootstrap_resamples": 10,
-        "seed": 0,
-        "recipe": 1,
-    }
-    told = [to_json(TINY), to_json(prompts), json.dumps(generate), json.dumps(score)]
+    place = {"backbone": "smol", "benchmark": "longbench", "length": "2k", "group": "main", "tasks": "all"}
+    tiny = {"backbone": dataclasses.asdict(TINY), "length": "1k", "examples": 1}
+
+    def spec(stage: str, **changes: Any) -> str:
+        _, found = plan_of(ROOT).work(stage, Wildcards(fromdict=place | {"tokenizer": "smollm2"}))
+        kept = json.loads(to_json(found))
+        return json.dumps({key: value for key, value in (kept | tiny | changes).items() if key in kept})
+
+    maps, arms = [{"label": "1k", "length": 1024}], [("full", None), *((name, 5) for name in (*METHODS[1:], *more))]
+    told = [
+        to_json(TINY),
+        spec("prompts", tokenizer="tiny", model_id=MODEL_ID, revision=REVISION),
+        spec(
+            "generate", tasks=tasks, truncate_to="1k", maps=maps, chat_template=False, answer_margin=0, residuals=[],
+            arms=[{"method": name, "budget_percent": percent, "maps": "1k" if "phi" in name else None}
+                  for name, percent in arms],
+        ),
+        spec("score"),
+    ]  # fmt: skip
     command = [sys.executable, "-c", SCRIPT, str(assets), *told, *more]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)

@@ -230,6 +230,8 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
         yield from _unknown(key, values, options)
     if tokens_of(longest) > tokens_of(study.maps.main):
         yield f"maps.main: trained on {study.maps.main}, but the study evaluates {longest}"
+    if "natural_main" in study.tables and len(study.lengths_of("longbench")) != 1:
+        yield "tables: natural_main shows one length of longbench; give benchmarks.longbench.lengths one"
     for benchmark in study.ablations.benchmarks if study.ablations.backbones else ():
         real = benchmark in study.benchmarks and study.benchmarks[benchmark].budget_length == "real"
         if real and tokens_of(study.truncate_to) > tokens_of(length):
@@ -251,8 +253,10 @@ def _choices(study: Study, backbones: list[str]) -> Iterator[tuple[str, Iterable
     yield "residuals.methods", [TOPK], compared.methods
     if "residual_estimators" in study.tables:
         yield "budgets, of the table residual_estimators", study.budgets, compared.budgets
-    if set(study.tables) - {"fidelity", "fidelity_answers", "residual_estimators", "deployable"}:
-        yield "methods, of tables of the paper", METHODS, study.methods
+    of_the_paper = set(study.tables) - {"fidelity", "fidelity_answers", "residual_estimators", "deployable"}
+    if of_the_paper or mismatch.backbones or ablations.backbones:
+        needed = METHODS if of_the_paper else METHODS[:3]
+        yield "methods, of the paper's tables and comparisons", needed, study.methods
     whose = {"ablations": ablations.backbones, "residuals": compared.backbones}
     for label, figure in study.figures.items():
         section = FIGURES[kind_of(label)].section
