@@ -14,6 +14,7 @@ from residual_mass import methods
 from residual_mass.benchmarks.catalogue import tasks_of
 from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.paper.tables import find
 from residual_mass.study import sections
 from residual_mass.study.figures import FIGURES, kind_of
 from residual_mass.study.labels import METHODS, PUBLISHED, TOPK
@@ -253,7 +254,7 @@ def _choices(study: Study, backbones: list[str]) -> Iterator[tuple[str, Iterable
     yield "residuals.methods", [TOPK], compared.methods
     if "residual_estimators" in study.tables:
         yield "budgets, of the table residual_estimators", study.budgets, compared.budgets
-    of_the_paper = set(study.tables) - {"fidelity", "fidelity_answers", "residual_estimators", "deployable"}
+    of_the_paper = {find(label).of for label in study.tables} - {"fidelity", "answers", "residuals"}
     if of_the_paper or mismatch.backbones or ablations.backbones:
         needed = METHODS if of_the_paper else METHODS[:3]
         yield "methods, of the paper's tables and comparisons", needed, study.methods
