@@ -156,7 +156,7 @@ JOBS: list[tuple[dict[str, Any], str, str]] = [
     ({"maps.trained": ["512", "1k"]}, "train smol maps=2k", f"maps '2k' is not in {MINI}, which has 512, 1k"),
     ({"fidelity.lengths": ["1k"]}, "force smol length=2k", "length '2k' is not in fidelity.lengths of config/studies/"),
     ({"benchmarks.babilong.lengths": ["512"]}, BABILONG, "length 512: babilong needs at least 1024"),
-    ({"methods": ["full", "topk_best"]}, "force smol length=1k", "method 'topk_best' is unknown; the most similar "),
+    ({"methods": ["full", "topk", "topk_phi", "topk_b"]}, "force smol length=1k", "method 'topk_b' is unknown; the"),
     ({"residuals.methods": ["topk", "full"]}, "residual_errors smol length=1k", "arm 'full': full takes no budget_p"),
     ({}, "table study=mini label=table_nine", f"table 'table_nine' is not in {MINI}, which has natural_main, "),
     ({}, "table study=mini label=runtime_1b", f"table 'runtime_1b' is not in {MINI}, which has natural_main, "),
