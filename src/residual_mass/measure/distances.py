@@ -10,7 +10,7 @@ import logging
 import mimetypes
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 STUDY = "measure"
 """In place of a study's name, in files."""
+STORE = "store.jsonl"
+"""What was decoded for any answer in a folder."""
 FILES = "files"
 """What single files are called together; a folder is a text of its own."""
 CHARACTERS = 16
@@ -106,8 +108,7 @@ def measure(args: Arguments) -> Measured:
         ValueError: the model, a text, a method or a number is at fault; names it.
         NotFiniteError: the model returns a NaN or an infinity.
     """
-    store = args.out / "store.jsonl"
-    require_writable(store)
+    require_writable(args.out / STORE)
     arms, device = _arms(args), find_device(args.device)
     phi = None if args.phi is None else PhiMaps.load(args.phi)
     backbone = find_model(args.model, args.assets, device)
@@ -135,12 +136,12 @@ def measure(args: Arguments) -> Measured:
         maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
     )  # fmt: skip
     few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
-    distances = _distances(args, spec, texts, load, store, folder, "kl_max" if few else "kl_p99_9")
+    distances = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9")
     read = pd.concat([_read(args, text, load(), phi) for text in texts])
     return Measured(
-        args, f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder, settings, texts,
-        distances.merge(read, on=ARM_OF_TEXT), "largest" if few else "99.9 % point",
-        _seconds(args, load(), texts[0].sequences[0], phi),
+        args=args, title=f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder=folder,
+        settings=settings, texts=texts, table=distances.merge(read, on=ARM_OF_TEXT),
+        tail="largest" if few else "99.9 % point", seconds=_seconds(args, load(), texts[0].sequences[0], phi),
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
 
 
 def _distances(
-    args: Arguments, spec: ForceSpec, texts: Sequence[Text], load: Any, store: Path, folder: Path, tail: str
+    args: Arguments, spec: ForceSpec, texts: Sequence[Text], load: Callable[[], Backbone], folder: Path, tail: str
 ) -> pd.DataFrame:
     """Forces the texts and reads distances out of that, both by the studies' stages; the first columns of
     `Measured.table`.
@@ -184,7 +185,7 @@ def _distances(
     documents = [each for text in texts for each in following(spec, text.name, text.sequences, spec.rows_of_answer)]
     identity = backbone_identity(spec.backbone, args.assets)
     maps = {} if args.phi is None else {args.phi.stem: args.phi}
-    facts = write_forced(spec, documents, identity, load, maps, store, forced)
+    facts = write_forced(spec, documents, identity, load, maps, args.out / STORE, forced)
     record.write(forced, identity=identity, **facts)
     about = FidelitySpec(
         study=STUDY, backbone=spec.backbone, length=args.length, recipe=RECIPES["fidelity"],
@@ -203,11 +204,8 @@ def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) 
     """What a step reads of the first document's prompt; tokens that it reads are means over layers, heads and queries,
     and hardly vary between documents.
     """
-    folded, length, anchors = (
-        None if phi is None else phi.on(backbone.device).folded(),
-        args.prompt_tokens,
-        AnchorSpec(),
-    )
+    length, anchors = args.prompt_tokens, AnchorSpec()
+    folded = None if phi is None else phi.on(backbone.device).folded()
     counts: dict[str, list[Tensor]] = {method: [] for method in args.methods}
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
