@@ -221,7 +221,7 @@ class Method:
 
     Raises:
         ValueError: a selector or residual is no instance of a frozen dataclass that inherits from `Selector` or
-            `Residual`; the residual does not fit the selector.
+            `Residual`, or has one of `prepare` and `update` alone; the residual does not fit the selector.
     """
 
     name: str
@@ -239,6 +239,8 @@ class Method:
                     f"{base.__name__.lower()} {part!r} is no instance of a frozen dataclass that inherits from "
                     f"{base.__name__} (see docs/extending.md)"
                 )
+            if part is not None and (type(part).prepare is base.prepare) != (type(part).update is base.update):
+                raise ValueError(f"{base.__name__.lower()} {part!r} has one of prepare and update without the other")
         if self.selector is None and self.residual is not None:
             raise ValueError(f"method {self.name!r} reads the whole prompt, which leaves nothing for a residual")
         if self.selector is not None and self.selector.replaces_cache and not getattr(self.own, "holds_values", False):

@@ -398,7 +398,6 @@ def test_groups_are_the_selectors() -> None:
         (CacheOnly(QuantisedScan(4)), Moments(), "keeps no values: CacheOnly goes with QuantisedValues"),
         (CacheOnly(QuantisedScan(4)), Phi(), "keeps no values"),
         (CacheOnly(QuantisedScan(4)), None, "keeps no values"),
-        (TopK, None, "is no instance of a frozen dataclass that inherits from Selector"),
     ],
 )
 def test_a_residual_that_does_not_fit_its_selector_is_refused(

@@ -61,6 +61,11 @@ class WithoutTerms(Residual):
     summary_bytes = AllOfIt.summary_bytes
 
 
+@dataclass(frozen=True)
+class WithoutUpdate(AllOfIt):
+    prepare = AllOfIt.terms
+
+
 @dataclass
 class Loose(Residual):
     terms = summary_bytes = AllOfIt.terms
@@ -77,6 +82,11 @@ NO = "is no instance of a frozen dataclass that inherits from"
             lambda: Method("mine", residual=TopK()),
             ValueError,
             rf"residual TopK\(\) {NO} Residual .see docs/extending.md",
+        ),
+        (
+            lambda: Method("mine", residual=WithoutUpdate()),
+            ValueError,
+            r"residual WithoutUpdate\(\) has one of prepare and update without the other",
         ),
         (lambda: Method("mine", residual=Moments), ValueError, f"residual <class .*Moments'> {NO} Residual"),
         (lambda: Method("mine", residual="moments"), ValueError, f"residual 'moments' {NO} Residual"),
