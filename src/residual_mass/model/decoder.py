@@ -40,11 +40,14 @@ class ArmDecoder:
 
     Args:
         parts: arms that are computed together. Each arm is in one part.
+        layers: the prefixes of the partial arms.
     """
 
-    def __init__(self, arms: Sequence[ArmSpec], parts: Sequence[FullRows | PartialRows], num_layers: int) -> None:
-        self.arms, self.parts = list(arms), list(parts)
-        self.read = [0] * num_layers
+    def __init__(
+        self, arms: Sequence[ArmSpec], parts: Sequence[FullRows | PartialRows], layers: Sequence[PrefixLayer]
+    ) -> None:
+        self.arms, self.parts, self.layers = list(arms), list(parts), layers
+        self.read = [0] * len(layers)
         """Generated tokens that each layer has read."""
 
     def __call__(
@@ -62,8 +65,11 @@ class ArmDecoder:
     def keep(self, examples: list[int], arms: list[int]) -> None:
         """Keeps some examples and arms, given by their current indices, and drops the others."""
         self.parts = [part for part in self.parts if set(part.places) & set(arms)]
+        if len(examples) < len(self.layers[0].keys):
+            chosen = torch.tensor(examples, device=self.layers[0].keys.device)
+            self.layers = [layer.at(chosen) for layer in self.layers]
         for part in self.parts:
-            part.keep(examples, arms)
+            part.keep(examples, arms, self.layers)
         self.arms = [self.arms[a] for a in arms]
 
     def require_read(self, tokens: int) -> None:
@@ -114,7 +120,7 @@ class FullRows:
             outputs.append(output.expand(arms, -1, -1, -1))
         return torch.cat(outputs)
 
-    def keep(self, examples: list[int], arms: list[int]) -> None:
+    def keep(self, examples: list[int], arms: list[int], layers: Sequence[PrefixLayer]) -> None:
         self.places = [place for place, a in enumerate(arms) if a in self.places]
         self.caches = [[layer[e] for e in examples] for layer in self.caches]
         self.lengths = [self.lengths[e] for e in examples]
@@ -135,8 +141,8 @@ class PartialRows:
 
     places: list[int]
     arms: list[ArmSpec]
-    layers: list[PrefixLayer]
-    lengths: list[int]
+    layers: Sequence[PrefixLayer]
+    lengths: Sequence[int]
     anchors: AnchorSpec
     nominal_length: int | None
     maps: tuple[Sequence[Map], Sequence[Summary]] | None
@@ -195,23 +201,19 @@ class PartialRows:
         visible = _visible(generated.unsqueeze(1), new, window).repeat_interleave(num_arms, 0)
         return _by_row(terms, num_arms), visible
 
-    def keep(self, examples: list[int], arms: list[int]) -> None:
-        """Keeps some examples, and those of some arms of the batch that are among its own."""
+    def keep(self, examples: list[int], arms: list[int], layers: Sequence[PrefixLayer]) -> None:
+        """Keeps some examples, whose prefixes are `layers`, and those of some arms of the batch that are its own."""
         own = [self.places.index(a) for a in arms if a in self.places]
         rows = [e * len(self.arms) + a for e in examples for a in own]
         self.generated = {index: (keys[rows], values[rows]) for index, (keys, values) in self.generated.items()}
-        self.places, self.arms = (
-            [place for place, a in enumerate(arms) if a in self.places],
-            [self.arms[a] for a in own],
-        )
+        self.places = [place for place, a in enumerate(arms) if a in self.places]
+        self.arms = [self.arms[a] for a in own]
         if self.maps is not None and not any(arm.needs_maps for arm in self.arms):
             self.maps = None
-        if len(examples) < len(self.lengths):
-            chosen = torch.tensor(examples, device=self.layers[0].keys.device)
-            self.layers = [layer.at(chosen) for layer in self.layers]
-            self.maps = self.maps and (self.maps[0], [summary.at(chosen) for summary in self.maps[1]])
-            self.lengths = [self.lengths[e] for e in examples]
-        self.rows = None
+        if self.maps is not None and len(examples) < len(self.lengths):
+            chosen = torch.tensor(examples, device=layers[0].keys.device)
+            self.maps = self.maps[0], [summary.at(chosen) for summary in self.maps[1]]
+        self.layers, self.lengths, self.rows = layers, [self.lengths[e] for e in examples], None
 
 
 def _visible(columns: Tensor, positions: Tensor, window: Window | None) -> Tensor:

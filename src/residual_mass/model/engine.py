@@ -205,8 +205,8 @@ class SharedPrefillEngine:
                 chosen = [arms[a] for a in some]
                 maps = summaries[label] if any(arm.needs_maps for arm in chosen) else None
                 settings = self.anchors, self.nominal_length, maps, dense
-                parts.append(PartialRows(some, chosen, list(layers), list(lengths), *settings))
-        return ArmDecoder(arms, parts, len(layers))
+                parts.append(PartialRows(some, chosen, layers, lengths, *settings))
+        return ArmDecoder(arms, parts, layers)
 
     def summaries(self, layers: Sequence[PrefixLayer]) -> Summaries:
         """Summarises prefixes under all maps.
