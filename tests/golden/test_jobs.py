@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tools"))  # of this checkout, also where tools/mutants.py runs it
 
 from goldens import GOLDEN, golden_jobs, studies  # noqa: E402
 
