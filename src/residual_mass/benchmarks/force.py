@@ -31,7 +31,7 @@ from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.specs import AskedSpec, ForceSpec
+from residual_mass.study.specs import ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.texts.frozen_prompts import (
     gold_answer,
@@ -122,9 +122,8 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     maps = files_by_label(phi, spec.maps, (*spec.arms, *spec.arms_of_documents))
     source = spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    texts = documents(spec, spec.rows_of_document, tokenizer, assets)
     identity = backbone_identity(source, assets)
-    continuations = [*texts, *_answers(spec, tokenizer, prompts)]
+    continuations = [*_documents(spec, tokenizer, assets), *_answers(spec, tokenizer, prompts)]
     facts = write_forced(spec, continuations, identity, lambda: load_backbone(source, assets), maps, store, out)
     record.write(out, identity=identity, **facts)
 
@@ -161,17 +160,15 @@ def write_forced(
     return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
 
 
-def documents(
-    spec: ForceSpec, rows: tuple[tuple[str, ArmSpec], ...], tokenizer: Any, assets: Path
-) -> Iterator[Continuation]:
-    """Yields documents of the spec's held-out corpora, to be decoded as these rows."""
+def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
+    """The documents of the spec's held-out corpora."""
     length = tokens_of(spec.length)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
         found = texts.disjoint(spec.documents)
         if len(found) < spec.documents:
             log.warning("%d documents instead of %d: corpus %s holds no more", len(found), spec.documents, corpus)
-        yield from following(spec, corpus, found, rows)
+        yield from following(spec, corpus, found, spec.rows_of_document)
 
 
 def following(
@@ -192,19 +189,14 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
         for task, entry in content["tasks"].items():
             for prompt in load_prompts(manifest, task, min(asked.examples, entry["examples"])):
                 example = encoded(asked, spec.truncate_to, prompt, tokenizer)
-                gold = _gold_ids(asked, task, prompt.doc, tokenizer)[: spec.tokens]
+                right = gold_answer if asked.chat_template else gold_continuation  # no blank follows a template
+                gold = tokenizer(right(task, prompt.doc), add_special_tokens=False).input_ids[: spec.tokens]
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
                 place, ids = (asked.benchmark, task, prompt.index), tuple(example.ids)
                 decoded = nominal, spec.rows_of_answer
                 if gold:  # an empty answer has no token to measure
                     yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
                 yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
-
-
-def _gold_ids(asked: AskedSpec, task: str, doc: dict[str, Any], tokenizer: Any) -> list[int]:
-    """No blank parts the answer from a prompt that a chat template ends."""
-    text = gold_answer(task, doc) if asked.chat_template else gold_continuation(task, doc)
-    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _compute(
@@ -305,6 +297,7 @@ def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, st
             "state": each.state, "method": arm.method, "budget_percent": arm.budget_percent, "maps": arm.maps or "",
             "phi_sha": shas[arm.maps] if arm.maps else "", "k": row["k"],
         }  # fmt: skip
-        per_token = {name: row[name] for name in PER_TOKEN} | {"seen": place.seen(row["token"])}
+        tokens = place.answer or row["token"]
+        per_token = {name: row[name] for name in PER_TOKEN} | {"token": tokens, "seen": place.seen(tokens)}
         for position, values in enumerate(zip(*per_token.values(), strict=True)):
             yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}
