@@ -1,34 +1,33 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
-`PhiMaps`, `partial_kv` and `partial_generate` are the library's entry points; `residual_mass.core` holds the
-mathematics and needs torch alone.
+`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding` and `PackedCache` are the library's entry points;
+`residual_mass.core` holds the mathematics and needs torch alone.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from residual_mass.model.generate import partial_decoding, partial_generate
+    from residual_mass.model.packed import PackedCache
     from residual_mass.model.partial import partial_kv
     from residual_mass.model.phi_maps import PhiMaps
-    from residual_mass.model.static_decode import partial_generate
 
 __version__ = "0.1.0"
-__all__ = ["PhiMaps", "__version__", "partial_generate", "partial_kv"]
+__all__ = ["PackedCache", "PhiMaps", "__version__", "partial_decoding", "partial_generate", "partial_kv"]
+PLACES = {
+    "PackedCache": "packed",
+    "PhiMaps": "phi_maps",
+    "partial_decoding": "generate",
+    "partial_generate": "generate",
+    "partial_kv": "partial",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Loads transformers only when the library's entry points are asked for."""
-    if name == "partial_kv":
-        from residual_mass.model.partial import partial_kv
-
-        return partial_kv
-    if name == "partial_generate":
-        from residual_mass.model.static_decode import partial_generate
-
-        return partial_generate
-    if name == "PhiMaps":
-        from residual_mass.model.phi_maps import PhiMaps
-
-        return PhiMaps
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.model.{PLACES[name]}"), name)

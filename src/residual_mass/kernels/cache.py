@@ -99,6 +99,29 @@ class LayerCache:
         """Memory of the cache with everything that a step reads."""
         return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
 
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of each row."""
+        return (self.slots - self.gap.diff().squeeze(1) + self.recents).tolist()
+
+    def choose(self, k: Sequence[int], residual: bool) -> None:
+        """Sets how many tokens of planes a query head reads exactly, [B], and whether the others are estimated."""
+        self.k.copy_(_integers(k))
+        self.residual, self._layer = residual and self.bits == 4, None
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Returns the tensors and the numbers that `restored` takes."""
+        kept = {name: x for name, x in vars(self).items() if not name.startswith("_")}
+        tensors = {name: x for name, x in kept.items() if isinstance(x, Tensor)}
+        return tensors, {name: int(x) for name, x in kept.items() if isinstance(x, int)}
+
+    @classmethod
+    def restored(cls, library: Library, tensors: dict[str, Tensor], numbers: dict[str, int]) -> LayerCache:
+        """Makes the cache again of what `state` returned."""
+        cache = cls.__new__(cls)
+        vars(cache).update(tensors, **numbers, library=library, _layer=None)
+        return cache
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Adds a token per row, [B, H, D] each."""
         if int(self.recents.max()) == self.recent.shape[2]:

@@ -28,6 +28,7 @@ from residual_mass.model.hook import (
     text_config,
     window_of,
 )
+from residual_mass.model.packed import PackedCache, PackedSession
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import (
     ArmRows,
@@ -53,7 +54,8 @@ def partial_kv(
     num_sink: int = 4,
     num_tail: int = 16,
     fold: int | None = None,
-) -> Iterator[PartialSession]:
+    cache: PackedCache | None = None,
+) -> Iterator[PartialSession | PackedSession]:
     """Context in which prompts are read exactly and generated tokens attend to the prompt through `method`.
 
     Works with `model.generate` (greedy, sampling or beams, left-padded batches, growing or static caches) on
@@ -71,6 +73,9 @@ def partial_kv(
         fold: None reads every generated token exactly. A number folds that many older ones into the prompt whenever
             twice as many were generated: they are retrieved and estimated as the prompt's tokens are, and the budget is
             a share of both. Not with beams, which exchange generated tokens between rows.
+        cache: None keeps transformers' own cache. A `PackedCache`, which `generate` then takes as `past_key_values`,
+            holds keys and values in 8 bits, and its steps are compiled; older generated tokens join the prompt's in
+            blocks, so that it takes no `fold`.
 
     Yields:
         The session. Its `partial_calls` are the numbers of decode steps by layer, without layers that were not called.
@@ -82,7 +87,12 @@ def partial_kv(
         ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
             supported or already hooked; `generate` without a cache or with drafts of several tokens.
     """
+    session: PartialSession | PackedSession
     session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
+    if cache is not None:
+        if fold is not None:
+            raise ValueError("fold is for transformers' caches: a PackedCache joins older tokens in blocks by itself")
+        session = PackedSession(session.arm, session.anchors, cache)
     with attention_hook(model, session, hybrid=True), _generate_watched(model, session):
         yield session
     if not session.arm.is_full and not session.partial_calls:
@@ -117,7 +127,7 @@ def partial_session(
 
 
 @contextmanager
-def _generate_watched(model: PreTrainedModel, session: PartialSession) -> Iterator[None]:
+def _generate_watched(model: PreTrainedModel, session: PartialSession | PackedSession) -> Iterator[None]:
     """Refuses what `generate` would do by full attention, and tells the session while it reads a prompt, the last chunk
     of which may be a single token.
     """

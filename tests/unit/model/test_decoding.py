@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
+from residual_mass.model.generate import partial_generate
 from residual_mass.model.hook import attention_hook, attention_layers, exact_attention
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.static_decode import partial_generate
 
 ANCHORS = AnchorSpec(4, 16)
 STEPS = 12

@@ -19,10 +19,10 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.generate import partial_generate
 from residual_mass.model.hook import require_attention_alone, visible_columns
 from residual_mass.model.loading import Backbone
 from residual_mass.model.partial import partial_kv
-from residual_mass.model.static_decode import partial_generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 STEPS = 9

@@ -1,0 +1,238 @@
+"""Decoding on CPUs from packed caches: a `Cache` of transformers whose layers are read by `residual_mass.kernels`.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.kernels import LayerCache, Library, load
+from residual_mass.kernels.library import WIDTHS
+from residual_mass.methods import CacheOnly, Method, QuantisedScan, QuantisedValues, ScanRegression, method_named
+from residual_mass.methods.arms import Arm
+from residual_mass.model.hook import device_of, exact_attention, require_plain, text_config
+from residual_mass.model.prefix import retrieved_by
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the kernels hold a cache: bits of keys and clusters, as `LayerCache`."""
+
+    bits: int
+    clusters: int = 64
+
+
+def packing_of(method: Method) -> Packing | None:
+    """Returns how the kernels hold the cache of a method, None for a method that they do not serve.
+
+    They serve full attention in bfloat16 and over an 8-bit cache, and the 4-bit scan, alone or with regression.
+    """
+    selector, residual = method.selector, method.own
+    if method.whole_prefix:
+        return Packing(16)
+    if isinstance(selector, CacheOnly) and selector.scan == QuantisedScan(8) and residual == QuantisedValues(8):
+        return Packing(8)
+    if selector == QuantisedScan(4) and not method.needs_maps:
+        if residual is None:
+            return Packing(4)
+        if isinstance(residual, ScanRegression):
+            return Packing(4, residual.clusters)
+    return None
+
+
+def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
+    """Returns the kernels that serve a method on a model's device and head dimension, None where torch has to."""
+    width = getattr(text_config(model), "head_dim", None)
+    width = width or text_config(model).hidden_size // text_config(model).num_attention_heads
+    if device_of(model).type != "cpu" or width not in WIDTHS or packing_of(method) is None:
+        return None
+    return load()
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer: a `LayerCache` once the prompt is read. `update` passes new keys and values on to the attention, which
+    stores them, so that those of a whole prompt exist for one layer at a time.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: LayerCache | None = None
+        self.tokens = 0
+        """Columns, padding included."""
+        self.given: Tensor | None = None
+        """Keys that the attention is about to store."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.lazy_initialization(key_states, value_states)
+        self.tokens += key_states.shape[-2]
+        self.given = key_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        if isinstance(query_length, Tensor):  # positions, in transformers 4
+            query_length = len(query_length)
+        return self.tokens + query_length, 0
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4
+
+    def reset(self) -> None:
+        self.packed, self.given, self.tokens = None, None, 0
+
+    def crop(self, *_: Any) -> None:
+        raise ValueError("a PackedCache keeps no order of tokens, so none can be taken out")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise ValueError("a PackedCache does not follow beams: generate with num_beams=1")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
+
+
+class PackedCache(Cache):
+    """Keys and values of a prompt and what follows it, packed for the kernels of a method; on CPUs.
+
+    Pass it to `partial_kv` and, as `past_key_values`, to `model.generate` within that context. It serves several turns,
+    and `save` and `load` keep the state of a prompt on disk.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: str | Method) -> None:
+        """Raises ValueError where the kernels serve no such model or method."""
+        require_plain(model)
+        method = method_named(method)
+        packing, library = packing_of(method), kernels_for(model, method)
+        if packing is None or library is None:
+            raise ValueError(
+                f"the CPU kernels do not serve {method.name} on this model and machine: they need to be built "
+                f"(docs/library.md), a model on the CPU with heads of {', '.join(map(str, WIDTHS))} channels, and full "
+                "attention or a 4-bit scan, alone or with regression; leave the cache out"
+            )
+        super().__init__(layers=[PackedLayer() for _ in range(text_config(model).num_hidden_layers)])
+        self.packing, self.library = packing, library
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all layers, with everything that a step reads."""
+        return sum(layer.packed.bytes for layer in self.layers if layer.packed is not None)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the state to a safetensors file, for `load`."""
+        from safetensors.torch import save_file
+
+        tensors, sizes = {}, []
+        for index, layer in enumerate(self.layers):
+            if layer.packed is None:
+                raise ValueError("the cache is empty: read a prompt before you save it")
+            kept, numbers = layer.packed.state()
+            tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
+            sizes.append(numbers | {"tokens": layer.tokens})
+        save_file(
+            tensors, path, metadata={"residual_mass": json.dumps({"packing": vars(self.packing), "sizes": sizes})}
+        )
+
+    def load(self, path: str | Path) -> PackedCache:
+        """Reads the state that `save` wrote, of the same model and method, and returns the cache.
+
+        Raises:
+            ValueError: the file is of something else.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                told = json.loads((file.metadata() or {})["residual_mass"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{path}: no state of a PackedCache ({error})") from None
+        if told["packing"] != vars(self.packing) or len(told["sizes"]) != len(self.layers):
+            raise ValueError(f"{path}: the state of another model or method")
+        for index, (layer, sizes) in enumerate(zip(self.layers, told["sizes"], strict=True)):
+            layer.tokens, layer.is_initialized = sizes.pop("tokens"), True
+            own = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{index}.")}
+            layer.packed = LayerCache.restored(self.library, own, sizes)
+        return self
+
+
+@dataclass
+class PackedSession:
+    """An attention handler: reads prompts exactly and packs them, then attends through the kernels.
+
+    Attributes:
+        partial_calls: number of decode steps by layer.
+        reading: whether single tokens are part of a prompt too.
+    """
+
+    arm: Arm
+    anchors: AnchorSpec
+    cache: PackedCache
+    reading: bool = False
+    partial_calls: dict[int, int] = field(default_factory=dict)
+    _chosen: set[int] = field(default_factory=set)
+    """Layers that know how many tokens to read."""
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        layer = self.cache.layers[module.layer_idx]
+        if layer.given is not key:
+            raise ValueError("partial_kv has a PackedCache, which the model has to be given too, as past_key_values")
+        layer.given = None
+        if layer.packed is None:
+            output = exact_attention(module, query, key, value, mask, scale)
+            layer.packed = self._packed(key, value, mask)
+            return output
+        packed = layer.packed
+        if (packed.heads, packed.width, packed.batch) != (key.shape[1], key.shape[3], key.shape[0]):
+            raise ValueError(
+                f"the cache holds {packed.batch} prompts of {packed.heads} KV heads of width {packed.width}, not "
+                f"{key.shape[0]} of {key.shape[1]} of {key.shape[3]}: use it with the model and prompt it was made for"
+            )
+        tokens = query.shape[2]
+        several = self.reading or tokens > 1
+        if several and packed.batch > 1:
+            raise ValueError("a further turn on a PackedCache takes one prompt, not several")
+        if several:  # a further turn reads every token before it, from both planes
+            packed.choose(packed.tokens, residual=False)
+            self._chosen.discard(module.layer_idx)
+        elif module.layer_idx not in self._chosen:
+            k = [retrieved_by(self.arm, count, self.anchors, None) for count in packed.tokens]
+            packed.choose(k, residual=self.arm.rule.own is not None)
+            self._chosen.add(module.layer_idx)
+        if not several:
+            self.partial_calls[module.layer_idx] = self.partial_calls.get(module.layer_idx, 0) + 1
+        outputs = []
+        for at in range(tokens):
+            packed.append(key[:, :, at], value[:, :, at])
+            outputs.append(packed.step(query[:, :, at], scale)[0])
+        return torch.stack(outputs, 1).to(query.dtype)
+
+    def _packed(self, key: Tensor, value: Tensor, mask: Tensor | None) -> LayerCache:
+        length = key.shape[2]
+        visible = torch.ones(len(key), length, dtype=torch.bool) if mask is None else mask[:, 0, -1]
+        first = visible.int().argmax(-1).expand(len(key)).tolist()
+        if not all(bool(row[start:].all()) for row, start in zip(visible, first)):  # noqa: B905  # one row for several
+            raise ValueError("a PackedCache takes prompts that are padded on the left alone")
+        packing = self.cache.packing
+        return LayerCache(
+            self.cache.library, key, value, first, bits=packing.bits, clusters=packing.clusters,
+            sink=self.anchors.sink, tail=self.anchors.tail,
+        )  # fmt: skip
