@@ -19,14 +19,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from residual_mass import PackedCache, partial_kv
-from residual_mass.methods import CacheOnly, Method, QuantisedScan, QuantisedValues, method_named
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.methods import Method, method_named
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.model.packed import PackedSession
+from residual_mass.model.partial import make_arm
 from residual_mass.texts.corpora import read_documents
 
 FULL = method_named("full")
-FULL8 = Method("full8", "Full, 8-bit cache", CacheOnly(QuantisedScan(8)), QuantisedValues(8))
+CACHE8 = method_named("cache8")
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
     text = "\n\n".join(read_documents(options.text, options.assets))
     ids = encode(backbone.tokenizer, text[: 8 * max(options.lengths) + 10_000])
-    methods: list[tuple[Method, float | None]] = [(FULL, None), (FULL8, 0.01)]
+    methods: list[tuple[Method, float | None]] = [(FULL, None), (CACHE8, 0.01)]
     methods += [
         (method_named(name), budget / 100) for name in ("scan4", "scan4_regression_64") for budget in options.budgets
     ]
@@ -63,22 +65,23 @@ def table(backbone: Backbone, ids: list[int], methods: list[tuple[Method, float 
     continued = torch.tensor([ids[length:]])
     sides: dict[tuple[str, str], Any] = {("transformers, float32", "full"): (FULL, None, False)}
     for method, budget in methods:
-        name = f"{method.name} {100 * budget:g} %" if method not in (FULL, FULL8) else method.name
+        name = f"{method.name} {100 * budget:g} %" if method not in (FULL, CACHE8) else method.name
         sides["packed", name] = (method, budget, True)
         if options.torch and method is not FULL:
             sides["transformers, float32", name] = (method, budget, False)
-    seconds: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
+    steps: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
     packing, memory, logits = {}, {}, {}
     for round_ in range(options.rounds):
         for side, (method, budget, packed) in sides.items():
             cache, packing[side] = filled(backbone, read, method, budget, packed)
-            seconds[side] += (steps := run(backbone, continued, method, budget, cache))[0]
+            times, found = run(backbone, continued, method, budget, cache)
+            steps[side] += times
             if not round_:
-                memory[side], logits[side] = size(cache), steps[1]
+                memory[side], logits[side] = size(cache), found
     full = logits["transformers, float32", "full"]
     for side in sides:
         kl = (full.exp() * (full - logits[side])).sum(-1).mean() if length < SMOL.context else float("nan")
-        milliseconds = 1000 * statistics.median(seconds[side])
+        milliseconds = 1000 * statistics.median(steps[side])
         print(
             f"  {side[0]:22s} {side[1]:24s} {milliseconds:8.1f} ms  {memory[side] / 2**20:7.1f} MiB"
             f"  packed in {packing[side]:5.2f} s  KL {kl:.1e}"
@@ -87,9 +90,6 @@ def table(backbone: Backbone, ids: list[int], methods: list[tuple[Method, float 
 
 def filled(backbone: Backbone, read: Prefill, method: Method, budget: float | None, packed: bool) -> tuple[Any, float]:
     """A cache that holds the prompt, and the seconds that packing took."""
-    from residual_mass.core.settings import AnchorSpec
-    from residual_mass.model.partial import make_arm
-
     started = time.perf_counter()
     if packed:
         cache = PackedCache(backbone.model, method)

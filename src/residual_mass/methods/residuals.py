@@ -489,6 +489,7 @@ METHODS = (
     Method("channels_regression_64", "16 channels+regression, 64 clusters", Channels(16), ScanRegression(64)),
     Method("pages", "Pages", Pages()),
     Method("clusters_sums", "Whole clusters+sums", WholeClusters(), GroupSums()),
+    Method("cache8", "8-bit cache", CacheOnly(QuantisedScan(8)), QuantisedValues(8)),
     Method("cache4_rotated", "4-bit cache, rotated", CacheOnly(Rotated(QuantisedScan(4))), QuantisedValues(4)),
 )  # fmt: skip
 """All known methods, in the order of result files."""

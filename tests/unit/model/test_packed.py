@@ -13,10 +13,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
 from residual_mass.kernels import library
-from residual_mass.methods import CacheOnly, Method, QuantisedScan, QuantisedValues, ScanRegression
+from residual_mass.methods import Method, QuantisedScan, ScanRegression
 
-FULL8 = Method("full8", "Full, 8-bit cache", CacheOnly(QuantisedScan(8)), QuantisedValues(8))
-METHODS = ["full", FULL8, "scan4", "scan4_regression_64", Method("few", "few", QuantisedScan(4), ScanRegression(8))]
+METHODS = ["full", "cache8", "scan4", "scan4_regression_64", Method("few", "few", QuantisedScan(4), ScanRegression(8))]
 built = needs(KERNELS)
 
 
@@ -94,7 +93,7 @@ def test_rows_of_a_padded_batch_are_as_alone(model: LlamaForCausalLM) -> None:
 @built
 def test_older_generated_tokens_join_the_blocks(model: LlamaForCausalLM) -> None:
     full = continued(model, prompt(150), "full", packed=False, steps=150)
-    assert distance(full, continued(model, prompt(150), FULL8, packed=True, steps=150)) < 1e-3
+    assert distance(full, continued(model, prompt(150), "cache8", packed=True, steps=150)) < 1e-3
 
 
 @built
@@ -158,8 +157,8 @@ def test_sampling_stops_and_repeats_as_in_generate(model: LlamaForCausalLM) -> N
 @built
 def test_a_further_turn_reads_all_before_it(model: LlamaForCausalLM) -> None:
     first, second = prompt(250), prompt(40, seed=2)
-    cache = PackedCache(model, FULL8)
-    with torch.no_grad(), partial_kv(model, FULL8, cache=cache):
+    cache = PackedCache(model, "cache8")
+    with torch.no_grad(), partial_kv(model, "cache8", cache=cache):
         model(first, past_key_values=cache)
         turned = [model(second, past_key_values=cache), model(prompt(1), past_key_values=cache)]
     with torch.no_grad():
