@@ -44,12 +44,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_llama(seed: int = 0, layers: int = 3, heads: int = 4, kv_heads: int = 2) -> LlamaForCausalLM:
-    """Random weights, large enough for attention to be uneven; query heads on KV heads, all of width 16."""
+def tiny_llama(seed: int = 0, layers: int = 3, heads: int = 4, kv_heads: int = 2, width: int = 16) -> LlamaForCausalLM:
+    """Random weights, large enough for attention to be uneven; query heads on KV heads, all of one width."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=258, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=2048,
+        vocab_size=258, hidden_size=width * heads, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width, max_position_embeddings=2048,
         initializer_range=0.25, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import datasets
 import pytest
+from tests.conftest import tiny_llama
+from tests.needs import KERNELS, needs
 
 from residual_mass.model.loading import Backbone
 
@@ -23,9 +25,12 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "number"), [("moments.md", 2), ("library.md", 1)])
-def test_the_examples_of_a_page(page: str, number: int, tiny_backbone: Backbone, tmp_path: Path) -> None:
-    tiny_backbone.model.save_pretrained(tmp_path)
+@pytest.mark.parametrize(("page", "number"), [("moments.md", 2), pytest.param("library.md", 2, marks=needs(KERNELS))])
+def test_the_examples_of_a_page(
+    page: str, number: int, tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_llama(width=64).save_pretrained(tmp_path)
     tiny_backbone.tokenizer.save_pretrained(tmp_path)
     names: dict[str, object] = {}
     examples = blocks(page, "python")
