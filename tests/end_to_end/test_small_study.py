@@ -1,7 +1,10 @@
-"""The whole pipeline on a random two-layer Llama, every job a real process: rerun, killed job, damaged files."""
+"""The whole pipeline on a random two-layer Llama: rerun, killed job, damaged files. The first run's jobs are forks of a
+process that has imported torch; all others are real processes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,6 +24,7 @@ from tests.small_study import write_small_study
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 from goldens import GOLDEN, golden_numbers  # noqa: E402
+from preloaded import forks  # noqa: E402
 
 STORE = "results/generations/_store/ruler_tiny_1k_main/all.jsonl"
 GENERATIONS = "results/generations/ruler_tiny_1k_main/all.jsonl"
@@ -29,8 +33,9 @@ SILENCE = 600
 """Seconds without a line of Snakemake, which says when a job starts and ends; jobs take seconds where idle."""
 
 
-def command(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+def command(checkout: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "snakemake", "--cores", "2", *arguments],
         cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -62,9 +67,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def study(checkout: Path) -> Path:
+def study(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkout after `snakemake all`."""
-    code, output = snakemake(checkout, "all")
+    with forks(tmp_path_factory.mktemp("forks"), checkout / "src") as environment:
+        code, output = ended(command(checkout, "all", **environment))
     assert code == 0, output + "".join(log.read_text() for log in checkout.glob("logs/**/*.log"))[-4000:]
     assert "KL from full attention in nats (tiny, wiki at 1k, 4 % read exactly): topk " in output
     assert f"All results on one page: {checkout}/results/report.html" in output
@@ -156,6 +162,16 @@ def test_every_result_has_a_record_that_holds(study: Path) -> None:
         assert str(study) not in record and str(Path.home()) not in record, path
     code, output = snakemake(study, "verify")
     assert code == 0 and re.search(r"(\d+) of \1 results are as recorded", output), output
+
+
+def test_every_job_has_recorded_all_that_it_read(study: Path) -> None:
+    """A stage compares those of its inputs with their records that it names in its own."""
+    jobs = subprocess.run([sys.executable, "tools/jobs.py"], cwd=study, stdout=subprocess.PIPE, text=True, check=True)
+    for job in json.loads(jobs.stdout):
+        read = {path for path in job["input"] if path.startswith(("results/", "paper_tables/"))}
+        records = [path for output in job["output"] if (path := study / f"{output}.meta.json").exists()]
+        recorded = set().union(*(json.loads(path.read_text())["inputs"] for path in records))
+        assert read <= recorded or job["rule"] == "assets", job
 
 
 def check_fidelity(folder: Path) -> None:
