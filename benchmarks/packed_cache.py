@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared_prefill import SMOL
 from torch import Tensor
+from training_pass import SMOL
 from transformers import DynamicCache
 
 from residual_mass import PackedCache, partial_kv
