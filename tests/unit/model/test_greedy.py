@@ -80,7 +80,7 @@ def test_it_stops_behind_an_end_token_as_generate_does(
         ({"input_ids": prompt_of(20)[0]}, r"takes one prompt \[1, L\], not \[20\]"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not above 0"),
         ({"phi": None}, r"method topk_phi needs phi maps: pass phi=PhiMaps.load\(...\)"),
-        ({"method": "topk_centroids"}, "method topk_centroids has no fast decode step; use partial_kv"),
+        ({"method": "topk_centroids"}, "method topk_centroids uses no phi maps: leave phi out"),
     ],
 )
 def test_refusals(arguments: dict[str, object], message: str, tiny_backbone: Backbone, phi: PhiMaps) -> None:
