@@ -165,13 +165,15 @@ def verdict(measured: Measured) -> str:
     over = "" if choice.method == BASELINE else f", and leaves at most {choice.over_topk:.2g} of topk's KL"
     own, full = measured.seconds[choice.method], measured.seconds["full"]
     slower = ": slower on this machine, where it saves bytes and no time" if own > full else ""
-    use = f'partial_kv(model, method="{choice.method}", budget={choice.budget_percent / 100:g})'
+    asked = f'method="{choice.method}", budget={choice.budget_percent / 100:g})'
+    use = f"    with partial_kv(model, {asked}:\n        output = model.generate(**inputs)"
+    if choice.method in measured.packed:
+        use = f"    output = model.generate(**inputs, custom_generate=partial_decoding({asked})"
     return (
         f"{choice.method} with {choice.budget_percent:g} % of the prompt read exactly by a query head is the cheapest "
         f"that stays below {target:g} nats on {texts}: a step reads {100 * choice.read:.0f} % of the bytes that full "
         f"attention reads{over}; the interval of its KL ends at {choice.high:.2g}.\n"
-        f"partial_kv takes {own:.2g} s a token with it, full attention {full:.2g} s{slower}.\n\n"
-        f"    with {use}:\n        output = model.generate(**inputs)"
+        f"It takes {own:.2g} s a token here, full attention {full:.2g} s{slower}.\n\n{use}"
     )
 
 
@@ -199,7 +201,7 @@ def limits(measured: Measured) -> Iterator[str]:
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
     yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
-    if choice is not None and not method_named(choice.method).fused:
+    if choice is not None and choice.method not in measured.packed and not method_named(choice.method).fused:
         yield (
             f"Bytes are what a decode step has to read. partial_kv shows what {choice.method} does to the output; this "
             "library has no fast step for it yet."

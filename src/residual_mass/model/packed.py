@@ -51,7 +51,11 @@ def packing_of(method: Method) -> Packing | None:
 
 
 def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
-    """Returns the kernels that serve a method on a model's device and head dimension, None where torch has to."""
+    """Returns the kernels that serve a method on a model and its device, None where torch has to."""
+    try:
+        require_plain(model)
+    except ValueError:
+        return None
     width = getattr(text_config(model), "head_dim", None)
     width = width or text_config(model).hidden_size // text_config(model).num_attention_heads
     if device_of(model).type != "cpu" or width not in WIDTHS or packing_of(method) is None:

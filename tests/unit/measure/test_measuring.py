@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, tiny_llama
+from tests.needs import KERNELS, needs
 from tests.unit.model.families import FAMILIES
 
 from residual_mass import cli
@@ -316,6 +317,22 @@ def test_layers_with_a_window_stay_exact(family: str, tmp_path: Path) -> None:
     assert found["topk", 25].kl > 1e-6 and found["topk", 25].read < 1
     for method in ("topk", "topk_moments"):
         assert found[method, 100].kl == pytest.approx(0, abs=1e-6) and float(found[method, 100].same_top) == 1
+
+
+@needs(KERNELS)
+def test_a_method_with_kernels_is_timed_and_offered_with_them(tmp_path: Path) -> None:
+    tiny_llama(width=64).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(words(2, 8000))
+    found = measure(parsed(
+        str(tmp_path / "model"), str(tmp_path / "a.txt"), "--length", "1k", "--tokens", "6", "--documents", "3",
+        "--budgets", "25", "--methods", "scan4_regression_64", "--target-kl", "100", "--device", "cpu",
+        "--out", str(tmp_path / "out"),
+    ))  # fmt: skip
+    assert found.packed == ("scan4_regression_64",) and found.seconds["scan4_regression_64"] > 0
+    text = command.printed(found)
+    assert 'custom_generate=partial_decoding(method="scan4_regression_64", budget=0.25)' in text
+    assert "no fast step" not in text
 
 
 def test_feature_maps_take_part(
