@@ -105,6 +105,7 @@ REFUSED: list[tuple[type[Any], str, list[str], str]] = [
     (specs.NumbersSpec, "%s", ['{"study": "a\\ud800"}', "{"], "spec: Invalid JSON: "),
     (specs.NumbersSpec, "%s", ["1" * 5000, "[]"], "spec: "),
     (specs.NumbersSpec, "%s", ['{"a\\nb": 1}'], "spec.a b: unknown key"),
+    (specs.NumbersSpec, "%s", ['{"study": "a", "study": "b"}'], "spec.not a value of JSON (key study comes twice)"),
     (specs.NumbersSpec, "%s", ['{"study": [1, 1]}'], "spec.study: Input should be a valid string, not [1, 1]"),
     (
         ReplaySpec,

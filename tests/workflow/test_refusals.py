@@ -118,6 +118,8 @@ STUDIES: list[tuple[str, dict[str, Any], str]] = [
         {"ablations.benchmarks": ["longbench"], "benchmarks.longbench.lengths": ["1k"]},
         "ablations.benchmarks: longbench has prompts of up to 2k, its maps only 1k",
     ),
+    ("mini", {"ablations.benchmarks": []}, "ablations.benchmarks: empty; name one, or"),
+    ("methods", {"residuals.lengths": ["512"]}, "tables: deployable shows texts and lengths that residuals and"),
     ("mini", {"figures.heat": {}}, "heat is not one of fidelity, fidelity_tokens, error_by_k, "),
     ("mini", {"figures.fixedk_breakdown_x": {"backbone": "smol"}}, "figures.fixedk_breakdown_x.corpus: missing key"),
     ("mini", {"figures.fidelity.maps": ["2k"]}, "figures.fidelity.maps: unknown key"),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY
 from residual_mass.benchmarks.encoded import encoded
-from residual_mass.benchmarks.store import Row, RowStore, row_key
+from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.methods.arms import ArmSpec
@@ -298,6 +298,8 @@ def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, st
             "phi_sha": shas[arm.maps] if arm.maps else "", "k": row["k"],
         }  # fmt: skip
         tokens = place.answer or row["token"]
-        per_token = {name: row[name] for name in PER_TOKEN} | {"token": tokens, "seen": place.seen(tokens)}
+        per_token = {name: row[name] for name in PER_TOKEN} | {"token": tokens, "seen": list(place.seen(tokens))}
+        if len({len(values) for values in per_token.values()}) > 1:
+            raise ValueError(f"{store.path}: row {each.key} has lists of different lengths; {AGAIN}")
         for position, values in enumerate(zip(*per_token.values(), strict=True)):
             yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}

@@ -233,6 +233,11 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
         yield f"maps.main: trained on {study.maps.main}, but the study evaluates {longest}"
     if "natural_main" in study.tables and len(study.lengths_of("longbench")) != 1:
         yield "tables: natural_main shows one length of longbench; give benchmarks.longbench.lengths one"
+    shared = [{*getattr(study.residuals, key)} & {*getattr(study.fidelity, key)} for key in ("corpora", "lengths")]
+    if "deployable" in study.tables and not all(shared):
+        yield "tables: deployable shows texts and lengths that residuals and fidelity share, of which there are none"
+    if study.ablations.backbones and not study.ablations.benchmarks:
+        yield "ablations.benchmarks: empty; name one, or leave ablations.backbones empty"
     for benchmark in study.ablations.benchmarks if study.ablations.backbones else ():
         real = benchmark in study.benchmarks and study.benchmarks[benchmark].budget_length == "real"
         if real and tokens_of(study.truncate_to) > tokens_of(length):

@@ -34,11 +34,20 @@ def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
     from pydantic import ValidationError
 
     try:
-        return adapter(settings).validate_json(data if isinstance(data, str) else json.dumps(data))
+        text = data if isinstance(data, str) else json.dumps(data)
+        found = adapter(settings).validate_json(text)
+        json.loads(text, object_pairs_hook=_without_doubles)
     except ValidationError as error:
         raise ValueError(_message(error, where)) from None
     except (TypeError, ValueError) as error:  # a date in YAML, for one
         raise ValueError(f"{where}not a value of JSON ({error})") from None
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if doubled := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"key {doubled} comes twice")
 
 
 def _message(error: ValidationError, where: str) -> str:

@@ -340,6 +340,14 @@ def test_a_finished_run_is_repeated_without_a_model(
     assert begun.computed(spec) == 0 and begun.out.read_bytes() == undisturbed.out.read_bytes()
 
 
+def test_a_row_with_lists_of_different_lengths_is_named(spec: ForceSpec, begun: Stage) -> None:
+    first, *rows = [json.loads(line) for line in begun.store.read_text().splitlines()]
+    damaged = first | {"kl": first["kl"][1:]}
+    begun.store.write_text("".join(json.dumps(row) + "\n" for row in (damaged, *rows)))
+    with pytest.raises(ValueError, match=rf"^{begun.store}: row {first['key']} has lists of different lengths; delete"):
+        begun(spec)
+
+
 def test_what_is_added_is_all_that_is_computed(spec: ForceSpec, begun: Stage, undisturbed: Stage) -> None:
     before = pd.read_parquet(undisturbed.out)
     wider = replace(spec, arms=(*spec.arms, ArmSpec("topk", 7.5)))

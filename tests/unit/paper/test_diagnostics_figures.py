@@ -287,5 +287,7 @@ def test_budgets_with_nothing_to_show_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "captured.parquet"
     with pytest.raises(ValueError, match="^figure fullsub_nosub_delta: K is 0 at 4%, where nothing is subtracted;"):
         draw(spec("fullsub_nosub_delta"), [written(file, heads(k=0))])
+    with pytest.raises(ValueError, match="^figure logz_calibration: no row has a finite estimate of the mass;"):
+        draw(spec("logz_calibration"), [written(file, heads(log_z_hat=-np.inf))])
     with pytest.raises(ValueError, match=f"^{file}: every key is retrieved; set a smaller diagnostics.budget"):
         draw(spec("ablation_kernel_fidelity", maps=VARIANTS), [written(file, kernels(k=40))])

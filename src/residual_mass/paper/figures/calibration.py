@@ -31,6 +31,8 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     rows["value"] = rows["log_z_hat"].astype(float) - rows["log_z_true"].astype(float)
     sizes = rows.groupby(PANEL).size()
     finite = rows[np.isfinite(rows["value"])].groupby(PANEL, sort=False)["value"]
+    if not finite.ngroups:
+        raise ValueError(f"figure {spec.label}: no row has a finite estimate of the mass; take the figure out")
     lows, highs = zip(*(bulk(values) for _, values in finite), strict=True)
     edges = MaxNLocator(EVEN_BINS, steps=[1, 2, 5, 10]).tick_values(min(0, *lows), max(0, *highs)).round(9)
     label = r"$\log \hat Z_{\mathcal{R}} - \log Z_{\mathcal{R}}$ (nats)"
