@@ -99,7 +99,7 @@ use rule score as fidelity with:
 
 rule mismatch:
     input:
-        unpack(plan.inputs("mismatch")),
+        unpack(plan.inputs("join")),
     output:
         out=paths.MISMATCH,
     log:
@@ -123,8 +123,6 @@ rule mismatch:
 
 
 use rule mismatch as ablation with:
-    input:
-        unpack(plan.inputs("ablation")),
     output:
         out=paths.ABLATION,
     log:

@@ -17,7 +17,7 @@ rule train:
     threads: machine.half_of_the_cores
     resources:
         gpu=machine.training_gpus,
-        mem_mb=machine.training_memory(64000, 6000),
+        mem_mb=machine.with_gpu(64000, 6000, "training_gpus"),
         runtime=machine.with_gpu(10080, 120),
     params:
         spec=plan.spec("train"),
@@ -45,7 +45,7 @@ use rule train as train_variants with:
     priority: 10  # the longest job of a small study, with many others after it
     resources:
         gpu=machine.training_gpus,
-        mem_mb=machine.training_memory(96000, 8000),
+        mem_mb=machine.with_gpu(96000, 8000, "training_gpus"),
         runtime=machine.with_gpu(10080, 240),
     params:
         spec=plan.spec("train_variants"),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from residual_mass.study.sections import Decoding
 
 RESULTS = (
     "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high "
@@ -24,15 +28,13 @@ FIDELITY = (
 ).split()
 
 
-def decoding_words(
-    chat_template: bool, answer_margin: int | None, stop_when_saturated: bool, budget_length: str, truncate_to: str
-) -> str:
+def decoding_words(settings: Decoding, truncate_to: str) -> str:
     """What tells one way to generate a benchmark's texts from another, for its result CSV."""
     parts = {
-        "chat template": chat_template,
-        f"up to {answer_margin} tokens past the references": answer_margin is not None,
-        "stops when settled": stop_when_saturated,
-        f"budgets of the {budget_length} length": True,
+        "chat template": settings.chat_template,
+        f"up to {settings.answer_margin} tokens past the references": settings.answer_margin is not None,
+        "stops when settled": settings.stop_when_saturated,
+        f"budgets of the {settings.budget_length} length": True,
         f"cut to {truncate_to}": True,
     }
     return "; ".join(["greedy", *(text for text, holds in parts.items() if holds)])

@@ -104,6 +104,10 @@ class Study(Settings):
         own = (methods.method_named(name) for name in self.methods if name not in METHODS)
         return tuple(one.name for one in own if budget is None or (budget in self.budgets and not one.needs_maps))
 
+    def comparison(self, name: str) -> sections.Mismatch | sections.Ablations:
+        """The section of the study that a comparison of maps is of."""
+        return self.mismatch if name == "mismatch" else self.ablations
+
     def forced_maps(self, backbones: Iterable[str]) -> list[str]:
         """Labels of the main maps, and where one of these backbones has them of those that were trained on shorter
         texts; none where no method needs maps.

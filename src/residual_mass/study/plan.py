@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from snakemake.io import expand
 
@@ -23,7 +23,7 @@ from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec, own_identities
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper.comparison import COMPARED, settings_of
-from residual_mass.paper.tables import RUNTIME, TABLES, find
+from residual_mass.paper.tables import RUNTIME, TABLES
 from residual_mass.paper.titles import benchmark_title
 from residual_mass.provenance import MANIFEST
 from residual_mass.recipes import RECIPES
@@ -31,14 +31,14 @@ from residual_mass.study import paths, specs
 from residual_mass.study.config import Configuration, Study, file_of
 from residual_mass.study.config import load as read_configuration
 from residual_mass.study.figures import FIGURES, kind_of
-from residual_mass.study.sections import Decoding, Figure
+from residual_mass.study.sections import Figure
+from residual_mass.study.tables import benchmark_results, shown_by
 from residual_mass.study.values import parsed
 
 Wildcards = Any
 """Of a Snakemake job: its wildcards as attributes."""
 Work = tuple[Mapping[str, str | list[str]], Any]
 """What a job reads, by the flag of its stage, and its spec; None for a stage without."""
-Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Plan(Configuration):
 
     def backbone_spec(self, name: str) -> specs.BackboneSpec:
         backbones = self.main.backbones
-        return filled(specs.BackboneSpec, backbones[known("backbone", name, backbones)], name=name)
+        return specs.filled(specs.BackboneSpec, backbones[known("backbone", name, backbones)], name=name)
 
     def backbone_specs(self, study: str) -> tuple[specs.BackboneSpec, ...]:
         return tuple(map(self.backbone_spec, self.backbones_of(study)))
@@ -175,11 +175,11 @@ class Plan(Configuration):
         """Examples per task that are decoded."""
         return self.main.examples or study.benchmarks[benchmark].examples
 
-    def spec_of(self, spec: type[Made], stage: str, w: Wildcards, *sources: Any, **given: Any) -> Made:
+    def spec_of(self, spec: type[specs.Spec], stage: str, w: Wildcards, *sources: Any, **given: Any) -> specs.Spec:
         """A spec with the backbone of the wildcards, its study and the stage's recipe."""
         backbone = self.backbone_spec(w.backbone)
         about = SimpleNamespace(study=backbone.study, backbone=backbone, recipe=RECIPES[stage])
-        return filled(spec, about, w, *sources, **given)
+        return specs.filled(spec, about, w, *sources, **given)
 
     # ---- prompts and maps --------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Plan(Configuration):
         owner = self.backbone_spec(self.tokenizer_owner(w.tokenizer))
         study = self.study_of(w, backbone=owner.name)
         forced = study.fidelity
-        spec = filled(
+        spec = specs.filled(
             specs.PromptsSpec, w, study.benchmarks[w.benchmark], owner,
             tokenizer_source="hub" if owner.source == "hub" else "assets",
             examples=max(
@@ -210,16 +210,14 @@ class Plan(Configuration):
 
     def _training(self, w: Wildcards, variants: Mapping[str, Mapping[str, Any]]) -> Work:
         """One training job; its GPUs are a resource of the job and no part of the spec."""
-        study = self.study_of(w)
-
-        def variant(label: str, changes: Mapping[str, Any]) -> specs.VariantSpec:
-            where = f"config/config.yaml: variants.{label}."
-            parts = ((name, getattr(study.phi, name)) for name in ("map", "objective"))
-            made = {name: changed(part, changes.get(name, {}), f"{where}{name}.") for name, part in parts}
-            return specs.VariantSpec(label, **made)
-
-        every = tuple(variant(*item) for item in sorted(variants.items()))
-        given = {"name": "study", "length": w.maps, "variants": every}
+        study, made = self.study_of(w), []
+        for label, changes in sorted(variants.items()):
+            parts: dict[str, Any] = {"map": study.phi.map, "objective": study.phi.objective}
+            for name, change in changes.items():
+                where = f"config/config.yaml: variants.{label}.{name}."
+                parts[name] = parsed(type(parts[name]), dataclasses.asdict(parts[name]) | change, where)
+            made.append(specs.VariantSpec(label, **parts))
+        given = {"name": "study", "length": w.maps, "variants": tuple(made)}
         return {"assets": self.assets_manifest}, self.spec_of(specs.TrainSpec, "train", w, study.phi, study, **given)
 
     # ---- given continuations -----------------------------------------------------------------------------------------
@@ -228,18 +226,18 @@ class Plan(Configuration):
         """Given continuations under every arm: those of the main group, and on documents further ones."""
         study = self.study_of(w, "fidelity")
         forced, maps = study.fidelity, study.forced_maps([w.backbone])
-        asked = [name for name in forced.benchmarks if w.length in study.answered_lengths(name)]
+        asked = {name: study.benchmarks[name] for name in forced.benchmarks if w.length in study.answered_lengths(name)}
         others = [("topk_phi", label) for label in maps[1:]]
         others += [(name, study.maps.main if method_named(name).needs_maps else None) for name in forced.methods]
-        arms = study.arms
         further = tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets)
-        prompts = (
-            filled(specs.AskedSpec, study.benchmarks[name], benchmark=name, examples=forced.examples) for name in asked
-        )
+        prompts = [
+            specs.filled(specs.AskedSpec, each, benchmark=name, examples=forced.examples)
+            for name, each in asked.items()
+        ]
         spec = self.spec_of(
             specs.ForceSpec, "force", w, forced, study,
-            asked=tuple(prompts), arms=arms, arms_of_documents=further, maps=maps_specs(maps),
-            residuals=own_identities((*arms, *further)),
+            asked=tuple(prompts), arms=study.arms, arms_of_documents=further, maps=maps_specs(maps),
+            residuals=own_identities((*study.arms, *further)),
         )  # fmt: skip
         files = {"prompts": [self._prompts_of(w, name) for name in asked], "phi": self._phi(w, maps)}
         return {"assets": self.assets_manifest, **files}, spec
@@ -256,8 +254,7 @@ class Plan(Configuration):
         study = self.study_of(w)
         maps, arms = self._group_maps(study, w.group), study.arms
         if w.group != "main":  # one method at one budget under different maps
-            budget = study.mismatch.budget if w.group == "mismatch" else study.ablations.budget
-            arms = tuple(ArmSpec("topk_phi", budget, label) for label in maps)
+            arms = tuple(ArmSpec("topk_phi", study.comparison(w.group).budget, label) for label in maps)
         spec = self.spec_of(
             specs.GenerateSpec, "generate", w, study.benchmarks[w.benchmark], study,
             tasks=tasks_of(w.benchmark, tokens_of(w.length)) if w.tasks == "all" else (w.tasks,),
@@ -275,26 +272,22 @@ class Plan(Configuration):
         if compared:
             group = "mismatch" if compared == "mismatch" else "ablation"
             groups += [group] * bool(self._group_maps(study, group))
-        decoding = {field.name: getattr(benchmark, field.name) for field in dataclasses.fields(Decoding)}
-        del decoding["batch_tokens"]
         spec = self.spec_of(
             specs.ScoreSpec, "score", w, benchmark, study.score,
             seed=study.score.seed, examples=self.examples_of(study, w.benchmark),
             arms=self._compared_arms(study, compared) if compared else None,
-            decoding=decoding_words(**decoding, truncate_to=study.truncate_to),
+            decoding=decoding_words(benchmark, study.truncate_to),
         )  # fmt: skip
         place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
         tasks = study.task_files(w.benchmark, w.length)
         generations = expand(paths.GENERATIONS, **place, group=groups, tasks=tasks)
         return {"prompts": self._prompts_of(w, w.benchmark), "generations": generations}, spec
 
-    def mismatch(self, w: Wildcards) -> Work:
-        place = {"comparison": "mismatch", "benchmark": "ruler", "length": self.study_of(w).mismatch.lengths}
-        return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
-
-    def ablation(self, w: Wildcards) -> Work:
-        ablated = self.study_of(w).ablations
-        place = {"comparison": w.ablation, "benchmark": ablated.benchmarks, "length": ablated.length}
+    def join(self, w: Wildcards) -> Work:
+        """The scores of one comparison of maps."""
+        name = w.get("ablation", "mismatch")
+        section = self.study_of(w).comparison(name)
+        place = {"comparison": name, "benchmark": section.benchmarks, "length": section.lengths}
         return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
 
     def compared_maps(self, study: Study, comparison: str) -> tuple[str, ...]:
@@ -313,7 +306,7 @@ class Plan(Configuration):
         return [label for label in labels if label != study.maps.main]
 
     def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
-        budget = study.mismatch.budget if comparison == "mismatch" else study.ablations.budget
+        budget = study.comparison(comparison).budget
         rows = (ArmSpec("topk_phi", budget, maps) for maps in self.compared_maps(study, comparison))
         own = (ArmSpec(name, budget) for name in study.own_methods(budget))
         return (ArmSpec("full"), ArmSpec("topk", budget), *rows, *own)
@@ -385,66 +378,12 @@ class Plan(Configuration):
         study, names = self.study_named(w), self.backbones_of(w.study)
         labels = [*(label for label in TABLES if label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
         known("table", w.label, labels, file_of(w.study))
-        results, shown = self._shown_by(study, names, w.label)
+        results, shown = shown_by(self, study, names, w.label)
         if not results:
             raise ValueError(f"{file_of(w.study)}: tables: {w.label} has nothing to show; take it out")
         shown = {"backbones": names, "budgets": study.budgets, "lengths": (), "benchmarks": ()} | shown
         spec = specs.TableSpec(study=w.study, label=w.label, backbone_titles=self.titles(shown["backbones"]), **shown)
         return {"results": results, "template": self.template(w.label)}, spec
-
-    def _shown_by(self, study: Study, names: list[str], label: str) -> tuple[list[str], dict[str, Any]]:
-        """The files that a table shows, and where they are not of the whole study, what of it they are of."""
-        table, forced, of = find(label), study.fidelity, names
-        sections = {"dphi": study.ablations, "loss": study.ablations, "diagnostics": study.diagnostics}
-        sections |= {"mismatch": study.mismatch, "residuals": study.residuals}
-        shown: dict[str, Any] = {}
-        if section := sections.get(table.of):
-            budgets = [section.budget] if hasattr(section, "budget") else study.budgets
-            lengths = section.lengths if hasattr(section, "lengths") else [section.length]
-            shown, of = {"backbones": section.backbones, "lengths": lengths, "budgets": budgets}, section.backbones
-        match table.of:
-            case "scores":
-                points = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
-                lengths = sorted({length for each in points.values() for length in each}, key=tokens_of)
-                shown = {"benchmarks": sorted(study.benchmarks), "lengths": lengths, "lengths_of": points}
-                return benchmark_results(study, of, points), shown | {"own_methods": study.own_methods()}
-            case "fidelity":
-                shown = {"lengths": forced.lengths, "maps": study.forced_maps(names)}
-                return expand(paths.FIDELITY, backbone=of, length=forced.lengths), shown
-            case "answers":
-                points = {name: study.answered_lengths(name) for name in forced.benchmarks}
-                lengths = [length for length in forced.lengths if any(length in each for each in points.values())]
-                shown = {"benchmarks": forced.benchmarks, "lengths": lengths, "lengths_of": points}
-                return expand(paths.FIDELITY, backbone=of, length=lengths), shown | {"maps": [study.maps.main]}
-            case "residuals":  # with the fidelity of the same methods and the logs of their maps
-                both = [length for length in section.lengths if length in forced.lengths]
-                return [
-                    *expand(paths.RESIDUAL_ERRORS, backbone=of, length=section.lengths),
-                    *expand(paths.FIDELITY, backbone=of, length=both),
-                    *expand(paths.TRAINING_LOG, backbone=of, maps=study.maps_for(section.methods)),
-                ], shown
-            case "mismatch":
-                shown |= {"benchmarks": ["ruler"], "maps": section.maps}
-                return expand(paths.MISMATCH, backbone=of), shown | {"own_methods": study.own_methods(section.budget)}
-            case "dphi" | "loss":
-                shown |= {"benchmarks": section.benchmarks, "maps": self.compared_maps(study, table.of)}
-                shown |= {"own_methods": study.own_methods(section.budget)}
-                return expand(paths.ABLATION, ablation=table.of, backbone=of), shown
-            case "diagnostics":
-                return expand(paths.ACCOUNTING, backbone=of), shown
-            case "maps":
-                return [path for name in names for path in self._sized_phi(study, name)], {"budgets": ()}
-            case "training":
-                return expand(paths.TRAINING_LOG, backbone=of, maps=study.maps.main), {"budgets": ()}
-        of = [label.removeprefix(RUNTIME)]
-        return expand(paths.RUNTIME, backbone=of), {"backbones": of, "lengths": study.runtime.contexts, "budgets": ()}
-
-    def _sized_phi(self, study: Study, backbone: str) -> list[str]:
-        """The main maps of a backbone, and where the ablations are made those of other widths."""
-        labels = [study.maps.main]
-        if backbone in study.ablations.backbones:
-            labels += [maps for maps in self.compared_maps(study, "dphi") if maps != study.ablations.length]
-        return expand(paths.PHI, backbone=backbone, maps=labels)
 
     def published_table(self, w: Wildcards) -> Work:
         """A table with the paper's own values."""
@@ -501,31 +440,26 @@ class Plan(Configuration):
         text = map(benchmark_title, shown.of("corpus", "text", "length"))
         return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
 
-    def _figure_titles(self, study: Study) -> dict[str, str]:
-        return {label: self._figure_title(shown) for label, shown in study.figures.items()}
+    def _document_spec(self, study: str) -> specs.DocumentSpec:
+        titles = {label: self._figure_title(shown) for label, shown in self.studies[study].figures.items()}
+        return specs.DocumentSpec(study, self.backbone_specs(study), titles)
 
     def document(self, w: Wildcards) -> Work:
         """All tables and figures of a study, in the order of its configuration."""
         study = self.study_named(w)
-        spec = specs.DocumentSpec(w.study, self.backbone_specs(w.study), self._figure_titles(study))
         return {
             "tables": expand(paths.TABLE, study=w.study, label=study.tables),
             "figures": expand(paths.FIGURE_PDF, study=w.study, label=study.figures),
             "numbers": expand(paths.NUMBERS, study=w.study) if study.tables else [],
             "template": self.template("main"),
-        }, spec
+        }, self._document_spec(w.study)
 
     def report(self, _: Wildcards) -> Work:
         """The page of the study that config.yaml names."""
         name = self.main.study
         study = self.studies[name]
-        spec = specs.ReportSpec(
-            study=name,
-            backbones=self.backbone_specs(name),
-            budgets=study.budgets,
-            recommended=study.methods[-1],
-            figure_titles=self._figure_titles(study),
-        )
+        about = vars(self._document_spec(name))
+        spec = specs.ReportSpec(**about, budgets=study.budgets, recommended=study.methods[-1])
         return {
             "tables": expand(paths.CELLS, study=name, label=study.tables),
             "figures": expand(paths.FIGURE_PNG, study=name, label=study.figures),
@@ -556,28 +490,9 @@ def known(kind: str, value: str, options: Iterable[str], where: str = "config/co
     return value
 
 
-def filled(spec: type[Made], *sources: Any, **given: Any) -> Made:
-    """A spec whose fields are as given, or else those of the first source that has them."""
-    for field in dataclasses.fields(spec):  # type: ignore[arg-type]
-        source = next((each for each in sources if hasattr(each, field.name)), None)
-        if source is not None:
-            given.setdefault(field.name, getattr(source, field.name))
-    return spec(**given)
-
-
-def changed(settings: Made, changes: Mapping[str, Any], where: str) -> Made:
-    """The settings with some of their keys changed. Raises ValueError where a key is unknown or wrong."""
-    return parsed(type(settings), dataclasses.asdict(settings) | changes, where)  # type: ignore[call-overload]
-
-
 def maps_specs(labels: Iterable[str]) -> tuple[MapsSpec, ...]:
     """The labels, each with the length that its maps were trained at, in tokens."""
     return tuple(MapsSpec(label, tokens_of(length_and_variant(label)[0])) for label in labels)
-
-
-def benchmark_results(study: Study, backbones: Iterable[str], benchmarks: Iterable[str]) -> list[str]:
-    places = ({"benchmark": name, "length": study.lengths_of(name)} for name in benchmarks)
-    return [path for place in places for path in expand(paths.RESULTS, backbone=backbones, **place)]
 
 
 def compared_tables(study: Study) -> list[str]:

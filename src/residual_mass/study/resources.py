@@ -31,13 +31,9 @@ class JobSize:
         """GPUs of one training job; none for a backbone that requires none, whatever the study says."""
         return self.gpus(wildcards) * self.plan.study_of(wildcards).phi.gpus
 
-    def with_gpu(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
-        """One number for jobs that ask for a GPU and one for jobs that do not."""
-        return lambda wildcards: on_a_gpu * self.gpus(wildcards) or otherwise
-
-    def training_memory(self, on_a_gpu: int, otherwise: int) -> Callable[[Wildcards], int]:
-        """Every GPU has a process of its own, with the backbone's weights."""
-        return lambda wildcards: on_a_gpu * self.training_gpus(wildcards) or otherwise
+    def with_gpu(self, on_a_gpu: int, otherwise: int, gpus: str = "gpus") -> Callable[[Wildcards], int]:
+        """One number for jobs that do not ask for a GPU, and one that those that do have for each of their `gpus`."""
+        return lambda wildcards: on_a_gpu * getattr(self, gpus)(wildcards) or otherwise
 
     def half_of_the_cores(self, wildcards: Wildcards) -> int:
         """A small model gains little from a second core, so without a GPU two jobs share the machine."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from residual_mass.core.settings import MapSpec, Settings
 from residual_mass.diagnostics import PROMPT_PACKS
@@ -288,6 +288,8 @@ class Mismatch(Settings):
     budget: Percent
     """The one budget."""
 
+    benchmarks: ClassVar = ("ruler",)
+
 
 @dataclass(frozen=True)
 class Ablations(Settings):
@@ -301,6 +303,10 @@ class Ablations(Settings):
     """Training and evaluation length."""
     budget: Percent
     """The one budget."""
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        return (self.length,)
 
 
 @dataclass(frozen=True)

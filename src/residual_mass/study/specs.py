@@ -4,7 +4,7 @@ changed value, and only that, reruns a job.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from residual_mass.benchmarks.columns import DENSE, OWN
@@ -33,6 +33,15 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
         ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
     """
     return parsed(spec, text, "spec.")
+
+
+def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
+    """A spec whose fields are as given, or else those of the first source that has them."""
+    for key in fields(spec):  # type: ignore[arg-type]
+        source = next((each for each in sources if hasattr(each, key.name)), None)
+        if source is not None:
+            given.setdefault(key.name, getattr(source, key.name))
+    return spec(**given)
 
 
 @dataclass(frozen=True)
@@ -73,21 +82,27 @@ class PromptsSpec(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSpec(JobSpec, Decoding):
-    """Answers of every arm to some tasks of a benchmark."""
+class ArmsSpec(JobSpec):
+    """Some arms, and what they decode with."""
 
-    benchmark: str
     length: str
-    tasks: tuple[str, ...]
-    examples: int
     arms: tuple[ArmSpec, ...]
     anchors: AnchorSpec
     truncate_to: str
     maps: tuple[MapsSpec, ...]
-    allow_extrapolation: bool
-    """Permit prompts longer than the maps were trained on (the paper's collapse)."""
     residuals: tuple[dict[str, Any], ...] = ()
     """Identities of the methods that are not the paper's: a changed one runs the job again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSpec(ArmsSpec, Decoding):
+    """Answers of every arm to some tasks of a benchmark."""
+
+    benchmark: str
+    tasks: tuple[str, ...]
+    examples: int
+    allow_extrapolation: bool
+    """Permit prompts longer than the maps were trained on (the paper's collapse)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +115,13 @@ class AskedSpec(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForceSpec(JobSpec, Continuations):
-    """Given continuations under every arm."""
+class ForceSpec(ArmsSpec, Continuations):
+    """Given continuations under every arm, beyond the length of its maps, too."""
 
-    length: str
     asked: tuple[AskedSpec, ...]
     """One for each file of prompts."""
-    arms: tuple[ArmSpec, ...]
     arms_of_documents: tuple[ArmSpec, ...]
     """Further arms, on documents and in their own state alone."""
-    anchors: AnchorSpec
-    truncate_to: str
-    maps: tuple[MapsSpec, ...]
-    """Of any length: what they do beyond theirs is measured, too."""
-    residuals: tuple[dict[str, Any], ...] = ()
-    """As in `GenerateSpec`."""
 
     @property
     def rows_of_document(self) -> tuple[tuple[str, ArmSpec], ...]:
@@ -225,7 +232,7 @@ class ResidualErrorsSpec(JobSpec, Sampling):
     """Of the methods that need feature maps; may have been trained on shorter texts."""
     bootstrap_resamples: int
     residuals: tuple[dict[str, Any], ...] = ()
-    """As in `GenerateSpec`."""
+    """As in `ArmsSpec`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,14 +316,10 @@ class DocumentSpec(Settings):
     """What a figure is of, by its label; ends its caption."""
 
 
-@dataclass(frozen=True)
-class ReportSpec(Settings):
-    """The page of a study: what it was run on, and what its figures are of."""
+@dataclass(frozen=True, kw_only=True)
+class ReportSpec(DocumentSpec):
+    """The page of a study."""
 
-    study: str
-    backbones: tuple[BackboneSpec, ...]
     budgets: tuple[float, ...]
     recommended: str
     """The method that the page opens with, beside top-k."""
-    figure_titles: dict[str, str] = field(default_factory=dict)
-    """What a figure is of, by its label; ends its caption."""
