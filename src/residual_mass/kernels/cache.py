@@ -1,13 +1,13 @@
-"""One layer's keys and values as the kernels read them, and a decode step over them.
+"""One layer's keys and values as the kernels read them, a decode step over them, and full attention of several tokens.
 
-Shape letters: B = batch rows, H = KV heads, G = query heads of a KV head, L = prefix columns, D = head dimension, N =
-blocks of 64 places, S = clusters, F = room for tokens in bfloat16.
+Shape letters: B = batch rows, H = KV heads, G = query heads of a KV head, L = prefix columns, T = new tokens, D = head
+dimension, N = blocks of 64 places, S = clusters, F = room for tokens in bfloat16.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -124,12 +124,36 @@ class LayerCache:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Adds a token per row, [B, H, D] each."""
-        if int(self.recents.max()) == self.recent.shape[2]:
-            self._merge()
-        rows, at = torch.arange(self.batch), self.recents.long()
-        self.recent[rows, :, at, 0] = keys.to(torch.bfloat16)
-        self.recent[rows, :, at, 1] = values.to(torch.bfloat16)
-        self.recents += 1
+        self.extend(keys.unsqueeze(2), values.unsqueeze(2))
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """Adds up to a block of tokens per row, [B, H, T, D] each; all of them stay in bfloat16 until more are added.
+
+        Raises:
+            ValueError: more tokens than a block has.
+        """
+        count = keys.shape[2]
+        if count > BLOCK:
+            raise ValueError(f"{count} tokens at once, more than a block of {BLOCK}")
+        if int(self.recents.max()) + count > self.recent.shape[2]:
+            self._merge(count)
+            if (short := int(self.recents.max()) + count - self.recent.shape[2]) > 0:  # where no row has a whole block
+                self.recent, self._layer = torch.nn.functional.pad(self.recent, (0, 0, 0, 0, 0, short)), None
+        rows, at = torch.arange(self.batch)[:, None], self.recents[:, None] + torch.arange(count)
+        self.recent[rows, :, at, 0] = keys.transpose(1, 2).to(torch.bfloat16)
+        self.recent[rows, :, at, 1] = values.transpose(1, 2).to(torch.bfloat16)
+        self.recents += count
+
+    def drop(self, count: int) -> None:
+        """Takes out the last tokens of every row, at most those that `extend` or `append` added last.
+
+        Raises:
+            ValueError: more tokens than are in bfloat16 after the sinks.
+        """
+        left = int((self.recents - self.sink * (self.slots > 0)).min())
+        if count > left:
+            raise ValueError(f"of a packed cache the last {left} tokens can be taken out, not {count}")
+        self.recents -= count
 
     def step(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
         """Attends with one query per row and query head.
@@ -143,15 +167,34 @@ class LayerCache:
             Outputs [B, H G, D] float32, and the logarithm of the sum of all softmax terms [B, H G] float32, by which
             they can be merged with those of other tokens.
         """
+        output, log_mass = self._run(self.library.step, query.unsqueeze(2), scale, threads)
+        return output.squeeze(2), log_mass.squeeze(2)
+
+    def attend(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
+        """Attends fully with the last T tokens: each reads all tokens up to itself, of planes both. A block of tokens
+        is read once for all queries.
+
+        Args:
+            query: [B, H G, T, D], in the order of the tokens.
+            scale, threads: as for `step`.
+
+        Returns:
+            As `step`: [B, H G, T, D] and [B, H G, T].
+        """
+        return self._run(self.library.attend, query, scale, threads)
+
+    def _run(
+        self, run: Callable[[Layer, int], None], query: Tensor, scale: float, threads: int | None
+    ) -> tuple[Tensor, Tensor]:
         query = (query.float() * (scale * LOG2_E)).contiguous()
-        output, log_mass = torch.empty_like(query), query.new_empty(query.shape[:2])
+        output, log_mass = torch.empty_like(query), query.new_empty(query.shape[:3])
         if self._layer is None:
             self._layer = self._structure()
         layer = self._layer
-        layer.group = query.shape[1] // self.heads
+        layer.queries, layer.group = query.shape[2], query.shape[1] // self.heads * query.shape[2]
         layer.threads = torch.get_num_threads() if threads is None else threads
         layer.query, layer.output, layer.log_mass = query.data_ptr(), output.data_ptr(), log_mass.data_ptr()
-        self.library.step(layer, self.bits)
+        run(layer, self.bits)
         return output, log_mass
 
     def _structure(self) -> Layer:
@@ -223,9 +266,10 @@ class LayerCache:
             keys, values, order, at("keys"), at("scales"), at(rows), at("value_scales"),
         )  # fmt: skip
 
-    def _merge(self) -> None:
-        """Moves a block of tokens of every row without room, the oldest after the sinks, to the others."""
-        for row in (self.recents == self.recent.shape[2]).nonzero().flatten().tolist():
+    def _merge(self, count: int) -> None:
+        """Moves a block of tokens of every row without room for more, the oldest after the sinks, to the others."""
+        full = (self.recents + count > self.recent.shape[2]) & (self.recents >= self.sink + BLOCK)
+        for row in full.nonzero().flatten().tolist():
             block = -(-int(self.slots[row]) // BLOCK)
             if block == self.blocks:
                 self._grow(max(4, block // 8))

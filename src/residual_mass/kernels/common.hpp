@@ -1,7 +1,8 @@
 // What the kernels share: sizes, running softmax sums, the exactly read tokens in bfloat16, threads.
 //
 // Scores are in units of log 2: queries come in multiplied by scale * log2(e). Shape letters: B = batch rows, H = KV heads,
-// G = query heads of a KV head, D = head dimension, N = blocks of 64 tokens, F = room for tokens in bfloat16.
+// G = query heads of a KV head, T = queries of a query head, D = head dimension, N = blocks of 64 tokens, F = room for
+// tokens in bfloat16.
 #pragma once
 #include <algorithm>
 
@@ -16,7 +17,7 @@ constexpr float LOWEST = -1e30f;  // the score of no token; its weight is 0
 
 // The layer's cache and one step's buffers, as `library.py` has it.
 struct Layer {
-  int32_t batch, heads, group, width, blocks, room;  // B, H, G, D, N, F
+  int32_t batch, heads, group, width, blocks, room;  // B, H, G T, D, N, F
   int32_t segments, residual, threads;  // P, and whether to estimate what is not read
   const int32_t *slots, *gap;       // [B] places of tokens in blocks; [B, 2] first and end of places without a token
   const int32_t *k, *recents;       // [B] tokens to read, and tokens in bfloat16
@@ -29,9 +30,10 @@ struct Layer {
   const bf16 *mean_values, *slope;  // [B, H, P, D]; [B, H, D, D] covariance of keys (rows) and values
   const float* deviations;          // [B, H, D] of values within clusters
   const bf16* recent;               // [B, H, F, 2, D] keys and values
-  const float* query;               // [B, H, G, D]
-  float *output, *log_mass;         // [B, H, G, D] and [B, H, G]
+  const float* query;               // [B, H, G, T, D]
+  float *output, *log_mass;         // [B, H, G, T, D] and [B, H, G, T]
   uint8_t* scratch;
+  int32_t queries;                  // T, of the last T tokens in bfloat16; 1 in a step
 };
 
 // Sums of softmax terms in units of 2^top.

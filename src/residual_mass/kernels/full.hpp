@@ -1,4 +1,4 @@
-// One step of full attention over the same kinds of cache: every key and value read, in bfloat16 or 8 bits.
+// Full attention over every kind of cache, for one query of each query head or several: each block is read once for all.
 #pragma once
 #include "planes.hpp"
 
@@ -121,59 +121,114 @@ struct Eight {
   }
 };
 
+// Both planes, made again into keys and values as above: each block once for all queries.
+template <int D>
+struct Planes : Eight<D> {
+  static void unpack(const uint8_t* keys, const uint8_t* rows, uint8_t* to_keys, uint8_t* to_values, float* value_scales) {
+    constexpr int SIZE = D / 2 + D + 2;
+    for (int c = 0; c < D / 8; c++)  // four channels of the low plane's low halves, and four of its high halves
+      for (int start = 0; start < BLOCK; start += W) {
+        Ints low;
+        for (int i = 0; i < W; i++) low[i] = load<int32_t>(rows + (start + i) * SIZE + 4 * c);
+        for (int half = 0; half < 2; half++) {
+          const int j = c + half * (D / 8);
+          const Ints high = load<Ints>(keys + (j / 2 * BLOCK + start) * 4) >> (j % 2 * 4);
+          store(to_keys + (j * BLOCK + start) * 4, (high & 0x0f0f0f0f) << 4 | (low >> (half * 4) & 0x0f0f0f0f));
+        }
+      }
+    for (int t = 0; t < BLOCK; t += 2) {
+      const uint8_t *one = rows + t * SIZE + D / 2, *two = one + SIZE;
+      uint16_t pairs[D];
+      for (int d = 0; d < D; d++) pairs[d] = one[d] | two[d] << 8;
+      memcpy(to_values + t * D, pairs, sizeof pairs);
+      value_scales[t] = widen_one(one + D), value_scales[t + 1] = widen_one(two + D);
+    }
+  }
+};
+
 template <template <int> class Cache, int D>
 struct FullStep {
   const Layer& layer;
-  static constexpr size_t PART = D + 2;  // floats: top, mass and value of one query head
+  static constexpr bool PLANES = __is_same(Cache<D>, Planes<D>);
+  static constexpr size_t PART = D + 2;  // floats: top, mass and value of one query
+  static constexpr size_t UNPACKED = PLANES ? CHUNK * BLOCK * (2 * D + sizeof(float)) : 0;  // bytes of a thread
 
   int ranges() const { return std::max(1, (layer.blocks + RANGE - 1) / RANGE); }
-  size_t bytes() const { return sizeof(float) * PART * ranges() * layer.batch * layer.heads * layer.group; }
+  size_t parts() const { return (size_t)ranges() * layer.batch * layer.heads * layer.group; }
+  size_t bytes() const { return sizeof(float) * PART * parts() + UNPACKED * layer.threads; }
   float* part(int unit, int g, int range) const {
     return (float*)layer.scratch + (((size_t)unit * layer.group + g) * ranges() + range) * PART;
   }
 
-  // Reads a range of blocks for G query heads from g on.
+  // Adds blocks to the sums of G queries from g on. keys, values, first: of the first block, and its number in `scaled`.
   template <int G>
-  void read(int unit, int g, int range) const {
-    const int slots = layer.slots[unit / layer.heads], last = (slots + BLOCK - 1) / BLOCK, *gap = layer.gap + unit / layer.heads * 2;
+  void add(const Layer& scaled, int unit, int g, int range, int chunk, int blocks, const uint8_t* keys, const uint8_t* values, size_t first) const {
+    const int slots = layer.slots[unit / layer.heads], *gap = layer.gap + unit / layer.heads * 2, n = blocks * BLOCK, from = chunk * BLOCK;
     const float* query = layer.query + ((size_t)unit * layer.group + g) * D;
-    const size_t start = (size_t)unit * layer.blocks;
-    Sums<D> sums[G];
-    Floats values[G][D / W] = {};
     float scores[G][CHUNK * BLOCK];
-    for (int chunk = range * RANGE, end = std::min(last, chunk + RANGE); chunk < end; chunk += CHUNK) {
-      const int blocks = std::min(CHUNK, end - chunk), n = blocks * BLOCK, from = chunk * BLOCK;
-      for (int b = 0; b < blocks; b++) {
-        const uint8_t* keys = layer.keys + (start + chunk + b) * Cache<D>::KEYS;
-        prefetch(keys + 2 * Cache<D>::KEYS, Cache<D>::KEYS);
-        Cache<D>::template scores<G>(layer, query, keys, start + chunk + b, scores[0] + b * BLOCK, CHUNK * BLOCK);
-      }
-      for (int i = 0; i < G; i++) {
-        for (int t = std::max(gap[0], from); t < std::min(gap[1], from + n); t++) scores[i][t - from] = LOWEST;
-        for (int t = std::max(slots, from); t < from + n; t++) scores[i][t - from] = LOWEST;
-        const float before = sums[i].top;
-        sums[i].weigh(scores[i], n);
-        if (sums[i].top > before)
-          for (Floats& x : values[i]) x *= exp2(before - sums[i].top);
-      }
-      for (int b = 0; b < blocks; b++) {
-        const uint8_t* rows = layer.values + (start + chunk + b) * Cache<D>::VALUES;
-        prefetch(rows + 2 * Cache<D>::VALUES, Cache<D>::VALUES);
-        Cache<D>::template values<G>(layer, scores[0] + b * BLOCK, CHUNK * BLOCK, rows, start + chunk + b, values);
-      }
+    Floats sums[G][D / W];
+    for (int b = 0; b < blocks; b++, keys += Cache<D>::KEYS) {
+      if (g == 0 && !PLANES) prefetch(keys + 2 * Cache<D>::KEYS, Cache<D>::KEYS);
+      Cache<D>::template scores<G>(scaled, query, keys, first + b, scores[0] + b * BLOCK, CHUNK * BLOCK);
     }
     for (int i = 0; i < G; i++) {
-      float* to = part(unit, g + i, range);
-      to[0] = sums[i].top, to[1] = sums[i].mass;
-      memcpy(to + 2, values[i], sizeof values[i]);
+      for (int t = std::max(gap[0], from); t < std::min(gap[1], from + n); t++) scores[i][t - from] = LOWEST;
+      for (int t = std::max(slots, from); t < from + n; t++) scores[i][t - from] = LOWEST;
+      float* own = part(unit, g + i, range);
+      Sums<D> so_far;
+      so_far.top = own[0], so_far.mass = own[1];
+      memcpy(so_far.value, own + 2, sizeof so_far.value);
+      so_far.weigh(scores[i], n);
+      own[0] = so_far.top, own[1] = so_far.mass;
+      memcpy(sums[i], so_far.value, sizeof so_far.value);
+    }
+    for (int b = 0; b < blocks; b++, values += Cache<D>::VALUES) {
+      if (g == 0 && !PLANES) prefetch(values + 2 * Cache<D>::VALUES, Cache<D>::VALUES);
+      Cache<D>::template values<G>(scaled, scores[0] + b * BLOCK, CHUNK * BLOCK, values, first + b, sums);
+    }
+    for (int i = 0; i < G; i++) memcpy(part(unit, g + i, range) + 2, sums[i], sizeof sums[i]);
+  }
+
+  void read(int unit, int range, int thread) const {
+    const int last = (layer.slots[unit / layer.heads] + BLOCK - 1) / BLOCK;
+    const size_t start = (size_t)unit * layer.blocks;
+    for (int g = 0; g < layer.group; g++) {
+      float* own = part(unit, g, range);
+      std::fill(own, own + PART, 0.f), own[0] = LOWEST;
+    }
+    for (int chunk = range * RANGE, end = std::min(last, chunk + RANGE); chunk < end; chunk += CHUNK) {
+      const int blocks = std::min(CHUNK, end - chunk);
+      size_t first = start + chunk;
+      const uint8_t *keys = layer.keys + first * Cache<D>::KEYS, *values = layer.values + first * Cache<D>::VALUES;
+      Layer scaled = layer;
+      if constexpr (PLANES) {
+        uint8_t* to_keys = layer.scratch + sizeof(float) * PART * parts() + UNPACKED * thread;
+        uint8_t* to_values = to_keys + CHUNK * BLOCK * D;
+        float* value_scales = (float*)(to_values + CHUNK * BLOCK * D);
+        for (int b = 0; b < blocks; b++) {
+          const uint8_t *plane = layer.keys + (first + b) * (BLOCK * D / 2), *rows = layer.rows + (first + b) * BLOCK * (D / 2 + D + 2);
+          prefetch(plane + BLOCK * D / 2, BLOCK * D / 2), prefetch(rows + BLOCK * (D / 2 + D + 2), BLOCK * (D / 2 + D + 2));
+          Planes<D>::unpack(plane, rows, to_keys + b * BLOCK * D, to_values + b * BLOCK * D, value_scales + b * BLOCK);
+        }
+        scaled.scales += first * 2 * D, scaled.value_scales = value_scales;
+        keys = to_keys, values = to_values, first = 0;
+      }
+      for (int g = 0; g < layer.group; g += GROUP) switch (std::min(GROUP, layer.group - g)) {
+          case 1: add<1>(scaled, unit, g, range, chunk, blocks, keys, values, first); break;
+          case 2: add<2>(scaled, unit, g, range, chunk, blocks, keys, values, first); break;
+          case 3: add<3>(scaled, unit, g, range, chunk, blocks, keys, values, first); break;
+          default: add<4>(scaled, unit, g, range, chunk, blocks, keys, values, first);
+        }
     }
   }
 
+  // The t-th of T queries sees the tokens in bfloat16 up to its own.
   void finish(int unit, int g) const {
     const size_t at = (size_t)unit * layer.group + g;
     Sums<D> sums;
     const bf16* recent = layer.recent + (size_t)unit * layer.room * 2 * D;
-    add_recent(sums, layer.query + at * D, recent, layer.recents[unit / layer.heads]);
+    const int later = layer.queries - 1 - g % layer.queries;
+    add_recent(sums, layer.query + at * D, recent, layer.recents[unit / layer.heads] - later);
     for (int range = 0; range < ranges(); range++) {
       const float* from = part(unit, g, range);
       sums.merge(from[0], from[1], from + 2);
@@ -183,15 +238,7 @@ struct FullStep {
 
   void run() const {
     const int units = layer.batch * layer.heads;
-    parallel(layer.threads, units * ranges(), [&](int task, int) {
-      const int unit = task / ranges(), range = task % ranges();
-      for (int g = 0; g < layer.group; g += GROUP) switch (std::min(GROUP, layer.group - g)) {
-          case 1: read<1>(unit, g, range); break;
-          case 2: read<2>(unit, g, range); break;
-          case 3: read<3>(unit, g, range); break;
-          default: read<4>(unit, g, range);
-        }
-    });
+    parallel(layer.threads, units * ranges(), [&](int task, int thread) { read(task / ranges(), task % ranges(), thread); });
     parallel(layer.threads, units * layer.group, [&](int task, int) { finish(task / layer.group, task % layer.group); });
   }
 };

@@ -44,6 +44,19 @@ EXPORT int64_t step(const Layer* layer, int bits) {
   });
 }
 
+// Full attention of the last T tokens, of planes with both read: as many bytes of scratch, and the attention.
+EXPORT int64_t attend_bytes(const Layer* layer) {
+  return with_width(layer->width, [&]<int D>() -> int64_t { return FullStep<Planes, D>{*layer}.bytes(); });
+}
+EXPORT int64_t attend(const Layer* layer, int bits) {
+  return with_width(layer->width, [&]<int D>() -> int64_t {
+    if (bits == 4) FullStep<Planes, D>{*layer}.run();
+    else if (bits == 8) FullStep<Eight, D>{*layer}.run();
+    else FullStep<Bfloat16, D>{*layer}.run();
+    return 0;
+  });
+}
+
 // Packs n tokens of `units` KV heads, keys and values [units, length, D]; order [units, n] or null. The targets start at
 // the first block to write, and each unit has `blocks`.
 EXPORT int64_t pack(int64_t width, int64_t bits, int64_t threads, int64_t units, int64_t length, int64_t n, int64_t blocks, const float* keys, const float* values,

@@ -36,6 +36,7 @@ class Layer(ctypes.Structure):
                 "query output log_mass scratch"
             ).split()
         ),
+        ("queries", ctypes.c_int32),
     ]
 
 
@@ -55,12 +56,23 @@ class Library:
 
     def step(self, layer: Layer, bits: int) -> None:
         """Runs `step` of kernels.cpp, with scratch of this thread."""
-        need = self._functions.scratch_bytes(ctypes.byref(layer))
+        layer.scratch = self._room(self._functions.scratch_bytes(ctypes.byref(layer)))
+        self._functions.step(ctypes.byref(layer), bits)
+
+    def attend(self, layer: Layer, bits: int) -> None:
+        """Runs `attend` of kernels.cpp, with scratch of this thread."""
+        if not hasattr(self._functions, "attend"):
+            raise RuntimeError("the CPU kernels were built before this version: install the package again")
+        self._functions.attend_bytes.restype = ctypes.c_int64
+        layer.scratch = self._room(self._functions.attend_bytes(ctypes.byref(layer)))
+        self._functions.attend(ctypes.byref(layer), bits)
+
+    def _room(self, need: int) -> int:
+        """The address of as many bytes of scratch."""
         scratch = getattr(self._scratch, "bytes", None)
         if scratch is None or len(scratch) < need:
             scratch = self._scratch.bytes = torch.empty(need + need // 4, dtype=torch.uint8)
-        layer.scratch = scratch.data_ptr()
-        self._functions.step(ctypes.byref(layer), bits)
+        return scratch.data_ptr()
 
     def call(self, name: str, *arguments: int | Tensor | None) -> None:
         """Runs `pack` or `clusters` of kernels.cpp."""

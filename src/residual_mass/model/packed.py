@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.kernels import LayerCache, Library, load
+from residual_mass.kernels.cache import BLOCK
 from residual_mass.kernels.library import WIDTHS
 from residual_mass.methods import CacheOnly, Method, QuantisedScan, QuantisedValues, ScanRegression, method_named
 from residual_mass.methods.arms import Arm
@@ -103,8 +104,13 @@ class PackedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.packed, self.given, self.tokens = None, None, 0
 
-    def crop(self, *_: Any) -> None:
-        raise ValueError("a PackedCache keeps no order of tokens, so none can be taken out")
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes out the last tokens, a number below 0 as transformers has it, which have to be in bfloat16 still."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a number below 0 of tokens to take out, not {tokens_to_remove}")
+        if tokens_to_remove and self.packed is not None:
+            self.packed.drop(-tokens_to_remove)
+            self.tokens += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise ValueError("a PackedCache does not follow beams: generate with num_beams=1")
@@ -183,12 +189,14 @@ class PackedSession:
     Attributes:
         partial_calls: number of decode steps by layer.
         reading: whether single tokens are part of a prompt too.
+        verifying: whether tokens are drafts, which full attention reads and of which some may be taken out again.
     """
 
     arm: Arm
     anchors: AnchorSpec
     cache: PackedCache
     reading: bool = False
+    verifying: bool = False
     partial_calls: dict[int, int] = field(default_factory=dict)
     _chosen: set[int] = field(default_factory=set)
     """Layers that know how many tokens to read."""
@@ -210,24 +218,24 @@ class PackedSession:
                 f"the cache holds {packed.batch} prompts of {packed.heads} KV heads of width {packed.width}, not "
                 f"{key.shape[0]} of {key.shape[1]} of {key.shape[3]}: use it with the model and prompt it was made for"
             )
-        tokens = query.shape[2]
-        several = self.reading or tokens > 1
+        several = self.reading or self.verifying or query.shape[2] > 1
         if several and packed.batch > 1:
             raise ValueError("a further turn on a PackedCache takes one prompt, not several")
-        if several:  # a further turn reads every token before it, from both planes
-            packed.choose(packed.tokens, residual=False)
-            self._chosen.discard(module.layer_idx)
-        elif module.layer_idx not in self._chosen:
+        if several:  # all read every token before them, of planes both
+            if not self.verifying:
+                self._chosen.discard(module.layer_idx)
+            outputs = []
+            for q, k, v in zip(*(x.split(BLOCK, dim=2) for x in (query, key, value)), strict=True):
+                packed.extend(k, v)
+                outputs.append(packed.attend(q, scale)[0].transpose(1, 2))
+            return torch.cat(outputs, 1).to(query.dtype)
+        if module.layer_idx not in self._chosen:
             k = [retrieved_by(self.arm, count, self.anchors, None) for count in packed.tokens]
             packed.choose(k, residual=self.arm.rule.own is not None)
             self._chosen.add(module.layer_idx)
-        if not several:
-            self.partial_calls[module.layer_idx] = self.partial_calls.get(module.layer_idx, 0) + 1
-        outputs = []
-        for at in range(tokens):
-            packed.append(key[:, :, at], value[:, :, at])
-            outputs.append(packed.step(query[:, :, at], scale)[0])
-        return torch.stack(outputs, 1).to(query.dtype)
+        self.partial_calls[module.layer_idx] = self.partial_calls.get(module.layer_idx, 0) + 1
+        packed.append(key[:, :, 0], value[:, :, 0])
+        return packed.step(query[:, :, 0], scale)[0].unsqueeze(1).to(query.dtype)
 
     def _packed(self, key: Tensor, value: Tensor, mask: Tensor | None) -> LayerCache:
         length = key.shape[2]

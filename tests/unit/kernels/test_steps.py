@@ -168,6 +168,87 @@ def test_added_tokens_and_the_blocks_that_they_become(library: Library, bits: in
 
 
 @pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize(
+    ("tokens", "group", "length", "width"),
+    [(1, 3, 300, 64), (2, 1, 85, 128), (5, 3, 701, 96), (8, 4, 1000, 64), (17, 2, 64, 64), (64, 5, 9, 64)],
+)
+def test_full_attention_of_several_tokens(
+    library: Library, bits: int, tokens: int, group: int, length: int, width: int
+) -> None:
+    """Each sees the tokens up to its own: as many steps over a cache that ends there, with nothing left unread."""
+    keys, values, queries = several(length + tokens, width, group, tokens)
+    cache = LayerCache(library, *(x[:, :, :length] for x in (keys, values)), [0], bits=bits, k=[3], clusters=5)
+    cache.extend(keys[:, :, length:], values[:, :, length:])
+    check_all(cache, queries)
+    assert cache.tokens == [length + tokens]
+
+
+@pytest.mark.parametrize("bits", KINDS)
+def test_full_attention_of_several_tokens_does_not_read_padding(library: Library, bits: int) -> None:
+    keys, values, queries = several(505, 64, 3, 5, batch=3)
+    first = [0, 130, 499]
+    for row, start in enumerate(first):
+        keys[row, :, :start] = values[row, :, :start] = math.nan
+    cache = LayerCache(library, *(x[:, :, :500] for x in (keys, values)), first, bits=bits, k=[8, 6, 2], clusters=6)
+    cache.extend(keys[:, :, 500:], values[:, :, 500:])
+    check_all(cache, queries)
+
+
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("tail", [0, 16])
+def test_tokens_that_are_taken_out_again_leave_nothing(library: Library, bits: int, tail: int) -> None:
+    """Through several blocks that become full, of which none gets a token that was taken out."""
+    keys, values, queries = several(700, 64, 3, 9)
+    wrong = torch.full((1, 2, 9, 64), 1e3)
+    options = {"bits": bits, "k": [6], "tail": tail, "clusters": 4}
+    cache, plain = (LayerCache(library, keys[:, :, :250], values[:, :, :250], [0], **options) for _ in range(2))
+    for column in range(250, 691, 3):
+        cache.extend(wrong, wrong)
+        cache.drop(9)
+        cache.extend(keys[:, :, column : column + 9], values[:, :, column : column + 9])
+        cache.drop(6)
+    for column in range(250, 691):
+        plain.append(keys[:, :, column], values[:, :, column])
+    assert cache.tokens == plain.tokens == [691]
+    one, other = (each.attend(queries[:, :, :1], 0.125)[0] for each in (cache, plain))
+    relative = float((one - other).norm() / other.norm())
+    assert relative < {16: 1e-5, 8: 0.01, 4: 0.01}[bits]  # other blocks may have been packed
+    check_all(cache, queries[:, :, :1])
+    with pytest.raises(
+        ValueError, match=f"of a packed cache the last {int(cache.recents) - 4} tokens can be taken out, not 700"
+    ):
+        cache.drop(700)
+    with pytest.raises(ValueError, match="65 tokens at once, more than a block of 64"):
+        cache.extend(keys[:, :, :65], values[:, :, :65])
+
+
+def several(length: int, width: int, group: int, tokens: int, batch: int = 1) -> tuple[Tensor, ...]:
+    """Keys and values as `made`, and queries [B, H G, T, D]."""
+    keys, values, _ = made(length, width, group=group, batch=batch)
+    queries = [made(length, width, group=group, batch=batch, seed=at)[2] for at in range(tokens)]
+    return keys, values, torch.stack(queries, 2)
+
+
+def check_all(cache: LayerCache, queries: Tensor) -> None:
+    """Compares full attention with the reference, token by token, and 1 to 3 threads with each other."""
+    scale, tokens = queries.shape[-1] ** -0.5, queries.shape[2]
+    output, log_mass = cache.attend(queries, scale, threads=1)
+    for threads in (2, 3):
+        again = cache.attend(queries, scale, threads=threads)
+        assert output.equal(again[0]) and log_mass.equal(again[1])
+    k, recents = cache.k.clone(), cache.recents.clone()
+    cache.k[:] = 10**6  # the reference reads everything, up to a token
+    for at in range(tokens):
+        cache.recents[:] = recents - (tokens - 1 - at)
+        expected, mass, _ = attended(cache, queries[:, :, at], scale)
+        size = torch.linalg.vector_norm(expected, dim=-1, keepdim=True)
+        tolerance = 1e-5 if cache.bits == 16 else 6e-5  # else weights have 15 bits
+        assert float(((output[:, :, at] - expected) / size).abs().max()) < tolerance
+        assert float((log_mass[:, :, at] - mass).abs().max()) < 1e-5 * max(1, float(mass.abs().max()))
+    cache.k[:], cache.recents[:] = k, recents
+
+
+@pytest.mark.parametrize("bits", KINDS)
 def test_a_merged_state_is_that_of_all_tokens(library: Library, bits: int) -> None:
     """Outputs and log masses of two sets of tokens give those of both."""
     keys, values, query = made(400)
