@@ -17,6 +17,7 @@ from tests.needs import MOUNTS
 from tests.unit.benchmarks.test_generation_store import stored_row
 from tests.unit.texts.test_assets import SOURCES, make_wheel, write_pins
 
+from residual_mass import cli
 from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.files import require_writable, write_parquet, write_text
 from residual_mass.model.phi_maps import write_safetensors
@@ -130,10 +131,10 @@ def test_a_full_or_read_only_disk_is_told_before_the_work(small_disk: Path, read
 @pytest.mark.slow
 @pytest.mark.parametrize("name", stages.NAMES)
 def test_stages_on_a_full_disk_say_so_and_go_on_once_there_is_room(
-    name: str, undisturbed: dict[str, Undisturbed], tmp_path: Path
+    name: str, undisturbed: Callable[[str], Undisturbed], tmp_path: Path
 ) -> None:
     """On disks from too small for anything to nearly large enough."""
-    expected, log = undisturbed[name], tmp_path / "log"
+    expected, log = undisturbed(name), tmp_path / "log"
     needed, refused = sum(map(len, expected.made.values())), 0
     for part in (1, 2, 4, 6, 7):
         size = f"size={max(8192, needed * part // 8)}"
@@ -155,7 +156,11 @@ def test_stages_on_a_full_disk_say_so_and_go_on_once_there_is_room(
     print(f"{name}: refused {refused} of 5")
 
 
-def test_a_read_only_folder_is_told_before_the_work(assets: Path, read_only: Path, tmp_path: Path) -> None:
-    assert stages.run(stages.train(assets), read_only, log := tmp_path / "log") == 2
-    (line,) = log.read_text().splitlines()
+def test_a_read_only_folder_is_told_before_the_work(
+    read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(stages.train(tmp_path / "assets").arguments(read_only))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2
     assert line.startswith(f"residual_mass train: error: {read_only}/") and line.endswith(f"); {KEPT}")

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import os
+import logging
 import random
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pandas as pd
 import pytest
 import torch
+import transformers.utils.hub
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
+from tests.small_hub import Repository, SmallHub, serving
 from tests.unit.model.families import FAMILIES
 
-from residual_mass import cli
+from residual_mass import __main__, cli
 from residual_mass.benchmarks import fidelity, force
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.diagnostics.packs import visit_layers
@@ -284,21 +287,77 @@ def test_bad_input_is_told_in_one_line(
 
 
 @pytest.mark.parametrize("package", ["pandas", "gguf", "matplotlib"])
-def test_a_missing_package_names_the_extra(package: str, tmp_path: Path) -> None:
-    run = as_typed("measure", tmp_path, f"sys.modules['{package}'] = None")
-    assert run.stderr.strip() == (
-        f"residual-mass: error: the package {package} is missing; run pip install '.[measure]' in a checkout"
-    )
-    assert run.returncode == 1 and not list(tmp_path.iterdir())
+def test_a_missing_package_names_the_extra(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "residual_mass.measure.distances")
+    monkeypatch.setattr(sys, "argv", ["residual-mass", "measure"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main()
+    told = f"{stopped.value.code}\n{capsys.readouterr().err}"
+    assert f"the package {package} is missing; run pip install '.[measure]' in a checkout" in told
+    assert not list(tmp_path.iterdir())
 
 
-def as_typed(arguments: str, folder: Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.argv[1:] = {arguments.split()!r}; {before or 'pass'}\n"
-    code += "from residual_mass.__main__ import main; main()"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False, env=environment
-    )
+# ---- models of a hub, which this machine serves ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
+    """For one test, without a login, and with an empty cache."""
+    files = {file.name: file.read_bytes() for file in Path(model).iterdir()}
+    repositories = {
+        "models/someone/open": Repository("a" * 40, files),
+        "models/someone/gated": Repository("b" * 40, files, gated=True),
+    }
+    constants = huggingface_hub.constants
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serving(SmallHub(repositories)) as small:
+        address = small.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # kept, with another test's hub
+        monkeypatch.setattr(constants, "ENDPOINT", small.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        yield small
+
+
+def measure_from_the_hub(model: str, folder: Path) -> None:
+    (folder / "a.txt").write_text("The cat sat on the mat, and the dog looked on. " * 60)
+    options = "--length 128 --tokens 4 --documents 3 --methods topk --device cpu"
+    cli.main(["measure", model, str(folder / "a.txt"), *options.split(), "--out", str(folder / "found")])
+
+
+def test_a_model_is_fetched_once(
+    hub: SmallHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    measure_from_the_hub("someone/open", tmp_path)
+    assert capsys.readouterr().out.startswith("open, prompts of 128 tokens")
+    fetched = [path for path, _ in hub.fetched]
+    assert "someone/open/model.safetensors" in fetched and len(set(fetched)) == len(fetched)
+    with caplog.at_level(logging.INFO):
+        measure_from_the_hub("someone/open", tmp_path)
+    assert [path for path, _ in hub.fetched] == fetched
+    assert "0 of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("someone/gated", "access is restricted: accept its licence on its page on the hub, then set HF"),
+        ("someone/else", "not on the hub, or private: check the name, or log in with `hf auth login`"),
+    ],
+)
+def test_a_model_that_is_not_given_is_told_in_one_line(
+    name: str, message: str, hub: SmallHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        measure_from_the_hub(name, tmp_path)
+    assert stopped.value.code == 2
+    assert f"{name}: {message}" in capsys.readouterr().err.splitlines()[-1]
+    assert not [file for file in (tmp_path / "found").rglob("*") if file.is_file()]
 
 
 @pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,11 +99,13 @@ def newer(family: Family) -> Family:
     return replace(family, newer=True)
 
 
-def cases(families: Iterable[Family]) -> pytest.MarkDecorator:
-    """Parametrises a test by families that the installed transformers has."""
-    lacking = needs(TRANSFORMERS_5)
-    marked = [pytest.param(each, id=each.name, marks=lacking if each.newer else ()) for each in families]
-    return pytest.mark.parametrize("family", marked)
+def cases(families: Iterable[Family], slow: Container[str] = ()) -> pytest.MarkDecorator:
+    """Parametrises a test by families that the installed transformers has; some make a slow test, by their names."""
+
+    def marks(family: Family) -> list[pytest.MarkDecorator]:
+        return [needs(TRANSFORMERS_5)] * family.newer + [pytest.mark.slow] * (family.name in slow)
+
+    return pytest.mark.parametrize("family", [pytest.param(each, id=each.name, marks=marks(each)) for each in families])
 
 
 SLIDING = "has sliding-window attention in every layer"

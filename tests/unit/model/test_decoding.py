@@ -97,13 +97,15 @@ def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) 
         assert generated(backbone, padded, 32, mask) == expected
 
 
-def test_every_arm_alone_gives_the_tokens_it_gives_in_the_batch(
+def test_an_arm_or_a_prompt_alone_gives_the_tokens_that_it_gives_in_the_batch(
     tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
 ) -> None:
     together = run(tiny_backbone, ARMS, phi, prompts)
     for a, arm in enumerate(ARMS):
-        for e, prompt in enumerate(prompts):
-            assert run(tiny_backbone, [arm], phi, [prompt]) == [[together[e][a]]], (arm, e)
+        assert run(tiny_backbone, [arm], phi, prompts) == [[row[a]] for row in together], arm
+    for e, prompt in enumerate(prompts):
+        assert run(tiny_backbone, ARMS, phi, [prompt]) == [together[e]], e
+        assert run(tiny_backbone, [ARMS[e]], phi, [prompt]) == [[together[e][e]]]
     longest = together[2]
     assert len({tuple(tokens) for tokens in longest}) > 4, "the arms must differ, or equality shows nothing"
 

@@ -20,7 +20,7 @@ from residual_mass.model.loading import Backbone
 from residual_mass.model.partial import PartialSession, partial_kv
 
 ANCHORS = AnchorSpec(2, 5)
-PROMPT, STEPS, FOLD = 60, 40, 8
+PROMPT, STEPS, FOLD = 60, 28, 8
 IN_ORDER = (
     "topk_moments_8", "topk_moments_shared", "topk_centroids", "topk_importance", "scan4_regression_64",
     "scan3_regression_32", "group4_regression_64", "channels_regression_64", "moments_of_blocks",

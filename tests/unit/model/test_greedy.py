@@ -32,8 +32,8 @@ def both(model: PreTrainedModel, method: str, prompt: Tensor, budget: float, phi
     """The tokens of the fast path, which must be those of `partial_kv`."""
     phi = phi if "phi" in method else None
     with partial_kv(model, method, budget, phi, **anchors):
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-    ours = partial_generate(model, prompt, max_new_tokens=12, method=method, budget=budget, phi=phi, **anchors)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)
+    ours = partial_generate(model, prompt, max_new_tokens=8, method=method, budget=budget, phi=phi, **anchors)
     assert ours.tolist() == expected.tolist()
     return ours
 
@@ -41,11 +41,11 @@ def both(model: PreTrainedModel, method: str, prompt: Tensor, budget: float, phi
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_partial_kv(method: str, tiny_backbone: Backbone, phi: PhiMaps) -> None:
     """Whatever the length of the prompt, the heads and the anchors."""
-    for length in (1, 12, 30, 150):
+    for length in (1, 30, 150):
         assert both(tiny_backbone.model, method, prompt_of(length), 0.15, phi).shape[1] > length + 1
     layers = attention_layers(tiny_backbone.model)
     assert not any(hasattr(layer, "residual_mass_handler") for layer in layers)
-    for heads, kv_heads in ((6, 2), (3, 3), (4, 1)):
+    for heads, kv_heads in ((3, 3), (4, 1)):
         other = backbone_of(heads, kv_heads)
         both(other.model, method, prompt_of(60), 0.3, random_maps(other), num_sink=3, num_tail=5)
 

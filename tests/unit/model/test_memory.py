@@ -26,9 +26,9 @@ def live() -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("fold", [None, 2])
-@pytest.mark.parametrize("pad", [0, 30])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("cache", "pad", "fold"), [("dynamic", 0, None), ("dynamic", 30, 2), ("static", 0, 2), ("static", 30, None)]
+)
 def test_keys_and_values_are_held_once(cache: str, pad: int, fold: int | None) -> None:
     """By the cache: beside it top-K keeps masks of the prompt's tokens, and the indices of its anchors."""
     model, held = model_of("Llama"), []

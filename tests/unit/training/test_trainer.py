@@ -91,19 +91,19 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
     undisturbed = make(**changes)
     undisturbed.train(*files)
     expected, log = parameters(undisturbed), logged(undisturbed)
-    every = undisturbed.spec.checkpoint_every
-    for step in (6, 7, 9, 11) if every > 1 else range(1, 12):
-        checkpoint = tmp_path / f"{step}.safetensors"
-        first = make(**changes)
-        killed_at(first, step)
-        with pytest.raises(Killed):
-            first.train(checkpoint, files[1])
-        second = make(**changes)
-        second.resume(checkpoint)
-        assert second.step == step // every * every
-        second.train(checkpoint, files[1])
-        assert logged(second) == log
-        assert all(torch.equal(p, expected[name]) for name, p in parameters(second).items())
+    every, before, checkpoint = undisturbed.spec.checkpoint_every, 0, tmp_path / "killed.safetensors"
+    for step in (*((6, 7, 9, 11) if every > 1 else range(1, 12)), None):  # one life after the other
+        life = make(**changes)
+        if checkpoint.exists():
+            life.resume(checkpoint)
+        assert life.step == before // every * every
+        if step is not None:
+            killed_at(life, before := step)
+            with pytest.raises(Killed):
+                life.train(checkpoint, files[1])
+    life.train(checkpoint, files[1])
+    assert logged(life) == log
+    assert all(torch.equal(p, expected[name]) for name, p in parameters(life).items())
     assert [row["step"] for row in read_csv(files[1], COLUMNS, "train")] == [str(row["step"]) for row in log]
 
 
@@ -467,6 +467,7 @@ def test_sequences_that_cannot_be_shared_out_are_refused(assets: Path, tmp_path:
     assert "phi.sequences_per_step (1) must be a multiple of the 2 processes" in done.stderr
 
 
+@pytest.mark.slow  # test_kills.py and test_disks.py strike it too
 def test_a_killed_run_and_a_full_disk_lose_nothing(assets: Path, tmp_path: Path) -> None:
     """Killed after a checkpoint, resumed onto a disk that takes no second one, resumed again: the undisturbed maps.
 
