@@ -254,32 +254,6 @@ def test_samples_are_unbiased(count: int) -> None:
     assert error.max() < 4, error
 
 
-def test_a_sample_reads_only_tokens_that_were_not_read() -> None:
-    """With one token left, every draw is that token, and the estimate is exact."""
-    keys, values, seen = problem(Mean(), len(INSIDE) - 1)
-    residual = ImportanceSample(4, clusters=2)
-    nu, z = sums(residual.terms(seen, residual.prepare(keys, values, MID)))
-    last = seen.unread.int().argmax(-1)
-    exact = seen.scores.gather(-1, last[:, None])[:, 0].exp()
-    torch.testing.assert_close(z, exact)
-    torch.testing.assert_close(nu, exact[:, None] * values[last])
-
-
-def test_a_linear_value_is_found_exactly_whatever_was_read() -> None:
-    """Values linear in the score, and a scan without noise: mass and value sum of the rest are exact."""
-    keys, queries = torch.zeros(L, D, dtype=torch.float64), torch.zeros(1, D, dtype=torch.float64)
-    keys[:, 0] = torch.randn(L, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    keys[:, 0] -= keys[MID, 0].mean()
-    queries[0, 0] = 1.5
-    seen = seen_of(keys, 2 * keys, queries, 9)
-    unread = MID & (torch.arange(L) % 3 > 0)
-    seen = seen._replace(unread=unread[None], scanned=seen.scores)
-    nu, z = sums(ScanRegression().terms(seen, ScanRegression().prepare(keys, 2 * keys, MID)))
-    weights = torch.where(unread, seen.scores[0].exp(), 0)
-    assert float(z) == pytest.approx(float(weights.sum()))
-    torch.testing.assert_close(nu[0], weights @ (2 * keys), rtol=1e-2, atol=1e-9)  # C is rounded to bfloat16
-
-
 @pytest.mark.parametrize("size", [1, 100, 10_000])
 def test_a_slope_over_equal_scores_is_cut(size: float) -> None:
     """Keys that differ across the queries and not along them: their scores differ by rounding alone, and C q by that of

@@ -69,7 +69,7 @@ def run(backbone: Backbone, arms: list[ArmSpec], phi: PhiMaps, prompts: list[lis
     return [[g.tokens for g in row] for row in engine.generate(prompts, STEPS)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) -> None:
     """Our own float32 attention over bfloat16 keys and values would leave its tokens within a few steps.
 
@@ -305,13 +305,6 @@ def test_finished_examples_and_arms_leave_the_batch(
     assert decode[0] <= len(prompts) * len(ARMS) and decode[-1] < decode[0] and decode == sorted(decode, reverse=True)
     assert engine.work.prefill_tokens == sum(map(len, prompts))
     assert engine.work.decode_rows == sum(len(generation.tokens) for row in rows for generation in row)
-
-
-def test_one_token_needs_no_decode_step(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
-    engine = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None)
-    assert [[g.tokens for g in row] for row in engine.generate(prompts[:1], 1)] == [
-        [plain(tiny_backbone, prompts[0])[:1]] * len(ARMS)
-    ]
 
 
 def hooked(backbone: Backbone) -> bool:

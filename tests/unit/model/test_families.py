@@ -14,13 +14,14 @@ from tests.conftest import TINY, byte_tokenizer
 from tests.unit.model.families import FAMILIES, Family, cases
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.forced import ForcedDecoder
 from residual_mass.model.generate import partial_generate
-from residual_mass.model.hook import require_attention_alone, visible_columns
+from residual_mass.model.hook import Window, require_attention_alone, visible_columns
 from residual_mass.model.loading import Backbone
 from residual_mass.model.partial import partial_kv
 
@@ -109,6 +110,15 @@ def test_masks_that_add_to_scores_are_read_as_bool(dtype: torch.dtype) -> None:
     assert torch.equal(visible_columns(module, added), visible) and visible_columns(module, visible) is visible
     with pytest.raises(ValueError, match="^Identity adds a bias to scores by its mask"):
         visible_columns(module, added - 2)
+
+
+def test_windows_start_where_transformers_masks_do() -> None:
+    keys, queries = torch.arange(20), torch.arange(20)[:, None]
+    sliding = sliding_window_overlay(7)(0, 0, queries, keys)
+    chunked = chunked_overlay(7, torch.zeros(1, dtype=torch.long))(0, 0, queries, keys)
+    causal = keys <= queries
+    assert torch.equal(keys >= Window(7).first(queries), sliding)
+    assert torch.equal((keys >= Window(7, chunked=True).first(queries)) & causal, chunked & causal)
 
 
 def engine_of(model: PreTrainedModel, *arms: ArmSpec) -> SharedPrefillEngine:

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass import methods
-from residual_mass.core.accounting import Terms, exact_terms, merge
+from residual_mass.core.accounting import Terms, exact_terms
 from residual_mass.core.selection import exhaustive_topk, least_read
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, TopK, method_named
+from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, method_named
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import Backbone
 from residual_mass.model.partial import partial_kv
-from residual_mass.model.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.study.labels import METHODS as OF_THE_PAPER
 
 STEPS = 10
@@ -70,20 +68,6 @@ def test_arms_side_by_side_each_get_their_own(tiny_backbone: Backbone, prompts: 
     assert any(topk != full for _, topk, full, _ in made), "top-K must differ from full, or equality shows nothing"
 
 
-def test_partial_kv_takes_them_without_maps(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
-    inputs, logits = torch.tensor([prompts[0]]), {}
-    for method in ("full", "topk", "topk_all", "topk_nothing"):
-        with partial_kv(tiny_backbone.model, method=method, budget=0.2):
-            made = tiny_backbone.model.generate(
-                inputs, max_new_tokens=2, min_new_tokens=2, do_sample=False,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
-        logits[method] = made.logits[-1]
-    torch.testing.assert_close(logits["topk_all"], logits["full"], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits["topk_nothing"], logits["topk"], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits["topk"], logits["full"])
-
-
 OWN = [one.name for one in METHODS if one.name not in OF_THE_PAPER]
 
 
@@ -122,24 +106,3 @@ def test_the_threshold_is_the_least_score_read() -> None:
     assert least_read(scores, mid, retrieved).tolist() == [[[4.0, 9.0, 2.0]]]
     empty = exhaustive_topk(scores, mid & False, torch.tensor([2, 0, 9]))
     assert least_read(scores, mid & False, empty).tolist() == [[[0.0, 0.0, 0.0]]]
-
-
-@pytest.mark.parametrize("name", [name for name in OWN if method_named(name).selector == TopK()])
-def test_outputs_are_those_of_a_prompt_without_padding(name: str) -> None:
-    """Several rows a head, in float64: the residual's own terms, given the tokens of the highest scores."""
-    generator = torch.Generator().manual_seed(8)
-    keys, values = (torch.randn(2, 1, 40, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    queries = torch.randn(2, 1, 3, 8, generator=generator, dtype=torch.float64)
-    layer = build_prefix(keys, values, torch.arange(40) < torch.tensor([[40], [30]]), AnchorSpec(2, 3))
-    rows = arm_rows([ArmSpec(name, 30.0)], 3, [40, 30], AnchorSpec(2, 3), None, torch.device("cpu"))
-    found = merge(prefix_terms(queries, None, layer, None, rows, 0.5))
-    for e, (n, k) in enumerate([(40, 7), (30, 4)]):
-        query, mid_keys, mid_values = queries[e] * 0.5, keys[e, :, 2 : n - 3], values[e, :, 2 : n - 3]
-        scores, mid = query @ mid_keys.mT, torch.ones(1, n - 5, dtype=torch.bool)
-        top = exhaustive_topk(scores, mid, torch.tensor([k] * 3))
-        read = top.mask(n - 5)
-        seen = Seen(query, least_read(scores, mid, top), top, ~read, scores, mid_values)
-        residual = method_named(name).residual
-        exact = exact_terms(query @ keys[e, :, :n].mT, values[e, :, :n], F.pad(read, (2, 3), value=True))
-        expected = merge(exact, Terms(*residual.terms(seen, residual.prepare(mid_keys, mid_values, mid))))
-        torch.testing.assert_close(found[e], expected, rtol=1e-6, atol=1e-9)

@@ -75,21 +75,6 @@ def test_both_decode_what_the_engine_decodes(
     torch.testing.assert_close(fused.logits, prototype.logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
-@pytest.mark.parametrize("method", ["topk_moments", "topk_moments_8", "scan4_moments"])
-def test_moments_are_decoded_without_maps(
-    method: str, budget: float, tiny_backbone: Backbone, prompts: list[list[int]]
-) -> None:
-    arm = ArmSpec(method, budget)
-    caches = fill_buffers([prefill(tiny_backbone.model, prompts)], STEPS)
-    k = retrieved_by(arm, LENGTH, ANCHORS, None)
-    decoder = StaticDecoder(tiny_backbone.model, caches, method, k, ANCHORS, None, STEPS)
-    first = prefill(tiny_backbone.model, prompts).next_token
-    assert decoder.run(first).tolist() == engine_tokens(tiny_backbone, arm, None, prompts)
-    moments = [x for cache in decoder.caches for x in cache.moments]
-    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in moments)
-
-
 def test_rows_that_were_read_one_by_one(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
     together = prefill(tiny_backbone.model, prompts)
     singly = [prefill(tiny_backbone.model, [prompt]) for prompt in prompts]
@@ -100,13 +85,6 @@ def test_rows_that_were_read_one_by_one(tiny_backbone: Backbone, phi: PhiMaps, p
         for reads in ([fresh(together)], [fresh(read) for read in singly])
     ]
     assert torch.equal(*tokens)
-
-
-def test_maps_are_asked_for_where_they_are_needed(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
-    caches = fill_buffers([prefill(tiny_backbone.model, prompts)], STEPS)
-    with pytest.raises(ValueError, match="topk_phi needs phi maps"):
-        StaticDecoder(tiny_backbone.model, caches, "topk_phi", 5, ANCHORS, None, STEPS)
-    StaticDecoder(tiny_backbone.model, caches, "topk", 5, ANCHORS, None, STEPS)
 
 
 def test_what_a_step_reads_lies_in_rows(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:

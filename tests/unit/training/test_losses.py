@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.core.objective_checks import written_objective
 from tests.unit.training.conftest import corpus
 
-from residual_mass.core.feature_maps import log_kernel
-from residual_mass.core.score_matching import Weights
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model.errors import layer_measures
@@ -37,19 +34,6 @@ def trace(tiny_backbone: Backbone) -> LayerTrace:
 def maps(tiny_backbone: Backbone) -> PhiMaps:
     torch.manual_seed(0)
     return PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8)).double()
-
-
-def test_every_row_has_the_objective_of_its_own_head_and_position(trace: LayerTrace, maps: PhiMaps) -> None:
-    found = row_losses(maps.query[1], maps.key[1], trace, ObjectiveSpec(lambda_kl=0.3), ANCHORS)
-    for head in range(4):
-        log_q = maps.query[1](trace.queries)[head]
-        log_k = maps.key[1](trace.keys)[head // 2]  # heads 0, 1 read KV head 0
-        for row, position in enumerate(POSITIONS.tolist()):
-            keys = trace.keys[head // 2, : position + 1]
-            s = keys @ trace.queries[head, row] * trace.scale
-            s_hat = log_kernel(log_q[row : row + 1], log_k[: position + 1])[0]
-            expected = written_objective(s, s_hat, Weights(0.3, 0.7, 1.4, 2.8, 10.0, 12.0, 1.0))
-            torch.testing.assert_close(found[head, row], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_half_precision_traces_lose_nothing_and_their_maps_little(trace: LayerTrace, maps: PhiMaps) -> None:

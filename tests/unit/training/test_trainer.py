@@ -467,30 +467,6 @@ def test_sequences_that_cannot_be_shared_out_are_refused(assets: Path, tmp_path:
     assert "phi.sequences_per_step (1) must be a multiple of the 2 processes" in done.stderr
 
 
-@pytest.mark.slow  # test_kills.py and test_disks.py strike it too
-def test_a_killed_run_and_a_full_disk_lose_nothing(assets: Path, tmp_path: Path) -> None:
-    """Killed after a checkpoint, resumed onto a disk that takes no second one, resumed again: the undisturbed maps.
-
-    A limit on the size of files stands for the full disk.
-    """
-    spec = replace(TWO, sequences_per_step=1, steps=60, eval_every=60, checkpoint_every=10)
-    assert train(spec, assets, tmp_path / "undisturbed").returncode == 0
-    out, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint.safetensors"
-    kill_after_a_checkpoint(spec, assets, out)
-    kept = checkpoint.read_bytes()
-    full = train(spec, assets, out, largest_file=40_000)
-    assert full.returncode == 2
-    last = full.stderr.splitlines()[-1]
-    assert f"{checkpoint}: cannot be written" in last and "what was there before is kept" in last
-    assert checkpoint.read_bytes() == kept
-    assert {path.name for path in out.iterdir()} == {"checkpoint.safetensors", "log.csv"}
-    assert train(spec, assets, out).returncode == 0
-    assert not checkpoint.exists()
-    for variant in spec.variants:
-        name = f"{variant.label}.safetensors"
-        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
-
-
 def test_specs_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     give_manifest(tmp_path)
 
