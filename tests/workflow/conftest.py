@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Run, dry_run, made, planned
+from runs import ROOT, Run, copied, dry_run, made, planned
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +18,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, studies: dict[str, Run]) -> Path:
     """A copy of the repository in which the mini study is up to date; what a test changes in it, it puts back."""
-    folder = tmp_path_factory.mktemp("finished")
-    for name in ("config", "docs", "src", "workflow", "paper_tables/templates"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("Snakefile", "environment.yml"):
-        shutil.copy(ROOT / name, folder)
+    folder = copied(tmp_path_factory.mktemp("finished"))
     made(folder, folder / "Snakefile", studies["mini"])
     assert planned(folder) == {}
     return folder
@@ -32,11 +27,4 @@ def finished(tmp_path_factory: pytest.TempPathFactory, studies: dict[str, Run]) 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the workflow whose configuration a test may change."""
-    folder = tmp_path / "checkout"
-    for name in ("config", "workflow"):
-        shutil.copytree(ROOT / name, folder / name)
-    for name in ("Snakefile", "environment.yml"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("src", "paper_tables", "docs"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
+    return copied(tmp_path / "checkout", "docs", "src", "paper_tables/templates")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,13 @@ from residual_mass.study import plan, specs
 from residual_mass.study.config import load
 
 ROOT = Path(__file__).parents[2]
-SPECS: dict[str, type[Any]] = {
-    "prompts": specs.PromptsSpec, "train": specs.TrainSpec, "train_variants": specs.TrainSpec,
-    "generate": specs.GenerateSpec, "force": specs.ForceSpec, "fidelity": specs.FidelitySpec, "score": specs.ScoreSpec,
-    "capture": specs.CaptureSpec, "kernels": specs.KernelsSpec, "findings": specs.FindingsSpec,
-    "residual_errors": specs.ResidualErrorsSpec, "runtime": specs.RuntimeSpec, "table": specs.TableSpec,
-    "comparison": specs.ComparisonSpec, "numbers": specs.NumbersSpec, "figure": specs.FigureSpec,
-    "document": specs.DocumentSpec, "report": specs.ReportSpec,
-}  # fmt: skip
+STAGES = vars(plan.Plan).keys()
+SPECS: dict[str, type[Any]] = {"train_variants": specs.TrainSpec} | {
+    stage: getattr(specs, name) for stage in STAGES if hasattr(specs, name := f"{stage.title().replace('_', '')}Spec")
+}
 """Of the stages that take one."""
+NO_ACCESS = {"HF_HOME": "nowhere", "HF_TOKEN": "", "HF_TOKEN_PATH": "nowhere"}
+"""The environment of a machine without models, or a token to fetch them."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,34 @@ def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile
     return Run(code, log.read_text())
 
 
-def without_gpus(folder: Path) -> str:
-    """PATH whose nvidia-smi finds no GPU, so that torch is not asked for one."""
-    programs = folder / "programs"
-    programs.mkdir(parents=True)
-    (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (programs / "nvidia-smi").chmod(0o755)
-    return os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+def copied(folder: Path, *linked: str) -> Path:
+    """A copy of what a run needs of the repository; the named folders are links to it."""
+    folders = ("config", "docs", "src", "workflow", "paper_tables/templates")
+    for name in (*folders, "Snakefile", "Makefile", "environment.yml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in linked:
+            (folder / name).symlink_to(ROOT / name)
+        elif name in folders:
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def programs(folder: Path, *linked: str, **scripts: str) -> str:
+    """A folder for PATH with links to programs of this machine, and shell scripts by their names."""
+    folder.mkdir(parents=True)
+    for name in linked:
+        (folder / name).symlink_to(str(shutil.which(name)))
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+def before_others(folder: str) -> str:
+    """PATH with a folder first, and the interpreter of this run next."""
+    return os.pathsep.join([folder, str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def dry_run(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile") -> Run:
@@ -118,6 +139,18 @@ def changed(path: Path, text: str) -> Iterator[None]:
     finally:
         path.write_text(before)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def change(checkout: Path, study: str, changes: dict[str, Any]) -> None:
+    """Changes keys of a study, dotted where they are in sections; `...` takes one out."""
+    path = checkout / "config" / "studies" / f"{study}.yaml"
+    protocol = yaml.safe_load(path.read_text())
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        section = reduce(dict.__getitem__, sections, protocol)
+        section.pop(last, None)
+        section |= {} if value is ... else {last: value}
+    path.write_text(yaml.safe_dump(protocol))
 
 
 def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) -> str:

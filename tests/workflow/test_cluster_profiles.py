@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from runs import ROOT, snakemake
+from runs import ROOT, programs, snakemake
 from snakemake.profiles import ProfileConfigFileParser
 
 PROFILES = ROOT / "workflow" / "profiles"
@@ -23,12 +22,8 @@ def profile(name: str) -> dict[str, object]:
 def test_sacct_is_asked_where_it_answers(
     status: int | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for tool in ("sh", "timeout"):
-        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
-    if status is not None:
-        (tmp_path / "sacct").write_text(f"#!/bin/sh\nexit {status}\n")
-        (tmp_path / "sacct").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    sacct = {} if status is None else {"sacct": f"exit {status}"}
+    monkeypatch.setenv("PATH", programs(tmp_path / "bin", "sh", "timeout", **sacct))
     decided = profile("slurm")
     assert decided["slurm-status-command"] == asked
     accounts = [line for line in decided["default-resources"] if line.startswith("slurm_account=")]
@@ -47,16 +42,11 @@ def test_the_gpus_that_may_be_used_are_counted(named: str | None, count: int, mo
 
 
 def test_without_slurm_its_profile_is_refused_before_the_first_job(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for tool in ("sh", "bash", "which", "timeout"):
-        (tools / tool).symlink_to(str(shutil.which(tool)))
-    folder = tmp_path / "study"
-    (folder / "results" / "assets").mkdir(parents=True)
-    (folder / "results" / "assets" / "manifest.json").write_text("{}")
-    run = snakemake(
-        folder, "results/phi/smol_2k.safetensors", "--workflow-profile", str(PROFILES / "slurm"), PATH=str(tools)
-    )
+    path = programs(tmp_path / "bin", "sh", "bash", "which", "timeout")
+    (tmp_path / "results" / "assets").mkdir(parents=True)
+    (tmp_path / "results" / "assets" / "manifest.json").write_text("{}")
+    target, slurm = "results/phi/smol_2k.safetensors", str(PROFILES / "slurm")
+    run = snakemake(tmp_path, target, "--workflow-profile", slurm, PATH=path)
     assert run.code == 1 and "submitted" not in run.output
     assert "no sbatch here: run on a machine that submits to SLURM, or without the profile slurm" in run.said[-1]
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, SPECS, Run, dry_run, plan_of, snakemake
+from runs import ROOT, SPECS, Run, change, dry_run, plan_of, snakemake
 from snakemake.iocontainers import Wildcards
 
 from residual_mass.cli import _parser
 from residual_mass.core.settings import to_json
 from residual_mass.paper.tables import TABLES
 from residual_mass.study.specs import GenerateSpec, TrainSpec, parse_spec
+
+MINI = "config/studies/mini.yaml"
 
 
 def flags(command: list[str]) -> dict[str, list[str]]:
@@ -52,12 +54,11 @@ def specs(run: Run, stage: str, cls: type[Any]) -> list[Any]:
 
 
 def test_latencies_of_a_backbone_have_a_table_whatever_its_name(checkout: Path) -> None:
-    config, study = checkout / "config" / "config.yaml", checkout / "config" / "studies" / "mini.yaml"
+    config = checkout / "config" / "config.yaml"
     settings = yaml.safe_load(config.read_text())
     settings["backbones"]["smol-1.7b"] = settings["backbones"]["smol"]
     config.write_text(yaml.safe_dump(settings))
-    protocol = yaml.safe_load(study.read_text())
-    study.write_text(yaml.safe_dump(protocol | {"tables": ["runtime_smol-1.7b"]}))
+    change(checkout, "mini", {"tables": ["runtime_smol-1.7b"]})
     run = dry_run(checkout, "paper_tables/mini/runtime_smol-1.7b.csv", snakefile=checkout / "Snakefile")
     assert run.jobs == {"assets": 1, "runtime": 1, "table": 1, "total": 3}, run.output
 
@@ -78,37 +79,30 @@ def test_the_papers_own_tables_need_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_must_survive_an_interrupted_job_is_no_declared_output(studies: dict[str, Run]) -> None:
-    outputs = [path for run in studies.values() for c in run.commands for path in flags(c).get("out", [])]
-    kept = [path for run in studies.values() for s in ("generate", "force", "train") for path in kept_files(run, s)]
+    commands = [flags(command) for run in studies.values() for command in run.commands]
+    kept = [path for given in commands for flag in ("checkpoint", "store") for path in given.get(flag, [])]
     assert len(set(kept)) == len(kept) > 200
-    assert not set(kept) & set(outputs)
-
-
-def set_section(checkout: Path, study: str, section: str, **changes: Any) -> None:
-    path = checkout / "config" / "studies" / f"{study}.yaml"
-    content = yaml.safe_load(path.read_text())
-    content[section] |= changes
-    path.write_text(yaml.safe_dump(content))
+    assert not set(kept) & {path for given in commands for path in given.get("out", [])}
 
 
 @pytest.mark.slow
 def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
     targets = [f"results/phi/{name}.safetensors" for name in ("1b_4k", "1b_4k-kl_only", "smol_1k")]
-    alone = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
-    for study in ("mini", "paper"):
-        set_section(checkout, study, "phi", gpus=2)
-    refused = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
-    line = "config/studies/mini.yaml: phi: sequences_per_step (1) is not a multiple of gpus (2); change one"
+
+    def planned(*arguments: str, **phi: int) -> Run:
+        for study in ("mini", "paper"):
+            change(checkout, study, {f"phi.{key}": value for key, value in phi.items()})
+        return dry_run(checkout, *targets, *arguments, snakefile=checkout / "Snakefile")
+
+    alone, refused = planned(), planned(gpus=2)
+    line = f"{MINI}: phi: sequences_per_step (1) is not a multiple of gpus (2); change one"
     assert refused.code == 1 and len(refused.said) == 1 and refused.said[0].startswith(line)
-    for study in ("mini", "paper"):
-        set_section(checkout, study, "phi", gpus=2, sequences_per_step=4)
-    run = dry_run(checkout, *targets, snakefile=checkout / "Snakefile")
+    run, on_one = planned(gpus=2, sequences_per_step=4), planned("--resources", "gpu=1")
     # The mini study's backbone runs on the CPU, in one process.
     on_two = "python -m residual_mass.machine.gpus 2 python -m torch.distributed.run --standalone --nproc-per-node 2"
     assert launchers(run) == ["python", *[on_two] * 2], run.output
-    on_one = dry_run(checkout, *targets, "--resources", "gpu=1", snakefile=checkout / "Snakefile")
     assert launchers(on_one) == ["python"] * 3 and on_one.commands == run.commands
-    assert {s.sequences_per_step for s in specs(run, "train", TrainSpec)} == {4}
+    assert {spec.sequences_per_step for spec in specs(run, "train", TrainSpec)} == {4}
     assert [set(given) for given in told(run, "train")] == [set(given) for given in told(alone, "train")]
 
 
@@ -118,22 +112,17 @@ def launchers(run: Run) -> list[str]:
 
 @pytest.mark.slow
 def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:
-    set_section(checkout, "paper", "phi", sequences_per_step=2)
+    def commands(gpus: int, sequences: int, *arguments: str) -> list[list[str]]:
+        change(checkout, "paper", {"phi.gpus": gpus, "phi.sequences_per_step": sequences})
+        arguments = (*(arguments or ("--dry-run", "--printshellcmds")), made[0])
+        return snakemake(checkout, *arguments, snakefile=checkout / "Snakefile").commands
+
     made = ["results/phi/1b_4k.safetensors", "results/training_1b_4k.csv", "results/assets/manifest.json"]
     for path in made:
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
         (checkout / path).write_text("{}")
-    snakefile = checkout / "Snakefile"
-    touched = snakemake(checkout, "--cores", "1", "--touch", "--force", made[0], snakefile=snakefile)
-    assert touched.code == 0, touched.output
-    set_section(checkout, "paper", "phi", sequences_per_step=2, gpus=2)
-    assert dry_run(checkout, made[0], snakefile=snakefile).commands == []
-    set_section(checkout, "paper", "phi", sequences_per_step=4, gpus=2)
-    assert len(dry_run(checkout, made[0], snakefile=snakefile).commands) == 1
-
-
-def kept_files(run: Run, stage: str) -> list[str]:
-    return [given["checkpoint" if stage == "train" else "store"][0] for given in told(run, stage)]
+    commands(1, 2, "--cores", "1", "--touch", "--force")
+    assert commands(2, 2) == [] and len(commands(2, 4)) == 1
 
 
 @pytest.mark.parametrize(("config", "counts"), [({}, [500, 20, 500, 500]), ({"examples": 1}, [20, 20, 1, 1])])

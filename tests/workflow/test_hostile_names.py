@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import ROOT, dry_run, snakemake, without_gpus
+from runs import ROOT, before_others, copied, dry_run, programs, snakemake
 from tests.small_study import write_small_study
 
 HOSTILE = "a b'\"$(touch pwned)`touch pwned`;touch pwned;&& touch pwned|#\\x"
@@ -36,33 +36,16 @@ for path in (path for path in given if path.suffix and not path.exists()):
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The workflow in a folder with a hostile name."""
-    folder = tmp_path / HOSTILE
-    for name in ("config", "workflow", "src", "paper_tables", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "mini", "published"))
-    shutil.copytree(ROOT / "src/residual_mass/paper/published", folder / "src/residual_mass/paper/published",
-                    dirs_exist_ok=True)  # fmt: skip
-    for name in ("Snakefile", "environment.yml", "Makefile"):
-        shutil.copy(ROOT / name, folder)
-    return folder
-
-
-def recording(folder: Path) -> tuple[str, Path]:
-    """PATH with a `python` that writes down its arguments, and the file that it writes them to."""
-    programs, record = folder / "programs", folder / "record.jsonl"
-    programs.mkdir()
-    (programs / "stage.py").write_text(STAGE.format(python=sys.executable, record=str(record)))
-    run = shlex.join([sys.executable, str(programs / "stage.py")])
-    (programs / "python").write_text(f'#!/bin/sh\nexec {run} "$@"\n')
-    (programs / "python").chmod(0o755)
-    return str(programs), record
+    return copied(tmp_path / HOSTILE)
 
 
 def run_recorded(checkout: Path, folder: Path, *arguments: str) -> list[list[str]]:
     """What the stages of a run were given, first of all PYTHONPATH."""
-    programs, record = recording(folder)
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    stage, record = folder / "stage.py", folder / "record.jsonl"
+    stage.write_text(STAGE.format(python=sys.executable, record=str(record)))
+    front = programs(folder / "programs", python=f'exec {shlex.join([sys.executable, str(stage)])} "$@"')
     command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": "elsewhere"}
+    environment = {**os.environ, "PATH": f"{front}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "elsewhere"}
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in record.read_text().splitlines()]
@@ -74,8 +57,9 @@ def assert_nothing_ran(folder: Path) -> None:
 
 
 def test_a_stage_really_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: Path) -> None:
-    run = snakemake(checkout, "--cores", "1", "paper_tables/published/loss_ablation.tex", "doctor",
-                    snakefile=checkout / "Snakefile", PATH=without_gpus(tmp_path / "front"))  # fmt: skip
+    path = before_others(programs(tmp_path / "front", **{"nvidia-smi": "exit 9"}))  # so that torch is asked for no GPU
+    targets = ("paper_tables/published/loss_ablation.tex", "doctor")
+    run = snakemake(checkout, "--cores", "1", *targets, snakefile=checkout / "Snakefile", PATH=path)
     assert run.code == 0 and "\nmini: can run here\n" in run.output, run.output
     assert (checkout / "paper_tables" / "published" / "loss_ablation.tex").read_text().startswith("%")
     assert_nothing_ran(tmp_path)
@@ -106,12 +90,7 @@ def test_titles_and_assets_reach_the_stages_as_they_are(
 
 @pytest.mark.parametrize("name", ["a:b", pytest.param("a{b}", marks=SLOW), pytest.param("a\nb", marks=SLOW)])
 def test_a_folder_that_pythonpath_cannot_name_is_refused(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / name
-    folder.mkdir()
-    for part in ("config", "workflow", "src", "Snakefile"):
-        (folder / part).symlink_to(ROOT / part)
-    (folder / "Snakefile").unlink()
-    shutil.copy(ROOT / "Snakefile", folder)
+    folder = copied(tmp_path / name, "config", "docs", "src", "workflow", "paper_tables/templates")
     run = dry_run(tmp_path / "elsewhere", "all", snakefile=folder / "Snakefile")
     assert run.code == 1 and run.said[-1].endswith("a colon, a brace and a line break in it; move the checkout")
 
@@ -122,17 +101,15 @@ def test_make_runs_in_a_folder_that_a_shell_would_run(checkout: Path, tmp_path: 
         shutil.copy(ROOT / name, checkout)
     (checkout / "tests").mkdir()
     (checkout / "tests" / "test_one.py").write_text("def test_one():\n    pass\n")
-    programs = checkout / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (programs / "python").chmod(0o755)
+    programs(checkout / ".venv" / "bin", python=f'exec {shlex.quote(sys.executable)} "$@"')
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # make runs us
     plan = ["make", "-n", "--no-print-directory", "mini"]
     planned = subprocess.run(plan, cwd=checkout, env=own, capture_output=True, text=True, check=True).stdout
     assert ".venv/bin/python -m pip" in planned and "pwned" not in planned
-    (programs.parent / ".installed").touch()
-    test = ["make", "test", "CORES=1"]
-    run = subprocess.run(test, cwd=checkout, env=own, capture_output=True, text=True, check=False)
+    (checkout / ".venv" / ".installed").touch()
+    run = subprocess.run(
+        ["make", "test", "CORES=1"], cwd=checkout, env=own, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0 and "1 passed" in run.stdout, run.stdout + run.stderr
     assert_nothing_ran(tmp_path)
 
