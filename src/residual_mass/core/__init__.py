@@ -12,13 +12,11 @@ from typing import Any
 
 _NAMES = {
     "accounting": (
-        "Estimate", "Retrieved", "SummaryState", "Terms", "attention_scores", "exact_terms", "gather_retrieved",
-        "key_features", "merge", "one_gather_terms", "residual_terms", "summarise",
+        "Estimate", "Retrieved", "SummaryState", "Terms", "attention_scores", "exact_terms", "key_features",
+        "merge", "one_gather_terms", "residual_terms", "summarise",
     ),
     "feature_maps": ("FoldedMap", "HedgehogMap", "ReZeroMap"),
-    "measures": (
-        "mass_curve", "mass_recovery", "mid_entropy", "rel_l1", "residual_share", "row_measures", "subset_bias",
-    ),
+    "measures": ("mass_curve", "mass_recovery", "mid_entropy", "rel_l1", "residual_share", "subset_bias"),
     "selection": ("Partition", "Selected", "exhaustive_topk", "members", "partition", "retrieved_count"),
 }  # fmt: skip
 __all__ = sorted(name for names in _NAMES.values() for name in names)

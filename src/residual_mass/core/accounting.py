@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residual_mass.core.selection import Selected, products_at, rows_at, weighted_sum
+from residual_mass.core.selection import Selected, products_at, weighted_sum
 
 CLAMP_RELATIVE = 1e-6
 """Drop the residual when its mass falls below this share of the mid-region's: only rounding errors of the subtraction
@@ -151,12 +151,6 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     denominator = (weights * residual_mass).sum(-1)
     kept = ~(denominator <= CLAMP_RELATIVE * whole_mass)  # negated, so that NaN is kept and not dropped silently
     return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
-
-
-def gather_retrieved(features: Tensor, values: Tensor, retrieved: Selected) -> Retrieved:
-    """Gathers the selected rows of the cached features [..., L, M] and values [..., L, D]."""
-    indices, valid = retrieved
-    return Retrieved(rows_at(features, indices) * valid.unsqueeze(-1), rows_at(values, indices))
 
 
 def one_gather_terms(

@@ -10,16 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residual_mass.core.accounting import (
-    Retrieved,
-    SummaryState,
-    Terms,
-    exact_terms,
-    gather_retrieved,
-    merge,
-    residual_terms,
-)
-from residual_mass.core.selection import Partition, Selected, exhaustive_topk
+from residual_mass.core.accounting import Terms
 
 REL_L1_EPS = 1e-12
 
@@ -82,57 +73,3 @@ def mass_curve(scores: Tensor, mid: Tensor, ks: Sequence[int]) -> Tensor:
     p = scores.masked_fill(~mid, -torch.inf).softmax(-1)
     recovered = p.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
     return recovered[..., torch.tensor(ks, device=scores.device) - 1]
-
-
-def row_measures(
-    scores: Tensor,
-    values: Tensor,
-    masks: Partition,
-    ks: Sequence[int],
-    state: SummaryState,
-    features: Tensor,
-    log_query: Tensor,
-) -> dict[str, Tensor]:
-    """Computes all measures that the diagnostics report on one prefix; each entry is [..., R, len(ks)].
-
-    e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without (nosub)
-    subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and log_z_true are
-    the estimated and the true log Z_R (-inf where nothing is left), residual_share* their shares of the total, h_mid
-    and c_mid the teacher's entropy and mass recovery; clamped is True where the subtraction left only rounding errors.
-
-    Args:
-        scores: [..., R, L].
-        values: [..., L, D].
-        masks: [..., 1, L].
-        state, features, log_query: of phi, the latter two [..., L, M] and [..., R, M].
-    """
-    everything = (masks.anchors | masks.mid).expand(scores.shape)
-    full = merge(exact_terms(scores, values, everything))
-    whole_mid = exact_terms(scores, values, masks.mid.expand(scores.shape))
-    shared = {"h_mid": mid_entropy(scores, masks.mid)}
-    wanted = torch.full(scores.shape[-2:-1], max(ks), device=scores.device)
-    most = exhaustive_topk(scores, masks.mid, wanted)
-    gathered = gather_retrieved(features, values, most)
-    of_k: list[dict[str, Tensor]] = []
-    for k in ks:
-        # Slots are in descending order of score, so the first k are the top k.
-        selected = Selected(most.indices[..., :k], most.valid[..., :k])
-        of_selected = Retrieved(gathered.features[..., :k, :], gathered.values[..., :k, :])
-        retrieved = selected.mask(scores.shape[-1])
-        exact = exact_terms(scores, values, masks.anchors | retrieved)
-        rest = exact_terms(scores, values, masks.mid & ~retrieved)
-        estimate = residual_terms(state, log_query, of_selected)
-        of_k.append(shared | {
-            "e_topk": rel_l1(merge(exact), full),
-            "e_exact_sub": rel_l1(merge(exact, rest), full),
-            "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
-            "log_z_true": rest.log_mass(),
-            "residual_share": residual_share(exact, rest),
-            "c_mid": mass_recovery(scores, masks.mid, retrieved),
-            "e_sub": rel_l1(merge(exact, estimate), full),
-            "e_nosub": rel_l1(merge(exact, residual_terms(state, log_query)), full),
-            "log_z_hat": estimate.log_mass(),
-            "residual_share_hat": residual_share(exact, estimate),
-            "clamped": (estimate.denominator == 0) & (rest.denominator > 0),
-        })  # fmt: skip
-    return {name: torch.stack([rows[name] for rows in of_k], dim=-1) for name in of_k[0]}

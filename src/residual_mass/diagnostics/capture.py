@@ -21,9 +21,9 @@ from residual_mass.core.selection import full_prefix, partition
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics.packs import Pack, ks_of, make_packs, tidy, visit_packs, with_place
 from residual_mass.files import write_parquet
-from residual_mass.model.errors import grouped, layer_measures
+from residual_mass.model.errors import ReadLayer, grouped
 from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import CaptureSpec
 
@@ -37,7 +37,7 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
     """The `capture` stage.
 
     Writes:
-        heads: Parquet, `core.row_measures`, one row per (pack, layer, head, query, k).
+        heads: Parquet, `ReadLayer.accounting`, one row per (pack, layer, head, query, k).
         mass: Parquet, one row per (pack, layer, head, k): C_mid(K), mean over the pack's queries.
     """
     record = Record("capture", spec, [assets / MANIFEST, phi, prompts])
@@ -66,8 +66,12 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
 def captured(
     spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, packs: Sequence[Pack]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of the heads and mass curves of all packs; raises ValueError where the anchors leave too few tokens."""
-    length, anchors = tokens_of(spec.length), spec.anchors
+    """Rows of the heads and mass curves of all packs.
+
+    Raises:
+        ValueError: the anchors leave too few tokens, or errors with the maps are not finite; names the layer.
+    """
+    length, anchors, folded = tokens_of(spec.length), spec.anchors, maps.folded()
     ks = ks_of(spec.budgets, spec.length, anchors)
     budgets = {"k": ks, "budget_percent": spec.budgets}
     mid = partition(full_prefix(length, backbone.device), anchors.sink, anchors.tail).mid
@@ -76,7 +80,9 @@ def captured(
     curves: list[pd.DataFrame] = []
 
     def visit(pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        measures = layer_measures(maps, layer, queries, keys, values, scale, ks, anchors)
+        measures = ReadLayer(queries, keys, values, scale, spec.budgets, anchors, folded[layer]).accounting()
+        if not (measures["e_sub"] + measures["e_nosub"]).isfinite().all():
+            raise ValueError(f"layer {layer}: errors with the feature maps are not finite; {MAPS_AT_FAULT}")
         heads.append(tidy(measures, ("head", "query"), budgets, pack=pack, layer=layer))
         recovered = mass_curve(attention_scores(grouped(queries, len(keys)), keys, scale), mid, mass_ks)
         c_mid = recovered.reshape(*queries.shape[:2], -1).mean(1)  # [Hq, len(mass_ks)]

@@ -1,5 +1,5 @@
-"""Errors of methods on one layer's queries over one unpadded prefix, by the path that decodes; and the quantities of
-`core.row_measures`.
+"""Errors of methods, and the quantities of the paper's diagnostics, on one layer's queries over one unpadded prefix,
+by the path that decodes.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, L = prefix tokens, D = head dimension,
 B = budgets, R = B * G * Q rows of a KV head.
@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residual_mass.core.accounting import Terms, added, attention_scores, exact_terms, key_features, merge, summarise
-from residual_mass.core.measures import mid_entropy, rel_l1, row_measures, score_shape
-from residual_mass.core.selection import Partition, full_prefix, partition
+from residual_mass.core.accounting import Terms, added, exact_terms, merge
+from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, score_shape
+from residual_mass.core.selection import full_prefix
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import METHODS, Selector, method_named, state_bytes
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.model.prefix import (
     ArmRows,
     Map,
@@ -34,8 +33,8 @@ from residual_mass.model.prefix import (
     terms_of,
 )
 
-TOPK = "topk"
-"""What the others add to."""
+TOPK, PHI, NOSUB = "topk", "topk_phi", "topk_phi_nosub"
+"""The paper's methods; all others add to the first."""
 FACTS = ("h_mid", "skewness", "kurtosis")
 """Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
 
@@ -113,6 +112,42 @@ class ReadLayer:
         }
         return {name: self._by_head(value) for name, value in measures.items()}
 
+    def accounting(self) -> dict[str, Tensor]:
+        """Measures TopK and the feature maps as the paper's diagnostics do; entries [Hq, Q, B].
+
+        e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without
+        (nosub) subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and
+        log_z_true are the estimated and the true log Z_R (-inf where nothing is left), residual_share* their shares of
+        the total, h_mid and c_mid the entropy and the mass recovery of full attention; clamped is True where the
+        subtraction left only rounding errors.
+        """
+        read, (anchors, mid) = self.read(TOPK), self.layer.partition
+        scores, exact, rest = read.reading.scores, read.exact, read.rest
+        once = scores[:, :, : scores.shape[2] // len(self.budgets)]  # what is the same for every budget
+
+        def of_all(x: Tensor) -> Tensor:
+            return torch.cat([x] * len(self.budgets), dim=2)
+
+        full = of_all(merge(exact_terms(once, self.values, anchors | mid)))
+        whole_mid = Terms(*map(of_all, exact_terms(once, self.values, mid)))
+        (sub, log_z_hat), (nosub, _) = (self._terms(method, read) for method in (PHI, NOSUB))
+        log_z_true = rest.log_mass()
+        measures = {
+            "e_topk": rel_l1(merge(exact), full),
+            "e_sub": rel_l1(merge(sub), full),
+            "e_nosub": rel_l1(merge(nosub), full),
+            "e_exact_sub": rel_l1(merge(exact, rest), full),
+            "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
+            "log_z_hat": log_z_hat,
+            "log_z_true": log_z_true,
+            "residual_share_hat": torch.sigmoid(log_z_hat - exact.log_mass()),
+            "residual_share": residual_share(exact, rest),
+            "h_mid": of_all(mid_entropy(once, mid)),
+            "c_mid": mass_recovery(scores, mid, read.mid),
+            "clamped": (log_z_hat == -torch.inf) & (log_z_true > -torch.inf),
+        }
+        return {name: self._by_head(value) for name, value in measures.items()}
+
     def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
         """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""
         rule, arms = method_named(method), self._arms(method)
@@ -154,43 +189,6 @@ class ReadLayer:
         arms = [ArmSpec(method, budget) for budget in self.budgets]
         rows = self.shape.numel() // self.layer.keys.shape[1]
         return arm_rows(arms, rows, [length], self.anchors, length, device, tokens=self.shape[1])
-
-
-@torch.no_grad()
-def layer_measures(
-    maps: PhiMaps,
-    layer: int,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    ks: Sequence[int],
-    anchors: AnchorSpec,
-) -> dict[str, Tensor]:
-    """Computes `core.row_measures` of every query head at every K; entries [Hq, Q, len(ks)].
-
-    Args:
-        queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all finite float32.
-
-    Raises:
-        ValueError: errors with the maps are not finite; names the layer.
-    """
-    kv_heads, length, _ = keys.shape
-    masks = partition(full_prefix(length, keys.device), anchors.sink, anchors.tail)
-    features, log_shift = key_features(map_heads(maps.key[layer], keys[None])[0], masks.mid)
-    log_query = grouped(map_heads(maps.query[layer], queries[None])[0], kv_heads)
-    rows = row_measures(
-        attention_scores(grouped(queries, kv_heads), keys, scale),
-        values,
-        Partition(masks.anchors[None], masks.mid[None]),
-        ks,
-        summarise(features, log_shift, values),
-        features,
-        log_query,
-    )
-    if not (rows["e_sub"] + rows["e_nosub"]).isfinite().all():
-        raise ValueError(f"layer {layer}: errors with the feature maps are not finite; {MAPS_AT_FAULT}")
-    return {name: value.reshape(*queries.shape[:2], len(ks)) for name, value in rows.items()}
 
 
 def grouped(x: Tensor, kv_heads: int) -> Tensor:

@@ -54,7 +54,8 @@ class Problem:
         return core.one_gather_terms(self.scores, self.v, anchors, self.selected(k), estimate)
 
     def gathered(self, features: Tensor, k: int) -> core.Retrieved:
-        return core.gather_retrieved(features, self.v, self.selected(k))
+        indices, valid = self.selected(k)
+        return core.Retrieved(features[indices] * valid.unsqueeze(-1), self.v[indices])
 
     def state(self) -> tuple[core.SummaryState, Tensor]:
         features, log_shift = core.key_features(self.log_k, self.mid)

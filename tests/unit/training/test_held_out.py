@@ -5,13 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.unit.training.conftest import LENGTH, SPEC, Make
+from torch import Tensor
 
 from residual_mass.core.feature_maps import log_kernel
-from residual_mass.model.errors import layer_measures
+from residual_mass.model.errors import ReadLayer
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.training.held_out import MEASURES, HeldOut, held_out_rows
+from residual_mass.training.teacher import LayerTrace
 
-KS = (9, 28)
-"""Of the budgets 30 and 50 % at 96 tokens: 29 - 20 and 48 - 20."""
+BUDGETS = {9: 30.0, 28: 50.0}
+"""By K at 96 tokens: 29 - 20 and 48 - 20."""
+
+
+@torch.no_grad()
+def measures(maps: PhiMaps, layer: int, trace: LayerTrace, k: int) -> dict[str, Tensor]:
+    """The diagnostics' measures of a layer at one K: [Hq, Q]."""
+    inputs = trace.queries, trace.keys, trace.values, trace.scale
+    read = ReadLayer(*inputs, [BUDGETS[k]], SPEC.anchors, maps.folded()[layer])
+    return {name: value[..., 0] for name, value in read.accounting().items()}
 
 
 @pytest.mark.parametrize("sharper", [1, 10])
@@ -24,13 +35,12 @@ def test_rows_are_the_means_of_the_diagnostics_by_layer_and_over_all(
         for parameter in maps.key.parameters():
             parameter *= sharper
     rows = {(row["k"], row["layer"]): row for row in held_out_rows(maps, held_out[0], SPEC)}
-    assert set(rows) == {(k, layer) for k in KS for layer in ("all", 0, 1, 2)}
-    for k in KS:
+    assert set(rows) == {(k, layer) for k in BUDGETS for layer in ("all", 0, 1, 2)}
+    for k in BUDGETS:
         by_layer, gaps = [], []
         for layer, trace in enumerate(held_out[0].packs[0]):
             assert trace.keys.shape[1] == LENGTH
-            of_k = layer_measures(maps, layer, trace.queries, trace.keys, trace.values, trace.scale, [k], SPEC.anchors)
-            measured = {name: value[..., 0] for name, value in of_k.items()}
+            measured = measures(maps, layer, trace, k)
             student = log_kernel(
                 maps.query[layer](trace.queries).unflatten(0, (2, 2)), maps.key[layer](trace.keys).unsqueeze(1)
             )

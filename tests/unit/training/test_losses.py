@@ -10,7 +10,7 @@ from tests.unit.training.conftest import corpus
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.model.errors import layer_measures
+from residual_mass.model.errors import ReadLayer
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
@@ -60,13 +60,12 @@ def test_residual_loss_is_the_error_that_the_diagnostics_measure(trace: LayerTra
     found = row_losses(maps.query[1], maps.key[1], with_targets(trace, ANCHORS, budgets), objective, ANCHORS)
     for column, position in enumerate(POSITIONS.tolist()):
         seen = position + 1
-        errors = []
-        for budget in budgets:
-            k = retrieved_count(budget, seen, 20)
-            assert 0 < k < seen - 20
-            queries, keys, values = trace.queries[:, column : column + 1], trace.keys[:, :seen], trace.values[:, :seen]
-            errors.append(layer_measures(maps, 1, queries, keys, values, trace.scale, [k], ANCHORS)["e_sub"][:, 0, 0])
-        torch.testing.assert_close(found[:, column], torch.stack(errors).mean(0), rtol=1e-4, atol=1e-6)
+        assert all(0 < retrieved_count(budget, seen, 20) < seen - 20 for budget in budgets)
+        queries, keys, values = trace.queries[:, column : column + 1], trace.keys[:, :seen], trace.values[:, :seen]
+        with torch.no_grad():
+            read = ReadLayer(queries, keys, values, trace.scale, budgets, ANCHORS, maps.folded()[1])
+            errors = read.accounting()["e_sub"][:, 0].mean(-1)
+        torch.testing.assert_close(found[:, column], errors, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ours", "residual", "lolcats"])
