@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,38 +32,21 @@ remember it wrongly.
 """
 
 PARAGRAPHS = [
-    (
-        "Lantern Bridge",
-        "The Lantern Bridge was finished in 1871 by the engineer Ada Moreau. It has seven arches of granite.",
-    ),
-    (
-        "Korvel Observatory",
-        "The Korvel Observatory stands at 2,140 metres. Its first director was the astronomer Tomas Reyl.",
-    ),
-    (
-        "Salt Road",
-        "The Salt Road joined the port of Besh to the inland markets. Caravans took nineteen days to cross it.",
-    ),
-    (
-        "Miller's Fern",
-        "Miller's fern grows only on wet limestone. The botanist Ines Duarte described it in the year 1902.",
-    ),
-    (
-        "Quill Opera",
-        "The Quill Opera premiered in the spring of 1933. Its overture lasts fourteen minutes without a pause.",
-    ),
-    (
-        "Ostrava Prize",
-        "The prize was first given to the chemist Lena Holt. It is worth forty thousand crowns every year.",
-    ),
-    ("Tarn Lighthouse", "Tarn Lighthouse sends two white flashes every nine seconds. Its keeper was once Jonas Beck."),
-    ("Velt Railway", "The Velt Railway climbs eight hundred metres in eleven kilometres. It was electrified in 1924."),
-    (
-        "Harrow Library",
-        "Harrow Library holds the notebooks of the painter Mina Sol. It opened with three thousand volumes.",
-    ),
-    ("Glass Valley", "Glass Valley is named after its furnaces. The last furnace was put out by Emil Strand in 1958."),
+    tuple(line.split(": ", 1))
+    for line in """
+Lantern Bridge: The Lantern Bridge was finished in 1871 by the engineer Ada Moreau. It has seven arches of granite.
+Korvel Observatory: The Korvel Observatory stands at 2,140 metres. Its first director was the astronomer Tomas Reyl.
+Salt Road: The Salt Road joined the port of Besh to the inland markets. Caravans took nineteen days to cross it.
+Miller's Fern: Miller's fern grows only on wet limestone. The botanist Ines Duarte described it in the year 1902.
+Quill Opera: The Quill Opera premiered in the spring of 1933. Its overture lasts fourteen minutes without a pause.
+Ostrava Prize: The prize was first given to the chemist Lena Holt. It is worth forty thousand crowns every year.
+Tarn Lighthouse: Tarn Lighthouse sends two white flashes every nine seconds. Its keeper was once Jonas Beck.
+Velt Railway: The Velt Railway climbs eight hundred metres in eleven kilometres. It was electrified in 1924.
+Harrow Library: Harrow Library holds the notebooks of the painter Mina Sol. It opened with three thousand volumes.
+Glass Valley: Glass Valley is named after its furnaces. The last furnace was put out by Emil Strand in 1958.
+""".strip().splitlines()
 ]
+"""Titles and texts of two sentences."""
 
 QUESTIONS = [
     ("Who finished the Lantern Bridge?", "Ada Moreau"),
@@ -89,16 +73,18 @@ def write_assets(assets: Path) -> None:
     give_manifest(assets)
 
 
-def freeze_prompts(manifest: Path, benchmark: str, length: str, docs: dict[str, list[dict[str, Any]]]) -> Path:
-    """Prompts of the haystack with the given docs by task, and their manifest."""
-    manifest.parent.mkdir(parents=True)
+def freeze_prompts(
+    manifest: Path, benchmark: str, length: str, docs: dict[str, list[dict[str, Any]]], texts: Iterable[str] = ()
+) -> Path:
+    """Prompts with the given docs by task and their manifest; of the haystack, unless texts are given for each task."""
+    manifest.parent.mkdir(parents=True, exist_ok=True)
     tasks = {}
     for task, of_task in docs.items():
+        found = [*texts] or [f"{i}. {HAYSTACK[60 * i : 60 * i + 900]}" for i in range(len(of_task))]
         rows = [
-            {"task": task, "index": i, "prompt": f"{task} {i}. {HAYSTACK[60 * i : 60 * i + 900]}",
-             "max_generation_tokens": 16, "stop": [], "doc": doc}
-            for i, doc in enumerate(of_task)
-        ]  # fmt: skip
+            {"task": task, "index": i, "prompt": f"{task} {text}", "max_generation_tokens": 16, "stop": [], "doc": doc}
+            for i, (text, doc) in enumerate(zip(found, of_task, strict=True))
+        ]
         (file := manifest.parent / f"{task}.jsonl").write_text(jsonl(rows))
         tasks[task] = {"file": file.name, "sha256": sha256_of(file), "examples": len(rows), "data": "original"}
     content = {

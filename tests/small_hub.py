@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import datasets
+import huggingface_hub
+import pytest
+import transformers.utils.hub
 
 LARGE = (".safetensors", ".parquet")
 """Files that the hub keeps by their sha256."""
@@ -62,22 +68,27 @@ def serving(hub: SmallHub) -> Iterator[SmallHub]:
         thread.join()
 
 
+def become(hub: SmallHub, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it the hub of this process's libraries, which then ask again at once where they would wait."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # kept, with another test's hub
+    urls = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(caches / "hub cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(caches / "none"))
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", caches / "datasets cache")
+    monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", str(caches / "modules"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: SmallHub
-
-    def do_GET(self) -> None:
-        self._serve()
-
-    def do_HEAD(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
 
     def log_message(self, *args: object) -> None:
         pass
 
-    def _serve(self) -> None:
+    def do_GET(self) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens |= {token} if token else set()
         path = unquote(urlsplit(self.path).path)
@@ -103,14 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
         if what in (None, "revision"):
             siblings = [{"rfilename": file} for file in repository.files]
             card = {"license": repository.licence}
-            return self._answer(
-                {
-                    "id": name,
-                    "sha": repository.commit if revision == "main" else revision,
-                    "siblings": siblings,
-                    "cardData": card,
-                }
-            )
+            commit = repository.commit if revision == "main" else revision
+            return self._answer({"id": name, "sha": commit, "siblings": siblings, "cardData": card})
         if what == "tree":
             return self._answer(list(_tree(repository, inner, "recursive=true" in self.path.lower())))
         if what == "paths-info":
@@ -118,6 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             wanted = form["paths"] if "paths" in form else json.loads(body)["paths"]
             return self._answer([entry for entry in _tree(repository, "", True) if entry["path"] in wanted])
         return self._file(repository, name, revision, inner)
+
+    do_HEAD = do_POST = do_GET
 
     def _file(self, repository: Repository, name: str, revision: str, inner: str) -> None:
         if inner not in repository.files:

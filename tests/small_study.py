@@ -51,7 +51,7 @@ def write_small_study(folder: Path) -> None:
         "map": {"kind": "rezero", "d_emb": 16, "d_phi": 8, "init": "positive_random_features"},
     }
     edited(
-        study, lengths=["1k"], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
+        study, lengths=["1k"], budgets=[2, 4], truncate_to="1k", maps={"main": "1k", "trained": ["512", "1k"]},
         benchmarks=benchmarks, phi=phi,
         fidelity={
             "lengths": ["1k"], "corpora": ["wiki"], "documents": 3, "tokens": 5, "examples": 2,

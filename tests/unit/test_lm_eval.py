@@ -125,7 +125,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], task: str) -> None
 Results = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["batch 1", "batch 3"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3], ids=["batch 1", "batch 3"])
 def results(request: pytest.FixtureRequest, evaluate: Evaluate, tiny_backbone: Backbone) -> Results:
     """Of lm-eval's own model, of full attention, of TopK of everything, and of moments at 20 %."""
     options = options_of(tiny_backbone, batch_size=request.param)
@@ -262,12 +262,11 @@ def test_a_model_with_states_generates_and_has_no_likelihoods(tiny_backbone: Bac
         values(full, "loglikelihood")
 
 
-@pytest.mark.parametrize("as_turns", [False, True])
 def test_chat_templates_are_lm_evals_own(
-    as_turns: bool, evaluate: Evaluate, tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+    evaluate: Evaluate, tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny_backbone.tokenizer, "chat_template", CHAT)
-    options = {"tasks": ["shots", "choice"], "apply_chat_template": True, "fewshot_as_multiturn": as_turns}
+    options = {"tasks": ["shots", "choice"], "apply_chat_template": True, "fewshot_as_multiturn": True}
     ours = evaluate(PartialKV(**options_of(tiny_backbone, method="full", max_length=1000)), **options)
     theirs = evaluate(HFLM(**options_of(tiny_backbone, max_length=1000)), **options)
     assert "[user] " in ours["samples"]["shots"][0]["arguments"][0][0]

@@ -115,6 +115,22 @@ def test_the_library_imports_what_it_alone_depends_on() -> None:
         assert imported(*top_level) <= declared, file
 
 
+LIGHT = {
+    "residual_mass.metrics": "torch numpy pandas pydantic", "residual_mass.texts.assets": "torch",
+    "residual_mass.machine.preflight": "torch", "residual_mass.paper.page": "torch",
+    "residual_mass.paper.comparison": "torch",
+}  # fmt: skip
+"""Module -> packages that it must not take seconds to import; those that need less come first."""
+
+
+def test_modules_import_nothing_heavy_that_they_need_not() -> None:
+    lines = [
+        f"import sys, {name}; assert not {set(heavy.split())} & {{*sys.modules}}, '{name}'"
+        for name, heavy in LIGHT.items()
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
 def test_the_deviations_name_the_locked_versions() -> None:
     document = (ROOT / "docs" / "deviations.md").read_text(encoding="utf-8")
     names = {"PyTorch": "torch", "Transformers": "transformers", "lm-evaluation-harness": "lm-eval"}

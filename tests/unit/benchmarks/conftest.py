@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from pathlib import Path
 from typing import Any
 
+import nltk
 import pytest
+import wonderwords
 from tests.records import record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
@@ -22,6 +24,23 @@ def benchmark_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assets = tmp_path_factory.mktemp("assets")
     write_assets(assets)
     return assets
+
+
+class FewWords(wonderwords.RandomWord):
+    """One word in a hundred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._categories = {kind: words[::100] for kind, words in self._categories.items()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_words(benchmark_assets: Path) -> None:
+    """Imported, the harness's RULER joins all adjectives and nouns, which takes 10 s, and downloads what NLTK lacks."""
+    nltk.data.path.insert(0, str(benchmark_assets / "nltk_data"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wonderwords, "RandomWord", FewWords)
+        importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
 
 
 @pytest.fixture(scope="session")
@@ -64,23 +83,3 @@ def phi(benchmark_assets: Path, backbone_spec: BackboneSpec, tmp_path_factory: p
     PhiMaps(HeadShape.of(backbone.model.config), MapSpec(d_emb=8, d_phi=8), training).save(path)
     record(path)
     return path
-
-
-@pytest.fixture
-def own_manifest(manifest: Path, tmp_path: Path) -> Path:
-    """A copy of the frozen prompts that a test may damage."""
-    for file in manifest.parent.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path / manifest.name
-
-
-@pytest.fixture
-def error_line() -> Callable[[pytest.ExceptionInfo[ValueError]], str]:
-    """The message of a user error, which must be one line."""
-
-    def line(error: pytest.ExceptionInfo[ValueError]) -> str:
-        message = str(error.value)
-        assert "\n" not in message
-        return message
-
-    return line

@@ -4,6 +4,7 @@ import csv
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from tests.unit.benchmarks.test_statistics import signs_p
 
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.columns import FIDELITY, FORCED
-from residual_mass.benchmarks.fidelity import token_quantiles
 from residual_mass.benchmarks.force import token_measures
 from residual_mass.benchmarks.statistics import resampled
 from residual_mass.files import write_parquet
@@ -122,39 +122,6 @@ def test_values_are_those_of_llama_cpp(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_kept_is_the_share_before_the_first_other_token(tmp_path: Path) -> None:
-    flags = [[True, True, False, True], [False, True], [True, True, True], [True, False]]
-    for continuation in ("greedy", "gold", "following"):
-        place = "ruler", "vt", continuation, "own"
-        rows = [
-            row
-            for index, same in enumerate(flags)
-            for row in rows_of(TOPK, index, dict.fromkeys(MEASURES[:3], [0.5] * len(same)) | {
-                "same_top": same, "first": same}, place)
-        ]  # fmt: skip
-        lines = result_of(rows, tmp_path)
-        kept = [line["value"] for line in lines if line["metric"] == "kept"]
-        assert kept == (["0.5"] if continuation == "greedy" else [])  # (1/2 + 0 + 1 + 1/2) / 4
-
-
-@pytest.mark.parametrize("digits", [0, 6], ids=["ties", "no ties"])
-def test_resampled_quantiles_are_those_of_the_documents_written_out(digits: int) -> None:
-    rng = np.random.default_rng(digits)
-    lengths = np.array([1, 9, 4, 30, 2])
-    document = np.repeat(np.arange(5), lengths)
-    values = rng.normal(size=len(document)).round(digits)
-    counts = rng.multinomial(5, np.full(5, 0.2), size=60).astype(float)
-    counts[0] = [5, 0, 0, 0, 0]
-    shares = [0.0, *QUANTILES["kl"].values(), *QUANTILES["delta_p"].values(), 1 / 3]
-    found = token_quantiles(values, document, counts, shares)
-    assert np.isnan(found.stderr).all()
-    for share, value, draws in zip(shares, found.value, found.draws, strict=True):
-        assert value == np.quantile(values, share)
-        for drawn, times in zip(draws, counts.astype(int), strict=True):
-            written_out = np.concatenate([np.tile(values[document == d], n) for d, n in enumerate(times)])
-            assert drawn == pytest.approx(np.quantile(written_out, share), abs=1e-12)
-
-
 # ---- means, and gains, against a slow reference ----------------------------------------------------------------
 
 MEASURES = ("nll", "full_nll", "kl", "same_top", "first")
@@ -175,20 +142,15 @@ def random_rows(arms: Sequence[ArmSpec] = ARMS) -> Iterator[Row]:
                 rng = np.random.default_rng([*f"{place}{index}{arm}".encode()])
                 same = rng.random(length) < 0.6
                 nll = base if arm == FULL else base + rng.normal(0, 0.3, length).clip(-0.2)
-                kl = 0 * base if arm == FULL else rng.exponential(0.1, length).round(9)
+                kl = 0 * base if arm == FULL else 0.01 + rng.exponential(0.1, length).round(2)  # with ties
                 values = nll, base, kl, same | (arm == FULL), rng.random(length) < 0.5
                 measures = dict(zip(MEASURES, values, strict=True))
                 yield from rows_of(arm, index, measures, place, k=40 + index if arm == FULL else 7)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    return list(random_rows())
-
-
-@pytest.fixture(scope="module")
-def result(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
-    return result_of(rows, tmp_path_factory.mktemp("fidelity"))
+def result(tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
+    return result_of(list(random_rows()), tmp_path_factory.mktemp("fidelity"))
 
 
 def kept(tokens: pd.DataFrame) -> float:
@@ -205,15 +167,25 @@ OF_DOCUMENT: dict[str, Callable[[pd.DataFrame], float]] = {
 }
 
 
-def documents_of(rows: list[Row], line: Line, arm: ArmSpec) -> dict[str, list[pd.DataFrame]]:
+PLACE = ["text", "continuation", "state", "method", "budget_percent", "maps"]
+
+
+@cache
+def by_arm() -> dict[tuple[Any, ...], dict[str, list[pd.DataFrame]]]:
+    """Tokens of the random rows by place and arm, then by task and document."""
+    arms = pd.DataFrame(random_rows()).fillna({"budget_percent": 0}).groupby(PLACE, sort=False)
+    return {
+        place: {
+            task: [tokens for _, tokens in some.groupby("index")] for task, some in of_arm.groupby("task", sort=False)
+        }
+        for place, of_arm in arms
+    }
+
+
+def documents_of(line: Line, arm: ArmSpec) -> dict[str, list[pd.DataFrame]]:
     """The tokens that a line of the result is of, or those of another arm there: by task and document."""
-    named = {"text": line["text"], "continuation": line["continuation"], "state": line["state"], "method": arm.method,
-             "budget_percent": arm.budget_percent, "maps": arm.maps or ""}  # fmt: skip
-    if line["task"] != "all":
-        named["task"] = line["task"]
-    found = pd.DataFrame([row for row in rows if named.items() <= row.items()])
-    tasks = found.groupby("task", sort=False)
-    return {task: [tokens for _, tokens in of_task.groupby("index")] for task, of_task in tasks}
+    place = (line["text"], line["continuation"], line["state"], arm.method, arm.budget_percent or 0, arm.maps or "")
+    return {task: some for task, some in by_arm()[place].items() if line["task"] in (task, "all")}
 
 
 def arm_of(line: Line) -> ArmSpec:
@@ -258,9 +230,9 @@ def means(documents: dict[str, list[pd.DataFrame]], metric: str) -> dict[str, li
     return {task: [OF_DOCUMENT[metric](tokens) for tokens in some] for task, some in documents.items()}
 
 
-def minus(rows: list[Row], line: Line, arm: ArmSpec, other: ArmSpec) -> dict[str, list[float]]:
+def minus(line: Line, arm: ArmSpec, other: ArmSpec) -> dict[str, list[float]]:
     """Paired differences of two arms, by task and document."""
-    first, second = (means(documents_of(rows, line, each), line["metric"]) for each in (arm, other))
+    first, second = (means(documents_of(line, each), line["metric"]) for each in (arm, other))
     return {task: [a - b for a, b in zip(first[task], second[task], strict=True)] for task in first}
 
 
@@ -285,9 +257,9 @@ def test_there_is_a_line_for_each_task_arm_and_metric(result: list[Line]) -> Non
     assert {arm_of(x) for x in lines if x["state"] == "dense"} == set(ARMS) - {FULL}
 
 
-def test_means_over_documents_and_tasks(rows: list[Row], result: list[Line]) -> None:
+def test_means_over_documents_and_tasks(result: list[Line]) -> None:
     for line in (line for line in result if line["metric"] in OF_DOCUMENT):
-        by_task = means(documents_of(rows, line, arm_of(line)), line["metric"])
+        by_task = means(documents_of(line, arm_of(line)), line["metric"])
         if line["metric"] == "kl":
             expected = [np.mean([np.mean(values) for values in by_task.values()]), *ends_of_kl(list(by_task.values()))]
             assert all(map(close, [line[name] for name in ("value", "ci_low", "ci_high")], expected)), (line, expected)
@@ -297,14 +269,14 @@ def test_means_over_documents_and_tasks(rows: list[Row], result: list[Line]) -> 
         assert close(line["stderr"], sqrt(sum(e**2 for e in errors)) / len(errors))
 
 
-def test_quantiles_and_rms_over_tokens(rows: list[Row], result: list[Line]) -> None:
+def test_quantiles_and_rms_over_tokens(result: list[Line]) -> None:
     lines = [line for line in result if line["metric"] not in OF_DOCUMENT and arm_of(line) == PHI]
     for line in lines:
         measure = "delta_p" if line["metric"].startswith("delta_p") else "kl"
         end = line["metric"].removeprefix(f"{measure}_")
         tasks = {
             task: [(np.exp(-x.nll) - np.exp(-x.full_nll) if measure == "delta_p" else x.kl).to_numpy() for x in some]
-            for task, some in documents_of(rows, line, PHI).items()
+            for task, some in documents_of(line, PHI).items()
         }
         draws = zip(*(draws_of(line, task, documents) for task, documents in tasks.items()), strict=True)
         samples = [tuple(tasks.values()), *draws]
@@ -319,11 +291,11 @@ def test_quantiles_and_rms_over_tokens(rows: list[Row], result: list[Line]) -> N
     assert len(lines) == 4 * 12
 
 
-def test_gains_are_over_topk_at_the_same_budget(rows: list[Row], result: list[Line]) -> None:
+def test_gains_are_over_topk_at_the_same_budget(result: list[Line]) -> None:
     gained = [line for line in result if line["gain"]]
     assert {arm_of(line) for line in gained} == {arm for arm in ARMS if arm.needs_maps}
     for line in gained:
-        differences = minus(rows, line, arm_of(line), ArmSpec("topk", float(line["budget_percent"])))
+        differences = minus(line, arm_of(line), ArmSpec("topk", float(line["budget_percent"])))
         check_mean([line[name] for name in ("gain", "gain_ci_low", "gain_ci_high")], line, differences)
         assert close(line["gain_p"], signs_p(list(differences.values())))
 

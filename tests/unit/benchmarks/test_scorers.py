@@ -145,7 +145,7 @@ def babilong_cases(draw: st.DrawFn) -> tuple[Doc, str, str]:
     return doc, draw(texts([doc["target"], *labels])), draw(texts(labels))
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(substring_cases(), st.sampled_from(["niah_multiquery", "ruler_qa_squad"]))
 def test_nothing_changes_a_saturated_ruler_score(case: tuple[Doc, str, str], task: str) -> None:
     doc, text, continuation = case
@@ -153,7 +153,7 @@ def test_nothing_changes_a_saturated_ruler_score(case: tuple[Doc, str, str], tas
         assert both_scores("ruler", task, doc, text + continuation) == both_scores("ruler", task, doc, text) == (1, 1)
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(babilong_cases())
 def test_nothing_changes_a_saturated_babilong_score(case: tuple[Doc, str, str]) -> None:
     doc, text, continuation = case

@@ -22,7 +22,6 @@ from tests.unit.diagnostics.slow_claims import (
 
 from residual_mass.diagnostics.claims import CLAIMS, Claim
 from residual_mass.diagnostics.resampling import estimate
-from residual_mass.diagnostics.samples import Sample
 
 CLAIM = {claim.name: claim for claim in CLAIMS}
 
@@ -94,28 +93,6 @@ def test_the_interval_of_an_extreme_comes_from_those_of_each_number(extreme: Lit
     assert tuple(found) == pytest.approx(expected, abs=0.1)
     alone = estimate(true[:, 0], draws[:, 0], extreme)
     assert tuple(alone) == pytest.approx((true[0, 0], plain[0][0], plain[1][0]), abs=0.02)
-
-
-def test_spread_over_heads_and_over_packs_both_widen_intervals(tmp_path: Path) -> None:
-    rows, mass = make_rows(np.random.default_rng(0), packs=8)
-    rows["e_topk"] = rows["layer"] + rows["head"]
-    rows["e_sub"] = rows["pack"]
-    rows["e_nosub"] = rows["e_topk"] + rows["e_sub"]
-    rows["e_exact_nosub"] = 0.1 * (1 + rows["query"])
-
-    def width(setting: Sample, name: str) -> float:
-        found = estimate(setting.mean(name), setting.resampled(300, seed=0).mean(name))
-        return found.high - found.low
-
-    (setting,) = read(tmp_path, [(rows, mass)])
-    # Means of n draws have a standard error of the standard deviation over the root of n.
-    for_heads = 2 * 1.96 * np.std([0, 1, 2, 1, 2, 3]) / np.sqrt(6)
-    for_packs = 2 * 1.96 * np.std(range(8)) / np.sqrt(8 - 1)
-    widths = {"e_topk": for_heads, "e_sub": for_packs, "e_nosub": np.hypot(for_heads, for_packs), "e_exact_nosub": 0}
-    for name, expected in widths.items():
-        assert width(setting, name) == pytest.approx(expected, rel=0.2, abs=1e-12)
-    (one,) = read(tmp_path, [(rows[rows["pack"] == 5], mass[mass["pack"] == 5])])
-    assert width(one, "e_sub") == pytest.approx(0, abs=1e-12)
 
 
 def test_heads_of_equal_entropy_go_by_layer_and_number(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from tests.records import record
 from tests.unit.diagnostics.slow_claims import (
     ABOUT,
     BUDGETS,
@@ -188,27 +186,24 @@ def test_draws_that_define_no_mean_are_left_out(tmp_path: Path) -> None:
         assert accounting[name].tolist() == [0.5, 0.5, 0.5]
 
 
+CODE = """
+import sys
+from pathlib import Path
+from residual_mass import cli
+cli.main(sys.argv[1:])
+assert "torch" not in sys.modules
+"""
+
+
 def test_rows_in_another_order_give_the_same_bytes_without_torch(files: list[Files], tmp_path: Path) -> None:
-    heads, mass = write_files(tmp_path, files)
-    shuffled = tmp_path / "shuffled"
-    shuffled.mkdir()
-    for path in (*heads, *mass):
-        pd.read_parquet(path).sample(frac=1).to_parquet(shuffled / path.name, index=False)
-        record(shuffled / path.name)
-    code = (
-        "import json, sys; from pathlib import Path; from residual_mass.diagnostics import findings; "
-        "from residual_mass.study.specs import parse_spec; "
-        "from residual_mass.study.specs import FindingsSpec; p = lambda names: [Path(name) for name in names]; "
-        "spec, heads, mass, out = json.loads(sys.argv[1]); "
-        "findings.run(parse_spec(FindingsSpec, spec), p(heads), p(mass), *p(out)); assert 'torch' not in sys.modules"
-    )
-    made = []
-    for folder in (tmp_path, shuffled):
-        data = [[str(folder / path.name) for path in paths] for paths in (heads, mass)]
-        job = json.dumps([to_json(SPEC), *data, [str(folder / name) for name in OUT]])
-        subprocess.run([sys.executable, "-c", code, job], check=True)
-        made.append([(folder / name).read_bytes() for name in OUT])
-    assert made[0] == made[1]
+    run(tmp_path, files)
+    (other := tmp_path / "other").mkdir()
+    heads, mass = write_files(other, [[frame.sample(frac=1) for frame in pair] for pair in files])
+    inputs = ["--heads", *map(str, heads), "--mass", *map(str, mass)]
+    out = ["--accounting", str(other / OUT[0]), "--claims", str(other / OUT[1])]
+    subprocess.run([sys.executable, "-c", CODE, "findings", "--spec", to_json(SPEC), *inputs, *out], check=True)
+    for name in OUT:
+        assert (other / name).read_bytes() == (tmp_path / name).read_bytes()
     assert read_json(tmp_path / "claims.csv.meta.json")["spec"]["bootstrap_resamples"] == SPEC.bootstrap_resamples
 
 

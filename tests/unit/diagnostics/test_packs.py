@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from tests.small_assets import freeze_prompts
 
 from residual_mass.diagnostics.packs import make_packs
-from residual_mass.files import sha256_of
 from residual_mass.model.loading import Backbone
 from residual_mass.texts.corpora import PackedDocuments
-from residual_mass.texts.frozen_prompts import table_sha256
 
 WORDS = [["apple", "pear", "plum"], ["red", "green", "blue"], ["one", "two", "three"]]
 ANSWERS = {
@@ -23,24 +21,10 @@ CORPORA = [("cwe", "ruler_cwe"), ("needles", "niah_multikey_3")]
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
-    """Three frozen prompts of each task, as the prompts stage writes them."""
-    tasks = {}
-    for task in ANSWERS:
-        rows = [
-            {
-                "task": task, "index": n, "prompt": f"List {n} of {task}: {' '.join(words)}\nMost common:",
-                "max_generation_tokens": 120, "stop": [], "doc": {"outputs": words},
-            }
-            for n, words in enumerate(WORDS)
-        ]  # fmt: skip
-        (file := tmp_path / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tasks[task] = {"file": file.name, "sha256": sha256_of(file), "examples": 3, "data": "original"}
-    content = {
-        "benchmark": "ruler", "length": "128", "tokenizer": "bytes", "harness": {}, "examples": 3, "tasks": tasks,
-        "left_out": {}, "sha256": table_sha256(tasks),
-    }  # fmt: skip
-    (tmp_path / "manifest.json").write_text(json.dumps(content))
-    return tmp_path / "manifest.json"
+    """Three frozen prompts of each task."""
+    texts = [f"list {n}: {' '.join(words)}\nMost common:" for n, words in enumerate(WORDS)]
+    docs = {task: [{"outputs": words} for words in WORDS] for task in ANSWERS}
+    return freeze_prompts(tmp_path / "manifest.json", "ruler", "128", docs, texts)
 
 
 @pytest.mark.parametrize(("corpus", "task"), CORPORA)
@@ -52,10 +36,10 @@ def test_the_answer_is_decoded_and_the_prompt_ends_the_prefill(
     assert [len(pack) for pack in packs] == [128 + 5] * 3
     for n, pack in enumerate(packs):
         prefill, decoded = tokenizer.decode(pack[:128]), tokenizer.decode(pack[128:])
-        assert prefill.endswith(f"List {n} of {task}: {' '.join(WORDS[n])}\nMost common:")
+        assert prefill.endswith(f"{task} list {n}: {' '.join(WORDS[n])}\nMost common:")
         assert decoded and answers[n].startswith(decoded)
         # The prompts before it come with their answers, the nearest one whole.
-        assert f"{' '.join(WORDS[n - 1])}\nMost common:{answers[n - 1]}\n\nList {n}" in prefill
+        assert f"{' '.join(WORDS[n - 1])}\nMost common:{answers[n - 1]}\n\n{task} list {n}" in prefill
 
 
 def test_packs_share_no_prompt_as_long_as_there_are_others(tiny_backbone: Backbone, manifest: Path) -> None:
@@ -66,7 +50,7 @@ def test_packs_share_no_prompt_as_long_as_there_are_others(tiny_backbone: Backbo
     for n, text in enumerate(told(1)):
         assert f"{' '.join(WORDS[n + 1])}\nMost common:{ANSWERS['ruler_cwe'][n + 1]}" in text
     one, other = told(2)
-    assert "List 2" in one and "List 2" not in other
+    assert "list 2" in one and "list 2" not in other
 
 
 def test_a_text_that_comes_to_an_end_gives_fewer_packs(

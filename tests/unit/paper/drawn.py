@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -178,8 +180,11 @@ def draw(show: FigureSpec, files: list[Path]) -> Figure:
         return FIGURES[kind_of(show.label)](show, files)
 
 
-def drawn(kind: str, folder: Path) -> Figure:
-    return draw(*files_of(kind, folder))
+@cache
+def drawn(kind: str) -> Figure:
+    """A figure of the kind; it is only looked at."""
+    with TemporaryDirectory() as folder:
+        return draw(*files_of(kind, Path(folder)))
 
 
 def lines(axis: Axes) -> list[np.ndarray]:

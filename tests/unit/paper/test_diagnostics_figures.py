@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,8 +77,8 @@ def slow_bins(pairs: Points) -> Points:
     return sorted(tuple(np.median(each, axis=0)) for each in bins.values())
 
 
-def test_the_breakdown_shows_errors_gains_and_their_medians(tmp_path: Path) -> None:
-    figure, entropy = drawn("fixedk_breakdown", tmp_path), slow_means(heads(), "h_mid", 21)
+def test_the_breakdown_shows_errors_gains_and_their_medians() -> None:
+    figure, entropy = drawn("fixedk_breakdown"), slow_means(heads(), "h_mid", 21)
     gains = slow_gains(heads(), 21)
     expected = [slow_means(heads(), name, 21) for name in ("e_topk", "e_sub")]
     for axis, values in zip(figure.axes, [*expected, gains], strict=True):
@@ -90,8 +89,8 @@ def test_the_breakdown_shows_errors_gains_and_their_medians(tmp_path: Path) -> N
     assert figure.get_suptitle().endswith("$K = 21$ (4%)")
 
 
-def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right(tmp_path: Path) -> None:
-    entropies, right, _ = drawn("entropy_heatmap", tmp_path).axes
+def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right() -> None:
+    entropies, right, _ = drawn("entropy_heatmap").axes
     expected, shares = (slow_means(heads(), name, 21) for name in ("h_mid", "residual_share_hat"))
     (image,) = entropies.images
     assert image.origin == "lower" and [*image.get_extent()] == [-0.5, 4.5, -0.5, 3.5]
@@ -121,15 +120,14 @@ OF_HEADS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_err
 
 
 @pytest.mark.parametrize("kind", OF_HEADS)
-@pytest.mark.parametrize("facts", [{"k": 0}, {"e_topk": 0.0, "e_sub": 0.0, "h_mid": 1.0, "residual_share_hat": 1.0}])
-def test_heads_without_budget_or_errors_are_drawn(tmp_path: Path, kind: str, facts: dict[str, Any]) -> None:
+def test_heads_without_budget_or_errors_are_drawn(tmp_path: Path, kind: str) -> None:
     show, files = files_of(kind, tmp_path)
-    written(files[-1], heads(**facts))
+    written(files[-1], heads(k=0, e_topk=0.0, e_sub=0.0, h_mid=1.0, residual_share_hat=1.0))
     draw(show, files).draw_without_rendering()
 
 
-def test_curves_are_of_heads_at_fixed_ranks_of_the_entropy(tmp_path: Path) -> None:
-    (axis,), entropies = drawn("mass_curves", tmp_path).axes, slow_means(heads(), "h_mid")
+def test_curves_are_of_heads_at_fixed_ranks_of_the_entropy() -> None:
+    (axis,), entropies = drawn("mass_curves").axes, slow_means(heads(), "h_mid")
     order = sorted(entropies, key=lambda head: (entropies[head], head))
     at = {k: slow_means(mass(), "c_mid", k) for k in (1, 3, 10, 30, 70)}
     for place in (0.02, 0.10, 0.25, 0.75, 0.90, 0.98):
@@ -205,8 +203,8 @@ def test_one_sided_and_extreme_values_are_drawn(tmp_path: Path, kind: str, value
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_of_one_head_against_a_slow_reading(tmp_path: Path) -> None:
-    figure = drawn("kernel_sanity", tmp_path)
+def test_kernels_of_one_head_against_a_slow_reading() -> None:
+    figure = drawn("kernel_sanity")
     scores, ranks, errors = figure.axes
     frame = kernels()
     keys: dict[int, list[tuple[float, float, bool]]] = {}

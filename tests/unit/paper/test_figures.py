@@ -50,8 +50,8 @@ def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FIGURES)
-def test_nothing_leaves_the_page(kind: str, tmp_path: Path) -> None:
-    figure = drawn(kind, tmp_path)
+def test_nothing_leaves_the_page(kind: str) -> None:
+    figure = drawn(kind)
     with paper_style():
         figure.draw_without_rendering()
         boxes = [axis.title.get_window_extent() for axis in figure.axes] + [figure.legends[0].get_window_extent()]
@@ -59,9 +59,8 @@ def test_nothing_leaves_the_page(kind: str, tmp_path: Path) -> None:
     assert r"Costs \$5 & more_" in figure.get_suptitle()
 
 
-@pytest.mark.parametrize("kind", ["training_curves", "kernel_sanity"])
-def test_a_figure_is_the_same_bytes_twice(kind: str, tmp_path: Path) -> None:
-    show, files = files_of(kind, tmp_path)
+def test_a_figure_is_the_same_bytes_twice(tmp_path: Path) -> None:
+    show, files = files_of("kernel_sanity", tmp_path)
     made = []
     for name in ("first", "second"):
         run(show, files, pdf := tmp_path / f"{name}.pdf", png := tmp_path / f"{name}.png")
@@ -81,8 +80,8 @@ def test_logarithmic_axes_have_some_ticks_and_not_many(ends: tuple[float, float]
 # ---- fidelity --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_and_bands_are_the_rows_of_all_tasks_in_the_own_state(tmp_path: Path) -> None:
-    figure = drawn("fidelity", tmp_path)
+def test_lines_and_bands_are_the_rows_of_all_tasks_in_the_own_state() -> None:
+    figure = drawn("fidelity")
     for axis, (length, text) in zip(figure.axes, product(("512", "2k"), ("ruler", "wiki")), strict=True):
         place = {"length": length, "text": text, "state": "own", "task": "all", "metric": "kl"}
         rows = distances(length).sort_values("budget_percent").to_dict("records")
@@ -120,8 +119,8 @@ def slow_mean(rows: list[dict[str, Any]], weights: Sequence[float]) -> float:
     return sum(w * row["kl"] for w, row in zip(counted, rows, strict=True)) / sum(counted) if sum(counted) else math.nan
 
 
-def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents(tmp_path: Path) -> None:
-    figure = drawn("fidelity_tokens", tmp_path)
+def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents() -> None:
+    figure = drawn("fidelity_tokens")
     place = {"text": "wiki", "state": "own", "budget_percent": 4.0}
     own = [row for row in tokens().to_dict("records") if place.items() <= row.items() and row["maps"] != "512"]
     for number, method in enumerate(dict.fromkeys(row["method"] for row in own)):
@@ -148,8 +147,8 @@ def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents(tm
 
 
 @pytest.mark.parametrize("kind", ["error_by_k", "selection_recall"])
-def test_lines_of_methods_are_the_rows_of_the_files(kind: str, tmp_path: Path) -> None:
-    figure = drawn(kind, tmp_path)
+def test_lines_of_methods_are_the_rows_of_the_files(kind: str) -> None:
+    figure = drawn(kind)
     first = ("scan4", "scan3_regression_32", "pages")  # methods of selectors other than exact top-K
     shown = first if kind == "selection_recall" else [name for name in COMPARED if name.startswith("topk")]
     for axis, (length, corpus) in zip(figure.axes, product(("512", "2k"), ("wiki", "books")), strict=True):
@@ -168,8 +167,8 @@ def test_recall_of_exact_selection_alone_is_refused(tmp_path: Path) -> None:
         draw(spec("selection_recall", texts=("wiki",)), [exact])
 
 
-def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel(tmp_path: Path) -> None:
-    figure = drawn("fidelity_by_bytes", tmp_path)
+def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel() -> None:
+    figure = drawn("fidelity_by_bytes")
     places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error"))
     for axis, (length, corpus, quantity) in zip(figure.axes, places, strict=True):
         rows = [row for row in errors(length) if row["corpus"] == corpus]
@@ -186,11 +185,11 @@ def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel(t
         np.testing.assert_allclose(front, sorted(best))
 
 
-def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(tmp_path: Path) -> None:
+def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark() -> None:
     decoded = [one for one in methods.METHODS if not one.whole_prefix]
     assert {type(one.selector).__name__ for one in decoded} == set(SELECTOR_TITLES)
     assert {type(one.residual).__name__ for one in decoded} == set(RESIDUAL_TITLES)
-    axis, found = drawn("fidelity_by_bytes", tmp_path).axes[1], [method_named(name) for name in COMPARED]
+    axis, found = drawn("fidelity_by_bytes").axes[1], [method_named(name) for name in COMPARED]
     looks = [(line.get_markeredgecolor(), line.get_marker()) for line in axis.lines[: len(COMPARED)]]
     for (one, first), (two, second) in product(zip(looks, found, strict=True), repeat=2):
         assert (one[0] == two[0]) == (type(first.selector) is type(second.selector))
@@ -200,8 +199,8 @@ def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(tmp
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def test_training_curves_show_the_errors_of_every_length(tmp_path: Path) -> None:
-    figure = drawn("training_curves", tmp_path)
+def test_training_curves_show_the_errors_of_every_length() -> None:
+    figure = drawn("training_curves")
     assert [axis.get_title() for axis in figure.axes[:3]] == ["$K$ = 1", "$K$ = 0, 21", "$K$ = 1, 62"]
     for axis, shown in zip(figure.axes, [{"1k": 1}, {"512": 0, "1k": 21}, {"512": 1, "1k": 62}], strict=False):
         assert len(lines(axis)) == 3 * len(shown)

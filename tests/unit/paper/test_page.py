@@ -41,9 +41,19 @@ def make(folder: Path, **changes: Any) -> str:
     return out.read_text(encoding="utf-8")
 
 
-def test_every_cell_is_on_the_page_with_its_interval_size_and_test(tmp_path: Path) -> None:
-    html = make(tmp_path)
-    cells = pd.read_csv(tmp_path / "ruler_sweep.csv", dtype=str, keep_default_na=False).to_dict("records")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make(folder := tmp_path_factory.mktemp("page"))
+    return folder
+
+
+@pytest.fixture
+def html(folder: Path) -> str:
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_every_cell_is_on_the_page_with_its_interval_size_and_test(html: str, folder: Path) -> None:
+    cells = pd.read_csv(folder / "ruler_sweep.csv", dtype=str, keep_default_na=False).to_dict("records")
     fields = re.findall(r'<td[^>]*data-of="([^"]*)"[^>]*>(?:<b>)?([^<]*)', html.partition('id="ruler_sweep"')[2])
     assert [text for _, text in fields[: len(cells)]] == [cell["text"] for cell in cells]
     for (notes, _), cell in zip(fields, cells, strict=False):
@@ -53,8 +63,7 @@ def test_every_cell_is_on_the_page_with_its_interval_size_and_test(tmp_path: Pat
     assert bold == sum(cell["bold"] == "1" for cell in cells)
 
 
-def test_nothing_is_loaded_from_outside_and_nothing_runs(tmp_path: Path) -> None:
-    html = make(tmp_path)
+def test_nothing_is_loaded_from_outside_and_nothing_runs(html: str) -> None:
     assert not re.search(r"<script|<link|@import|url\(", html)
     assert set(re.findall(r'(?:src|href)="([^"]{5})', html)) <= {"data:", "#fide", "#rule"}
     assert "org/Small&lt;LM&gt;" in html and "<LM>" not in html
@@ -62,8 +71,7 @@ def test_nothing_is_loaded_from_outside_and_nothing_runs(tmp_path: Path) -> None
     assert "<th>Top-<i>K+φ</i></th>" in html  # mathematics as letters
 
 
-def test_it_opens_with_findings_and_the_figure_of_fidelity(tmp_path: Path) -> None:
-    html = make(tmp_path)
+def test_it_opens_with_findings_and_the_figure_of_fidelity(html: str) -> None:
     findings = re.findall(r"<li>(.*)</li>", html)
     assert len(findings) == 2 and "With 1% of the prompt read exactly" in findings[0] and "16 documents" in findings[0]
     kl = distances().set_index(["method", "budget_percent"])["text"]
@@ -78,8 +86,8 @@ def test_it_opens_with_findings_and_the_figure_of_fidelity(tmp_path: Path) -> No
     assert "<tr><th>ruler_sweep</th><td>1</td><td>2</td><td>0</td><td>0</td></tr>" in html
 
 
-def test_the_same_bytes_twice_and_a_study_without_anything(tmp_path: Path) -> None:
-    assert make(tmp_path) == make(tmp_path)
+def test_the_same_bytes_twice_and_a_study_without_anything(html: str, tmp_path: Path) -> None:
+    assert make(tmp_path) == html
     assert "Beside the paper" not in make(tmp_path, comparison=None)
     with pytest.raises(ValueError, match="no table and no figure"):
         page.run(SPEC, [], [], None, TEMPLATES / "report.html.j2", tmp_path / "out.html")

@@ -75,12 +75,6 @@ def test_bold_is_decided_on_the_printed_digits(values: dict[str, str], bold: lis
     assert bold_methods(rows, spec) == bold
 
 
-def test_what_is_at_the_floor_wins_nothing_and_nothing_wins_where_full_is() -> None:
-    rows, spec = study_rows()
-    assert bold_methods(changed(rows, "topk_phi", value="0.99", flags="floor"), spec) != ["topk_phi"]
-    assert bold_methods(changed(rows, "full", budget="", flags="floor"), spec) == []
-
-
 def test_own_methods_come_last_and_are_never_bold() -> None:
     rows, spec = study_rows()
     own = rows[rows["method"] == "topk"].assign(method="topk_moments", value="0.999999")

@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import transformers.utils.hub
 from tests.conftest import byte_tokenizer, tiny_llama
-from tests.small_hub import Repository, SmallHub, serving
+from tests.small_hub import Repository, SmallHub, become, serving
 
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, parts_of
@@ -46,13 +45,14 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
     return stream.getvalue()
 
 
-def card(**configurations: dict[str, str]) -> bytes:
-    """A data set's README, which says what the files of each configuration are."""
+def data_set(name: str, files: dict[str, bytes], **configurations: dict[str, str]) -> dict[str, Repository]:
+    """With a README, which says what the files of each configuration are."""
     listed = [
         {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in files.items()]}
         for name, files in configurations.items()
     ]
-    return f"---\nconfigs: {json.dumps(listed)}\n---\n".encode()
+    readme = {"README.md": f"---\nconfigs: {json.dumps(listed)}\n---\n".encode()} if listed else {}
+    return {f"datasets/{name}": Repository(REVISIONS.get(name, COMMIT), readme | files)}
 
 
 @pytest.fixture(scope="session")
@@ -71,22 +71,11 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reposito
     report = {"gov_report/test.jsonl": b'{"context": "a", "answers": ["b"]}\n' * 3}
     return {
         f"models/{MODEL}": Repository(COMMIT, model),
-        f"datasets/{HUB['fineweb'].data_set}": Repository(
-            COMMIT, {"README.md": card(**{"sample-10BT": {"train": "sample/*"}}), **text}
-        ),
-        f"datasets/{HUB['wikitext'].data_set}": Repository(
-            REVISIONS[HUB["wikitext"].data_set],
-            {"README.md": card(**{"wikitext-103-raw-v1": {"test": "lines/test-*"}}), **lines},
-        ),
-        f"datasets/{BABILONG}": Repository(
-            COMMIT, {"README.md": card(**{"4k": {task: f"data/{task}/4k*" for task in ("qa1", "qa2")}}), **stories}
-        ),
-        f"datasets/{LONGBENCH}": Repository(
-            COMMIT, {"README.md": card(gov_report={"test": "gov_report/test*"}), **report}
-        ),
-        f"datasets/{ESSAYS.data_set}": Repository(
-            COMMIT, {"essays.parquet": parquet([{"text": "One  essay."}, {"text": "Another."}])}
-        ),
+        **data_set(HUB["fineweb"].data_set, text, **{"sample-10BT": {"train": "sample/*"}}),
+        **data_set(HUB["wikitext"].data_set, lines, **{"wikitext-103-raw-v1": {"test": "lines/test-*"}}),
+        **data_set(BABILONG, stories, **{"4k": {task: f"data/{task}/4k*" for task in ("qa1", "qa2")}}),
+        **data_set(LONGBENCH, report, gov_report={"test": "gov_report/test*"}),
+        **data_set(ESSAYS.data_set, {"essays.parquet": parquet([{"text": "One  essay."}, {"text": "Another."}])}),
     }
 
 
@@ -94,16 +83,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reposito
 def hub(repositories: dict[str, Repository], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
     """The libraries' hub for one test, with empty caches."""
     with serving(SmallHub({name: replace(each) for name, each in repositories.items()})) as small:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", small.address)
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # kept, with another test's hub
-        monkeypatch.setattr(
-            huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-            small.address + "/{repo_id}/resolve/{revision}/{filename}",
-        )  # fmt: skip
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub cache"))
-        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", small.address)
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets cache")
-        monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+        become(small, tmp_path, monkeypatch)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield small
 
@@ -167,8 +147,7 @@ def test_offline_equals_online(
     assert TOKEN not in caplog.text + "".join(path.read_text("latin-1") for path in written)
 
 
-def test_an_interrupted_prefetch_goes_on(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
+def test_an_interrupted_prefetch_goes_on(hub: SmallHub) -> None:
     hub.cut_at, hub.cuts = 1000, 50
     line = error_of(lambda: prefetch([(MODEL, COMMIT)], []))
     assert line.startswith(f"{MODEL}: cannot be fetched (") and line.endswith("prefetch again, which resumes")
@@ -200,10 +179,9 @@ def test_everything_that_is_missing_offline_is_one_line(
 
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_everything_that_asks_for_access_is_named_at_once(
-    token: str, hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    token: str, hub: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     hub.repositories[f"models/{MODEL}"].gated = True
     del hub.repositories[f"datasets/{LONGBENCH}"]
     line = error_of(lambda: prefetch([(MODEL, COMMIT)], PARTS))
@@ -216,7 +194,7 @@ def test_weights_must_be_safetensors(hub: SmallHub) -> None:
     assert "has no safetensors weights; choose another" in error_of(lambda: prefetch([(MODEL, COMMIT)], []))
 
 
-def test_errors_do_not_hold_the_token(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_do_not_hold_the_token(hub: SmallHub) -> None:
     hub.status = 503
     line = error_of(lambda: prefetch([(MODEL, COMMIT)], []))
     assert line.startswith(f"{MODEL}: cannot be fetched (")
