@@ -11,16 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import pandas as pd
 import pytest
 import torch
-import transformers.utils.hub
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
-from tests.small_hub import Repository, SmallHub, serving
+from tests.small_hub import Repository, SmallHub, become, serving
 from tests.unit.model.families import FAMILIES
 
 from residual_mass import __main__, cli
@@ -312,15 +310,9 @@ def hub(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         "models/someone/open": Repository("a" * 40, files),
         "models/someone/gated": Repository("b" * 40, files, gated=True),
     }
-    constants = huggingface_hub.constants
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with serving(SmallHub(repositories)) as small:
-        address = small.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # kept, with another test's hub
-        monkeypatch.setattr(constants, "ENDPOINT", small.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        become(small, tmp_path, monkeypatch)
         yield small
 
 
