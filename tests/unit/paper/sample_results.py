@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from residual_mass.benchmarks.columns import FIDELITY, RESULTS
 from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
 from residual_mass.methods import method_named
-from residual_mass.provenance import sidecar_of
 
 ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
 MAPS = {"maps": "2k", "phi_sha": "a" * 64}
@@ -61,7 +59,7 @@ def write_rows(folder: Path, name: str, rows: Iterable[Row], length: str = "1k")
     """Rows of `STAGES` as the stage's file."""
     path = folder / f"{name}_smol_{length}.csv"
     path.write_text(csv_text(STAGES[name], rows))
-    return made_by(path, "score" if name == "ruler" else name, {})
+    return recorded(path, stage="score" if name == "ruler" else name, spec={})
 
 
 def write_log(folder: Path) -> Path:
@@ -70,11 +68,4 @@ def write_log(folder: Path) -> Path:
     log.write_text("recipe,variant,seed,step,seconds\nstudy,ours,0,0,0\nstudy,ours,0,200,230.886\n")
     backbone = ABOUT | {"name": "smol", "source": "hub"}
     spec = {"backbone": backbone, "length": "2k", "steps": 200, "sequences_per_step": 1, "replay": {"reuse": 1}}
-    return made_by(log, "train", spec)
-
-
-def made_by(path: Path, stage: str, spec: Row) -> Path:
-    """With the stage and the spec in its record."""
-    record = json.loads(sidecar_of(recorded(path)).read_text())
-    sidecar_of(path).write_text(json.dumps(record | {"stage": stage, "spec": spec}))
-    return path
+    return recorded(log, stage="train", spec=spec)
