@@ -199,7 +199,9 @@ def test_damaged_data_is_an_error_not_a_left_out_task(benchmark_assets: Path, to
         ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, ruler.assets_data(tmp_path))
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-40])])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes().replace(b". ", b", ", 1))]
+)
 def test_damaged_task_file_is_named(manifest: Path, damage: Callable[[Path], None], tmp_path: Path) -> None:
     own = shutil.copytree(manifest.parent, tmp_path / "prompts") / manifest.name
     damage(own.with_name("ruler_vt.jsonl"))
