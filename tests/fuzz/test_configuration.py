@@ -25,27 +25,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copytree(ROOT / "config", tmp_path_factory.mktemp("checkout") / "config")
 
 
-def check(folder: Path, data: st.DataObject) -> None:
-    file = data.draw(st.sampled_from(FILES))
-    content = yaml.safe_load((ROOT / "config" / file).read_text())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content = data.draw(changed(content, st.sampled_from(VALUES)))
-    (folder / file).write_text(yaml.safe_dump(content))
-    try:
-        said = configuration_error(folder.parent)
-    finally:
-        shutil.copy(ROOT / "config" / file, folder / file)
-    assert len(said.splitlines()) <= 1 and said != "None", said[:500]
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_changed_configuration_is_read_or_refused_in_one_line(examples: int, folder: Path) -> None:
+    @settings(STABLE, max_examples=examples)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        file = data.draw(st.sampled_from(FILES))
+        content = yaml.safe_load((ROOT / "config" / file).read_text())
+        for _ in range(data.draw(st.integers(1, 3))):
+            content = data.draw(changed(content, st.sampled_from(VALUES)))
+        (folder / file).write_text(yaml.safe_dump(content))
+        try:
+            said = configuration_error(folder.parent)
+        finally:
+            shutil.copy(ROOT / "config" / file, folder / file)
+        assert len(said.splitlines()) <= 1 and said != "None", said[:500]
 
-
-@settings(STABLE, max_examples=8)
-@given(st.data())
-def test_a_changed_configuration_is_read_or_refused_in_one_line(folder: Path, data: st.DataObject) -> None:
-    check(folder, data)
-
-
-@pytest.mark.slow
-@settings(STABLE, max_examples=200)
-@given(st.data())
-def test_hundreds_of_changed_configurations(folder: Path, data: st.DataObject) -> None:
-    check(folder, data)
+    check()

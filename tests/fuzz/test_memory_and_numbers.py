@@ -14,6 +14,7 @@ import torch
 from tests.conftest import TINY
 from tests.records import give_manifest, record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
+from tests.unit.model.test_decoding import random_maps
 from torch import nn
 
 from residual_mass.benchmarks import generate, prompts
@@ -129,8 +130,7 @@ def backbone(tiny_assets: Path) -> Backbone:
 
 @pytest.fixture
 def phi(backbone: Backbone) -> PhiMaps:
-    torch.manual_seed(2)
-    return PhiMaps(backbone.shape, MapSpec(d_emb=8, d_phi=8), {"model_id": TINY.model_id, "revision": TINY.revision})
+    return random_maps(backbone)
 
 
 def engine(backbone: Backbone, phi: PhiMaps) -> SharedPrefillEngine:

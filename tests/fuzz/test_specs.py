@@ -23,7 +23,6 @@ STABLE = settings(
     derandomize=True, database=None, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
-QUICK, THOROUGH = settings(STABLE, max_examples=60), settings(STABLE, max_examples=2000)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(10**320, 10**330) | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -75,28 +74,20 @@ def check(cls: type[Any], text: str) -> None:
     assert parse_spec(cls, to_json(spec)) == spec
 
 
-def check_all(data: st.DataObject) -> None:
-    cls, text = data.draw(st.sampled_from(told()))
-    assert to_json(parse_spec(cls, text)) == text
-    mutant = json.dumps(data.draw(changed(json.loads(text))))
-    check(cls, mutant)
-    at = data.draw(st.integers(0, len(text) - 1))
-    check(cls, text[:at])
-    check(cls, text[:at] + data.draw(st.characters()) + text[at + 1 :])
-    check(cls, json.dumps(data.draw(JSON)))
+@pytest.mark.parametrize("examples", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_changed_spec_is_refused_in_one_line_or_read_as_it_stands(examples: int) -> None:
+    @settings(STABLE, max_examples=examples)
+    @given(st.data())
+    def check_all(data: st.DataObject) -> None:
+        cls, text = data.draw(st.sampled_from(told()))
+        assert to_json(parse_spec(cls, text)) == text
+        check(cls, json.dumps(data.draw(changed(json.loads(text)))))
+        at = data.draw(st.integers(0, len(text) - 1))
+        check(cls, text[:at])
+        check(cls, text[:at] + data.draw(st.characters()) + text[at + 1 :])
+        check(cls, json.dumps(data.draw(JSON)))
 
-
-@QUICK
-@given(st.data())
-def test_a_changed_spec_is_refused_in_one_line_or_read_as_it_stands(data: st.DataObject) -> None:
-    check_all(data)
-
-
-@pytest.mark.slow
-@THOROUGH
-@given(st.data())
-def test_thousands_of_changed_specs(data: st.DataObject) -> None:
-    check_all(data)
+    check_all()
 
 
 ARM = '{"method": "topk", "budget_percent": %s}'

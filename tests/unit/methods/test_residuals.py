@@ -254,6 +254,17 @@ def test_samples_are_unbiased(count: int) -> None:
     assert error.max() < 4, error
 
 
+def test_a_sample_reads_only_tokens_that_were_not_read() -> None:
+    """With one token left, every draw is that token, and the estimate is exact."""
+    keys, values, seen = problem(Mean(), len(INSIDE) - 1)
+    residual = ImportanceSample(4, clusters=2)
+    nu, z = sums(residual.terms(seen, residual.prepare(keys, values, MID)))
+    last = seen.unread.int().argmax(-1)
+    exact = seen.scores.gather(-1, last[:, None])[:, 0].exp()
+    torch.testing.assert_close(z, exact)
+    torch.testing.assert_close(nu, exact[:, None] * values[last])
+
+
 @pytest.mark.parametrize("size", [1, 100, 10_000])
 def test_a_slope_over_equal_scores_is_cut(size: float) -> None:
     """Keys that differ across the queries and not along them: their scores differ by rounding alone, and C q by that of

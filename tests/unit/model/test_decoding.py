@@ -32,11 +32,14 @@ ARMS = [ArmSpec("full")] + [
 ]
 
 
-def random_maps(backbone: Backbone) -> PhiMaps:
+SMALL_MAPS = MapSpec(d_emb=24, d_phi=8)
+
+
+def random_maps(backbone: Backbone, spec: MapSpec = SMALL_MAPS) -> PhiMaps:
     """Random maps, scaled so that the residual is neither nothing nor everything."""
     torch.manual_seed(3)
     facts = {"model_id": backbone.spec.model_id, "revision": backbone.spec.revision, "length": 512}
-    maps = PhiMaps(backbone.shape, MapSpec(d_emb=24, d_phi=8), facts)
+    maps = PhiMaps(backbone.shape, spec, facts)
     for name, parameter in maps.named_parameters():
         if name.endswith("alpha"):
             parameter.data.normal_()

@@ -108,7 +108,7 @@ def test_beams_and_samples_of_everything_retrieved_are_plain_ones(name: str) -> 
             assert torch.equal(generated(model, ids_of(40), **options), plain), options
 
 
-@pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_a_compiled_model_gives_the_same(name: str) -> None:
     model = model_of(name)
     plain, (whole, expected) = generated(model, ids_of(40)), under(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.conftest import TINY
 from tests.needs import GPU, needs
+from tests.unit.model.test_decoding import random_maps
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.methods.arms import ArmSpec
@@ -26,13 +27,7 @@ ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
 
 @pytest.fixture(scope="module", params=["rezero", "hedgehog"])
 def phi(request: pytest.FixtureRequest, tiny_backbone: Backbone) -> PhiMaps:
-    torch.manual_seed(3)
-    facts = {"model_id": tiny_backbone.spec.model_id, "revision": tiny_backbone.spec.revision, "length": 512}
-    maps = PhiMaps(tiny_backbone.shape, MapSpec(request.param, d_emb=24, d_phi=16), facts)
-    for name, parameter in maps.named_parameters():
-        if name.endswith("alpha"):
-            parameter.data.normal_()
-    return maps.requires_grad_(False)
+    return random_maps(tiny_backbone, MapSpec(request.param, d_emb=24, d_phi=16))
 
 
 @pytest.fixture(scope="module")

@@ -258,12 +258,13 @@ def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
         VariantSpec("residual", OURS.map, residual),
         VariantSpec("residual_at_all", OURS.map, ObjectiveSpec(name="residual")),
     )
+    streamed = pool == ReplaySpec(1, 1)
+    variants = variants[::4] if streamed else variants
     together = make(variants=variants, replay=pool)
     passes = []
     sequence = TeacherPool.sequence
     monkeypatch.setattr(TeacherPool, "sequence", lambda self, i, step: passes.append(i) or sequence(self, i, step))
     together.train(*files)
-    streamed = pool == ReplaySpec(1, 1)
     assert sorted(passes) == sorted([0, *range(12)] if streamed else range(6))
     for i, variant in enumerate(variants):
         alone = make(variants=(variant,), replay=pool)
