@@ -133,19 +133,27 @@ class LayerCache:
             ValueError: more tokens than a block has.
         """
         count = keys.shape[2]
+        self.reserve(count)
+        rows, at = torch.arange(self.batch)[:, None], self.recents[:, None] + torch.arange(count)
+        self.recent[rows, :, at, 0] = keys.transpose(1, 2).to(torch.bfloat16)
+        self.recent[rows, :, at, 1] = values.transpose(1, 2).to(torch.bfloat16)
+        self.recents += count
+
+    def reserve(self, count: int) -> None:
+        """Makes room for up to a block of tokens per row, so that none of them joins the blocks when they are added.
+
+        Raises:
+            ValueError: more tokens than a block has.
+        """
         if count > BLOCK:
             raise ValueError(f"{count} tokens at once, more than a block of {BLOCK}")
         if int(self.recents.max()) + count > self.recent.shape[2]:
             self._merge(count)
             if (short := int(self.recents.max()) + count - self.recent.shape[2]) > 0:  # where no row has a whole block
                 self.recent, self._layer = torch.nn.functional.pad(self.recent, (0, 0, 0, 0, 0, short)), None
-        rows, at = torch.arange(self.batch)[:, None], self.recents[:, None] + torch.arange(count)
-        self.recent[rows, :, at, 0] = keys.transpose(1, 2).to(torch.bfloat16)
-        self.recent[rows, :, at, 1] = values.transpose(1, 2).to(torch.bfloat16)
-        self.recents += count
 
     def drop(self, count: int) -> None:
-        """Takes out the last tokens of every row, at most those that `extend` or `append` added last.
+        """Takes out the last tokens of every row: as many as were reserved and added since, and maybe more.
 
         Raises:
             ValueError: more tokens than are in bfloat16 after the sinks.

@@ -144,6 +144,12 @@ class PackedCache(Cache):
         """Memory of all layers, with everything that a step reads."""
         return sum(layer.packed.bytes for layer in self.layers if layer.packed is not None)
 
+    def reserve(self, count: int) -> None:
+        """Makes room for up to 64 tokens that `crop` may take out again."""
+        for layer in self.layers:
+            if layer.packed is not None:
+                layer.packed.reserve(count)
+
     def save(self, path: str | Path) -> None:
         """Writes the state to a safetensors file, for `load`."""
         from safetensors.torch import save_file

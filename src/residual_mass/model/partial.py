@@ -185,6 +185,7 @@ class PartialSession:
         partial_calls: number of decode steps by index of a layer that reads the whole text; layers without one, as of a
             model that bypasses the hook, are missing.
         reading: whether single tokens are part of a prompt too.
+        verifying: whether tokens are drafts, which are read exactly and of which the cache may lose some.
     """
 
     arm: Arm
@@ -194,6 +195,7 @@ class PartialSession:
     shape: HeadShape | None = None
     partial_calls: dict[int, int] = field(default_factory=dict)
     reading: bool = False
+    verifying: bool = False
     _columns: dict[int, int] = field(default_factory=dict)
     _filled: dict[int, int] = field(default_factory=dict)
     _real: dict[int, Tensor] = field(default_factory=dict)
@@ -205,6 +207,9 @@ class PartialSession:
         if window_of(module) is not None:
             return exact_attention(module, query, key, value, mask, scale)
         index = module.layer_idx
+        if self.verifying:
+            self._filled[index] = self._columns[index] = key.shape[2] - query.shape[2]
+            return exact_attention(module, query, key, value, mask, scale)
         several = self.reading or query.shape[2] > 1
         # A growing cache is full; of a static one, whose keys keep their number, the mask tells what is filled.
         grown = not several and key.shape[2] > self._columns.get(index, key.shape[2])

@@ -199,11 +199,13 @@ def test_full_attention_of_several_tokens_does_not_read_padding(library: Library
 def test_tokens_that_are_taken_out_again_leave_nothing(library: Library, bits: int, tail: int) -> None:
     """Through several blocks that become full, of which none gets a token that was taken out."""
     keys, values, queries = several(700, 64, 3, 9)
-    wrong = torch.full((1, 2, 9, 64), 1e3)
+    wrong = torch.full((1, 2, 64), 1e3)
     options = {"bits": bits, "k": [6], "tail": tail, "clusters": 4}
     cache, plain = (LayerCache(library, keys[:, :, :250], values[:, :, :250], [0], **options) for _ in range(2))
     for column in range(250, 691, 3):
-        cache.extend(wrong, wrong)
+        cache.reserve(9)
+        for _ in range(9):
+            cache.append(wrong, wrong)
         cache.drop(9)
         cache.extend(keys[:, :, column : column + 9], values[:, :, column : column + 9])
         cache.drop(6)
