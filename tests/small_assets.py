@@ -74,8 +74,9 @@ def write_assets(assets: Path) -> None:
 
 
 def freeze_prompts(
-    manifest: Path, benchmark: str, length: str, docs: dict[str, list[dict[str, Any]]], texts: Iterable[str] = ()
-) -> Path:
+    manifest: Path, benchmark: str, length: str, docs: dict[str, list[dict[str, Any]]], texts: Iterable[str] = (),
+    tokenizer: str = "tiny",
+) -> Path:  # fmt: skip
     """Prompts with the given docs by task and their manifest; of the haystack, unless texts are given for each task."""
     manifest.parent.mkdir(parents=True, exist_ok=True)
     tasks = {}
@@ -88,7 +89,7 @@ def freeze_prompts(
         (file := manifest.parent / f"{task}.jsonl").write_text(jsonl(rows))
         tasks[task] = {"file": file.name, "sha256": sha256_of(file), "examples": len(rows), "data": "original"}
     content = {
-        "benchmark": benchmark, "length": length, "tokenizer": "tiny", "harness": {},
+        "benchmark": benchmark, "length": length, "tokenizer": tokenizer, "harness": {},
         "examples": max(map(len, docs.values())), "tasks": tasks, "left_out": {}, "sha256": table_sha256(tasks),
     }  # fmt: skip
     manifest.write_text(json.dumps(content))

@@ -24,7 +24,7 @@ def manifest(tmp_path: Path) -> Path:
     """Three frozen prompts of each task."""
     texts = [f"list {n}: {' '.join(words)}\nMost common:" for n, words in enumerate(WORDS)]
     docs = {task: [{"outputs": words} for words in WORDS] for task in ANSWERS}
-    return freeze_prompts(tmp_path / "manifest.json", "ruler", "128", docs, texts)
+    return freeze_prompts(tmp_path / "manifest.json", "ruler", "128", docs, texts, "bytes")
 
 
 @pytest.mark.parametrize(("corpus", "task"), CORPORA)
