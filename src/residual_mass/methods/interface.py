@@ -82,19 +82,28 @@ class Seen(NamedTuple):
     """[..., R, L], as in `Choice`, for a residual with `uses_scan = True`."""
 
 
-class Selector(ABC):
-    """Chooses the mid-region tokens that are read exactly. Subclasses are frozen dataclasses of their parameters; one
-    that keeps a summary of the keys overrides both `prepare` and `update`.
-    """
+class Part:
+    """A selector or a residual: a frozen dataclass of its parameters."""
 
+    title: ClassVar[str] = ""
+    """What legends call parts of this class, with mathematics in dollars; its name where it is empty."""
     recipe: ClassVar[int] = 1
     """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
+    fused: ClassVar[bool] = False
+    """Whether `core.fused` has a fast decode step for it; for a residual, the state is then a `MomentState`, and the
+    terms are `truncated_terms` of it.
+    """
+
+
+class Selector(Part, ABC):
+    """Chooses the mid-region tokens that are read exactly. One that keeps a summary of the keys overrides both
+    `prepare` and `update`.
+    """
+
     reads_keys: ClassVar[bool] = False
     """Whether it reads every key, so that those of chosen tokens are not read again."""
     replaces_cache: ClassVar[bool] = False
     """Whether what it keeps takes the place of keys and values, so that no token of the mid-region is read exactly."""
-    fused: ClassVar[bool] = False
-    """Whether `core.fused` has a fast decode step for it."""
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
@@ -127,20 +136,15 @@ class Selector(ABC):
         return 0 if self.reads_keys else self.scan_bytes(step)
 
 
-class Residual(ABC):
-    """Estimates the terms of the unread tokens. Subclasses are frozen dataclasses of their parameters; one that keeps a
-    summary of the prompt overrides both `prepare` and `update`.
-
-    One with `fused = True` is decoded by `core.fused` too: its state is a `MomentState`, its terms `truncated_terms`.
+class Residual(Part, ABC):
+    """Estimates the terms of the unread tokens. One that keeps a summary of the prompt overrides both `prepare` and
+    `update`.
     """
 
-    recipe: ClassVar[int] = 1
-    """As for a selector."""
     uses_scan: ClassVar[bool] = False
     """Whether it uses the scores that the selector saw."""
     holds_values: ClassVar[bool] = False
     """Whether its summary has a value for every token, so that none is read besides."""
-    fused: ClassVar[bool] = False
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt once per layer: keys, values [..., L, D] and the mid-region [..., L] bool to a tuple of
@@ -182,6 +186,7 @@ class Residual(ABC):
 class TopK(Selector):
     """The K mid-region tokens of the highest scores (the paper's eq. 2): an oracle, for it scores every key."""
 
+    title: ClassVar[str] = "Top-$K$ by exact scores"
     recipe: ClassVar[int] = 0
     reads_keys: ClassVar[bool] = True
     fused: ClassVar[bool] = True
@@ -205,6 +210,7 @@ class Phi:
     It computes no terms of its own: the decode paths compute them together with the exact ones (`core.accounting`).
     """
 
+    title: ClassVar[str] = r"$\phi$"
     subtracts: bool = True
     """Whether the retrieved tokens are subtracted from S and u first (TopK+phi) or not (NoSub)."""
 

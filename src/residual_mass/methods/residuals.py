@@ -8,7 +8,7 @@ clusters, S = draws, D = head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Method, Phi, Residual, Selector, Step, check_range
 from residual_mass.methods.lazy import accounting, moments, selection, torch
@@ -44,6 +44,7 @@ class Moments(Residual):
     counts, means and spreads of their own and one covariance, 2 D^2 + P (2 D + 2) numbers.
     """
 
+    title: ClassVar[str] = "moments"
     parts: int = 1
     """P. With more parts than tokens some stay empty."""
     split: Literal["blocks", "clusters"] = "clusters"
@@ -104,6 +105,8 @@ class Moments(Residual):
 class Mean(Residual):
     """As many copies of the mean token as the mid-region has. Keeps the moments of one part."""
 
+    title: ClassVar[str] = "mean"
+
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
         return Moments().prepare(keys, values, mid)
 
@@ -115,6 +118,14 @@ class Mean(Residual):
 
     def summary_bytes(self, step: Step) -> float:
         return Moments().summary_bytes(step)
+
+
+def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts with tokens that joined, and the step [..., 1] of their means from those of before towards those of the
+    new tokens.
+    """
+    count = before + new
+    return count, (new / count.clamp_min(1)).unsqueeze(-1)
 
 
 # ---- the scores of clusters' mean keys -------------------------------------------------------------------------------
@@ -145,6 +156,7 @@ class Centroids(Residual):
     2505.02922; Multipole Attention, arXiv 2506.13059): every unread token has the score of its cluster's mean key.
     """
 
+    title: ClassVar[str] = "centroids"
     clusters: int
     """P, at most 32,767. With more clusters than tokens some stay empty."""
 
@@ -157,8 +169,7 @@ class Centroids(Residual):
     def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
         """Adds tokens to the clusters of the nearest mean key."""
         new = self._summarise(keys, values, moments.nearest(keys, joined, state.centroids, state.count > 0))
-        count = state.count + new.count
-        share = (new.count / count.clamp_min(1)).unsqueeze(-1)
+        count, share = joined_counts(state.count, new.count)
         centroids = state.centroids + share * (new.centroids - state.centroids)
         cluster = torch.cat((state.cluster[..., :start], new.cluster), -1)
         return Clusters(centroids, count, state.value_sum + new.value_sum, cluster)
@@ -182,25 +193,17 @@ class Centroids(Residual):
         return self.summary_bytes(step._replace(retrieved=step.tokens))
 
 
-class DrawsFromClusters(NamedTuple):
-    """Random numbers of a prompt, the same for every query, and the clusters that give tokens their probabilities."""
-
-    places: Tensor
-    """[..., S] in [0, 1), one in each of S equal intervals."""
-    centroids: Tensor
-    count: Tensor
-    value_sum: Tensor
-    cluster: Tensor
-    """As in `Clusters`."""
-
-
 @dataclass(frozen=True)
 class ImportanceSample(Residual):
     """Draws unread tokens, which are read exactly and weighted without bias, in proportion to what the means of their
     k-means clusters would weigh: importance sampling as in MagicPIG (arXiv 2410.16179), with clusters in place of its
     hashes. A single cluster draws with equal probabilities (vAttention, arXiv 2510.05688).
+
+    It keeps [..., S] random numbers in [0, 1), one in each of S equal intervals and the same for every query, and the
+    `Clusters` that give tokens their probabilities.
     """
 
+    title: ClassVar[str] = "importance sample"
     draws: int
     """S, tokens that are read besides the budget's; a token may be drawn twice."""
     clusters: int = 64
@@ -210,26 +213,25 @@ class ImportanceSample(Residual):
         check_range("draws", self.draws)
         Centroids(self.clusters)
 
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> DrawsFromClusters:
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         inside = torch.rand(self.draws, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
         places = ((torch.arange(self.draws) + inside) / self.draws).to(keys.device, keys.dtype)
         places = places.clamp_max(1 - 2**-23).expand(*keys.shape[:-2], self.draws)
-        return DrawsFromClusters(places, *Centroids(self.clusters).prepare(keys, values, mid))
+        return (places, *Centroids(self.clusters).prepare(keys, values, mid))
 
-    def update(
-        self, state: DrawsFromClusters, keys: Tensor, values: Tensor, joined: Tensor, start: int
-    ) -> DrawsFromClusters:
-        clusters = Centroids(self.clusters).update(Clusters(*state[1:]), keys, values, joined, start)
-        return DrawsFromClusters(state.places, *clusters)
+    def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, ...]:
+        places, *clusters = state
+        return (places, *Centroids(self.clusters).update(Clusters(*clusters), keys, values, joined, start))
 
-    def terms(self, seen: Seen, state: DrawsFromClusters) -> Terms:
+    def terms(self, seen: Seen, state: Any) -> Terms:
         """Draws tokens with probabilities p in proportion to weights, and sums their terms over S p."""
-        guess = Clusters(*state[1:]).scores(seen.queries).masked_fill(~seen.unread, -torch.inf)
+        places, *clusters = state
+        guess = Clusters(*clusters).scores(seen.queries).masked_fill(~seen.unread, -torch.inf)
         highest = guess.amax(-1, keepdim=True)
         weights = (guess - torch.where(highest > -torch.inf, highest, 0)).exp()
         below = weights.cumsum(-1)
         total = below[..., -1:]
-        bounds = (state.places.unsqueeze(-2) * total).contiguous()  # [..., R, S]
+        bounds = (places.unsqueeze(-2) * total).contiguous()  # [..., R, S]
         drawn = torch.searchsorted(below, bounds, right=True).clamp_max(below.shape[-1] - 1)
         log_terms = seen.scores.gather(-1, drawn) - weights.gather(-1, drawn).log()
         shift = log_terms.amax(-1)
@@ -285,6 +287,7 @@ class ScanRegression(Residual):
     does not: the slope C q / var(s) is then cut to sd(v) / sd(s), the largest that any values and scores can have.
     """
 
+    title: ClassVar[str] = "regression on the scan"
     clusters: int = 1
     """P, of k-means of the keys."""
     recipe: ClassVar[int] = 2
@@ -301,8 +304,7 @@ class ScanRegression(Residual):
     ) -> ClusteredMoments:
         """Adds tokens to the clusters of the nearest mean key."""
         new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
-        count = state.count + new.count
-        share = (new.count / count.clamp_min(1)).unsqueeze(-1)
+        count, share = joined_counts(state.count, new.count)
         key_step, value_step = new.mean_key - state.mean_key, new.mean_value - state.mean_value
         between = count.unsqueeze(-1) * share * (1 - share) * value_step
         total, old, late = (x.sum(-1).clamp_min(1).unsqueeze(-1) for x in (count, state.count, new.count))
@@ -369,6 +371,7 @@ class GroupSums(Residual):
     less what was read.
     """
 
+    title: ClassVar[str] = "sums of pages or clusters"
     size: int | None = None
     """Tokens of a cluster in the mean; a `Method` takes the selector's."""
     uses_scan: ClassVar[bool] = True
@@ -395,6 +398,7 @@ class QuantisedValues(Residual):
     groups of channels, as KIVI (arXiv 2402.02750) stores values. Every value is read, in bits / 8 D + 4 N bytes.
     """
 
+    title: ClassVar[str] = "quantised values"
     bits: int = 4
     group: int = 64
     """Channels of a group, at most; D where it is less."""
@@ -439,6 +443,8 @@ class MeanValue(NamedTuple):
 class ExactMass(Residual):
     """The true mass in the direction of the mean value: SparQ's idea (arXiv 2312.04985) at its best, an oracle."""
 
+    title: ClassVar[str] = "exact mass"
+
     def fitted(self, selector: Selector) -> ExactMass:
         """Raises ValueError for a selector that does not read every key: the mass is that of exact scores."""
         if not selector.reads_keys:
@@ -451,8 +457,7 @@ class ExactMass(Residual):
 
     def update(self, state: MeanValue, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MeanValue:
         new = self.prepare(keys, values, joined)
-        count = state.count + new.count
-        share = (new.count / count.clamp_min(1)).unsqueeze(-1)
+        count, share = joined_counts(state.count, new.count)
         return MeanValue(state.mean + share * (new.mean - state.mean), count)
 
     def terms(self, seen: Seen, state: MeanValue) -> Terms:

@@ -53,6 +53,7 @@ class QuantisedScan(Selector):
     chosen are then read exactly. A step reads bits / 8 D + 4 D / S bytes of each key.
     """
 
+    title: ClassVar[str] = "scan of few bits"
     bits: int = 4
     block: int = 64
     """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
@@ -106,6 +107,7 @@ class Channels(Selector):
     2406.02542, which takes the channels from other texts); SparQ (arXiv 2312.04985) takes channels of the query.
     """
 
+    title: ClassVar[str] = "principal channels"
     channels: int = 16
     """C."""
 
@@ -145,6 +147,7 @@ class Pages(Selector):
     was read, so a residual cannot take the threshold for a cut.
     """
 
+    title: ClassVar[str] = "pages by bounds"
     size: int = 16
     """S."""
 
@@ -190,6 +193,7 @@ class WholeClusters(Selector):
     what was read.
     """
 
+    title: ClassVar[str] = "whole clusters"
     size: int = 16
     """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
     recipe: ClassVar[int] = 2
@@ -292,6 +296,7 @@ class CacheOnly(Wrapped):
     budget. With `QuantisedValues` it is a quantised cache that every step reads whole, and no other is kept.
     """
 
+    title: ClassVar[str] = "quantised cache"
     replaces_cache: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -336,6 +341,8 @@ class PerGroup(Wrapped):
 
     What a head leaves unread may score above what it reads.
     """
+
+    title: ClassVar[str] = "scan per KV group"
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned

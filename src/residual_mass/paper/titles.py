@@ -6,7 +6,7 @@ import re
 
 from residual_mass.core.settings import length_and_variant
 from residual_mass.methods import METHODS
-from residual_mass.methods.residuals import PHI, TOPK
+from residual_mass.methods.residuals import PHI
 from residual_mass.metrics import QA_F1, ROUGE
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
@@ -15,29 +15,6 @@ CORPUS_TITLES = {
     "needles": "Needles",
 }  # fmt: skip
 METHOD_TITLES = {method.name: method.title for method in METHODS}
-SELECTOR_TITLES = {
-    "TopK": rf"{TOPK} by exact scores",
-    "QuantisedScan": "scan of few bits",
-    "Pages": "pages by bounds",
-    "PerGroup": "scan per KV group",
-    "CacheOnly": "quantised cache",
-    "Channels": "principal channels",
-    "WholeClusters": "whole clusters",
-}
-"""Kinds of selectors, by their class."""
-RESIDUAL_TITLES = {
-    "NoneType": "nothing added",
-    "Phi": r"$\phi$",
-    "Moments": "moments",
-    "Centroids": "centroids",
-    "Mean": "mean",
-    "ImportanceSample": "importance sample",
-    "ExactMass": "exact mass",
-    "ScanRegression": "regression on the scan",
-    "QuantisedValues": "quantised values",
-    "GroupSums": "sums of pages or clusters",
-}
-"""Kinds of residuals, by their class."""
 OURS = "Ours"
 """The feature maps of a study's own recipe."""
 OWN_ROW = r"$^{*}$"

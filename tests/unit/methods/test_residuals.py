@@ -223,7 +223,7 @@ def test_a_sample_joins_tokens_as_its_clusters_do() -> None:
         for one in (ImportanceSample(5, clusters=3), Centroids(3))
     ]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grown[0][1:], grown[1], strict=True))
-    assert torch.equal(grown[0].places, ImportanceSample(5, clusters=3).prepare(keys, values, MID).places)
+    assert torch.equal(grown[0][0], ImportanceSample(5, clusters=3).prepare(keys, values, MID)[0])
 
 
 MANY = (*WRITTEN_OUT, Moments(64), Moments(64, shared=True), Moments(64, "blocks"), ImportanceSample(3))

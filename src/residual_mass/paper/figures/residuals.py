@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 
 from residual_mass.files import read_csv
 from residual_mass.methods import TopK, method_named
+from residual_mass.methods.residuals import TOPK
 from residual_mass.metrics import KL, RELATIVE_ERROR
 from residual_mass.paper.cells import load, numbers
 from residual_mass.paper.figures.style import GREY, PALETTE, figure, finish, looks_of, make_logarithmic, panels
 from residual_mass.paper.tables.residuals import compared, on_front
-from residual_mass.paper.titles import RESIDUAL_TITLES, SELECTOR_TITLES, TOPK, corpus_title, method_title, title_parts
+from residual_mass.paper.titles import corpus_title, method_title, title_parts
 from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
 
@@ -78,10 +79,28 @@ def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     return finish(figure, spec, ": attention mass of the top K that selectors miss")
 
 
-def kinds_of(method: str) -> tuple[str, str]:
+SELECTORS = "TopK QuantisedScan Pages PerGroup CacheOnly Channels WholeClusters".split()
+RESIDUALS = (
+    "NoneType Phi Moments Centroids Mean ImportanceSample ExactMass ScanRegression QuantisedValues GroupSums"
+).split()
+"""Classes in the order of their colours and marks, the same in all figures; others follow as they come."""
+
+
+def kinds_of(method: str) -> tuple[type, type]:
     """Classes of a method's selector and residual."""
     found = method_named(method)
-    return type(found.selector).__name__, type(found.residual).__name__
+    return type(found.selector), type(found.residual)
+
+
+def kind_title(kind: type) -> str:
+    return "nothing added" if kind is type(None) else kind.title or kind.__name__
+
+
+def _looks(known: Sequence[str], kinds: Iterable[type], looks: Sequence[str]) -> dict[type, str]:
+    """A colour or mark for each class."""
+    by_name = {kind.__name__: kind for kind in kinds}
+    all_looks = zip(dict.fromkeys([*known, *by_name]), cycle(looks), strict=False)
+    return {by_name[name]: look for name, look in all_looks if name in by_name}
 
 
 @figure
@@ -95,10 +114,8 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     errors = compared(load(data))
     errors = errors.assign(share=100 * numbers(errors["step_share"]), budget=numbers(errors["budget_percent"]))
     selectors, residuals = zip(*map(kinds_of, errors["method"].unique()), strict=True)
-    # The same colour and mark for a kind in all figures.
-    kinds = dict.fromkeys([*SELECTOR_TITLES, *selectors]), dict.fromkeys([*RESIDUAL_TITLES, *residuals])
-    colours = dict(zip(kinds[0], cycle((*PALETTE, "#8C564B", "#7F7F00")), strict=False))
-    marks = dict(zip(kinds[1], cycle("os^vDPX<>*"), strict=False))
+    colours = _looks(SELECTORS, selectors, (*PALETTE, "#8C564B", "#7F7F00"))
+    marks = _looks(RESIDUALS, residuals, "os^vDPX<>*")
     places = list(product(errors["length"].unique(), spec.texts, ((KL, "documents"), (RELATIVE_ERROR, "packs"))))
     label = "bytes read by a step, % of full attention's"
     figure, axes = panels(1.5, len(places), 2, label, sharex="col", sharey="col")
@@ -120,9 +137,9 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         axis.grid()
     for axis in axes[:2]:
         make_logarithmic(axis.xaxis, axis.yaxis)
-    for kind in filter(selectors.__contains__, colours):
-        axes[0].plot([], [], color=colours[kind], linewidth=2, label=SELECTOR_TITLES.get(kind, kind))
-    for kind in filter(residuals.__contains__, marks):
+    for kind in colours:
+        axes[0].plot([], [], color=colours[kind], linewidth=2, label=kind_title(kind))
+    for kind in marks:
         look = {"color": GREY, "linestyle": "", "marker": marks[kind]}
-        axes[0].plot([], [], **look, label=RESIDUAL_TITLES.get(kind, kind))
+        axes[0].plot([], [], **look, label=kind_title(kind))
     return finish(figure, spec, ": distance from full attention and bytes of a step", fontsize=6.5)
