@@ -93,6 +93,10 @@ NLL = _fidelity("nll", "negative log-likelihood", "nats", low=0)
 FIRST = _fidelity("first", "tokens that come first", better=True, low=0, high=1)
 KEPT = _fidelity("kept", "answer before the first difference", better=True, low=0, high=1)
 """Of the answer of full attention, the share that an arm reproduces."""
+FIRST_DIFFERENCES = _fidelity("first_differences", "first differences per drafted token", low=0, high=1)
+"""From the greedy tokens of full attention, over tokens up to and with the first difference of each draft."""
+VERIFIED = _fidelity("bytes_per_verified_token", "bytes per verified token", "of full attention's", low=0, high=1)
+"""Where the arm drafts and full attention verifies (`methods.step_bytes.bytes_per_verified_token`)."""
 DELTA_P_RMS = _fidelity("delta_p_rms", "RMS of the change of p(token)", low=0, high=1)
 QUANTILES = {
     "kl": {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999, "max": 1.0},
@@ -109,7 +113,8 @@ METRICS = {
     each.name: each
     for each in (
         STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR,
-        KL, *_KL_QUANTILES, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT, DELTA_P_RMS, *_DELTA_P_QUANTILES,
+        KL, *_KL_QUANTILES, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT, FIRST_DIFFERENCES, VERIFIED,
+        DELTA_P_RMS, *_DELTA_P_QUANTILES,
     )
 }  # fmt: skip
 

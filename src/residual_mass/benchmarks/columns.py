@@ -14,8 +14,12 @@ RESULTS = (
     "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p right_to_wrong wrong_to_right flags data "
     "k_mean k_zero_share cut_share decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
-FOLLOWING, GOLD, GREEDY = "following", "gold", "greedy"
-"""Continuations: the text that follows, the right answer, and the greedy answer of full attention."""
+FOLLOWING, GOLD, GREEDY, DRAFT = "following", "gold", "greedy", "draft"
+"""Continuations: the text that follows, the right answer, the greedy answer of full attention, and what it greedily
+makes of a document, which methods draft for it.
+"""
+DRAFTED = 32
+"""Tokens of a draft, unless full attention ends earlier."""
 OWN, DENSE = "own", "dense"
 """States of the forced tokens: the arm's own, or those of full attention."""
 FORCED = (

@@ -16,10 +16,28 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.columns import FIDELITY, FORCED, GREEDY
-from residual_mass.benchmarks.statistics import Means, means, resampled, sign_flip_p, skewed_interval
+from residual_mass.benchmarks.columns import DRAFT, FIDELITY, FORCED, GREEDY
+from residual_mass.benchmarks.statistics import (
+    LEVEL,
+    Means,
+    means,
+    percentile_interval,
+    resampled,
+    sign_flip_p,
+    skewed_interval,
+)
 from residual_mass.files import csv_text, read_parquet, write_text
-from residual_mass.metrics import DELTA_P_RMS, FIRST, KEPT, KL, LOG_PPL_RATIO, NLL, QUANTILES, SAME_TOP
+from residual_mass.metrics import (
+    DELTA_P_RMS,
+    FIRST,
+    FIRST_DIFFERENCES,
+    KEPT,
+    KL,
+    LOG_PPL_RATIO,
+    NLL,
+    QUANTILES,
+    SAME_TOP,
+)
 from residual_mass.provenance import Record
 from residual_mass.study.specs import FidelitySpec
 
@@ -41,6 +59,10 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
     tables: list[pd.DataFrame] = []
     for place, rows in _tokens(read_parquet(forced, FORCED, "force")).groupby(PLACE, sort=False):
         text, continuation, state = map(str, place)
+        if continuation == DRAFT:
+            about = {"text": text, "continuation": continuation, "state": state, "task": "all"}
+            tables.append(_drafts(spec, rows).assign(**about))
+            continue
         tasks = {
             f"{text} {continuation} {task}": part.sort_values(["arm", "index", "position"])
             for task, part in rows.groupby("task", sort=False)
@@ -56,7 +78,7 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
         backbone=backbone.name, length=spec.length, study=spec.study, model_id=backbone.model_id,
         revision=backbone.revision, weights=backbone.weights,
     )  # fmt: skip
-    write_text(out, csv_text(FIDELITY, result[FIDELITY].map(_written).to_dict("records")))
+    write_text(out, csv_text(FIDELITY, result.reindex(columns=FIDELITY).map(_written).to_dict("records")))
     record.write(out)
 
 
@@ -94,6 +116,24 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     lines = lines[(lines["method"] != "full") | lines["metric"].isin([NLL.name, FIRST.name])]  # no distance from itself
     size = sum(len(part) for part in tasks.values()) // len(arms)
     return lines.sort_values("arm", kind="stable").assign(documents=sum(documents), tokens=size)
+
+
+def _drafts(spec: FidelitySpec, tokens: pd.DataFrame) -> pd.DataFrame:
+    """The rate of first differences of every arm: drafts with a difference per token drafted up to and with it."""
+    draft = (tokens["position"] == 0).cumsum()  # its tokens follow one another
+    differs = ~tokens["first"]
+    drafted = differs.groupby(draft).cumsum() - differs == 0
+    counted = tokens.assign(drafted=drafted, differences=drafted & differs)
+    counts = counted.groupby(["arm", "index"])[["differences", "drafted"]].sum()
+    differences, size = (counts[name].unstack().to_numpy(dtype=np.float64) for name in counts)  # [A, D]
+    found = tokens.groupby("arm")[[*ARM, "phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
+    found = found.assign(metric=FIRST_DIFFERENCES.name, documents=size.shape[1], tokens=size.sum(1))
+    found["value"] = differences.sum(1) / size.sum(1)
+    resamples = np.concatenate(list(resampled(size.shape[1], spec.bootstrap_resamples, spec.seed, DRAFT)))
+    found["ci_low"], found["ci_high"] = percentile_interval((resamples @ differences.T / (resamples @ size.T)).T)
+    none = differences.sum(1) == 0  # which resamples cannot say more about
+    found.loc[none, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / size.sum(1)[none])
+    return found if size.shape[1] > 1 else found.drop(columns=["ci_low", "ci_high"])
 
 
 def _by_document(tokens: pd.DataFrame, names: list[str]) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Given continuations under every arm, token by token, beside full attention; rows in the store are not decoded again.
 
 Texts are held-out documents, which go on as they do, and a benchmark's prompts, which are continued by their right
-answer and by the greedy answer of full attention. The last token before a continuation is decoded and not prefilled,
-so that every token of the continuation is predicted under the arm.
+answer and by the greedy answer of full attention. Drafts are what full attention greedily makes of a document from some
+places on: forced along it, an arm does what it would draft by itself, up to the first difference. The last token before
+a continuation is decoded and not prefilled, so that every token of the continuation is predicted under the arm.
 
 Shape letters: T = tokens of a continuation, V = vocabulary.
 """
@@ -22,7 +23,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from residual_mass.benchmarks.columns import DENSE, FOLLOWING, FORCED, GOLD, GREEDY
+from residual_mass.benchmarks.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY
 from residual_mass.benchmarks.encoded import encoded
 from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
@@ -61,7 +62,7 @@ class Continuation:
         text: corpus or benchmark.
         task: of a benchmark, else empty.
         index: number of the document or of the example in its task.
-        kind: one of FOLLOWING, GOLD, GREEDY.
+        kind: one of FOLLOWING, GOLD, GREEDY, DRAFT.
         prompt: token ids before the continuation.
         answer: token ids of the continuation; None where full attention is still to write it.
         limit: its longest length in tokens.
@@ -174,11 +175,17 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
 def following(
     spec: ForceSpec, text: str, sequences: Iterable[Sequence[int]], rows: tuple[tuple[str, ArmSpec], ...]
 ) -> Iterator[Continuation]:
-    """Yields sequences of token ids as documents: a prefix of the length, one token, and what follows it."""
+    """Yields sequences of token ids as documents: a prefix of the length, one token, and what follows it; then their
+    drafts.
+    """
     length = tokens_of(spec.length)
     for index, ids in enumerate(sequences):
         prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
-        yield Continuation(text, "", index, FOLLOWING, prompt, answer, spec.tokens, length, rows)
+        if rows:
+            yield Continuation(text, "", index, FOLLOWING, prompt, answer, spec.tokens, length, rows)
+        for place in range(spec.drafts):  # from the last place back, so that prefixes hardly differ in length
+            before = prompt[: len(prompt) - DRAFTED * place]
+            yield Continuation(text, "", index, DRAFT, before, None, DRAFTED, length, spec.rows_of_draft)
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:

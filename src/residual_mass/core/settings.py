@@ -28,7 +28,7 @@ class Settings:
     }
 
 
-LATER = {"requires_gpu": False, "residuals": (), "own_methods": (), "precision": "float32"}
+LATER = {"requires_gpu": False, "residuals": (), "own_methods": (), "precision": "float32", "drafts": 0}
 """Keys that specs gained after results had been made with them, with the value that is not written, so that a new key
 runs no finished job again.
 """

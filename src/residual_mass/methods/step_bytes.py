@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from residual_mass.methods.interface import BFLOAT16, FLOAT32, Method, Step
@@ -75,6 +76,25 @@ def feature_bytes(method: Method, step: Step, tokens: float) -> float:
     and reads those of the retrieved ones.
     """
     return FLOAT32 * step.features * tokens if method.subtracts else 0
+
+
+def bytes_per_verified_token(share: float, differences: float, most: int) -> tuple[float, int]:
+    """Returns what self-speculative decoding reads for a token of full attention, relative to what full attention
+    reads, and the length n of drafts that makes it least:
+
+        min over n of (n b + 1) h / (1 - (1 - h)^(n + 1)).
+
+    A method drafts n tokens, a step of full attention reads them all at once, and every draft gives the tokens before
+    its first difference and one more.
+
+    Args:
+        share: b, what a draft step reads, as a share of what full attention reads.
+        differences: h, first differences per drafted token.
+        most: the longest draft, such as those that h was measured on. Without a draft, n = 0, the result is 1.
+    """
+    agree = 1 - differences
+    tokens = itertools.accumulate(range(1, most + 1), lambda before, n: before + agree**n, initial=1.0)
+    return min(((n * share + 1) / expected, n) for n, expected in enumerate(tokens))
 
 
 def most_retrieved(method: Method, k: int, step: Step) -> int:

@@ -17,7 +17,7 @@ from residual_mass.core.accounting import Terms, added, exact_terms, merge
 from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, score_shape
 from residual_mass.core.selection import full_prefix
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import METHODS, Selector, method_named, state_bytes
+from residual_mass.methods import Selector, method_named, state_bytes
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.prefix import (
     ArmRows,
@@ -80,8 +80,7 @@ class ReadLayer:
         """What the method's selector reads, the same for all methods that share it."""
         selector = method_named(method).selector
         if selector not in self._read:
-            alone = self._arms(next(each.name for each in METHODS if each.selector == selector))
-            reading = read_prefix(self.rows, self.layer, alone, self.scale)
+            reading = read_prefix(self.rows, self.layer, self._arms(method), self.scale)
             read = reading.retrieved.mask(self.values.shape[2])
             exact = terms_of(reading, None, self.layer, None, self._arms(TOPK))
             rest = exact_terms(reading.scores, self.values, self.layer.partition.mid & ~read)

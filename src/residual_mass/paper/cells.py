@@ -158,9 +158,10 @@ def format_hours(hours: float) -> str:
 
 FORMS: dict[str, Callable[[float], str]] = {
     **{name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()},
-    **dict.fromkeys("step_share state_share".split(), "{:.1%}".format),
+    **dict.fromkeys("step_share state_share bytes_per_verified_token".split(), "{:.1%}".format),
     **dict.fromkeys(
-        "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps".split(), "{:,.0f}".format
+        "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps draft_tokens".split(),
+        "{:,.0f}".format,
     ),
     **dict.fromkeys("phi_q_total phi_k_total total".split(), lambda count: f"{count / 1e6:.1f}M"),
     "training_seconds": lambda seconds: f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h",

@@ -257,6 +257,8 @@ class Continuations(Settings):
     """Longest continuation, in tokens."""
     seed: Natural
     """Seed of the documents."""
+    drafts: Natural = 0
+    """Places of each document from which full attention continues greedily, to count what drafts get wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,3 +328,43 @@ def test_one_document_has_a_value_alone(tmp_path: Path, caplog: pytest.LogCaptur
         alone = line["task"] != "vt"
         assert not alone or not any(line[name] for name in empty), line
         assert alone or all(line[name] for name in empty[:3])
+
+
+# ---- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_of_first_differences_is_per_token_drafted(tmp_path: Path) -> None:
+    """Counted draft by draft up to the first difference; documents are resampled with all of their drafts."""
+    rng = np.random.default_rng(5)
+    right = {(arm, index): [rng.uniform(size=n) > rate for n in (6, 4, 6)]
+             for arm, rate in ((TOPK, 0.3), (PHI, 0.0), (ARMS[2], 0.05)) for index in range(5)}  # fmt: skip
+    rows = []
+    for index, draft, arm in itertools.product(range(5), range(3), (TOPK, PHI, ARMS[2])):  # as places are forced
+        first = right[arm, index][draft].tolist()
+        zeros = [0.0] * len(first)
+        measures = {"nll": zeros, "full_nll": zeros, "kl": zeros, "same_top": first, "first": first, "seen": zeros}
+        rows += rows_of(arm, index, measures, ("wiki", "", "draft", "own"))
+    lines = result_of(rows, tmp_path)
+    assert {line["metric"] for line in lines} == {"first_differences"} and len(lines) == 3
+    for arm in (TOPK, PHI, ARMS[2]):
+        counts = []
+        for index in range(5):
+            differences = drafted = 0
+            for draft in right[arm, index]:
+                for token in draft:
+                    drafted += 1
+                    if not token:
+                        differences += 1
+                        break
+            counts.append((differences, drafted))
+        line = line_of(lines, method=arm.method, budget_percent=f"{arm.budget_percent:g}")
+        differences, drafted = np.sum(counts, axis=0)
+        assert float(line["value"]) == pytest.approx(differences / drafted, rel=1e-5)
+        assert (float(line["tokens"]), line["documents"], line["task"]) == (drafted, "5", "all")
+        low, high = float(line["ci_low"]), float(line["ci_high"])
+        if not differences:  # the largest rate that shows none in 2.5 % of samples
+            assert arm == PHI and low == 0 and (1 - high) ** drafted == pytest.approx(0.025, rel=1e-3)
+            continue
+        draws = np.random.default_rng(1).integers(5, size=(20_000, 5))
+        rates = np.array(counts)[draws].sum(1)
+        assert (low, high) == pytest.approx(tuple(np.quantile(rates[:, 0] / rates[:, 1], [0.025, 0.975])), abs=0.03)

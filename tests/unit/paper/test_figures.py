@@ -28,8 +28,10 @@ from matplotlib.figure import Figure
 from sample_results import error_row, write_rows
 
 from residual_mass import methods
+from residual_mass.benchmarks.columns import DRAFTED
 from residual_mass.benchmarks.statistics import resampled
 from residual_mass.methods import method_named
+from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.figures.residuals import RESIDUALS, SELECTORS
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
@@ -170,13 +172,17 @@ def test_recall_of_exact_selection_alone_is_refused(tmp_path: Path) -> None:
 
 def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel() -> None:
     figure = drawn("fidelity_by_bytes")
-    places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error"))
+    places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error", "bytes_per_verified_token"))
     for axis, (length, corpus, quantity) in zip(figure.axes, places, strict=True):
         rows = [row for row in errors(length) if row["corpus"] == corpus]
         arms = {(row["method"], row["budget_percent"]): (100 * row["step_share"], row["error"]) for row in rows}
-        if quantity == "kl":
+        if quantity != "relative_error":
+            metric = "kl" if quantity == "kl" else "first_differences"
             rows = [row for row in next_tokens(length) if row["text"] == corpus and row["value"] != 9]
-            arms = {(of := (row["method"], row["budget_percent"])): (arms[of][0], row["value"]) for row in rows}
+            values = {(row["method"], row["budget_percent"]): row["value"] for row in rows if row["metric"] == metric}
+            arms = {arm: (arms[arm][0], value) for arm, value in values.items()}
+        if quantity == "bytes_per_verified_token":
+            arms = {arm: (b, bytes_per_verified_token(b / 100, h, DRAFTED)[0]) for arm, (b, h) in arms.items()}
         for method in {method for method, _ in arms}:
             of_method = sorted((float(budget), *point) for (name, budget), point in arms.items() if name == method)
             assert_drawn(axis, [point for _, *point in of_method])

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from residual_mass.benchmarks.columns import FIDELITY, FOLLOWING, GREEDY, OWN
+from residual_mass.benchmarks.columns import DRAFT, FIDELITY, FOLLOWING, GREEDY, OWN
 from residual_mass.benchmarks.statistics import percentile_interval, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
@@ -48,7 +48,7 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     frames = [pd.DataFrame(read_csv(path, FIDELITY, "fidelity")) for path in data]
     rows = pd.concat([frame[frame["text"] == text] for frame in frames for text in spec.texts], ignore_index=True)
     kept = (rows["metric"] == KL.name) & (rows["task"] == ALL_TASKS) & (rows["state"] == OWN)
-    rows = rows[kept & (rows["continuation"] != GREEDY)]
+    rows = rows[kept & ~rows["continuation"].isin((GREEDY, DRAFT))]
     for name in ("budget_percent", "value", "ci_low", "ci_high"):
         rows[name] = numbers(rows[name])
     other = ~rows["maps"].isin(["", *spec.maps])
@@ -81,7 +81,7 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     documents.
     """
     rows = read_parquet(data[0], [*TOKENS, "kl", "seen"], "force").astype({"kl": float})
-    kept = (rows["text"] == spec.texts[0]) & (rows["state"] == OWN) & (rows["continuation"] != GREEDY)
+    kept = (rows["text"] == spec.texts[0]) & (rows["state"] == OWN) & ~rows["continuation"].isin((GREEDY, DRAFT))
     rows = rows[kept & (rows["budget_percent"] == spec.budget_percent) & rows["maps"].isin(["", *spec.maps])]
     figure, (distribution, *means) = panels(1.7, 4, 2, sharex=False, sharey=False)
     methods, looks = rows.groupby("method", sort=False), looks_of(rows["method"])

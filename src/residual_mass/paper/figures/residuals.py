@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from residual_mass.files import read_csv
 from residual_mass.methods import TopK, method_named
 from residual_mass.methods.residuals import TOPK
-from residual_mass.metrics import KL, RELATIVE_ERROR
+from residual_mass.metrics import KL, RELATIVE_ERROR, VERIFIED
 from residual_mass.paper.cells import load, numbers
 from residual_mass.paper.figures.style import GREY, PALETTE, figure, finish, looks_of, make_logarithmic, panels
 from residual_mass.paper.tables.residuals import compared, on_front
@@ -107,7 +107,8 @@ def _looks(known: Sequence[str], kinds: Iterable[type], looks: Sequence[str]) ->
 def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Distance from full attention against the bytes that a decode step reads of a bfloat16 cache and of summaries, as
     a share of all keys and values: the Kullback-Leibler divergence of the next token (left), which is measured for
-    fewer methods, and the relative $\ell_1$ error of the attention output (right), by length and text. Colours are
+    fewer methods, the relative $\ell_1$ error of the attention output (middle), and, where drafts were measured, the
+    bytes for a token where the method drafts and full attention verifies (right), by length and text. Colours are
     selectors, marks are what is added for the unread tokens, thin lines join the budgets of a method. The black line is
     the least distance that any method has with at most so many bytes; the exact mass, an oracle, is left out of it.
     """
@@ -116,9 +117,11 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     selectors, residuals = zip(*map(kinds_of, errors["method"].unique()), strict=True)
     colours = _looks(SELECTORS, selectors, (*PALETTE, "#8C564B", "#7F7F00"))
     marks = _looks(RESIDUALS, residuals, "os^vDPX<>*")
-    places = list(product(errors["length"].unique(), spec.texts, ((KL, "documents"), (RELATIVE_ERROR, "packs"))))
+    columns = [(KL, "documents"), (RELATIVE_ERROR, "packs"), (VERIFIED, "documents")]
+    columns = columns[: 3 if errors[VERIFIED.name].any() else 2]
+    places = list(product(errors["length"].unique(), spec.texts, columns))
     label = "bytes read by a step, % of full attention's"
-    figure, axes = panels(1.5, len(places), 2, label, sharex="col", sharey="col")
+    figure, axes = panels(1.5, len(places), len(columns), label, sharex="col", sharey="col")
     for axis, (length, corpus, (metric, counted)) in zip(axes, places, strict=True):
         shown = (errors["length"] == length) & (errors["corpus"] == corpus) & (errors[metric.name] != "")
         panel = errors[shown].sort_values("budget", kind="stable")
@@ -132,10 +135,10 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         best = best.iloc[on_front(list(zip(best["share"], best["value"], strict=True)))].sort_values("share")
         front: dict[str, Any] = {"color": "black", "linewidth": 1.4, "label": "front"}
         axis.plot(best["share"], best["value"], **front, drawstyle="steps-post", zorder=1.5)
-        axis.set_title(f"{corpus_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}")
+        axis.set_title(f"{corpus_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}", fontsize=7)
         axis.set_ylabel(f"{metric.title}, {metric.unit}".removesuffix(", "))
         axis.grid()
-    for axis in axes[:2]:
+    for axis in axes[: len(columns)]:
         make_logarithmic(axis.xaxis, axis.yaxis)
     for kind in colours:
         axes[0].plot([], [], color=colours[kind], linewidth=2, label=kind_title(kind))

@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.columns import FOLLOWING, OWN
-from residual_mass.metrics import KL, SAME_TOP
+from residual_mass.benchmarks.columns import DRAFT, DRAFTED, FOLLOWING, OWN
+from residual_mass.methods.step_bytes import bytes_per_verified_token
+from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
 from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, of_quantity, part
 from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
 from residual_mass.paper.titles import corpus_title, method_title
@@ -27,12 +28,16 @@ COSTS = {
     "training_steps": "Steps",
     "training_seconds": "Training",
 }
-TRAINING = "Training,\nsteps (time)"
+TRAINING, VERIFYING = "Training,\nsteps (time)", "Verified\n(95% interval; n)"
 DEPLOYABLE = {
-    "": "Budget", "step_share": "Read", KL.name: "KL,\nnats", SAME_TOP.name: "Top\ntoken", "relative_error": "Error",
-    "summary_bytes": "State,\nbytes", "training_steps": TRAINING, "training_seconds": TRAINING,
+    "": "Budget", "step_share": "Read", VERIFIED.name: VERIFYING, "draft_tokens": VERIFYING, KL.name: "KL,\nnats",
+    SAME_TOP.name: "Top\ntoken", "relative_error": "Error", "summary_bytes": "State,\nbytes",
+    "training_steps": TRAINING, "training_seconds": TRAINING,
 }  # fmt: skip
-COUNTED = {KL.name: "documents", SAME_TOP.name: "documents", "relative_error": "packs", "log_z_error": "packs"}
+COUNTED = {
+    **dict.fromkeys((KL.name, SAME_TOP.name, VERIFIED.name), "documents"),
+    **dict.fromkeys(("relative_error", "log_z_error"), "packs"),
+}
 """What is counted behind a value, by its quantity: a column of `compared`."""
 
 
@@ -90,32 +95,44 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     lines["grid"] = lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
     cells = _printed(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
     cells.loc[cells["quantity"] == "", "text"] = cells["budget_percent"] + "%"
-    # Steps and seconds of a method share a field.
     cells["printed"] = cells["text"]
-    steps, seconds = (cells[cells["quantity"] == name] for name in ("training_steps", "training_seconds"))
+    by_name = dict(iter(cells.groupby("quantity")))  # two quantities of a method share a field
+    steps, seconds = by_name["training_steps"], by_name["training_seconds"]
     both = steps["text"].to_numpy() + np.where(seconds["value"] != "", " (" + seconds["text"] + ")", "")
     cells.loc[cells["column"] == TRAINING, "printed"] = both.repeat(2)
+    reads, drafts = by_name[VERIFIED.name], by_name["draft_tokens"]
+    low, high = (numbers(reads[end]).map("{:.0%}".format) for end in ("ci_low", "ci_high"))
+    interval = np.where(reads["ci_low"] != "", low + " to " + high + "; ", "")
+    both = reads["text"] + np.where(reads["value"] != "", " (" + interval + drafts["text"].to_numpy() + ")", "")
+    cells.loc[cells["column"] == VERIFYING, "printed"] = both.repeat(2).to_numpy()
     return cells.assign(own=cells["front"] == "0")
 
 
 def compared(rows: Rows) -> pd.DataFrame:
     """Errors of methods on texts, with the KL divergence and the share of equal top tokens of the same methods and maps
-    where they were measured (`documents` is empty otherwise), and the seconds that their maps were trained for.
+    where they were measured (`documents` is empty otherwise), what verified drafts read where drafts were, and the
+    seconds that their maps were trained for.
     """
     errors = rows["errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
     forced = rows.get("fidelity", pd.DataFrame(columns=["text", "metric", "task", "state", "continuation"]))
-    forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN) & (forced["continuation"] == FOLLOWING)]
-    for metric in (KL.name, SAME_TOP.name):
+    forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN)]
+    continuations = {KL.name: FOLLOWING, SAME_TOP.name: FOLLOWING, FIRST_DIFFERENCES.name: DRAFT}
+    for metric, continuation in continuations.items():
         about = {"text": "corpus", "value": metric, "ci_low": f"{metric}_ci_low", "ci_high": f"{metric}_ci_high"}
         about |= {"source": "kl_source", "documents": "documents"} if metric == KL.name else {}
-        found = forced[forced["metric"] == metric].rename(columns=about)
+        found = forced[(forced["metric"] == metric) & (forced["continuation"] == continuation)].rename(columns=about)
         errors = errors.merge(found.reindex(columns=list(dict.fromkeys([*keys, *about.values()]))), how="left", on=keys)
     last = rows.get("train", pd.DataFrame(columns=["backbone", "length", "seconds", "source"]))
     last = last.drop_duplicates(["backbone", "length"], keep="last")
     last = last[["backbone", "length", "seconds", "source"]]
     last = last.set_axis(["backbone", "maps", "training_seconds", "seconds_source"], axis=1)
-    return errors.merge(last, how="left", on=["backbone", "maps"]).fillna("")
+    errors = errors.merge(last, how="left", on=["backbone", "maps"]).fillna("")
+    for end in ("_ci_low", "_ci_high", ""):  # the length of drafts is that of the value
+        pairs = zip(errors["step_share"], errors[FIRST_DIFFERENCES.name + end], strict=True)
+        found = [bytes_per_verified_token(float(b), float(h), DRAFTED) if h else ("", "") for b, h in pairs]
+        errors[[VERIFIED.name + end, "draft_tokens"]] = [[str(part) for part in pair] for pair in found]
+    return errors
 
 
 def _printed(cells: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,124 @@
+"""What self-speculative decoding reads for a token of full attention, by the method that drafts.
+
+Full attention continues held-out documents greedily from several places; methods are forced along it from the exact
+state, which is what they would draft up to the first difference. Methods are some of the registry, and cheaper ones
+made of the same parts. Prints a table for each length with the best budget of each method. Drafts that are in the store
+already are not computed again, so a run may be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+from training_pass import SMOL
+
+from residual_mass import methods
+from residual_mass.benchmarks import fidelity
+from residual_mass.benchmarks.columns import DRAFTED
+from residual_mass.benchmarks.force import following, write_forced
+from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.diagnostics import residual_errors
+from residual_mass.methods import CacheOnly, Method, PerGroup, QuantisedScan, QuantisedValues, Rotated, ScanRegression
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.methods.step_bytes import bytes_per_verified_token
+from residual_mass.model.loading import backbone_identity, load_backbone, load_tokenizer
+from residual_mass.provenance import MANIFEST, Record
+from residual_mass.recipes import RECIPES
+from residual_mass.study.specs import FidelitySpec, ForceSpec, ResidualErrorsSpec
+from residual_mass.texts.corpora import held_out_corpus
+
+SCAN3, SCAN2 = QuantisedScan(3, 128), QuantisedScan(2, 128)
+CHEAPER = (
+    Method("scan3_regression_8", selector=SCAN3, residual=ScanRegression(8)),
+    Method("scan2_regression_32", selector=SCAN2, residual=ScanRegression(32)),
+    Method("rotated2_regression_32", selector=Rotated(SCAN2), residual=ScanRegression(32)),
+    Method("group3_regression_32", selector=PerGroup(SCAN3), residual=ScanRegression(32)),
+    Method("group_rotated2_regression_32", selector=PerGroup(Rotated(SCAN2)), residual=ScanRegression(32)),
+    Method("cache3_rotated", selector=CacheOnly(Rotated(QuantisedScan(3))), residual=QuantisedValues(3)),
+)
+"""Fewer bits, fewer clusters, one choice of tokens for the query heads of a KV head."""
+REGISTERED = (
+    "topk", "topk_moments", "scan4_regression_64", "scan3_regression_32", "group4_regression_64",
+    "channels_regression_64", "clusters_sums", "cache4_rotated",
+)  # fmt: skip
+RESAMPLES = 1000
+ARM = ["method", "budget_percent"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--assets", type=Path, default=Path("results/assets"))
+    parser.add_argument("--out", type=Path, default=Path("results/verified_bytes"), help="folder of store and results")
+    parser.add_argument("--lengths", nargs="+", default=["2k", "8160"])
+    parser.add_argument("--texts", nargs="+", default=["wiki", "code"])
+    parser.add_argument("--methods", nargs="+", default=[*REGISTERED, *(each.name for each in CHEAPER)])
+    parser.add_argument("--documents", type=int, default=6, help="of each text")
+    parser.add_argument("--places", type=int, default=4, help="in each document")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="percent")
+    options = parser.parse_args()
+    methods.METHODS = (*methods.METHODS, *CHEAPER)
+    for length in options.lengths:
+        drawn = f"{options.documents} documents of each, {options.places} places in each, {DRAFTED} tokens from each"
+        print(f"{length} tokens, {' and '.join(options.texts)}: {drawn}\n")
+        print(markdown(measured(options, length), options.texts))
+
+
+def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
+    """A row for each text, method and budget: h, share read, and bytes per verified token, by the studies' stages."""
+    names, texts, folder = tuple(options.methods), tuple(options.texts), options.out / length
+    whole = {name: methods.method_named(name).selector.replaces_cache for name in names}
+    arms = tuple(ArmSpec(name, budget) for name in names for budget in options.budgets[: 1 if whole[name] else None])
+    about = {"study": "verified_bytes", "backbone": SMOL, "length": length, "seed": 0}
+    spec = ForceSpec(
+        **about, corpora=texts, documents=options.documents, tokens=DRAFTED, drafts=options.places, asked=(), arms=arms,
+        arms_of_documents=(), anchors=AnchorSpec(), truncate_to=length, maps=(), recipe=RECIPES["force"],
+    )  # fmt: skip
+    tokenizer = load_tokenizer(SMOL.model_id, SMOL.revision, SMOL.source, options.assets)
+    drafts = []
+    for text in texts:
+        corpus = held_out_corpus(text, tokenizer, tokens_of(length) + 1, 0, options.assets)
+        drafts += following(spec, text, corpus.disjoint(options.documents), ())
+    forced, found, shares = (folder / name for name in ("forced.parquet", "fidelity.csv", "residual_errors.csv"))
+    record, identity = Record("force", spec, [options.assets / MANIFEST]), backbone_identity(SMOL, options.assets)
+    write_forced(
+        spec, drafts, identity, lambda: load_backbone(SMOL, options.assets), {}, folder / "store.jsonl", forced
+    )
+    record.write(forced)
+    scored = FidelitySpec(**about, recipe=RECIPES["fidelity"], bootstrap_resamples=RESAMPLES)
+    fidelity.run(scored, forced, found)
+    if not shares.exists():
+        read = ResidualErrorsSpec(
+            **about, corpora=texts, methods=tuple(dict.fromkeys(("topk", *names))), budgets=tuple(options.budgets),
+            packs=1, queries=4, maps=None, anchors=AnchorSpec(), bootstrap_resamples=RESAMPLES,
+            recipe=RECIPES["residual_errors"],
+        )  # fmt: skip
+        residual_errors.run(read, options.assets, None, folder / "heads.parquet", shares)
+    reads = pd.read_csv(shares).rename(columns={"corpus": "text"})[["text", *ARM, "step_share"]]
+    rows = pd.read_csv(found)[["text", *ARM, "value", "ci_low", "ci_high"]].merge(reads, on=["text", *ARM])
+    for name in ("value", "ci_low", "ci_high"):
+        pairs = zip(rows["step_share"], rows[name], strict=True)
+        rows[[f"bytes_{name}", f"n_{name}"]] = [bytes_per_verified_token(*pair, DRAFTED) for pair in pairs]
+    return rows
+
+
+def markdown(rows: pd.DataFrame, texts: list[str]) -> str:
+    """The budget of each method with the least mean over texts, best first."""
+    mean = rows.groupby(ARM)["bytes_value"].mean()
+    best = mean.loc[mean.groupby("method").idxmin()].sort_values()
+    lines = ["| method | budget |" + "".join(f" {text}: read | h | bytes per verified token | n |" for text in texts)]
+    lines.append("|---|---|" + "---|---|---|---|" * len(texts))
+    for method, budget in best.index:
+        cells = [method, f"{budget:g} %"]
+        for text in texts:
+            row = rows[(rows["text"] == text) & (rows["method"] == method) & (rows["budget_percent"] == budget)].iloc[0]
+            interval = f"{row['bytes_ci_low']:.2f} .. {row['bytes_ci_high']:.2f}"
+            cells += [f"{row['step_share']:.3f}", f"{row['value']:.3f}", f"{row['bytes_value']:.3f} ({interval})"]
+            cells.append(f"{row['n_value']:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
