@@ -61,7 +61,8 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
         text, continuation, state = map(str, place)
         if continuation == DRAFT:
             about = {"text": text, "continuation": continuation, "state": state, "task": "all"}
-            tables.append(_drafts(spec, rows).assign(**about))
+            found = first_differences(rows, spec.bootstrap_resamples, spec.seed)
+            tables.append(found.assign(metric=FIRST_DIFFERENCES.name, **about))
             continue
         tasks = {
             f"{text} {continuation} {task}": part.sort_values(["arm", "index", "position"])
@@ -118,22 +119,34 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     return lines.sort_values("arm", kind="stable").assign(documents=sum(documents), tokens=size)
 
 
-def _drafts(spec: FidelitySpec, tokens: pd.DataFrame) -> pd.DataFrame:
-    """The rate of first differences of every arm: drafts with a difference per token drafted up to and with it."""
-    draft = (tokens["position"] == 0).cumsum()  # its tokens follow one another
+def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.DataFrame:
+    """The rate of first differences of every arm on one text: drafts with a difference per token drafted up to and with
+    it. Documents are resampled with all of their drafts.
+
+    Args:
+        tokens: of forced drafts, those of a draft one after the other; `first` says which the arm gets right.
+
+    Returns:
+        A row for each arm: its columns, `value`, `ci_low` and `ci_high` (NaN for a single document), and the numbers of
+        `documents` and of drafted `tokens`.
+    """
     differs = ~tokens["first"]
-    drafted = differs.groupby(draft).cumsum() - differs == 0
-    counted = tokens.assign(drafted=drafted, differences=drafted & differs)
-    counts = counted.groupby(["arm", "index"])[["differences", "drafted"]].sum()
-    differences, size = (counts[name].unstack().to_numpy(dtype=np.float64) for name in counts)  # [A, D]
-    found = tokens.groupby("arm")[[*ARM, "phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
-    found = found.assign(metric=FIRST_DIFFERENCES.name, documents=size.shape[1], tokens=size.sum(1))
-    found["value"] = differences.sum(1) / size.sum(1)
-    resamples = np.concatenate(list(resampled(size.shape[1], spec.bootstrap_resamples, spec.seed, DRAFT)))
-    found["ci_low"], found["ci_high"] = percentile_interval((resamples @ differences.T / (resamples @ size.T)).T)
-    none = differences.sum(1) == 0  # which resamples cannot say more about
-    found.loc[none, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / size.sum(1)[none])
-    return found if size.shape[1] > 1 else found.drop(columns=["ci_low", "ci_high"])
+    drafted = differs.groupby((tokens["position"] == 0).cumsum()).cumsum() - differs == 0
+    found = tokens.groupby(ARM, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
+    by_document = tokens.assign(drafted=drafted, differences=drafted & differs).groupby([*ARM, "index"])
+    differences, size = (
+        by_document[name].sum().unstack("index").loc[found.index].to_numpy(np.float64)
+        for name in ("differences", "drafted")
+    )  # [A, D] each
+    documents = size.shape[1]
+    found = found.assign(value=differences.sum(1) / size.sum(1), documents=documents, tokens=size.sum(1))
+    drawn = np.concatenate(list(resampled(documents, resamples, seed, DRAFT)))
+    found["ci_low"], found["ci_high"] = percentile_interval((drawn @ differences.T / (drawn @ size.T)).T)
+    none = found["value"] == 0  # which resamples cannot say more about
+    found.loc[none, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / found["tokens"][none])
+    if documents == 1:
+        found[["ci_low", "ci_high"]] = np.nan
+    return found.reset_index()
 
 
 def _by_document(tokens: pd.DataFrame, names: list[str]) -> np.ndarray:

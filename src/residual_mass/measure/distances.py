@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import mimetypes
 import re
 import time
@@ -22,14 +23,15 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PreTrainedTokenizerBase
 
 from residual_mass.benchmarks import fidelity
+from residual_mass.benchmarks.columns import FORCED
 from residual_mass.benchmarks.force import following, write_forced
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics.packs import visit_layers
-from residual_mass.files import read_json, require_writable, sha256_text
+from residual_mass.files import read_json, read_parquet, require_writable, sha256_text
 from residual_mass.measure.command import BASELINE, EMBEDDED, Arguments
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
+from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
 from residual_mass.model.errors import ReadLayer
 from residual_mass.model.hook import require_attention_alone
@@ -58,6 +60,8 @@ RESAMPLES = 1000
 """Behind the intervals of other metrics than KL, as in the studies."""
 TAIL = 1000
 """Fewest tokens whose 99.9 % point is not just their largest value."""
+DIFFERENCES = ["differences", "differences_low", "differences_high"]
+"""The rate of first differences with its interval."""
 QUERIES = 8
 """Tokens after a prompt whose queries are counted."""
 ARM_OF_TEXT = ["text", "method", "budget_percent"]
@@ -87,7 +91,8 @@ class Measured:
         table: a row per text, method and budget: `text`, `method`, `budget_percent`; `kl` with the ends `ci_low` and
             `ci_high` (NaN for a single document) and `kl_over_topk`, over that of topk at the same budget; `kl_tail`;
             `same_top`; `read` and `kept`, bytes that a step reads and that are kept of the prompt, in units of full
-            attention's in bfloat16.
+            attention's in bfloat16; `verified` with `verified_low` and `verified_high`, bytes per verified token in the
+            same units: every document is a draft from the exact state, along the text and not full attention's own one.
         tail: what `kl_tail` is.
         seconds: of a decode step, by method, and `full` for the model's own attention.
         packed: methods whose steps are compiled, over a packed cache.
@@ -143,7 +148,7 @@ def measure(args: Arguments) -> Measured:
     read = pd.concat([_read(args, text, load(), phi) for text in texts])
     return Measured(
         args=args, title=f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder=folder,
-        settings=settings, texts=texts, table=distances.merge(read, on=ARM_OF_TEXT),
+        settings=settings, texts=texts, table=_verified(distances.merge(read, on=ARM_OF_TEXT), args.tokens),
         tail="largest" if few else "99.9 % point", seconds=_seconds(args, load(), texts[0].sequences[0], phi),
         packed=tuple(name for name in args.methods if kernels_for(load().model, method_named(name))),
     )  # fmt: skip
@@ -199,9 +204,22 @@ def _distances(
     rows = pd.read_csv(out, dtype={"text": str}).query("method != 'full'")
     by_metric = {metric: part.set_index(ARM_OF_TEXT) for metric, part in rows.groupby("metric")}
     found = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
+    drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
+    for name, of_text in drafts.assign(first=drafts["same_top"]).groupby("text"):
+        rates = fidelity.first_differences(of_text, RESAMPLES, args.seed).assign(text=name).set_index(ARM_OF_TEXT)
+        found.loc[rates.index, DIFFERENCES] = rates[["value", "ci_low", "ci_high"]].to_numpy()
     found = found.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
     baseline = found["kl"].xs(BASELINE, level="method")
     return found.assign(kl_over_topk=found["kl"] / found.index.droplevel("method").map(baseline)).reset_index()
+
+
+def _verified(table: pd.DataFrame, most: int) -> pd.DataFrame:
+    """Bytes per verified token, in place of the rates of first differences."""
+    for name in DIFFERENCES:
+        pairs = zip(table["read"], table.pop(name), strict=True)
+        verified = [math.nan if math.isnan(h) else bytes_per_verified_token(share, h, most)[0] for share, h in pairs]
+        table[name.replace("differences", "verified")] = verified
+    return table
 
 
 def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) -> pd.DataFrame:

@@ -30,6 +30,7 @@ from residual_mass.measure import command
 from residual_mass.measure.command import Arguments
 from residual_mass.measure.distances import Measured, Text, find_model, measure, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
@@ -87,6 +88,7 @@ def test_the_numbers_are_those_of_a_study(
     rows = [row for row in read_csv(out, ["text"], "test") if row["state"] == "own" and row["method"] != "full"]
     numbers = {(row["metric"], row["method"], float(row["budget_percent"])): row for row in rows}
     table = found.table[found.table["text"] == "books"]
+    tokens = pd.read_parquet(forced).query("state == 'own'")
     assert len(table) == 6 and found.tail == "largest"
     for row in table.itertuples():
         arm = row.method, row.budget_percent
@@ -95,6 +97,14 @@ def test_the_numbers_are_those_of_a_study(
         assert row.kl_over_topk == row.kl / float(numbers["kl", "topk", row.budget_percent]["value"])
         assert float(row.kl_tail) == float(numbers["kl_max", *arm]["value"])
         assert float(row.same_top) == float(numbers["same_top", *arm]["value"])
+        differences = drafted = 0
+        for document in range(3):
+            same = tokens[(tokens["index"] == document) & (tokens[["method", "budget_percent"]] == arm).all(axis=1)]
+            right = same.sort_values("position")["same_top"].tolist()
+            differences += False in right
+            drafted += right.index(False) + 1 if False in right else len(right)
+        expected = bytes_per_verified_token(row.read, differences / drafted, 5)[0]
+        assert row.verified == pytest.approx(expected) and row.verified_low <= row.verified <= row.verified_high
     assert set(found.seconds) == {"full", *METHODS} and min(found.seconds.values()) > 0
 
 
@@ -196,7 +206,7 @@ def measured(rows: list[tuple[str, str, float, float]], documents: int = 16) -> 
     table = pd.DataFrame(rows, columns=["text", "method", "read", "ci_high"])
     table = table.assign(
         budget_percent=2.0, kl=table["ci_high"].fillna(1) / 2, ci_low=table["ci_high"] / 4, kl_over_topk=0.5, kept=1.2,
-        kl_tail=1.0, same_top=0.9,
+        kl_tail=1.0, same_top=0.9, verified=table["read"] + 0.1, verified_high=0.8,
     )  # fmt: skip
     asked = parsed("m", "--target-kl", "0.01", "--documents", "16", "--methods", *dict.fromkeys(table["method"]))
     names = list(dict.fromkeys(table["text"]))
@@ -215,6 +225,8 @@ def test_the_cheapest_that_meets_the_target_on_every_text_is_recommended() -> No
     best = command.recommended(found)
     assert best is not None and (best.method, best.high) == ("topk_moments", 0.01) and best.read == pytest.approx(0.4)
     text = command.verdict(found)
+    assert "topk with 2 % drafts" in command.verified(found) and "a token reads 30 %" in command.verified(found)
+    assert "intervals end at 80 %" in command.verified(found)
     assert all(part in text for part in ("reads 40 %", "every text", "at most 0.5 of topk's", "slower on this machine"))
 
 
