@@ -95,8 +95,10 @@ KEPT = _fidelity("kept", "answer before the first difference", better=True, low=
 """Of the answer of full attention, the share that an arm reproduces."""
 FIRST_DIFFERENCES = _fidelity("first_differences", "first differences per drafted token", low=0, high=1)
 """From the greedy tokens of full attention, over tokens up to and with the first difference of each draft."""
-VERIFIED = _fidelity("bytes_per_verified_token", "bytes per verified token", "of full attention's", low=0, high=1)
-"""Where the arm drafts and full attention verifies (`methods.step_bytes.bytes_per_verified_token`)."""
+VERIFIED = _fidelity("bytes_per_verified_token", "bytes per verified token", low=0, high=1)
+"""Where the arm drafts and full attention verifies, over full attention's bytes
+(`methods.step_bytes.bytes_per_verified_token`).
+"""
 DELTA_P_RMS = _fidelity("delta_p_rms", "RMS of the change of p(token)", low=0, high=1)
 QUANTILES = {
     "kl": {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999, "max": 1.0},

@@ -99,7 +99,9 @@ def test_the_numbers_are_those_of_a_study(
         assert float(row.same_top) == float(numbers["same_top", *arm]["value"])
         differences = drafted = 0
         for document in range(3):
-            same = tokens[(tokens["index"] == document) & (tokens[["method", "budget_percent"]] == arm).all(axis=1)]
+            same = tokens[
+                (tokens["index"] == document) & (tokens[["method", "budget_percent"]] == list(arm)).all(axis=1)
+            ]
             right = same.sort_values("position")["same_top"].tolist()
             differences += False in right
             drafted += right.index(False) + 1 if False in right else len(right)

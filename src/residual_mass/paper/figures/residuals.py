@@ -120,8 +120,7 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     columns = [(KL, "documents"), (RELATIVE_ERROR, "packs"), (VERIFIED, "documents")]
     columns = columns[: 3 if errors[VERIFIED.name].any() else 2]
     places = list(product(errors["length"].unique(), spec.texts, columns))
-    label = "bytes read by a step, % of full attention's"
-    figure, axes = panels(1.5, len(places), len(columns), label, sharex="col", sharey="col")
+    figure, axes = panels(1.5, len(places), len(columns), "bytes of a step, %", sharex="col", sharey="col")
     for axis, (length, corpus, (metric, counted)) in zip(axes, places, strict=True):
         shown = (errors["length"] == length) & (errors["corpus"] == corpus) & (errors[metric.name] != "")
         panel = errors[shown].sort_values("budget", kind="stable")
