@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2000, 8000])
     parser.add_argument("--read", type=int, default=8000, help="tokens of a text that are read")
     parser.add_argument("--prompts", type=int, default=10, help="of a text and length")
+    parser.add_argument("--start", type=int, default=0, help="prompts of other runs, for the turns of methods")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--verify", type=int, nargs="+", default=[4])
     parser.add_argument("--budget", type=float, default=2.0, help="percent")
@@ -68,10 +69,10 @@ def main() -> None:
     for text in options.texts:
         ids, read = reading(backbone, text, options)
         for length in options.lengths if options.part == "equal" else ():
-            with found.open("a+", encoding="utf-8") as file:
-                file.seek(0)
-                for row in equal(backbone, ids, read, text, length, options, start=len(file.readlines())):
+            with found.open("a", encoding="utf-8") as file:
+                for row in equal(backbone, ids, read, text, length, options):
                     print(json.dumps(row), file=file, flush=True)
+            options.start += options.prompts
     if found.exists():
         summary([json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()])
 
@@ -106,16 +107,14 @@ def repeated(read: Prefill, length: int) -> Prefill:
 
 
 def equal(
-    backbone: Backbone, ids: list[int], read: Prefill, text: str, length: int, options: Any, start: int
+    backbone: Backbone, ids: list[int], read: Prefill, text: str, length: int, options: Any
 ) -> Iterator[dict[str, Any]]:
     """Compares a method's text with full attention's for each prompt of about a length; rows for `summary`."""
     maps = PhiMaps.load(options.maps)
     methods = [method for method in METHODS if not method.whole_prefix]
     for number in range(options.prompts):
-        method, verify = (
-            methods[(start + number) % len(methods)],
-            options.verify[(start + number) % len(options.verify)],
-        )
+        turn = options.start + number
+        method, verify = methods[turn % len(methods)], options.verify[turn % len(options.verify)]
         prompt = torch.tensor([ids[: length - APART * number]])
         state = begun(read, prompt.shape[1] - 1)  # without the last token, which a generation reads itself
         full = plain(backbone, prompt, filled(backbone, state, method, None, False)[0], options, logits=True)

@@ -25,6 +25,7 @@ from residual_mass.model.hook import (
     attention_layers,
     device_of,
     exact_attention,
+    sinks_of,
     text_config,
     window_of,
 )
@@ -209,7 +210,7 @@ class PartialSession:
         index = module.layer_idx
         if self.verifying:
             self._filled[index] = self._columns[index] = key.shape[2] - query.shape[2]
-            return exact_attention(module, query, key, value, mask, scale)
+            return _few_queries(module, query, key, value, mask, scale)
         several = self.reading or query.shape[2] > 1
         # A growing cache is full; of a static one, whose keys keep their number, the mask tells what is filled.
         grown = not several and key.shape[2] > self._columns.get(index, key.shape[2])
@@ -270,6 +271,18 @@ class PartialSession:
         )
         # The cache may replace its tensors at every step, and a view would keep those of before.
         return replace(layer, keys=keys.new_empty(0), values=values.new_empty(0)), summary, rows
+
+
+def _few_queries(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Computes `exact_attention` of a few queries, without a copy of keys and values for each query head."""
+    groups = query.shape[1] // key.shape[1]
+    if mask is None or groups == 1 or sinks_of(module) is not None:
+        return exact_attention(module, query, key, value, mask, scale)
+    rows, mask = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3), mask.repeat(1, 1, groups, 1)
+    output = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
+    return output.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def _filled_columns(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
