@@ -23,7 +23,7 @@ class Metric:
         title: in running text and on axes.
         unit: empty for shares and ratios.
         low, high: the range; None where it has no bound.
-        floor, ceiling: values at these bounds or beyond are so bad, or so good, that methods cannot be told apart; None
+        floor, ceiling: values at these bounds or beyond are so bad, or so good, that methods cannot be compared; None
             where no such bound is known.
         right: the worst score of a right answer; None where answers are not right or wrong.
     """

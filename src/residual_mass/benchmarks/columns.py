@@ -45,7 +45,7 @@ def decoding_words(settings: Decoding, truncate_to: str) -> str:
 
 
 def decoding_settings(words: str) -> dict[str, bool | int | str | None]:
-    """What `decoding_words` was told of what can change a score; what other words do not say is left out."""
+    """Reads the settings that can change a score back from `decoding_words`; what it does not state is left out."""
     patterns = {
         "answer_margin": r"up to (\d+) tokens past the references",
         "budget_length": r"budgets of the (\w+) length",

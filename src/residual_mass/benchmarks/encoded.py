@@ -38,7 +38,7 @@ def encoded(decoding: Decoding, truncate_to: str, prompt: Prompt, tokenizer: Any
     room = tokens_of(truncate_to) - limit
     if room < 1:
         raise ValueError(
-            f"truncate_to {truncate_to}: no room for a prompt beside the {limit} answer tokens of {prompt.task}"
+            f"truncate_to {truncate_to}: no room for a prompt besides the {limit} answer tokens of {prompt.task}"
         )
     if decoding.chat_template:
         ids, front = encode_chat(tokenizer, prompt.prompt)

@@ -1,4 +1,4 @@
-"""Given continuations under every arm, token by token, beside full attention; rows in the store are not decoded again.
+"""Given continuations under every arm, token by token, against full attention; stored rows are not decoded again.
 
 Texts are held-out documents, which go on as they do, and a benchmark's prompts, which are continued by their right
 answer and by the greedy answer of full attention. Drafts are what full attention greedily makes of a document from some

@@ -14,7 +14,7 @@ They are built from SQuAD 2.0's Wikipedia articles and HotpotQA's dev set (distr
   order, one per line after its title, like turns after their speakers. The reference is the leading sentences of the
   title's paragraph. Unlike in QMSum, it is in the transcript word for word.
 
-An example leaves room for its answer: the harness's limit of generated tokens, or the reference's length plus
+An example leaves space for its answer: the harness's limit of generated tokens, or the reference's length plus
 `ANSWER_MARGIN` where that is less.
 """
 

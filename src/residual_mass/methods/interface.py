@@ -33,7 +33,9 @@ class Choice(NamedTuple):
     none.
     """
     scanned: Tensor
-    """[..., R, L], what the selector saw of every token's score."""
+    """[..., R, L], what the selector saw of every token's score; zeros where it looks at none, for residuals that do
+    not use it.
+    """
 
 
 class Layout(NamedTuple):

@@ -42,7 +42,7 @@ SWEEPS = ("ruler_sweep", "babilong_sweep", "natural_main")
 def run(
     spec: ReportSpec, tables: list[Path], figures: list[Path], comparison: Path | None, template: Path, out: Path
 ) -> None:
-    """Writes the page of tables (.csv), figures (.png) and verdicts; templates of captions are beside the page's.
+    """Writes the page of tables (.csv), figures (.png) and verdicts; captions are templates in the same folder.
 
     Raises:
         ValueError: there is neither a table nor a figure, or a file differs from its record; names it.

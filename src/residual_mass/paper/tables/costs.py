@@ -81,12 +81,14 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
 )
 def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """What training takes, a row per backbone, with the paper's below it where it trained maps of that model."""
-    theirs = published.rows("training_cost_64k").assign(row="in the paper", sequences="", teacher_passes="", beside="1")
+    theirs = published.rows("training_cost_64k").assign(
+        row="in the paper", sequences="", teacher_passes="", published="1"
+    )
     theirs[["processes", "hardware"]] = theirs["hardware"].str.split("x", n=1, expand=True).to_numpy()
     if show.study == PUBLISHED:
         shown = {name: TRAINING[name] for name in ("steps", "wall_clock_h")}
         titles = theirs["backbone"].map(show.backbone_titles)
-        lines = [theirs.assign(length=published.MAIN_MAPS, row=titles, beside="")]
+        lines = [theirs.assign(length=published.MAIN_MAPS, row=titles, published="")]
     else:
         shown, lines, logs = TRAINING, [], _efforts_of(rows["train"], show)
         for backbone, model in zip(logs["backbone"], logs["model_id"], strict=True):
@@ -98,7 +100,7 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
     cells["text"] = cells["text"].mask(as_printed, cells["value"] + " h")
     efforts = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
     cells["printed"] = cells["text"].mask(cells["quantity"] == "steps", efforts)
-    return cells.assign(value=cells["value"].mask(cells["beside"] == "1", ""))
+    return cells.assign(value=cells["value"].mask(cells["published"] == "1", ""))
 
 
 def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
@@ -107,7 +109,7 @@ def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
     steps, each, reuse = (logs[name].astype(int) for name in ("steps", "sequences_per_step", "reuse"))
     hours = (numbers(logs["seconds"]) / 3600).map("{:.6f}".format)
     logs = logs.assign(sequences=steps * each, teacher_passes=-(-steps // reuse) * each, wall_clock_h=hours)
-    return logs.assign(row=logs["backbone"].map(show.backbone_titles), n="1", counted="trainings", beside="")
+    return logs.assign(row=logs["backbone"].map(show.backbone_titles), n="1", counted="trainings", published="")
 
 
 def _effort(cell: Mapping[str, str]) -> str:

@@ -76,7 +76,7 @@ def residual_estimators(rows: Rows, show: TableSpec) -> pd.DataFrame:
     extra="k recall tokens_read scan_bytes row_bytes summary_bytes step_share front",
 )
 def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """The Pareto front of what a decode step reads and of the next token's divergence, beside exact top-K at its
+    """The Pareto front of what a decode step reads and of the next token's divergence, with exact top-K at the same
     budgets.
     """
     errors = compared(rows)
@@ -151,8 +151,8 @@ def _front(lines: pd.DataFrame) -> pd.DataFrame:
     competing = lines[~lines["method"].isin(ORACLES)]
     points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
     front = competing[on_front(points)].sort_values("step_share", key=numbers, kind="stable")
-    beside = lines[(lines["method"] == METHODS[1]) & lines["budget_percent"].isin(front["budget_percent"])]
-    return pd.concat([front.assign(front="1"), beside.drop(front.index, errors="ignore").assign(front="0")])
+    exact = lines[(lines["method"] == METHODS[1]) & lines["budget_percent"].isin(front["budget_percent"])]
+    return pd.concat([front.assign(front="1"), exact.drop(front.index, errors="ignore").assign(front="0")])
 
 
 def on_front(points: list[tuple[float, float]]) -> list[bool]:
