@@ -268,14 +268,16 @@ class Plan(Configuration):
     def score(self, w: Wildcards) -> Work:
         """Scores of the main arms; for a comparison those of its maps as well."""
         study, compared = self.study_of(w), w.get("comparison")
-        benchmark, groups = study.benchmarks[w.benchmark], ["main"]
+        benchmark, groups, arms = study.benchmarks[w.benchmark], ["main"], None
         if compared:
-            group = "mismatch" if compared == "mismatch" else "ablation"
+            group, budget = "mismatch" if compared == "mismatch" else "ablation", study.comparison(compared).budget
             groups += [group] * bool(self._group_maps(study, group))
+            ours = [("topk_phi", maps) for maps in self.compared_maps(study, compared)]
+            shown = [("topk", None), *ours, *((name, None) for name in study.own_methods(budget))]
+            arms = (ArmSpec("full"), *(ArmSpec(name, budget, maps) for name, maps in shown))
         spec = self.spec_of(
             specs.ScoreSpec, "score", w, benchmark, study.score,
-            seed=study.score.seed, examples=self.examples_of(study, w.benchmark),
-            arms=self._compared_arms(study, compared) if compared else None,
+            seed=study.score.seed, examples=self.examples_of(study, w.benchmark), arms=arms,
             decoding=decoding_words(benchmark, study.truncate_to),
         )  # fmt: skip
         place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
@@ -304,12 +306,6 @@ class Plan(Configuration):
         of_ablations = [maps_label(study.ablations.length, each) for each in ("", *self.variants)]
         labels = study.mismatch.maps if group == "mismatch" else of_ablations
         return [label for label in labels if label != study.maps.main]
-
-    def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
-        budget = study.comparison(comparison).budget
-        rows = (ArmSpec("topk_phi", budget, maps) for maps in self.compared_maps(study, comparison))
-        own = (ArmSpec(name, budget) for name in study.own_methods(budget))
-        return (ArmSpec("full"), ArmSpec("topk", budget), *rows, *own)
 
     # ---- measurements ------------------------------------------------------------------------------------------------
 

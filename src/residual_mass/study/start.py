@@ -92,14 +92,11 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
     of_study = [plan.main.study]
     studies = {"estimate": of_study, "prefetch": of_study, "doctor": list(filter(plan.backbones_of, plan.studies))}
     for target in sorted(running & set(studies)):
-        found = [study_jobs(plan, workflow.rules, name) for name in studies[target]]
+        found = []
+        for name in studies[target]:
+            jobs = _jobs_behind(list(workflow.rules), [*plan.results(name), *plan.rendered(name)])
+            found.append(StudyJobs(name, plan.backbone_specs(name), tuple(jobs)))
         write_text(Path(paths.JOBS.format(target=target)), json.dumps([json.loads(to_json(each)) for each in found]))
-
-
-def study_jobs(plan: Plan, rules: Any, study: str) -> StudyJobs:
-    """All jobs of a study."""
-    targets = [*plan.results(study), *plan.rendered(study)]
-    return StudyJobs(study, plan.backbone_specs(study), tuple(_jobs_behind(list(rules), targets)))
 
 
 def _jobs_behind(rules: list[Any], targets: list[str]) -> Iterator[Job]:
