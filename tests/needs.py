@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,6 +88,7 @@ TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)
 KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
+KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spec("kvpress") is not None)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)

@@ -1,4 +1,4 @@
-"""Draws what one head leaves unread, for docs/moments.md: its scores, the fitted Gaussian, the cut, and their masses.
+"""Draws what one head leaves unread, for docs/methods.md: its scores, the fitted Gaussian, the cut, and their masses.
 
 python tools/head_scores.py ASSETS LAYER HEAD OUT.png    # ASSETS is results/assets of a mini study
 """

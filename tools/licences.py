@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -63,7 +64,7 @@ def page() -> str:
         "Packages of `requirements.lock`, with the licence in their metadata. This repository contains none of them.",
         "With torch for CUDA, pip also installs NVIDIA's libraries, which are not locked and have NVIDIA's licences.",
         "",
-        *table(("package", "version", "licence"), package_rows()),
+        *table(("licence", "packages"), package_rows()),
         "",
     ]
     return "\n".join(lines)
@@ -88,7 +89,9 @@ def hub_rows() -> Iterator[tuple[str, str, str]]:
     return ((name, use, HUB_LICENCES.get(name, SEE_PAGE)) for name, use in uses.items())
 
 
-def package_rows() -> Iterator[tuple[str, str, str]]:
+def package_rows() -> Iterator[tuple[str, str]]:
+    """Every licence with its packages and their versions, most packages first."""
+    packages = defaultdict[str, list[str]](list)
     for name, version in locked():
         try:
             package = metadata.distribution(name)
@@ -96,7 +99,9 @@ def package_rows() -> Iterator[tuple[str, str, str]]:
             raise ValueError(f"{name}: not installed; install requirements.lock first") from None
         if package.version.partition("+")[0] != version:
             raise ValueError(f"{name}: {package.version} is installed; install {version} of requirements.lock first")
-        yield name, version, stated_licence(package)
+        packages[stated_licence(package)].append(f"{name} {version}")
+    for licence in sorted(packages, key=lambda licence: (-len(packages[licence]), licence)):
+        yield licence, ", ".join(packages[licence])
 
 
 def locked() -> Iterator[tuple[str, str]]:

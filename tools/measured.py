@@ -1,9 +1,10 @@
-"""Fills the tables of README.md and docs/ with the numbers of a finished mini study.
+"""Fills the tables of README.md and docs/ with the numbers of a finished study, `mini` or `methods`.
 
     python tools/measured.py FOLDER [TABLE ...]    # the checkout that has its results/ and logs/; all tables, or some
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file. What is said about
-the numbers is written by hand, so read it again afterwards. Tables without such marks are of earlier or other studies.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file. Tables whose results
+the folder lacks stay as they are. What is said about the numbers is written by hand, so read it again afterwards.
+Tables without such marks are of earlier or other studies.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -24,6 +26,8 @@ from residual_mass.paper.titles import method_title
 
 ROOT = Path(__file__).parents[1]
 BACKBONE, MAIN_MAPS = "smol", "2k"
+METHODS_BACKBONE = "smol-methods"
+CORPORA = {"wiki": "Wikipedia", "cwe": "common words"}
 BYTES_OF = (
     "full", "topk", "topk_moments", "scan4", "scan4_moments", "scan4_regression_64", "scan3_regression_32",
     "group4_regression_64", "clusters_sums",
@@ -46,6 +50,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def read(folder: Path, pattern: str) -> pd.DataFrame:
     """The rows of the result files of a pattern, shortest length first."""
     paths = sorted((folder / "results").glob(pattern))
+    if not paths:
+        raise FileNotFoundError(f"{folder / 'results'} has no {pattern}")
     return pd.concat([pd.read_csv(path, keep_default_na=False, dtype=str) for path in paths], ignore_index=True)
 
 
@@ -120,14 +126,89 @@ def longbench(folder: Path) -> str:
 
 
 @table
-def attention_error(folder: Path) -> str:
-    rows = read(folder, f"diagnostics/accounting_{BACKBONE}.csv").query("corpus == 'wiki' and length == '1k'")
-    numbers = rows[["e_topk", "e_sub", "e_nosub"]].astype(float)
-    less = 1 - numbers.e_sub / numbers.e_topk
-    lines = zip(
-        rows.k, *(numbers[name].map("{:.3f}".format) for name in numbers), less.map("{:.0%}".format), strict=True
-    )
-    return markdown(["K", "TopK", "TopK+phi", "NoSub", "less error"], lines)
+def accounting(folder: Path) -> str:
+    """Errors with estimated and with true masses, and the error of the estimated mass, by setting and K."""
+    rows = read(folder, f"diagnostics/accounting_{BACKBONE}.csv")
+    lines = []
+    for _, row in rows.iterrows():
+        errors = (f"{float(row[name]):.3f}" for name in ("e_topk", "e_nosub", "e_sub", "e_exact_nosub"))
+        middle, *ends = (f"{float(row[f'log_z_error{end}']):+.2f}" for end in ("", "_ci_low", "_ci_high"))
+        lines.append([CORPORA[row.corpus], row.length, row.k, *errors, f"{middle} [{', '.join(ends)}]"])
+    return markdown(["text", "length", "K", "TopK", "NoSub", "TopK+phi", "ExactNoSub", "log-Z error"], lines)
+
+
+@table
+def claims(folder: Path) -> str:
+    """The verdict on every statement about single settings, with its number and interval."""
+    rows = read(folder, f"diagnostics/claims_{BACKBONE}.csv").query("corpus != 'all'")
+    places = [("wiki", "2k"), ("wiki", "1k"), ("cwe", "2k"), ("cwe", "1k")]
+    lines = [
+        [statement, *("; ".join(map(verdict, _at(group, corpus, length))) for corpus, length in places)]
+        for statement, group in rows.groupby("statement", sort=False)
+    ]
+    return markdown(["statement", *(f"{CORPORA[corpus]} {length}" for corpus, length in places)], lines)
+
+
+@table
+def claims_over_all(folder: Path) -> str:
+    """The verdict on every statement about all settings together."""
+    rows = read(folder, f"diagnostics/claims_{BACKBONE}.csv").query("corpus == 'all'")
+    return markdown(["statement", "verdict"], [[row.statement, verdict(row)] for row in rows.itertuples()])
+
+
+def _at(rows: pd.DataFrame, corpus: str, length: str) -> Iterable[Any]:
+    return rows[(rows.corpus == corpus) & (rows.length == length)].itertuples()
+
+
+def verdict(row: Any) -> str:
+    return f"{row.verdict}: {float(row.estimate):.2g} [{float(row.ci_low):.2g}, {float(row.ci_high):.2g}]"
+
+
+@table
+def methods_kl(folder: Path) -> str:
+    """KL of every method over that of TopK at the same budget."""
+    rows = read(folder, f"fidelity_{METHODS_BACKBONE}_*.csv")
+    rows = rows.query("metric == 'kl' and state == 'own' and continuation == 'following' and task == 'all'").copy()
+    rows["value"] = rows.value.astype(float)
+    place = ["text", "length", "budget_percent"]
+    reference = rows[rows.method == "topk"].set_index(place).value
+    rows["value"] /= [reference[key] for key in rows[place].itertuples(index=False, name=None)]
+    return by_method(rows, ["length", "text"], "value", "{:.3f}")
+
+
+@table
+def methods_error(folder: Path) -> str:
+    """Attention error of every method over that of TopK at the same budget, mean over texts."""
+    return by_method(_errors_of_methods(folder), ["length"], "over_topk", "{:.2f}")
+
+
+@table
+def methods_read(folder: Path) -> str:
+    """What a step reads and what is kept, in percent of full attention's cache, mean over texts."""
+    rows = _errors_of_methods(folder)
+    rows["value"] = 100 * rows.step_share
+    kept = rows.groupby(["length", "method"], sort=False).kept_share.mean()
+    lines = by_method(rows, ["length"], "value", "{:.1f}").splitlines()
+    ends = ["kept |", "--- |", *(f"{100 * share:.0f} |" for share in kept)]
+    return "\n".join(f"{line} {end}" for line, end in zip(lines, ends, strict=True))
+
+
+def _errors_of_methods(folder: Path) -> pd.DataFrame:
+    rows = read(folder, f"residual_errors_{METHODS_BACKBONE}_*.csv")
+    numbers = ["over_topk", "step_share", "kept_share"]
+    rows[numbers] = rows[numbers].astype(float)
+    return rows.groupby(["length", "method", "budget_percent"], sort=False)[numbers].mean().reset_index()
+
+
+def by_method(rows: pd.DataFrame, keys: list[str], value: str, form: str) -> str:
+    """A line for each method in each place of `keys`, a column for each budget."""
+    budgets = sorted({budget for budget in rows.budget_percent if budget}, key=float)
+    rows = rows[rows.budget_percent != ""]
+    lines = []
+    for (*place, method), group in rows.groupby([*keys, "method"], sort=False):
+        cells = dict(zip(group.budget_percent, group[value], strict=True))
+        lines.append([*place, title(method), *(form.format(cells[budget]) for budget in budgets)])
+    return markdown([*keys, "method", *(f"{budget} %" for budget in budgets)], lines)
 
 
 @table
@@ -189,9 +270,15 @@ def seconds(folder: Path) -> str:
 def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(TABLES)
 
-    def filled(found: re.Match[str]) -> str:
-        name = found[1]
-        return f"<!-- table: {name} -->\n{TABLES[name](folder)}\n<!-- end -->" if name in wanted else found[0]
+    def filled(mark: re.Match[str]) -> str:
+        name = mark[1]
+        if name not in wanted:
+            return mark[0]
+        try:
+            return f"<!-- table: {name} -->\n{TABLES[name](folder)}\n<!-- end -->"
+        except FileNotFoundError as lack:
+            print(f"{name} stays: {lack}")
+            return mark[0]
 
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text()

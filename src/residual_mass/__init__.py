@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from residual_mass.model.partial import partial_kv
     from residual_mass.model.phi_maps import PhiMaps
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["PackedCache", "PhiMaps", "__version__", "partial_decoding", "partial_generate", "partial_kv"]
 PLACES = {
     "PackedCache": "packed",

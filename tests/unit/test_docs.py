@@ -25,7 +25,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "number"), [("moments.md", 2), pytest.param("library.md", 3, marks=needs(KERNELS))])
+@pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 3, marks=needs(KERNELS))])
 def test_the_examples_of_a_page(
     page: str, number: int, tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

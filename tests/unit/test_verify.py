@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.needs import GIT, needs
 
-from residual_mass import cli, provenance, verify
+from residual_mass import __version__, cli, provenance, verify
 from residual_mass.files import read_json, sha256_of, write_json, write_text
 from residual_mass.provenance import Record, recorded, sidecar_of
 from residual_mass.recipes import RECIPES
@@ -191,13 +191,13 @@ def test_the_commit_is_that_of_a_checkout_of_this_project_alone(tmp_path: Path) 
         command = ["git", "-C", str(checkout), "-c", "user.name=T", "-c", "user.email=t@example.org", *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    assert version_of(package) == {"version": "0.1.0", "commit": None, "changed": None}
+    assert version_of(package) == {"version": __version__, "commit": None, "changed": None}
     git("init", "-q")
     git("add", "src")
     git("commit", "-q", "-m", "first")
     commit = git("rev-parse", "HEAD")
     (checkout / "results.csv").write_text("a file elsewhere is no change of the code")
-    assert version_of(package) == {"version": "0.1.0", "commit": commit, "changed": False}
+    assert version_of(package) == {"version": __version__, "commit": commit, "changed": False}
     with open(package / "files.py", "a", encoding="utf-8") as stream:
         stream.write("\n# changed\n")
     assert version_of(package)["changed"] is True
