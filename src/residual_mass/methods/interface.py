@@ -6,6 +6,7 @@ Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens, D = 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -84,17 +85,30 @@ class Seen(NamedTuple):
     """[..., R, L], as in `Choice`, for a residual with `uses_scan = True`."""
 
 
+Limits = Mapping[str, int | None]
+"""Largest values of parameters that are counts, of which the least is 1; None for no limit."""
+
+
 class Part:
     """A selector or a residual: a frozen dataclass of its parameters."""
 
     title: ClassVar[str] = ""
     """What legends call parts of this class, with mathematics in dollars; its name where it is empty."""
+    limits: ClassVar[Limits] = {}
+    """Of its parameters."""
     recipe: ClassVar[int] = 1
     """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
     fused: ClassVar[bool] = False
     """Whether `core.fused` has a fast decode step for it; for a residual, the state is then a `MomentState`, and the
     terms are `truncated_terms` of it.
     """
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a parameter outside its limits."""
+        for name, most in self.limits.items():
+            value = getattr(self, name)
+            if value < 1 or (most is not None and value > most):
+                raise ValueError(f"{name} is {value}, not {'1 or more' if most is None else f'between 1 and {most}'}")
 
 
 class Selector(Part, ABC):
@@ -304,13 +318,6 @@ def _identity(part: Any) -> dict[str, Any]:
     named = {"name": type(part).__name__, "recipe": part.recipe}
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     return named | {name: _identity(value) if is_dataclass(value) else value for name, value in values.items()}
-
-
-def check_range(name: str, value: int, most: int | None = None, of: str = "") -> None:
-    """Raises ValueError for a parameter below 1, or above `most`."""
-    if value < 1 or (most is not None and value > most):
-        allowed = f"1 or more{of}" if most is None else f"between 1 and {most}"
-        raise ValueError(f"{name} is {value}, not {allowed}")
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Method, Phi, Residual, Selector, Step, check_range
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Limits, Method, Phi, Residual, Selector, Step
 from residual_mass.methods.lazy import accounting, moments, selection, torch
 from residual_mass.methods.selectors import (
     CacheOnly,
@@ -45,6 +45,7 @@ class Moments(Residual):
     """
 
     title: ClassVar[str] = "moments"
+    limits: ClassVar[Limits] = {"parts": None}
     parts: int = 1
     """P. With more parts than tokens some stay empty."""
     split: Literal["blocks", "clusters"] = "clusters"
@@ -59,7 +60,7 @@ class Moments(Residual):
     """
 
     def __post_init__(self) -> None:
-        check_range("parts", self.parts)
+        super().__post_init__()
         if self.split not in ("blocks", "clusters"):
             raise ValueError(f"split {self.split!r} is unknown; known are blocks, clusters")
         if self.dtype not in ("float32", "bfloat16"):
@@ -159,9 +160,7 @@ class Centroids(Residual):
     title: ClassVar[str] = "centroids"
     clusters: int
     """P, at most 32,767. With more clusters than tokens some stay empty."""
-
-    def __post_init__(self) -> None:
-        check_range("clusters", self.clusters, 2**15 - 1)
+    limits: ClassVar[Limits] = {"clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
         return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
@@ -208,10 +207,7 @@ class ImportanceSample(Residual):
     """S, tokens that are read besides the budget's; a token may be drawn twice."""
     clusters: int = 64
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_range("draws", self.draws)
-        Centroids(self.clusters)
+    limits: ClassVar[Limits] = {"draws": None, "clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         inside = torch.rand(self.draws, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
@@ -292,9 +288,7 @@ class ScanRegression(Residual):
     """P, of k-means of the keys."""
     recipe: ClassVar[int] = 2
     uses_scan: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range("clusters", self.clusters, 2**15 - 2)
+    limits: ClassVar[Limits] = {"clusters": 2**15 - 2}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
         return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
@@ -404,10 +398,7 @@ class QuantisedValues(Residual):
     """Channels of a group, at most; D where it is less."""
     uses_scan: ClassVar[bool] = True
     holds_values: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, 8)
-        check_range("group", self.group, of=" channels")
+    limits: ClassVar[Limits] = {"bits": 8, "group": None}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
         groups = values.split(self.group, -1)

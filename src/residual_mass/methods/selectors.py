@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Selector, Step, best_of, check_range
+from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Limits, Selector, Step, best_of
 from residual_mass.methods.lazy import moments, selection, torch
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ class QuantisedScan(Selector):
     bits: int = 4
     block: int = 64
     """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
-
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, 8)
-        check_range("block", self.block, of=" tokens")
+    limits: ClassVar[Limits] = {"bits": 8, "block": None}
 
     @property
     def fused(self) -> bool:
@@ -110,9 +107,7 @@ class Channels(Selector):
     title: ClassVar[str] = "principal channels"
     channels: int = 16
     """C."""
-
-    def __post_init__(self) -> None:
-        check_range("channels", self.channels)
+    limits: ClassVar[Limits] = {"channels": None}
 
     def prepare(self, keys: Tensor, mid: Tensor) -> PrincipalKeys:
         weights = mid.expand(keys.shape[:-1]).to(keys.dtype).unsqueeze(-1)
@@ -150,9 +145,7 @@ class Pages(Selector):
     title: ClassVar[str] = "pages by bounds"
     size: int = 16
     """S."""
-
-    def __post_init__(self) -> None:
-        check_range("size", self.size, of=" tokens")
+    limits: ClassVar[Limits] = {"size": None}
 
     def prepare(self, keys: Tensor, mid: Tensor) -> Bounds:
         return bounds_of(keys, mid, self.size)
@@ -197,9 +190,7 @@ class WholeClusters(Selector):
     size: int = 16
     """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
     recipe: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        check_range("size", self.size, of=" tokens")
+    limits: ClassVar[Limits] = {"size": None}
 
     def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
         cluster, clusters = moments.clusters_of(keys, mid, self.size), -(-keys.shape[-2] // self.size)
@@ -275,9 +266,7 @@ class Reranked(Wrapped):
 
     margin: int = 16
     """Tokens whose keys a query head reads besides those of the budget."""
-
-    def __post_init__(self) -> None:
-        check_range("margin", self.margin, of=" tokens")
+    limits: ClassVar[Limits] = {"margin": None}
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         wider = self.scan.select(queries, scores, state, mid, k + self.margin, layout)
