@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -165,22 +164,15 @@ def test_training_lowers_the_held_out_error(make: Make, files: Files, objective:
     assert float(last["e_sub"]) < float(first["e_sub"])
 
 
-def poison_after_saving(trainer: Trainer, poison: Callable[[PhiMaps], None]) -> None:
-    save = trainer.save_checkpoint
-
-    def poisoned(path: Path) -> None:
-        save(path)
-        poison(trainer.learners[0].maps)
-
-    trainer.save_checkpoint = poisoned  # type: ignore[method-assign]
-
-
 def test_a_loss_that_is_nan_stops_with_its_place_and_keeps_the_checkpoint(make: Make, files: Files) -> None:
-    def poison(maps: PhiMaps) -> None:
-        maps.query[2].out.data[3, 0, 0] = torch.nan
-
     t = make()
-    poison_after_saving(t, poison)
+    save = t.save_checkpoint
+
+    def saved_and_poisoned(path: Path) -> None:
+        save(path)
+        t.learners[0].maps.query[2].out.data[3, 0, 0] = torch.nan
+
+    t.save_checkpoint = saved_and_poisoned  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"ours: the loss is nan in layer 2, head 3, step 5 \(the last checkpoint"):
         t.train(*files)
     fresh = make()
