@@ -33,27 +33,18 @@ TOKEN = 2 * 64 * BFLOAT16
 """Bytes of a key and a value."""
 
 
-def test_full_attention_reads_every_key_and_value() -> None:
+def test_what_a_step_reads_by_hand() -> None:
     assert full_bytes(STEP) == 2048 * TOKEN == step_bytes(method_named("full"), STEP).total
-
-
-def test_an_oracle_reads_every_key_and_the_values_that_it_takes() -> None:
-    read = step_bytes(method_named("topk"), STEP)
-    assert read == (2048 * 64 * 2, 63 * 64 * 2, 0)
-
-
-def test_a_scan_of_four_bits_with_moments_by_hand() -> None:
-    read = step_bytes(method_named("scan4_moments"), STEP)
-    assert read.scan == 2048 * 64 / 2 + 2048 / 64 * 2 * 64 * 2
-    assert read.rows == 63 * TOKEN
-    assert read.summary == 4 * (2 * 64**2 + 2 * 64 + 2)
-    assert 0.23 < read.total / full_bytes(STEP) < 0.24
-
-
-def test_maps_read_their_summary_and_the_features_of_what_is_subtracted() -> None:
-    plain, subtracted = (step_bytes(method_named(name), STEP).summary for name in ("topk_phi_nosub", "topk_phi"))
-    assert plain == 64 * 65 * 4 and subtracted - plain == 43 * 64 * 4
-    assert step_bytes(method_named("topk_phi_nosub"), STEP._replace(features=128)).summary == 2 * plain
+    keys, values, summary = 2048 * 64 * 2, 63 * 64 * 2, 64 * 65 * 4
+    codes = 2048 * 64 / 2 + 2048 / 64 * 2 * 64 * 2
+    for name, expected in {
+        "topk": (keys, values, 0),
+        "topk_phi_nosub": (keys, values, summary),
+        "topk_phi": (keys, values, summary + 43 * 64 * 4),  # and the features of what is subtracted
+        "scan4_moments": (codes, 63 * TOKEN, 4 * (2 * 64**2 + 2 * 64 + 2)),
+    }.items():
+        assert step_bytes(method_named(name), STEP) == expected
+    assert step_bytes(method_named("topk_phi_nosub"), STEP._replace(features=128)).summary == 2 * summary
 
 
 SELECTORS = dict.fromkeys([*(one.selector for one in METHODS if one.selector), QuantisedScan(2)])
