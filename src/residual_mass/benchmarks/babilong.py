@@ -35,7 +35,7 @@ SENTENCES = re.compile(r"(?!CHAPTER )[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
 
 
 def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path) -> list[Doc]:
-    """The first `count` examples of a task, `{"input", "question", "target"}` and the story's `"facts"`.
+    """Returns the first `count` examples of a task, `{"input", "question", "target"}` and the story's `"facts"`.
 
     Raises:
         DoesNotFitError: the facts and the harness's template take more than `length` tokens.
@@ -60,7 +60,7 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
 
 
 def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Callable[[str], int], room: int) -> str:
-    """The facts at random places between as many sentences as fill `room` tokens.
+    """Returns the facts at random places between as many sentences as fill `room` tokens.
 
     Only the last sentence may be cut. Where its words do not fill the room exactly, the run of sentences begins one
     later.
@@ -89,7 +89,7 @@ def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Call
 def _filled(
     facts: Sequence[str], places: Sequence[float], sentences: Sequence[str], size: Callable[[str], int], room: int
 ) -> str:
-    """The facts between as many words of the sentences as fit `room` tokens."""
+    """Returns the facts between as many words of the sentences as fit `room` tokens."""
     words = [sentence.split(" ") for sentence in sentences]
 
     def text(count: int) -> str:
@@ -99,7 +99,7 @@ def _filled(
 
 
 def _between(facts: Sequence[str], sentences: Sequence[str], places: Sequence[float]) -> str:
-    """Facts and sentences, each fact at its share (from 0 to 1) of the way through the sentences."""
+    """Returns facts and sentences, each fact at its share (from 0 to 1) of the way through the sentences."""
     parts: list[str] = []
     passed = 0
     for fact, place in zip(facts, places, strict=True):
@@ -110,7 +110,7 @@ def _between(facts: Sequence[str], sentences: Sequence[str], places: Sequence[fl
 
 
 def _first_words(sentences: Sequence[Sequence[str]], count: int) -> list[str]:
-    """The sentences up to the `count`-th word; a sentence cut there ends in a full stop."""
+    """Returns the sentences up to the `count`-th word; a sentence cut there ends in a full stop."""
     found = []
     for words in sentences:
         if count <= 0:
@@ -122,7 +122,7 @@ def _first_words(sentences: Sequence[Sequence[str]], count: int) -> list[str]:
 
 
 def _most(size: Callable[[int], int], room: int, high: int) -> int:
-    """The largest count whose size is at most `room`, among 0 to `high`.
+    """Returns the largest count whose size is at most `room`, among 0 to `high`.
 
     Each step tokenises a whole prompt, so it interpolates, as sizes grow almost evenly with the count.
     """
@@ -140,7 +140,7 @@ def _most(size: Callable[[int], int], room: int, high: int) -> int:
 
 @cache
 def read_paragraphs(folder: Path) -> tuple[str, ...]:
-    """Paragraphs of prose of all books in a folder, each on one line, without Project Gutenberg's own text.
+    """Returns paragraphs of prose of all books in a folder, each on one line, without Project Gutenberg's own text.
 
     Raises:
         ValueError: there are none.
@@ -168,7 +168,7 @@ def _is_prose(block: str) -> bool:
 
 @cache
 def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
-    """NLTK's sentence splitter for English with the tables of the assets.
+    """Returns NLTK's sentence splitter for English with the tables of the assets.
 
     Raises:
         ValueError: the tables are missing.
@@ -188,8 +188,8 @@ def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
 
 
 def read_on(paragraphs: Sequence[str], split: Callable[[str], list[str]], rng: Random, words: int) -> list[str]:
-    """Sentences from a random paragraph on, with more than `words` words after the first RUNS. After the last book, the
-    first one follows.
+    """Returns sentences from a random paragraph on, with more than `words` words after the first RUNS. After the last
+    book, the first one follows.
     """
     at, found, read = rng.randrange(len(paragraphs)), [], 0
     while read <= words:

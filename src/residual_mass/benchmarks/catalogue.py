@@ -47,7 +47,7 @@ class Task:
     without_hub: Data = "original"
 
     def data(self, data_source: str) -> Data:
-        """The origin of examples from `data_source` (`assets` or `hub`)."""
+        """Returns the origin of examples from `data_source` (`assets` or `hub`)."""
         return "original" if data_source == "hub" else self.without_hub
 
 
@@ -95,7 +95,7 @@ def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
 
 
 def parts_of(benchmark: str, length_tokens: int) -> dict[str, HubPart]:
-    """The parts of data sets on the hub that a benchmark reads at a length, by task; RULER's tasks share one.
+    """Returns the parts of data sets on the hub that a benchmark reads at a length, by task; RULER's tasks share one.
 
     Raises:
         ValueError: as `tasks_of`, or the data set has no such length, or the benchmark has no entry here.
@@ -115,7 +115,7 @@ def parts_of(benchmark: str, length_tokens: int) -> dict[str, HubPart]:
 
 
 def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
-    """The tasks that do not fit `length_tokens`, each with the reason."""
+    """Returns the tasks that do not fit `length_tokens`, each with the reason."""
     return {
         task.name: f"needs at least {task.shortest} tokens, the length is {length_tokens}"
         for task in _known(benchmark)
@@ -124,12 +124,12 @@ def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
 
 
 def task_named(benchmark: str, name: str) -> Task:
-    """The task `name` of a benchmark."""
+    """Returns the task `name` of a benchmark."""
     return next(task for task in _known(benchmark) if task.name == name)
 
 
 def metric_of(benchmark: str, task: str | None = None) -> Metric:
-    """The metric of a task, or of the mean over all tasks of the benchmark."""
+    """Returns the metric of a task, or of the mean over all tasks of the benchmark."""
     tasks = _known(benchmark) if task is None else [task_named(benchmark, task)]
     return metric_of_mean(each.metric for each in tasks)
 
@@ -145,7 +145,7 @@ class DoesNotFitError(Exception):
 
 
 def harness_config(benchmark: str, task: str) -> dict[str, Any]:
-    """The harness's configuration of a task, with its functions resolved."""
+    """Returns the harness's configuration of a task, with its functions resolved."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -156,7 +156,7 @@ def harness_config(benchmark: str, task: str) -> dict[str, Any]:
 
 
 def harness_task(benchmark: str, task: str, docs: list[Doc]) -> Any:
-    """The harness's task object (ConfigurableTask) with the given examples as its data set."""
+    """Returns the harness's task object (ConfigurableTask) with the given examples as its data set."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -167,14 +167,14 @@ def harness_task(benchmark: str, task: str, docs: list[Doc]) -> Any:
 
 
 def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[Request]:
-    """What the harness would send for each example, few-shot examples included."""
+    """Returns what the harness would send for each example, few-shot examples included."""
     built = harness_task(benchmark, task, docs)
     built.build_all_requests()
     return [instance.args for instance in built.instances]
 
 
 def sentence_tables(nltk_data: Path) -> Path:
-    """A folder of NLTK's tables; raises ValueError where it lacks those for sentences."""
+    """Returns a folder of NLTK's tables; raises ValueError where it lacks those for sentences."""
     if not (nltk_data / "tokenizers" / "punkt_tab" / "english").is_dir():
         raise ValueError(f"{nltk_data}: no tokenizers/punkt_tab/english in it; run the assets stage")
     return nltk_data

@@ -33,7 +33,7 @@ FIDELITY = (
 
 
 def decoding_words(settings: Decoding, truncate_to: str) -> str:
-    """What tells one way to generate a benchmark's texts from another, for its result CSV."""
+    """Returns what tells one way to generate a benchmark's texts from another, for its result CSV."""
     parts = {
         "chat template": settings.chat_template,
         f"up to {settings.answer_margin} tokens past the references": settings.answer_margin is not None,

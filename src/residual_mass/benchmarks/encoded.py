@@ -29,7 +29,7 @@ class Example:
 
 
 def encoded(decoding: Decoding, truncate_to: str, prompt: Prompt, tokenizer: Any) -> Example:
-    """The prompt's tokens, cut on the left where they leave no room for the answer within `truncate_to`.
+    """Returns the prompt's tokens, cut on the left where they leave no room for the answer within `truncate_to`.
 
     Raises:
         ValueError: the answer alone is longer than `truncate_to`.
@@ -57,7 +57,7 @@ def cut_to(ids: list[int], room: int, front: Sequence[int]) -> tuple[list[int], 
 
 
 def _limit(decoding: Decoding, prompt: Prompt, tokenizer: Any) -> int:
-    """Maximum number of generated tokens: the harness's limit, or less where references bound the answer."""
+    """Returns the most generated tokens: the harness's limit, or less where references bound the answer."""
     if decoding.answer_margin is None:
         return prompt.max_generation_tokens
     references = [tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(prompt.doc)]
@@ -65,7 +65,7 @@ def _limit(decoding: Decoding, prompt: Prompt, tokenizer: Any) -> int:
 
 
 def reference_texts(doc: dict[str, Any]) -> list[str]:
-    """Right answers: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
+    """Returns the right answers: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
     if "outputs" in doc:
         return [" ".join(doc["outputs"])]
     return list(doc["answers"]) if "answers" in doc else [doc["target"]]

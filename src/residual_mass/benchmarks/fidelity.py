@@ -84,7 +84,7 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
 
 
 def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
-    """The tokens with the metrics of each, and the number of their `arm`."""
+    """Returns the tokens with the metrics of each, and the number of their `arm`."""
     delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
     arm = forced.groupby(ARM, sort=False, dropna=False).ngroup()
     document = [forced[name] for name in (*PLACE, "task", "index")]
@@ -95,7 +95,7 @@ def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: bool) -> pd.DataFrame:
-    """The lines of all arms over these tasks, with `over_tokens` those of root mean squares and quantiles, too."""
+    """Returns the lines of all arms over these tasks; `over_tokens` adds those of root mean squares and quantiles."""
     some = next(iter(tasks.values()))
     arms = some.groupby("arm")[[*ARM, "phi_sha"]].first()
     greedy = some["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
@@ -120,8 +120,8 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
 
 
 def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.DataFrame:
-    """The rate of first differences of every arm on one text: drafts with a difference per token drafted up to and with
-    it. Documents are resampled with all of their drafts.
+    """Returns the rate of first differences of every arm on one text: drafts with a difference per token drafted up to
+    and with it. Documents are resampled with all of their drafts.
 
     Args:
         tokens: of forced drafts, those of a draft one after the other; `first` says which the arm gets right.
@@ -158,14 +158,14 @@ def _by_document(tokens: pd.DataFrame, names: list[str]) -> np.ndarray:
 
 
 def _lines(found: Means, metrics: list[str], arms: pd.Index | list[int]) -> pd.DataFrame:
-    """A line for each metric and arm, in this order."""
+    """Returns a line for each metric and arm, in this order."""
     return found.frame.set_axis(pd.MultiIndex.from_product([metrics, arms], names=["metric", "arm"]))
 
 
 def _gains(
     spec: FidelitySpec, values: Mapping[str, np.ndarray], metrics: list[str], arms: pd.DataFrame
 ) -> pd.DataFrame:
-    """The differences of methods with a residual estimate to topk at the same budget, where there is one."""
+    """Returns the differences of methods with a residual estimate to topk at the same budget, where there is one."""
     places = list(enumerate(zip(arms["method"], arms["budget_percent"], strict=True)))
     topk = {budget: place for place, (method, budget) in places if method == "topk"}
     pairs = [(place, topk[budget]) for place, (method, budget) in places if method != "topk" and budget in topk]
@@ -180,7 +180,7 @@ def _gains(
 
 
 def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd.Index) -> Iterator[pd.DataFrame]:
-    """The root mean square and the quantiles over the tokens of all documents."""
+    """Yields the root mean square and the quantiles over the tokens of all documents."""
     resampling = spec.bootstrap_resamples, spec.seed
     squares = means({task: _by_document(part, ["delta_p_squared"])[0] for task, part in tasks.items()}, *resampling)
     roots = Means(squares.value**0.5, np.full(len(arms), np.nan), squares.draws**0.5)
@@ -197,7 +197,8 @@ def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd
 
 
 def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray, shares: Sequence[float]) -> Means:
-    """Quantiles over tokens, interpolated linearly between neighbours, with resampled documents; a row for each share.
+    """Returns quantiles over tokens, interpolated linearly between neighbours, with resampled documents; a row for each
+    share.
 
     Args:
         values: [N]; document: [N], the number of each token's document.
@@ -220,7 +221,7 @@ def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray
 
 
 def _written(value: Any) -> Any:
-    """Six significant digits, for a KL may be as small as 1e-6; what is not known is empty."""
+    """Formats numbers with six significant digits, as a KL may be 1e-6; what is not known is empty."""
     if isinstance(value, float):
         return "" if np.isnan(value) else f"{value + 0.0:.6g}"  # adding zero removes the sign of -0.0
     return value

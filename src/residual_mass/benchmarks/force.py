@@ -92,7 +92,7 @@ class Continuation:
         return f"{self.task or self.text} {kind} {self.index}"
 
     def seen(self, answer: Sequence[int]) -> Iterator[int]:
-        """For every token what the prompt has of it: 0 nothing, 1 the token, 2 the bigram that it ends."""
+        """Yields for every token whether the prompt has it: 0 no, 1 the token, 2 the bigram that it ends."""
         tokens, bigrams = self._in_prompt
         for bigram in pairwise((self.prompt[-1], *answer)):
             yield (bigram[1] in tokens) + (bigram in bigrams)
@@ -162,7 +162,7 @@ def write_forced(
 
 
 def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
-    """The documents of the spec's held-out corpora."""
+    """Yields the documents of the spec's held-out corpora."""
     length = tokens_of(spec.length)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
@@ -189,7 +189,7 @@ def following(
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
-    """A benchmark's prompts, each with its right answer and with the answer that full attention will give."""
+    """Yields a benchmark's prompts, each with its right answer and with the answer that full attention will give."""
     for asked, manifest in zip(spec.asked, prompts, strict=True):
         content = load_manifest(manifest)
         require_prompts_of(manifest, asked.benchmark, spec.length, spec.backbone.tokenizer)
@@ -252,8 +252,8 @@ def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) 
 
 
 def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[Row]]:
-    """The rows of one prompt's continuations, those of a state together: a resumed run then decodes the same arms side
-    by side, and rounds as an undisturbed one.
+    """Yields the rows of one prompt's continuations, those of a state together: a resumed run then decodes the same
+    arms side by side, and rounds as an undisturbed one.
     """
     for continuation in dict.fromkeys(each.continuation for each in wanted):
         prompt, answer = continuation.prompt, continuation.answer
@@ -275,7 +275,7 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[
 
 
 def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[Any]]:
-    """Distances of an arm from full attention, token by token.
+    """Returns distances of an arm from full attention, token by token.
 
     Args:
         full, arm: [T, V] log-probabilities of the next token.

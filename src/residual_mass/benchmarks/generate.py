@@ -122,8 +122,8 @@ def _known(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, sh
 
 
 def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
-    """Batches of examples with similar answer lengths, then similar prompt lengths. A step costs little more for many
-    rows than for few, so batches should stay full to their end, with little padding.
+    """Yields batches of examples with similar answer lengths, then similar prompt lengths. A step costs little more for
+    many rows than for few, so batches should stay full to their end, with little padding.
     """
     rest = sorted(wanted, key=lambda each: (-each.example.limit, -len(each.example.ids)))
     while rest:
@@ -133,7 +133,7 @@ def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
 
 
 def _fitting(batch: Sequence[Wanted], tokens: int) -> int:
-    """How many of the examples, at least one, fit into so many prompt tokens, padding included."""
+    """Returns how many of the examples, at least one, fit into so many prompt tokens, padding included."""
     size = 1
     while size < len(batch) and _padded(batch[: size + 1]) <= tokens:
         size += 1
@@ -196,7 +196,8 @@ class BatchLimit:
 def _decoded(
     spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, batch: Sequence[Wanted], limit: BatchLimit
 ) -> list[list[Generation]]:
-    """Generations by [example][arm]. After running out of memory, this and later batches are decoded in smaller parts.
+    """Returns generations by [example][arm]. After running out of memory, this and later batches are decoded in smaller
+    parts.
 
     Raises:
         ValueError: a single example does not fit, or its values are not finite.

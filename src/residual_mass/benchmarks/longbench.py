@@ -69,8 +69,8 @@ class Draft:
 
 
 def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, assets: Path) -> list[Doc]:
-    """The first `count` examples, or all where there are fewer, in the fields of the hub's data set. With their answer
-    they take at most `length` tokens.
+    """Returns the first `count` examples, or all where there are fewer, in the fields of the hub's data set. With their
+    answer they take at most `length` tokens.
 
     Raises:
         DoesNotFitError: not one example fits.
@@ -92,7 +92,7 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
 
 
 def _longest_that_fits(draft: Draft, config: dict[str, Any], tokens: Callable[[str], int], length: int) -> Doc | None:
-    """None where not even the needed parts fit."""
+    """Returns the longest example that fits; None where not even the needed parts do."""
     from lm_eval.utils import apply_template
 
     answer_tokens = min(config["generation_kwargs"]["max_gen_toks"], tokens(draft.answer) + ANSWER_MARGIN)
@@ -183,7 +183,7 @@ def _items(assets: Path) -> list[Doc]:
 
 
 def _for_musique(item: Doc) -> bool:
-    """Depends on the item only, so that the two tasks never share one."""
+    """Whether an item is one of MuSiQue's; decided by the item alone, so that the two tasks share none."""
     return hashlib.sha256(item["_id"].encode()).digest()[0] % 2 == 1
 
 
@@ -204,12 +204,12 @@ def _supporting_passages(item: Doc) -> list[Passage]:
 
 
 def _all_passages(items: list[Doc]) -> list[Passage]:
-    """One per title; a few titles come with two versions of their text."""
+    """Returns one passage per title; a few titles come with two versions of their text."""
     return list({passage.title: passage for item in items for passage in _passages(item)}.values())
 
 
 def _fillers(pool: list[Passage], own: list[Passage], length: int, rng: Random) -> list[Passage]:
-    """Passages to fill an example up with, in random order and without its own."""
+    """Returns passages to fill an example up with, in random order and without its own."""
     titles = {passage.title for passage in own}
     drawn = rng.sample(pool, min(len(pool), length // FILLER_TOKENS))
     return [passage for passage in drawn if passage.title not in titles]

@@ -88,7 +88,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
 
 
 def examples_of(spec: PromptsSpec, task: str, tokenizer: Any, assets: Path) -> list[Doc]:
-    """The first examples of a task, as many as the spec wants or there are.
+    """Returns the first examples of a task, as many as the spec wants or there are.
 
     Raises:
         DoesNotFitError: too few fit the length.

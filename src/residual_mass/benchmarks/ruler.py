@@ -43,7 +43,7 @@ MARGIN = 32
 
 
 def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, data: Replacements) -> list[Doc]:
-    """The first `count` examples of a task, from `assets_data` or `harness_data`.
+    """Returns the first `count` examples of a task, from `assets_data` or `harness_data`.
 
     The generators leave out samples that do not fit, so more are drawn until there are enough. Samples are drawn in
     sequence from one generator of random numbers, so examples do not depend on `count`.
@@ -62,7 +62,7 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
 
 
 def harness_data(assets: Path) -> Replacements:
-    """The harness's downloads: its essays on the hub and both QA sets, of which the assets hold exact copies.
+    """Returns the harness's downloads: its essays on the hub and both QA sets, of which the assets hold exact copies.
 
     Raises:
         ValueError: offline, and the QA sets of the assets are others.
@@ -95,7 +95,7 @@ def _use_sentence_tables(assets: Path) -> None:
 
 
 def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Replacements:
-    """The names to replace so that a generator reads these QA sets (by the names in QUESTIONS) and essays."""
+    """Returns the names to replace so that a generator reads these QA sets (by the names in QUESTIONS) and essays."""
 
     def words() -> list[str]:
         return re.sub(r"\s+", " ", essays()).split(" ")
@@ -118,7 +118,7 @@ def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Repl
 
 
 def _reading_paths(download: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The harness's `download_json`, which then accepts the path of a JSON file as well."""
+    """Returns the harness's `download_json`, which then accepts the path of a JSON file as well."""
     return lambda place: download(place) if place.startswith(("http://", "https://")) else read_json(Path(place))
 
 

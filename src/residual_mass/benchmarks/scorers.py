@@ -73,7 +73,7 @@ def _stay_in(benchmark: str, text: str, references: Iterable[str]) -> bool:
 
 
 def _named_labels(task: str, doc: Doc, text: str) -> set[str]:
-    """Labels of the task in the answer, without those of the question, which are never the target."""
+    """Returns the labels of the task in the answer, without those of the question, which are never the target."""
     answer, question = text.lower(), doc["question"].lower()
     for end in ANSWER_ENDS:
         answer = answer.partition(end)[0]

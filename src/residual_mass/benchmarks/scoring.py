@@ -71,7 +71,7 @@ def join(results: Sequence[Path], out: Path) -> None:
 def collect(
     generations: Sequence[Path], examples: Mapping[str, Sequence[Prompt]], arms: Sequence[ArmSpec] | None = None
 ) -> pd.DataFrame:
-    """The rows of all files, ordered by task, arm and example; a file may hold some tasks or arms only.
+    """Returns the rows of all files, ordered by task, arm and example; a file may hold some tasks or arms only.
 
     Args:
         generations: the files.
@@ -117,7 +117,7 @@ def _name(task: str, arm: ArmSpec) -> str:
 
 
 def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """The lines of all arms over the tasks of `rows`, as text; what is not known is empty.
+    """Returns the lines of all arms over the tasks of `rows`, as text; what is not known is empty.
 
     Methods with a residual estimate are compared with topk at the same budget, and all arms with full.
     """
@@ -174,7 +174,9 @@ def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFr
 
 
 def _better_than_full(task: str, gaps: pd.DataFrame, metric: Metric) -> set[ArmSpec]:
-    """The arms significantly better than full, Holm-adjusted over the partial arms of the task; each is reported."""
+    """Returns the arms significantly better than full, Holm-adjusted over the partial arms of the task; each is
+    reported.
+    """
     adjusted = pd.Series(holm(gaps["full_gap_p"]), gaps.index)
     beating = {arm for arm in gaps.index if metric.better(gaps["full_gap"][arm], 0) and adjusted[arm] < SIGNIFICANT}
     for arm in sorted(beating, key=_canonical):

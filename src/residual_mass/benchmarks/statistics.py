@@ -51,7 +51,7 @@ class Means:
 
 
 def means(tasks: Tasks, resamples: int, seed: int) -> Means:
-    """Means of every row, with resamples drawn within each task."""
+    """Returns the means of every row, with resamples drawn within each task."""
     value, errors, draws = [], [], np.zeros(1)
     for task, values in tasks.items():
         rows, n = values.shape
@@ -64,12 +64,12 @@ def means(tasks: Tasks, resamples: int, seed: int) -> Means:
 
 
 def percentile_interval(draws: np.ndarray) -> np.ndarray:
-    """Percentile bootstrap interval, [..., resamples] -> [2, ...]."""
+    """Returns the percentile bootstrap interval, [..., resamples] -> [2, ...]."""
     return np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=-1)
 
 
 def resampled(n: int, resamples: int, seed: int, task: str) -> Iterator[np.ndarray]:
-    """How often each of n examples is drawn: [resamples, n], in chunks."""
+    """Yields how often each of n examples is drawn: [resamples, n], in chunks."""
     rng = _generator(f"{seed} {task}")
     for size in _chunks(resamples):
         cells = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
@@ -77,7 +77,7 @@ def resampled(n: int, resamples: int, seed: int, task: str) -> Iterator[np.ndarr
 
 
 def sign_flip_p(differences: Tasks, permutations: int, seed: int) -> np.ndarray:
-    """Two-sided p-value [rows] of the paired sign-flip permutation test that the mean difference is 0.
+    """Returns the two-sided p-value [rows] of the paired sign-flip permutation test that the mean difference is 0.
 
     Exact for up to EXACT non-zero differences, else Monte Carlo with so many permutations.
     """
@@ -109,7 +109,7 @@ def _all_signs(n: int) -> np.ndarray:
 
 
 def minimal_detectable_effect(stderr: np.ndarray) -> np.ndarray:
-    """The true mean difference that a two-sided 5 % test finds with 80 % power.
+    """Returns the true mean difference that a two-sided 5 % test finds with 80 % power.
 
     NaN where differences have no spread, as with a single example or ties only.
     """
@@ -118,7 +118,8 @@ def minimal_detectable_effect(stderr: np.ndarray) -> np.ndarray:
 
 
 def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Interval of a mean of skewed values that are not negative, such as divergences: Student's t on its logarithm.
+    """Returns the interval of a mean of skewed values that are not negative, such as divergences: Student's t on its
+    logarithm.
 
     Resampling 6 to 16 such values covers their mean in 77 to 90 % of samples, not in 95, as the largest values are
     seldom among them. Here the standard error of each task is the larger of two: the sample's, and what its logarithms
@@ -137,7 +138,7 @@ def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def _relative_error(values: np.ndarray) -> float:
-    """Standard error of the mean of values >= 0 over their mean; of zeros, 0."""
+    """Returns the standard error of the mean of values >= 0 over their mean; of zeros, 0."""
     n, mean = len(values), values.mean()
     of_sample = values.std(ddof=1) / np.sqrt(n) / mean if mean else 0.0
     if not values.all():  # no logarithm
@@ -148,8 +149,8 @@ def _relative_error(values: np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values in the given order. Rejecting those below alpha bounds the probability of any false
-    rejection by alpha, however the tests depend on each other.
+    """Returns Holm's adjusted p-values in the given order. Rejecting those below alpha bounds the probability of any
+    false rejection by alpha, however the tests depend on each other.
     """
     p = np.array(p_values, dtype=np.float64)
     order = p.argsort(kind="stable")

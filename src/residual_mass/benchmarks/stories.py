@@ -87,7 +87,7 @@ class World:
         self.holder: dict[str, str] = {}
 
     def next_event(self, rng: Random) -> Event:
-        """A random possible event, applied to the world."""
+        """Returns a random possible event, applied to the world."""
         who = rng.choice(self.kind.people)
         possible = {act: events for act in self.kind.acts if (events := self._possible(who, act))}
         (act,) = rng.choices(list(possible), [self.kind.acts[act] for act in possible])
@@ -118,7 +118,7 @@ class World:
 
 
 def tell(kind: str, rng: Random) -> Story:
-    """A story of kind `qa1` to `qa5`."""
+    """Returns a story of kind `qa1` to `qa5`."""
     if kind == "qa4":
         return _tell_of_places(rng)
     told = KINDS[kind]
@@ -174,7 +174,7 @@ def where_was_a_thing(events: Sequence[Event]) -> list[Question]:
 
 
 def trails(events: Sequence[Event]) -> dict[str, list[str]]:
-    """The places of each thing in order, as far as the story tells.
+    """Returns the places of each thing in order, as far as the story tells.
 
     The place of a person may first become known from a thing that the person takes. Only the beginning of a trail can
     be unknown, as things move from known places to known places.
@@ -204,7 +204,7 @@ def trails(events: Sequence[Event]) -> dict[str, list[str]]:
 
 
 def about_gifts(question: str, asked: Literal["who", "what", "whom"]) -> Callable[[Sequence[Event]], list[Question]]:
-    """A finder of the questions with these words that all gifts of the story answer alike."""
+    """Returns a finder of the questions with these words that all gifts of the story answer alike."""
 
     def find(events: Sequence[Event]) -> list[Question]:
         answers: dict[str, set[str]] = {}

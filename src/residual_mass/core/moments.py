@@ -127,7 +127,7 @@ def from_own(x: Tensor, means: Tensor, part: Tensor) -> Tensor:
 
 
 def merged(first: MomentState, second: MomentState) -> MomentState:
-    """The moments of both sets of tokens together, part by part (Chan, Golub and LeVeque, 1983).
+    """Returns the moments of both sets of tokens together, part by part (Chan, Golub and LeVeque, 1983).
 
     Where the parts of `first` share their covariances, so do those of the result; `second` has its own.
     """
@@ -190,7 +190,7 @@ def _summed(moments: MomentState, parts: PartTerms) -> Terms:
 
 
 def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) -> PartTerms:
-    """The same part by part."""
+    """Returns the same part by part."""
     mean, variance, slope = _scores(queries, moments)
     log_mass, factor = _cut(mean, variance, threshold.unsqueeze(-1))
     log_mass = log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
@@ -200,7 +200,7 @@ def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) ->
 def rest_terms(
     queries: Tensor, moments: MomentState, threshold: Tensor, scores: Tensor, values: Tensor, read: Tensor
 ) -> Terms:
-    """The same after the tokens that were read are taken out of the moments, which have one part.
+    """Returns the same after the tokens that were read are taken out of the moments, which have one part.
 
     Args:
         scores: [..., R, K], of the tokens that were read.
@@ -279,7 +279,7 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
 
 
 def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
-    """The same with one cluster for `size` tokens of the mid-region, at most P = ceil(L / size)."""
+    """Returns the same with one cluster for `size` tokens of the mid-region, at most P = ceil(L / size)."""
     parts = -(-mid.shape[-1] // size)
     starts = torch.where(mid, (mid.cumsum(-1) - 1) // size, -1).expand(keys.shape[:-1])
     return _moved(keys, mid, starts, parts, counts(starts, parts) > 0)

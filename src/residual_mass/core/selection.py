@@ -135,8 +135,8 @@ def _rowwise_largest(candidates: Tensor, counts: list[int]) -> tuple[Tensor, Ten
 
 
 def least_read(scores: Tensor, mid: Tensor, read: Selected) -> Tensor:
-    """The least score among the tokens read [..., R], or the largest of the mid-region where there are none; 0 for an
-    empty mid-region.
+    """Returns the least score among the tokens read [..., R], or the largest of the mid-region where there are none; 0
+    for an empty mid-region.
     """
     highest = scores.masked_fill(~mid, -torch.inf).amax(-1, keepdim=True)
     least = torch.where(read.valid, scores.gather(-1, read.indices), torch.inf)

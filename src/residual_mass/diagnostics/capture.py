@@ -66,7 +66,7 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
 def captured(
     spec: CaptureSpec, backbone: Backbone, maps: PhiMaps, packs: Sequence[Pack]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of the heads and mass curves of all packs.
+    """Returns rows of the heads and mass curves of all packs.
 
     Raises:
         ValueError: the anchors leave too few tokens, or errors with the maps are not finite; names the layer.
@@ -93,7 +93,7 @@ def captured(
 
 
 def round_ks(most: int) -> list[int]:
-    """Round numbers from 1 on, then `most`."""
+    """Returns round numbers from 1 on, then `most`."""
     powers = range(len(str(most)))
     grid = {int(digit * 10**power) for power in powers for digit in ROUND_DIGITS if digit * 10**power < most}
     return sorted(grid | {most})

@@ -79,7 +79,7 @@ def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]
 
 
 def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> Row:
-    """A claim about these samples; empty where there is nothing to compare."""
+    """Returns a claim about these samples; empty where there is nothing to compare."""
     numbers = claim.number(as_is)
     if not numbers.size:
         return {}

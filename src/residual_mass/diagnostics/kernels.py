@@ -60,7 +60,7 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
 
 
 def _frame(spec: KernelsSpec, label: str, maps: PhiMaps, queries: Tensor, keys: Tensor, scale: float) -> pd.DataFrame:
-    """The rows of a set of maps; queries [Hq, Q, D], keys [Hkv, L, D] of the layer."""
+    """Returns the rows of a set of maps; queries [Hq, Q, D], keys [Hkv, L, D] of the layer."""
     length, kv_head = keys.shape[1], spec.head * len(keys) // len(queries)
     mid = partition(full_prefix(length, keys.device), spec.anchors.sink, spec.anchors.tail).mid
     (k,) = ks_of((spec.budget_percent,), spec.length, spec.anchors)

@@ -43,7 +43,7 @@ def make_packs(
     assets: Path,
     prompts: Path | None,
 ) -> list[Pack]:
-    """Token ids of each pack: `length` tokens of prefill, then the `queries` tokens that are decoded after it.
+    """Returns token ids of each pack: `length` tokens of prefill, then the `queries` tokens that are decoded after it.
 
     Packs share no text; there are fewer than `packs` where it ends. A corpus of PROMPT_PACKS is made of a task's frozen
     prompts: each is the end of a prefill, with its answer as the decoded tokens, and the front of the prefill is filled
@@ -150,7 +150,7 @@ def tidy(
 
 
 def with_place(frame: pd.DataFrame, backbone: BackboneSpec, corpus: str, length: str, **more: Any) -> pd.DataFrame:
-    """The frame with constant columns in front that describe its rows."""
+    """Returns the frame with constant columns in front that describe its rows."""
     place = {"backbone": backbone.name, "corpus": corpus, "length": length, **more}
     constant = pd.DataFrame({name: pd.Categorical([value]).repeat(len(frame)) for name, value in place.items()})
     return pd.concat([constant, frame.reset_index(drop=True)], axis="columns")

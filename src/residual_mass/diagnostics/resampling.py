@@ -45,18 +45,19 @@ def drawn_heads(order: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarra
 
 
 def quartiles_of(count: int) -> np.ndarray:
-    """The quartile of each place in an order; sizes differ by one at most."""
+    """Returns the quartile of each place in an order; sizes differ by one at most."""
     return np.arange(count) * QUARTILES // count
 
 
 def over_packs(drawn: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """The mean over the drawn packs: counts [B, P], cells [H, P] -> [B, H]."""
+    """Returns the mean over the drawn packs: counts [B, P], cells [H, P] -> [B, H]."""
     # Not a matrix product: its rounding sets equal heads apart, which changes ranks.
     return sum(drawn[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / drawn[0].sum()
 
 
 def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "largest"] = "least") -> BootstrapEstimate:
-    """A number with its interval over the draws in which it is defined; of several numbers the least or the largest.
+    """Returns a number with its interval over the draws in which it is defined; of several numbers the least or the
+    largest.
 
     The least of resampled numbers is biased downwards, so its quantiles give no interval. Instead the lower end is the
     lowest lower end of the numbers' intervals, and the upper end is the lowest of their Bonferroni-corrected upper
@@ -84,7 +85,7 @@ def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def counts(drawn: np.ndarray, n: int) -> np.ndarray:
-    """How often each of n was drawn: [B, any] indices -> [B, n]."""
+    """Returns how often each of n was drawn: [B, any] indices -> [B, n]."""
     cells = drawn + n * np.arange(len(drawn))[:, None]
     return np.bincount(cells.ravel(), minlength=n * len(drawn)).reshape(-1, n).astype(np.float64)
 

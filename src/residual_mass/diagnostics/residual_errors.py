@@ -87,7 +87,7 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
 def _measured(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, assets: Path
 ) -> tuple[pd.DataFrame, dict[str, int]]:
-    """Rows of all packs of a corpus, and the bytes that each method keeps."""
+    """Returns rows of all packs of a corpus, and the bytes that each method keeps."""
     budgets = {"budget_percent": spec.budgets, "k": ks_of(spec.budgets, spec.length, spec.anchors)}
     packs = make_packs(corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, None)
     log.info("%d methods on %d packs of %s at %s", len(spec.methods), len(packs), corpus, spec.length)
@@ -165,7 +165,7 @@ def _lines(
 def _bytes(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float, state: int
 ) -> dict[str, object]:
-    """What a step reads, given the mean of the tokens that are read exactly, and what is kept."""
+    """Returns what a step reads, given the mean of the tokens that are read exactly, and what is kept."""
     shape, anchors = backbone.shape, spec.anchors.sink + spec.anchors.tail
     step = Step(
         tokens_of(spec.length), shape.head_dim, shape.query_heads // shape.kv_heads, anchors, tokens_read - anchors

@@ -116,11 +116,11 @@ class Sample:
         return over_packs(self.packs, self.mass.loc[k].to_numpy())
 
     def over_heads(self, values: np.ndarray) -> np.ndarray:
-        """The mean over the heads drawn among all: [B, H] -> [B]."""
+        """Returns the mean over the heads drawn among all: [B, H] -> [B]."""
         return (self.heads * values).sum(axis=1) / values.shape[1]
 
     def over_quartiles(self, values: np.ndarray) -> np.ndarray:
-        """The means over the heads drawn within each quartile: [B, H] -> [B, 4]."""
+        """Returns the means over the heads drawn within each quartile: [B, H] -> [B, 4]."""
         drawn = self.stratified * values
         return np.stack([drawn[:, group].sum(axis=1) / len(group) for group in self.quartiles], axis=1)
 
@@ -133,7 +133,7 @@ class Sample:
         return ratio(self.mean("log_z_error", budget), self.mean("log_z_defined", budget))
 
     def mean_where(self, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """The mean of [B, H] over the drawn heads that are chosen: [B], NaN without any."""
+        """Returns the mean of [B, H] over the drawn heads that are chosen: [B], NaN without any."""
         return ratio(self.over_heads(values * chosen), self.over_heads(chosen))
 
     def spearman(self, first: str, second: str) -> np.ndarray:

@@ -109,7 +109,7 @@ class PartialKV(HFLM):
 
     @cached_property
     def engine(self) -> _TextEngine:
-        """For likelihoods, which fewer models support than generation.
+        """Returns the engine for likelihoods, which fewer models support than generation.
 
         Raises:
             BadArgument: this model is not among them.
@@ -124,7 +124,7 @@ class PartialKV(HFLM):
             raise BadArgument(str(error)) from None
 
     def get_model_info(self) -> dict[str, Any]:
-        """As HFLM's, with what tells this method from another in the results."""
+        """Returns HFLM's facts with those that identify the method in the results."""
         method = {
             "method": self.arm.method,
             "budget": self.budget,
@@ -161,15 +161,17 @@ class PartialKV(HFLM):
         return [answers[place] for place in range(len(requests))]
 
     def _after(self, prefix: Sequence[int], scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
-        """Continuations of one prefix, which is read once, with logits [T, V] after each of their tokens. Those that
-        differ in their last token alone need the same logits.
+        """Yields continuations of one prefix, which is read once, with logits [T, V] after each of their tokens. Those
+        that differ in their last token alone need the same logits.
         """
         by_tokens = {tokens: list(same) for tokens, same in itertools.groupby(scored, key=lambda one: one.forced)}
         for same, logits in zip(by_tokens.values(), self._logits(prefix, list(by_tokens)), strict=True):
             yield from ((one, [logits]) for one in same)
 
     def _chunks(self, windows: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
-        """Windows with logits [T, V] after their tokens, `stride` at a time, each chunk after all the tokens before."""
+        """Yields windows with logits [T, V] after their tokens, `stride` at a time, each chunk after all the tokens
+        before.
+        """
         for one in windows:
             tokens = [*one.prefix, *one.forced]
             starts = range(len(one.prefix), len(tokens), self.stride)
@@ -191,7 +193,7 @@ class PartialKV(HFLM):
                 yield decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
 
     def _answer(self, logits: Iterable[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
-        """The sum of the targets' log-probabilities, and whether each of them is the likeliest token.
+        """Returns the sum of the targets' log-probabilities, and whether each of them is the likeliest token.
 
         Args:
             logits: [T, V] of the chunks that the targets, in their order, are predicted in.
@@ -239,13 +241,13 @@ class _TextEngine(SharedPrefillEngine):
 
     @torch.no_grad()
     def hold(self, text: Sequence[int]) -> None:
-        """Reads a text, in place of the one before."""
+        """Reads a text, which replaces the one before."""
         self.text, self.layers = [], []
         self.layers, _ = super().read([list(text)])
         self.text = list(text)
 
     def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
-        """As the engine's; of a beginning of the text that is held, the next token is not known and left out."""
+        """Reads as the engine does; for a beginning of the held text, leaves out the next token, which is not known."""
         size = len(prompts[0])
         if len(prompts) > 1 or list(self.text[:size]) != list(prompts[0]):
             return super().read(prompts)

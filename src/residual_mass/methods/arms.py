@@ -14,8 +14,8 @@ LEAST_PERCENT = 0.5
 """The smallest budget of the paper."""
 
 
-class _OfMethod:
-    """What an arm is by its method, `rule`."""
+class _HasMethod:
+    """Properties of an arm that follow from its method, `rule`."""
 
     @property
     def is_full(self) -> bool:
@@ -27,7 +27,7 @@ class _OfMethod:
 
 
 @dataclass(frozen=True)
-class Arm(_OfMethod):
+class Arm(_HasMethod):
     """A method at an exact-support budget.
 
     Raises:
@@ -86,13 +86,13 @@ def percent_written(text: str) -> float:
 
 
 def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
-    """Identities of the arms' methods that are not the paper's, each once."""
+    """Returns the identities of the arms' methods that are not the paper's, each once."""
     rules = dict.fromkeys(arm.rule for arm in arms)
     return tuple(rule.identity for rule in rules if not rule.of_the_paper)
 
 
 @dataclass(frozen=True)
-class ArmSpec(_OfMethod, Settings):
+class ArmSpec(_HasMethod, Settings):
     """One evaluated method at one exact-support budget."""
 
     method: str

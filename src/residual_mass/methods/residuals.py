@@ -21,7 +21,7 @@ from residual_mass.methods.selectors import (
     QuantisedScan,
     Rotated,
     WholeClusters,
-    behind,
+    appended,
     quantised,
 )
 
@@ -97,7 +97,7 @@ class Moments(Residual):
         return moments.rest_terms(seen.queries, state, seen.threshold, scores, values, seen.read.valid)
 
     def summary_bytes(self, step: Step) -> float:
-        """The numbers of a `MomentState`."""
+        """Returns the numbers of a `MomentState`."""
         size = FLOAT32 if self.dtype == "float32" else BFLOAT16
         return size * (2 * step.width**2 * (1 if self.shared else self.parts) + self.parts * (2 * step.width + 2))
 
@@ -122,9 +122,7 @@ class Mean(Residual):
 
 
 def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts with tokens that joined, and the step [..., 1] of their means from those of before towards those of the
-    new tokens.
-    """
+    """Returns counts with tokens that joined, and the share of these [..., 1], by which means move towards theirs."""
     count = before + new
     return count, (new / count.clamp_min(1)).unsqueeze(-1)
 
@@ -174,7 +172,7 @@ class Centroids(Residual):
         return Clusters(centroids, count, state.value_sum + new.value_sum, cluster)
 
     def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> Clusters:
-        """Of tokens whose clusters are `part` [..., L] int64, -1 for none."""
+        """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
         count, centroids = moments.centroids_of(keys, part, self.clusters)
         return Clusters(
             centroids, count, moments.totals(values, part, self.clusters), part.clamp_min(0).to(torch.int16)
@@ -188,7 +186,7 @@ class Centroids(Residual):
         return FLOAT32 * self.clusters * (2 * step.width + 1) + INDEX * step.retrieved
 
     def kept_bytes(self, step: Step) -> float:
-        """The cluster of every token."""
+        """Has the cluster of every token."""
         return self.summary_bytes(step._replace(retrieved=step.tokens))
 
 
@@ -314,7 +312,7 @@ class ScanRegression(Residual):
         )
 
     def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> ClusteredMoments:
-        """Of tokens whose clusters are `part` [..., L] int64, -1 for none."""
+        """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
         made = moments.shared_moments_of(keys, values, part, self.clusters)
         away = moments.from_own(values, made.mean_value, part).square()
         variance = torch.where((part >= 0).unsqueeze(-1), away, 0).sum(-2)
@@ -352,7 +350,7 @@ class ScanRegression(Residual):
         return BFLOAT16 * numbers + cluster * step.tokens
 
     def kept_bytes(self, step: Step) -> float:
-        """Mean keys besides, for tokens that join."""
+        """Adds mean keys, for tokens that join."""
         return self.summary_bytes(step) + BFLOAT16 * self.clusters * step.width
 
 
@@ -406,7 +404,7 @@ class QuantisedValues(Residual):
         return quantised(values, low, high, self.bits, lambda of_group: self._by_channel(of_group, values.shape[-1]))
 
     def update(self, state: Codes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Codes:
-        return Codes(*behind(state, self.prepare(keys, values, joined), (start,) * 3))
+        return Codes(*appended(state, self.prepare(keys, values, joined), (start,) * 3))
 
     def terms(self, seen: Seen, state: Codes) -> Terms:
         codes, low, step = (x.to(seen.queries.dtype) for x in state)
@@ -456,7 +454,7 @@ class ExactMass(Residual):
         return mass._replace(numerator=mass.denominator.unsqueeze(-1) * state.mean.unsqueeze(-2))
 
     def summary_bytes(self, step: Step) -> float:
-        """The mean value; the mass is that of scores which the selector has computed."""
+        """Returns the mean value; the mass is that of scores which the selector has computed."""
         return FLOAT32 * (step.width + 1)
 
 

@@ -72,10 +72,10 @@ class QuantisedScan(Selector):
     def update(self, state: Codes, keys: Tensor, mid: Tensor, start: int) -> Codes:
         first = start // self.block
         column = first * self.block
-        return Codes(*behind(state, self.prepare(keys[..., column:, :], mid[..., column:]), (column, first, first)))
+        return Codes(*appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (column, first, first)))
 
     def keys(self, state: Codes, dtype: torch.dtype) -> Tensor:
-        """The keys that codes stand for, [..., L, D]."""
+        """Returns the keys that codes stand for, [..., L, D]."""
         codes = blocks_of(state.codes, self.block).to(dtype)
         values = state.low.to(dtype).unsqueeze(-2) + state.step.to(dtype).unsqueeze(-2) * codes
         return values.flatten(-3, -2)[..., : state.codes.shape[-2], :]
@@ -120,7 +120,7 @@ class Channels(Selector):
     def update(self, state: PrincipalKeys, keys: Tensor, mid: Tensor, start: int) -> PrincipalKeys:
         """Keeps mean and basis."""
         new = (keys[..., start:, :] - state.mean.unsqueeze(-2)) @ state.basis
-        return PrincipalKeys(state.mean, state.basis, *behind([state.reduced], [new], [start]))
+        return PrincipalKeys(state.mean, state.basis, *appended([state.reduced], [new], [start]))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         scanned = (queries @ state.basis) @ state.reduced.transpose(-1, -2)
@@ -153,7 +153,7 @@ class Pages(Selector):
     def update(self, state: Bounds, keys: Tensor, mid: Tensor, start: int) -> Bounds:
         first = start // self.size
         column = first * self.size
-        return Bounds(*behind(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
+        return Bounds(*appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
 
     def bounds(self, queries: Tensor, state: Bounds) -> Tensor:
         """Upper bounds [..., R, N] of the scores of a page's tokens."""
@@ -201,7 +201,7 @@ class WholeClusters(Selector):
         """Clusters the tokens from column `start` on by themselves, and adds those clusters to the others."""
         clusters = state.centroids.shape[-2]
         new = self.prepare(keys[..., start:, :], mid[..., start:])
-        return KeyClusters(*behind(state, (new.centroids, new.cluster + clusters), (clusters, start)))
+        return KeyClusters(*appended(state, (new.centroids, new.cluster + clusters), (clusters, start)))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         cluster = state.cluster.long().transpose(-1, -2).expand(scores.shape)
@@ -211,7 +211,7 @@ class WholeClusters(Selector):
         return BFLOAT16 * step.width * -(-step.tokens // self.size)
 
     def kept_bytes(self, step: Step) -> float:
-        """The cluster of every token besides."""
+        """Adds the cluster of every token."""
         return self.scan_bytes(step) + INDEX * step.tokens
 
 
@@ -357,12 +357,12 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(keys: Tensor, mid: Tensor, size: int) -> Bounds:
-    """Bounds of keys [..., L, D], of which those in `mid` [..., L] bool count."""
+    """Returns bounds of keys [..., L, D], of which those in `mid` [..., L] bool count."""
     blocks, members = blocks_of(keys, size), blocks_of(mid.unsqueeze(-1), size)
     low = torch.where(members, blocks, torch.inf).amin(-2).nan_to_num(posinf=0)
     return Bounds(low, torch.where(members, blocks, -torch.inf).amax(-2).nan_to_num(neginf=0))
 
 
-def behind(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> list[Tensor]:
-    """Puts the parts of a later summary behind the first `kept` rows of each part of an earlier one."""
+def appended(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> list[Tensor]:
+    """Appends the parts of a later summary to the first `kept` rows of each part of an earlier one."""
     return [torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True)]

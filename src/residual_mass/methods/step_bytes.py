@@ -66,7 +66,7 @@ def kept_bytes(method: Method, step: Step) -> KeptBytes:
 
 
 def _maps_bytes(method: Method, step: Step, tokens: float) -> float:
-    """The summary of learned maps and the features of so many tokens; 0 without maps."""
+    """Returns the summary of learned maps and the features of so many tokens; 0 without maps."""
     summary = FLOAT32 * step.features * (step.width + 1) if method.needs_maps else 0
     return summary + feature_bytes(method, step, tokens)
 

@@ -46,7 +46,9 @@ READ_AS = {"join": "score", "residual_errors": "errors", "findings": "accounting
 
 
 def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
-    """The rows of result files by the stage that wrote them, as their records say, each with its file as `source`."""
+    """Returns the rows of result files by the stage that wrote them, as their records say, each with its file as
+    `source`.
+    """
     found: dict[str, list[pd.DataFrame]] = {}
     for path in paths:
         record = read_json(sidecar_of(path))
@@ -61,12 +63,14 @@ def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
 
 
 def read_frame(path: Path) -> pd.DataFrame:
-    """A CSV as text; its record has been checked."""
+    """Returns a CSV as text; its record has been checked."""
     return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
 def maps_row(path: Path) -> pd.DataFrame:
-    """What the header of a file of feature maps says: their backbone, shape and number; the weights stay on disk."""
+    """Returns what the header of a file of feature maps says: their backbone, shape and number; the weights stay on
+    disk.
+    """
     import safetensors
 
     with safetensors.safe_open(path, framework="numpy") as stream:
@@ -81,7 +85,7 @@ def maps_row(path: Path) -> pd.DataFrame:
 
 
 def _training(record: dict[str, Any]) -> dict[str, str]:
-    """What the record of a training says of it, as columns."""
+    """Returns what the record of a training says of it, as columns."""
     spec = record["spec"]
     backbone, replay = spec["backbone"], spec["replay"]
     return {
@@ -103,7 +107,7 @@ def numbers(texts: pd.Series) -> pd.Series:
 
 
 def cross(*parts: pd.DataFrame) -> pd.DataFrame:
-    """Every combination of the rows of all parts, those of the last part fastest."""
+    """Returns every combination of the rows of all parts, those of the last part fastest."""
     return functools.reduce(lambda one, other: one.merge(other, how="cross"), parts)
 
 
@@ -113,7 +117,7 @@ def part(layout: str, titles: Iterable[str], **fixed: Iterable[str]) -> pd.DataF
 
 
 def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool = False) -> pd.DataFrame:
-    """Cells with the columns of the one row that agrees with them in every column that both have.
+    """Returns cells with the columns of the one row that agrees with them in every column that both have.
 
     Args:
         absent: cells that may lack a row; by default none.
@@ -134,13 +138,13 @@ def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool 
 
 
 def format_score(value: float) -> str:
-    """The three decimals that the paper prints; what rounds to zero has no minus."""
+    """Returns the three decimals that the paper prints; what rounds to zero has no minus."""
     return f"{value:z.3f}"
 
 
 def format_value(value: float, metric: Metric) -> str:
-    """A value with three decimals. What is positive without an upper bound, as a divergence is, may be large or tiny:
-    it has three significant digits within four decimals, or two within six.
+    """Returns a value with three decimals. What is positive without an upper bound, as a divergence is, may be large or
+    tiny: it has three significant digits within four decimals, or two within six.
     """
     decimals = 3
     if metric.low == 0 and metric.high is None:
@@ -180,14 +184,14 @@ FORMS: dict[str, Callable[[float], str]] = {
 
 
 def texts(cells: pd.DataFrame) -> pd.Series:
-    """The values as their `quantity` is printed; LEFT_OUT where there is none."""
+    """Returns the values as their `quantity` is printed; LEFT_OUT where there is none."""
     pairs = zip(cells.get("quantity", [""] * len(cells)), cells["value"], strict=True)
     found = [FORMS.get(quantity, format_score)(float(value)) if value else LEFT_OUT for quantity, value in pairs]
     return pd.Series(found, cells.index, dtype=str)
 
 
-def of_quantity(cells: pd.DataFrame) -> pd.DataFrame:
-    """Each cell with the value, the interval and the text of its quantity, which is a column of its row."""
+def with_values(cells: pd.DataFrame) -> pd.DataFrame:
+    """Adds the value, the interval and the text of each cell's quantity, which is a column of its row."""
     endings = {"value": "", "ci_low": "_ci_low", "ci_high": "_ci_high"}
     records = cells.to_dict("records")
     cells[list(endings)] = [[str(row.get(row["quantity"] + end, "")) for end in endings.values()] for row in records]
@@ -204,7 +208,7 @@ def decimals(text: str) -> int:
 
 
 def interval(cell: Mapping[str, str], low: str = "ci_low", high: str = "ci_high") -> tuple[str, str]:
-    """Both bounds with as many decimals as the value has in print."""
+    """Returns both bounds with as many decimals as the value has in print."""
     lower, upper = (f"{float(cell[name]):z.{decimals(cell['text'])}f}" for name in (low, high))
     return lower, upper
 
@@ -230,7 +234,7 @@ def with_gains(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def finished(label: str, cells: pd.DataFrame, keys: str, extra: str = "") -> pd.DataFrame:
-    """The cells with the columns of the CSV in their order, `keys` first; what is not known is empty."""
+    """Returns the cells with the columns of the CSV in their order, `keys` first; what is not known is empty."""
     columns = ["table", *keys.split(), *COMMON, *extra.split(), *SHAPE]
     flags = {name: cells[name].map({True: "1"}) for name in ("bold", "own") if name in cells}
     return cells.assign(table=label, **flags).reindex(columns=columns).astype(object).fillna("").astype(str)

@@ -112,7 +112,7 @@ def _text(value: Any) -> str:
 
 
 def the_papers() -> pd.DataFrame:
-    """All published cells that are compared."""
+    """Returns all published cells that are compared."""
     cells = gathered(find(label).cells(*published.results(label)) for label in COMPARED)
     training = cells["table"] == "training_cost_64k"  # its times have a unit in print
     cells["text"] = cells["text"].mask(training, cells["value"])
@@ -120,7 +120,7 @@ def the_papers() -> pd.DataFrame:
 
 
 def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """The cells of tables that have a value, and the family that they are counted under."""
+    """Returns the cells of tables that have a value, and the family that they are counted under."""
     cells = pd.concat(tables, ignore_index=True)
     cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).astype(object).fillna("")
     cells = cells[cells["value"] != ""]
@@ -129,7 +129,7 @@ def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def family(cell: Cell) -> str:
-    """The kind of task or text that a cell is counted under."""
+    """Returns the kind of task or text that a cell is counted under."""
     if cell["implementation"]:
         return f"{cell['implementation']}, batch {cell['batch']}"
     if cell["corpus"]:
@@ -143,7 +143,7 @@ def family(cell: Cell) -> str:
 
 
 def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> pd.DataFrame:
-    """The published cells with the study's in the same place, if of the same model, and a verdict on each."""
+    """Returns the published cells with the study's in the same place, if of the same model, and a verdict on each."""
     same = ours["model_id"] == ours["backbone"].map(MODELS)
     others = ours[~same].assign(others=ours["backbone"] + " (" + ours["model_id"] + ")")
     others = others.groupby(PLACE, sort=False)["others"].agg(", ".join).reset_index()
@@ -190,7 +190,8 @@ def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
 
 
 def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:
-    """Bounds within which a published value agrees: our 95 % interval or, for a latency, the range of its repeats.
+    """Returns bounds within which a published value agrees: our 95 % interval or, for a latency, the range of its
+    repeats.
 
     If the paper drew its own examples, its value has an independent sampling error. The variance of the difference is
     ours times 1 + n / n of the paper; with only our interval, 17 % of perfect replications would differ at equal n. So
@@ -204,12 +205,12 @@ def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:
 
 
 def _bounds(cell: Cell) -> tuple[str, str] | None:
-    """The interval, formatted like the value; None without one."""
+    """Returns the interval, formatted like the value; None without one."""
     return interval(cell) if cell["ci_low"] else interval(cell, "low", "high") if cell["low"] else None
 
 
 def obstacles(cell: Cell) -> Iterator[str]:
-    """Why backbone, examples or hardware make a value incomparable."""
+    """Yields why backbone, examples or hardware make a value incomparable."""
     if cell["model_id"] not in MODELS.values():
         yield "other backbone"
     if cell["weights"] == "random":
@@ -231,7 +232,7 @@ def obstacles(cell: Cell) -> Iterator[str]:
 
 
 def other_settings(cell: Cell, spec: ComparisonSpec) -> dict[str, str]:
-    """The settings that differ from the paper's, by key: those recorded with the value, else the study's."""
+    """Returns the settings that differ from the paper's, by key: those recorded with the value, else the study's."""
     _, variant = length_and_variant(cell["maps"])
     paper = spec.paper | (spec.variants.get(variant, {}) if variant in PAPERS_VARIANTS else {})
     recorded = decoding_settings(cell["decoding"]) if cell["decoding"] else {}
@@ -287,7 +288,7 @@ def whole_tables(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec)
 
 
 def _note(cells: list[dict[str, str]], spec: ComparisonSpec) -> str:
-    """Why values are not comparable one by one with the paper's; empty if they are."""
+    """Returns why values are not comparable one by one with the paper's; empty if they are."""
     reasons = list(dict.fromkeys(reason for cell in cells for reason in obstacles(cell)))
     if keys := {key for cell in cells for key in other_settings(cell, spec)}:
         reasons.append(f"{len(keys)} other {'setting' if len(keys) == 1 else 'settings'}")
@@ -295,7 +296,7 @@ def _note(cells: list[dict[str, str]], spec: ComparisonSpec) -> str:
 
 
 def _findings(table: str, cells: pd.DataFrame) -> Findings:
-    """What the cells of a table say, family by family."""
+    """Returns what the cells of a table say, family by family."""
     found: Findings = {}
     if table == "exact_accounting":
         sub, nosub = (pairs(cells, name, "e_topk", "quantity") for name in ("e_sub", "e_nosub"))
@@ -330,7 +331,7 @@ def _findings(table: str, cells: pd.DataFrame) -> Findings:
 
 
 def pairs(cells: pd.DataFrame, one: str, other: str, by: str = "method") -> pd.DataFrame:
-    """The cells of `one`, with the number of `other` in the same place and whether that of `one` is lower."""
+    """Returns the cells of `one`, with the number of `other` in the same place and whether that of `one` is lower."""
     where = ["family", "backbone", "benchmark", "task", "corpus", "length", "budget_percent"]
     ones, others = (cells[cells[by] == name] for name in (one, other))
     found = ones.merge(others[[*where, "number"]].rename(columns={"number": "other"}), on=where)
@@ -338,7 +339,9 @@ def pairs(cells: pd.DataFrame, one: str, other: str, by: str = "method") -> pd.D
 
 
 def _ranks(theirs: pd.DataFrame, ours: pd.DataFrame) -> tuple[Findings, Findings]:
-    """The rows of an ablation in order, and for each backbone the correlation with the paper's, over shared rows."""
+    """Returns the rows of an ablation in order, and for each backbone the correlation with the paper's, over shared
+    rows.
+    """
     paper: Findings = {}
     own: Findings = {}
     several, order = ours["backbone"].nunique() > 1, "rows, best first"
@@ -367,7 +370,7 @@ def _scores(cells: pd.DataFrame) -> Iterable[tuple[tuple[str, str], pd.Series]]:
 
 
 def _order(scores: pd.Series) -> str:
-    """Row names, best first: `a > b = c`."""
+    """Returns row names, best first: `a > b = c`."""
     return " > ".join(" = ".join(ties.index) for _, ties in list(scores.groupby(scores, sort=True))[::-1])
 
 

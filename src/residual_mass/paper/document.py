@@ -53,12 +53,12 @@ def run_published(label: str, template: Path, out: Path) -> None:
 
 
 def latex(cells: pd.DataFrame, template: Path) -> str:
-    """A table as its template sets it. Raises ValueError as `render`."""
+    """Returns a table as its template sets it. Raises ValueError as `render`."""
     return render(template, **context(cells))
 
 
 def context(cells: pd.DataFrame) -> dict[str, Any]:
-    """What templates of tables are given: the cells to walk, and what captions say of all of them."""
+    """Returns what templates of tables are given: the cells to walk, and what captions say of all of them."""
     label, values = cells["table"].iloc[0], cells[cells["value"] != ""]
     of = {name: list(dict.fromkeys(filter(None, values[name]))) for name in values}
     models = dict(zip(values["model_id"], values["weights"], strict=True))
@@ -82,7 +82,7 @@ def context(cells: pd.DataFrame) -> dict[str, Any]:
 
 
 def warnings(models: dict[str, str]) -> list[str]:
-    """What a reader must know of these models, by id with their weights, before the values."""
+    """Returns what a reader must know of these models, by id with their weights, before the values."""
     found = []
     if random := [model for model, weights in models.items() if weights == "random"]:
         found.append(
@@ -115,8 +115,8 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
 
 
 def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
-    """Every cell with a value and its key: the fields before `text` without the empty ones, with slashes between. All
-    quantities of a measurement stand together.
+    """Returns every cell with a value and its key: the fields before `text` without the empty ones, with slashes
+    between. All quantities of a measurement stand together.
     """
     names = list(cells.columns[: cells.columns.get_loc("text")])
     measurement = cells.groupby([name for name in names if name != "quantity"], sort=False).ngroup()
@@ -129,7 +129,7 @@ def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
 
 
 def _facts(cell: dict[str, str]) -> Iterator[tuple[str, Latex]]:
-    """What is known of a cell, by the macro that prints it."""
+    """Yields what is known of a cell, by the macro that prints it."""
     text, p = cell["text"], cell["gain_p_holm"]
     signed = re.fullmatch(r"[+-][0-9.]+", text)  # a hyphen is no minus
     yield "value", Latex(f"${text}$") if signed else escape(text)
@@ -166,14 +166,14 @@ def run_document(
     record = Record("document", spec, [*tables, *figures, numbers], sources=[template])
 
     def place(path: Path) -> Latex:
-        """The path as seen from the document, where LaTeX runs."""
+        """Returns the path as seen from the document, where LaTeX runs."""
         found = Path(os.path.relpath(path, out.parent)).as_posix()
         if not re.fullmatch(r"[A-Za-z0-9._/-]+", found):
             raise ValueError(f"{found!r}: LaTeX cannot read such a name; letters, digits and . _ / - are safe")
         return Latex(found)
 
     def shown(path: Path, kind: str, caption: str = "") -> dict[str, str]:
-        """A table or figure by its name, path and label; tables bring their captions along."""
+        """Returns a table or figure by its name, path and label; tables bring their captions along."""
         return {"name": path.stem, "path": place(path), "label": Latex(f"{kind}:{path.stem}"), "caption": caption}
 
     parts = {

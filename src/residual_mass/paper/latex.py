@@ -40,14 +40,14 @@ def one_line(text: object) -> str:
 
 
 def stacked(title: str, align: str) -> Latex:
-    """A title of one or more lines, which `align` ("l" or "c") sets below each other."""
+    """Returns a title of one or more lines, which `align` ("l" or "c") sets below each other."""
     lines = [escape(line) for line in title.split("\n")]
     stack = r"\\".join(lines)
     return lines[0] if len(lines) == 1 else Latex(rf"\shortstack[{align}]{{{stack}}}")
 
 
 def printed(field: Field) -> tuple[str, bool, str]:
-    """The text of a field, whether it is bold, and its mark; a field of several cells has neither."""
+    """Returns the text of a field, whether it is bold, and its mark; a field of several cells has neither."""
     alone, cell = len(field) == 1, field[0]
     return cell["printed"] or cell["text"], alone and bool(cell["bold"]), cell["mark"] if alone else ""
 
@@ -58,7 +58,7 @@ def field_latex(field: Field) -> Latex:
 
 
 def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """The cells as templates walk them: grids of blocks of rows of fields, in the order of the cells."""
+    """Returns the cells as templates walk them: grids of blocks of rows of fields, in the order of the cells."""
     found = []
     for title, of in itertools.groupby(cells.to_dict("records"), key=lambda cell: cell["grid"]):
         of = list(of)
@@ -71,7 +71,7 @@ def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _rows(cells: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
-    """Rows; one ends where another title follows, or a field comes back that is not the last."""
+    """Returns rows; one ends where another title follows, or a field comes back that is not the last."""
     rows: list[dict[str, Any]] = []
     title, fields = None, {}
     for cell in cells:
@@ -96,7 +96,9 @@ def render(template: Path, **context: Any) -> str:
 
 
 def block(template: Path, name: str, context: dict[str, Any]) -> str:
-    """A block of a template, empty if it has none of that name, not escaped and on one line; errors as for `render`."""
+    """Returns a block of a template, empty if it has none of that name, not escaped and on one line; errors as for
+    `render`.
+    """
 
     def write(found: jinja2.Template) -> str:
         return "".join(found.blocks[name](found.new_context(context))) if name in found.blocks else ""

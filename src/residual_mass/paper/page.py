@@ -73,14 +73,14 @@ def run(
 
 
 def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
-    """What the page opens with: the study's last method and top-K at the middle budget, by distance and by bytes, None
-    where the study has no such comparison, and tested differences of scores.
+    """Returns what the page opens with: the study's last method and top-K at the middle budget, by distance and by
+    bytes, None where the study has no such comparison, and tested differences of scores.
     """
     budget, names = middle_budget(spec), [spec.recommended, "topk"]
     rows = {label: of.to_dict("records") for label, of in cells.items()}
 
     def both(label: str, quantity: str) -> list[dict[str, str]] | None:
-        """The two cells of the first backbone and text at the greatest length."""
+        """Returns the two cells of the first backbone and text at the greatest length."""
         shown = [row for row in rows.get(label, []) if (row["quantity"], row["budget_percent"]) == (quantity, budget)]
         place = [shown[0]["backbone"], shown[0]["corpus"], shown[-1]["length"]] if shown else []
         at = {row["method"]: row for row in shown[::-1] if [row["backbone"], row["corpus"], row["length"]] == place}
@@ -115,7 +115,7 @@ def field_html(field: Field) -> Markup:
 
 
 def hover(field: Field) -> str:
-    """Interval, sample size, test and file of the field's values."""
+    """Returns the interval, sample size, test and file of the field's values."""
     notes = []
     for cell in (cell for cell in field if cell["value"]):
         notes += [f"95% interval {between(cell)}" if cell["ci_low"] else f"value {cell['value']}"]

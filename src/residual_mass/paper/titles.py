@@ -31,12 +31,12 @@ FAMILIES = {ROUGE: "Summarisation", QA_F1: "Question answering"}
 
 
 def method_title(method: str) -> str:
-    """A method's title, or its name where it has none."""
+    """Returns a method's title, or its name where it has none."""
     return METHOD_TITLES.get(method, method)
 
 
 def title_parts(method: str) -> tuple[str, str]:
-    """What a method's title calls its selector, and its residual; the second is empty where it adds nothing."""
+    """Returns what a method's title calls its selector, and its residual; the second is empty where it adds nothing."""
     selector, _, residual = method_title(method).replace("{+}", "$+$").partition("+")
     return selector, residual
 

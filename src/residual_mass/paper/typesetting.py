@@ -61,7 +61,7 @@ def run(document: Path, out: Path) -> None:
 
 
 def problems() -> list[str]:
-    """What this machine lacks to make a PDF, in one line with its remedy; empty where it has a LaTeX."""
+    """Returns what this machine lacks to make a PDF, in one line with its remedy; empty where it has a LaTeX."""
     return [] if _latex() else [f"no LaTeX on PATH ({' or '.join(PASSES)}); install one, {REMEDY}"]
 
 

@@ -25,7 +25,7 @@ RANKS = 60
 
 
 def _keys(path: Path, maps: Sequence[str]) -> pd.DataFrame:
-    """The rows of the given maps."""
+    """Returns the rows of the given maps."""
     frame = read_parquet(path, [*HEAD, "maps", "query", "retrieved", "log_kernel", "log_phi", "k"], "kernels")
     return frame[frame["maps"].isin(maps)].astype({"log_kernel": float, "log_phi": float, "maps": str})
 

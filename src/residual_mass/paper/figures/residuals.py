@@ -26,14 +26,14 @@ NEEDED = ("method", "corpus", "length", "budget_percent", "error", "recall", "pa
 
 
 def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Rows of residual errors in the order of the files and of the texts, with numbers as numbers."""
+    """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers."""
     files = [pd.DataFrame(read_csv(path, NEEDED, "residual-errors")) for path in data]
     rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
     return rows.assign(**{name: numbers(rows[name]) for name in ("budget_percent", "error", "recall", "packs")})
 
 
 def _draw_lines(rows: pd.DataFrame, y: str, label: str, titles: dict[str, str]) -> Figure:
-    """A panel per length and corpus, with a line per method against the budget."""
+    """Returns a panel per length and corpus, with a line per method against the budget."""
     of_panel, looks = rows.groupby(["length", "corpus"], sort=False), looks_of(rows["method"])
     figure, axes = panels(1.7, len(of_panel), 2, "budget, % of the prefix", label)
     for axis, ((length, corpus), panel) in zip(axes, of_panel, strict=True):
@@ -87,7 +87,7 @@ RESIDUALS = (
 
 
 def kinds_of(method: str) -> tuple[type, type]:
-    """Classes of a method's selector and residual."""
+    """Returns the classes of a method's selector and residual."""
     found = method_named(method)
     return type(found.selector), type(found.residual)
 
@@ -97,7 +97,7 @@ def kind_title(kind: type) -> str:
 
 
 def _looks(known: Sequence[str], kinds: Iterable[type], looks: Sequence[str]) -> dict[type, str]:
-    """A colour or mark for each class."""
+    """Returns a colour or mark for each class."""
     by_name = {kind.__name__: kind for kind in kinds}
     all_looks = zip(dict.fromkeys([*known, *by_name]), cycle(looks), strict=False)
     return {by_name[name]: look for name, look in all_looks if name in by_name}

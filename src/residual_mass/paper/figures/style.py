@@ -77,7 +77,7 @@ def figure(draw: Draw) -> Draw:
 
 
 def caption_of(label: str, titles: Mapping[str, str]) -> str:
-    """What a figure shows and, where `titles` says so, what of. Raises ValueError when the figure is unknown."""
+    """Returns what a figure shows and, where `titles` says so, of what; raises ValueError for an unknown figure."""
     caption = " ".join((FIGURES[kind_of(label)].__doc__ or "").split())
     return f"{caption} {titles[label]}." if titles.get(label) else caption
 
@@ -97,7 +97,7 @@ def save(figure: Figure, pdf: Path, png: Path) -> None:
 
 
 def looks_of(names: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of every name.
+    """Returns the colour, marker and line of every name.
 
     Args:
         first: names that have the first looks, whether they are drawn or not.
@@ -109,8 +109,8 @@ def looks_of(names: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict
 
 
 def panels(height: float, count: int, columns: int, x: str = "", y: str = "", **grid: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels of this height, row by row, which share both axes unless `grid`, arguments of
-    `Figure.subplots`, says otherwise. The first of a row and those with none below are labelled.
+    """Returns a figure with `count` panels of this height, row by row, which share both axes unless `grid`, arguments
+    of `Figure.subplots`, says otherwise. The first of a row and those with none below are labelled.
     """
     columns = min(count, columns)
     rows = math.ceil(count / columns)

@@ -14,7 +14,7 @@ from residual_mass.study.specs import FigureSpec
 
 
 def _log(path: Path, length: str) -> pd.DataFrame:
-    """Means over all layers on the first held-out text, each K once.
+    """Returns the means over all layers on the first held-out text, each K once.
 
     Budgets of different lengths are compared by their `rank`, 0 at the largest K: counted from the top because short
     sequences have several budgets in which nothing but the anchors fits, and their K is 0 alike.

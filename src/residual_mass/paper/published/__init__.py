@@ -25,12 +25,12 @@ STAGES = {"exact_accounting": "accounting", "phi_param_count": "maps", "training
 
 
 def labels() -> list[str]:
-    """Labels of the stored tables."""
+    """Returns the labels of the stored tables."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.csv"))
 
 
 def rows(label: str) -> pd.DataFrame:
-    """The CSV of table `label`. Raises ValueError when the paper has no such table."""
+    """Returns the CSV of table `label`. Raises ValueError when the paper has no such table."""
     path = Path(__file__).with_name(f"{label}.csv")
     if not path.is_file():
         raise ValueError(f"the paper has no table {label!r}; it has {', '.join(labels())}")
@@ -38,12 +38,12 @@ def rows(label: str) -> pd.DataFrame:
 
 
 def variants_of(label: str) -> set[str]:
-    """Variants of feature maps in the score table `label`, "" for maps of its own recipe."""
+    """Returns variants of feature maps in the score table `label`, "" for maps of its own recipe."""
     return {length_and_variant(maps)[1] for maps in rows(label)["maps"] if maps}
 
 
 def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
-    """The values in the shape of a study's results, by stage, and what the table shows."""
+    """Returns the values in the shape of a study's results, by stage, and what the table shows."""
     found = rows(label)
     stage = STAGES.get(label, "runtime" if label.startswith("runtime_") else "score")
     if stage == "accounting":

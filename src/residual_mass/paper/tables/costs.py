@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from residual_mass.paper import published
-from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, of_quantity, part
+from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import RUNTIME, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, corpus_title, method_title
 from residual_mass.study.labels import METHODS, PUBLISHED
@@ -45,7 +45,7 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(found["corpus"])))
     columns = part("column", ACCOUNTING.values(), quantity=ACCOUNTING)
     cells = cross(part("block", titles, backbone=show.backbones), lines, columns)
-    cells = of_quantity(looked_up(cells.assign(budget_percent=middle_budget(show)), found))
+    cells = with_values(looked_up(cells.assign(budget_percent=middle_budget(show)), found))
     cells["row"] = cells["corpus"].map(corpus_title) + " | " + cells["length"] + " | " + cells["k"]
     signed = (cells["quantity"] == "log_z_error") & (cells["text"] != LEFT_OUT)
     cells["printed"] = cells["text"].mask(signed, "$" + cells["text"] + "$")
@@ -66,7 +66,7 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     totals = {"phi_q_total": per_head * heads["q_heads"], "phi_k_total": per_head * heads["kv_heads"]}
     maps = maps.assign(**totals, total=sum(totals.values()), d_emb=maps["d_emb"].where(maps["kind"] == "rezero", ""))
     maps["row"] = maps["backbone"].map(show.backbone_titles) + " / " + maps["d_phi"]
-    return of_quantity(cross(maps, part("column", PARAMETERS.values(), quantity=PARAMETERS)))
+    return with_values(cross(maps, part("column", PARAMETERS.values(), quantity=PARAMETERS)))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
             paper = theirs[theirs["backbone"].map(published.MODELS) == model].assign(backbone=backbone)
             lines += [logs[logs["backbone"] == backbone], paper]
     cells = cross(pd.concat(lines, ignore_index=True).fillna(""), part("column", shown.values(), quantity=shown))
-    cells = of_quantity(cells).assign(maps=cells["length"])
+    cells = with_values(cells).assign(maps=cells["length"])
     as_printed = (cells["study"] == PUBLISHED) & (cells["quantity"] == "wall_clock_h")
     cells["text"] = cells["text"].mask(as_printed, cells["value"] + " h")
     efforts = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
@@ -104,7 +104,7 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
-    """The last row of every backbone's log, with sequences, the teacher's passes over sequences, and hours."""
+    """Returns the last row of every backbone's log, with sequences, the teacher's passes over sequences, and hours."""
     logs = logs.drop_duplicates("backbone", keep="last").set_index("backbone").loc[list(show.backbones)].reset_index()
     steps, each, reuse = (logs[name].astype(int) for name in ("steps", "sequences_per_step", "reuse"))
     hours = (numbers(logs["seconds"]) / 3600).map("{:.6f}".format)
@@ -158,7 +158,7 @@ def runtime(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def _over_floor(found: pd.DataFrame) -> pd.Series:
-    """A measured step as a multiple of the time that its traffic takes at full bandwidth."""
+    """Returns a measured step as a multiple of the time that its traffic takes at full bandwidth."""
     ratio = numbers(found["per_step_ms"]) / (numbers(found["step_bytes"]) / numbers(found["bandwidth_gb_s"]) / 1e6)
     return ratio.map("{:.6f}".format).where(ratio.notna(), "")
 
@@ -177,7 +177,7 @@ def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quan
     else:
         k = found[found["budget_percent"] != ""].drop_duplicates("length").set_index("length")["k"]
         cells["row"] += " | " + cells["row"].map(k)
-    cells = of_quantity(cells)
+    cells = with_values(cells)
     fields = cells.groupby(["row", "column"], sort=False)["text"].transform(" / ".join)
     cells["printed"] = fields.mask(cells.get("source", cells["value"]) == "", LEFT_OUT)
     step = cells["quantity"] == "per_step_ms"

@@ -41,7 +41,7 @@ class Table:
     benchmarks: tuple[str, ...] = ()
 
     def cells(self, rows: Rows, show: TableSpec) -> pd.DataFrame:
-        """The table of a study. Raises ValueError when a cell that the study evaluates has no result."""
+        """Returns the table of a study. Raises ValueError when a cell that the study evaluates has no result."""
         return finished(show.label, self.make(rows, show), self.keys, self.extra)
 
 
@@ -61,7 +61,7 @@ def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], C
 
 
 def find(label: str) -> Table:
-    """The table of a label. Raises ValueError when there is none."""
+    """Returns the table of a label. Raises ValueError when there is none."""
     name = RUNTIME if re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label) else label
     if name not in TABLES:
         raise ValueError(f"table {label!r} is unknown; known are {', '.join(TABLES)}<backbone>")
@@ -76,7 +76,7 @@ def backbones(show: TableSpec) -> pd.DataFrame:
 
 
 def backbones_by_text(show: TableSpec, corpora: Iterable[str]) -> pd.DataFrame:
-    """A group of columns per backbone and text."""
+    """Returns a group of columns per backbone and text."""
     groups = cross(backbones(show), part("corpus", dict.fromkeys(corpora)))
     return groups.assign(group=groups["group"] + "\n" + groups["corpus"].map(corpus_title))
 
@@ -94,19 +94,19 @@ def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
     return part(layout, show.lengths, length=show.lengths)
 
 
-def of_methods(show: TableSpec) -> pd.DataFrame:
-    """The paper's methods, then the study's own."""
+def method_rows(show: TableSpec) -> pd.DataFrame:
+    """Returns the paper's methods, then the study's own."""
     names = (*METHODS, *show.own_methods)
     lines = part("row", map(method_title, names), method=names).assign(own=[name in show.own_methods for name in names])
     return lines.assign(row=lines["row"].mask(lines["own"], lines["row"] + OWN_ROW))
 
 
-def of_maps(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
-    """The two baselines, a row per feature maps (those of the paper's table first), then our methods."""
+def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
+    """Returns the two baselines, a row per feature maps (those of the paper's table first), then our methods."""
     theirs = published.variants_of(show.label) if show.label in published.labels() else None
     own = {maps: theirs is not None and length_and_variant(maps)[1] not in theirs for maps in show.maps}
     names = sorted(show.maps, key=own.__getitem__)
     maps = part("row", (title(name) + OWN_ROW * own[name] for name in names), maps=names)
     maps = maps.assign(method="topk_phi", own=[own[name] for name in names])
-    methods = of_methods(show).assign(maps="")
+    methods = method_rows(show).assign(maps="")
     return pd.concat([methods[:2], maps, methods[len(METHODS) :]], ignore_index=True)

@@ -10,7 +10,7 @@ import pandas as pd
 from residual_mass.benchmarks.columns import DRAFT, DRAFTED, FOLLOWING, OWN
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
-from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, of_quantity, part
+from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
 from residual_mass.paper.titles import corpus_title, method_title
 from residual_mass.study.labels import METHODS, ORACLES
@@ -109,9 +109,9 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def compared(rows: Rows) -> pd.DataFrame:
-    """Errors of methods on texts, with the KL divergence and the share of equal top tokens of the same methods and maps
-    where they were measured (`documents` is empty otherwise), what verified drafts read where drafts were, and the
-    seconds that their maps were trained for.
+    """Returns errors of methods on texts, with the KL divergence and the share of equal top tokens of the same methods
+    and maps where they were measured (`documents` is empty otherwise), what verified drafts read where drafts were, and
+    the seconds that their maps were trained for.
     """
     errors = rows["errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
@@ -137,7 +137,7 @@ def compared(rows: Rows) -> pd.DataFrame:
 
 def _printed(cells: pd.DataFrame) -> pd.DataFrame:
     """Adds values and texts, and of each value its file, what is counted behind it and how many."""
-    cells = of_quantity(cells)
+    cells = with_values(cells)
     counted = cells["quantity"].map(COUNTED).fillna("")
     seconds = (cells["quantity"] == "training_seconds") & (cells["value"] != "")
     source = cells["source"].mask(counted == "documents", cells["kl_source"]).mask(seconds, cells["seconds_source"])
@@ -147,7 +147,9 @@ def _printed(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _front(lines: pd.DataFrame) -> pd.DataFrame:
-    """What no other method beats in both, by its bytes, then exact top-K at the same budgets where it is not on it."""
+    """Returns what no other method beats in both, by its bytes, then exact top-K at the same budgets where it is not on
+    it.
+    """
     competing = lines[~lines["method"].isin(ORACLES)]
     points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
     front = competing[on_front(points)].sort_values("step_share", key=numbers, kind="stable")

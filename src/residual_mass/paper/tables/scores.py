@@ -19,9 +19,9 @@ from residual_mass.paper.tables.layout import (
     backbones_by_text,
     budgets,
     lengths,
+    map_rows,
+    method_rows,
     middle_budget,
-    of_maps,
-    of_methods,
     table,
 )
 from residual_mass.paper.titles import OURS, benchmark_title, method_title, trained_at_title, variant_title
@@ -70,7 +70,7 @@ def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
     do not compete.
     """
     block = part("block", [""], benchmark=["ruler"]).assign(budget_percent=middle_budget(show))
-    return scores(rows, show, block, lengths(show), of_maps(show, trained_at_title)).assign(bold=False)
+    return scores(rows, show, block, lengths(show), map_rows(show, trained_at_title)).assign(bold=False)
 
 
 @table("dphi_ablation", of="dphi", heads=("Feature maps",), keys=SCORE_KEYS)
@@ -90,14 +90,14 @@ def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.Dat
     names, (length,) = ("ruler", "babilong"), show.lengths
     columns = part("column", (f"{benchmark_title(name)} {length}" for name in names), benchmark=names)
     block = part("block", [""], length=[length]).assign(budget_percent=middle_budget(show))
-    return scores(rows, show, block, columns, of_maps(show, title))
+    return scores(rows, show, block, columns, map_rows(show, title))
 
 
 def scores(
     rows: Rows, show: TableSpec, blocks: pd.DataFrame, columns: pd.DataFrame, lines: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """Blocks of rows, by default the methods, by a group of columns per backbone."""
-    cells = cross(blocks, of_methods(show) if lines is None else lines, backbones(show), columns)
+    """Returns blocks of rows, by default the methods, by a group of columns per backbone."""
+    cells = cross(blocks, method_rows(show) if lines is None else lines, backbones(show), columns)
     cells = without_budget(cells.assign(task=cells.get("task", ALL_TASKS), grid=""))
     absent = pd.Series([not _evaluated(cell, show) for cell in cells.to_dict("records")])
     if absent.all():
@@ -129,7 +129,7 @@ def _evaluated(cell: Mapping[str, str], show: TableSpec) -> bool:
 
 
 def _with_kinds(cells: pd.DataFrame, titles: str) -> pd.DataFrame:
-    """Blocks or columns named with their data, where not the benchmark's own, on a second line to stay narrow."""
+    """Adds the data to names of blocks or columns, where not the benchmark's own, on a second line to stay narrow."""
 
     def title(of: pd.Series) -> str:
         kinds = {kind for data in of for kind in data.split("+") if kind}
@@ -162,7 +162,7 @@ def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def _forced(rows: Rows, show: TableSpec, metrics: Iterable[Metric], continuation: str) -> pd.DataFrame:
-    """Rows of these metrics over all tasks, in the arms' own state; `arm_maps` does not name the main maps."""
+    """Returns rows of these metrics over all tasks, in the arms' own state; `arm_maps` does not name the main maps."""
     found = rows["fidelity"].rename(columns={"metric": "quantity"})
     wanted = found["quantity"].isin([metric.name for metric in metrics])
     wanted &= (found["state"] == OWN) & (found["task"] == ALL_TASKS) & (found["continuation"] == continuation)
@@ -174,7 +174,7 @@ def _distances(
     forced: pd.DataFrame, show: TableSpec, metrics: Iterable[Metric], blocks: pd.DataFrame, groups: pd.DataFrame,
     counted: str,
 ) -> pd.DataFrame:  # fmt: skip
-    """A grid per metric, methods by budgets; only of values is full attention a row, too."""
+    """Returns a grid per metric, methods by budgets; only of values is full attention a row, too."""
     arms = forced[["method", "arm_maps"]].drop_duplicates()
     titles = [trained_at_title(maps) if maps else method_title(name) for name, maps in arms.itertuples(index=False)]
     lines = arms.assign(row=titles)
