@@ -1,8 +1,13 @@
-"""What a decode step costs on a CPU by cache and method, and how far its next token is from full attention's.
+"""What a decode step on a CPU costs by cache and method, and how far its next token is from full attention's.
 
-One prompt of held-out text is read once; every side continues it by the same tokens, in turn. Prints a row a side:
-milliseconds of a step (median over rounds, all of the model included), memory of the cache and of what a step reads
-beside it, and the mean KL divergence in nats from full attention in float32. KL is left out beyond the model's context.
+Each prompt is read once, and every side continues it by the same tokens: held-out text by its own, a RULER prompt by
+its answer. Prints a table by context length: milliseconds of a step on the first prompt (the median, and the fastest,
+which other work disturbs least; all of the model included, sides in turn), memory of the cache, what a step reads of
+it, and by text the mean KL divergence in nats from full attention in float32, with the 9th decile over the tokens of
+all texts. Methods under `transformers` run in torch, on exact keys and values of float32; their memory and reads are
+counted for packed ones in bfloat16.
+
+With `--synthetic` keys and values are random ones of a long context, which is not read, and only costs are printed.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +26,168 @@ from training_pass import SMOL
 from transformers import DynamicCache
 
 from residual_mass import PackedCache, partial_kv
+from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.core.settings import AnchorSpec
-from residual_mass.methods import Method, method_named
+from residual_mass.methods import Method, Step, method_named
+from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.model.packed import PackedSession
 from residual_mass.model.partial import make_arm
-from residual_mass.texts.corpora import read_documents
+from residual_mass.model.prefix import retrieved_by
+from residual_mass.texts.corpora import held_out_corpus
 
-FULL = method_named("full")
-CACHE8 = method_named("cache8")
+ANCHORS = AnchorSpec()
+RULER_TASKS = ("niah_multivalue", "ruler_vt", "ruler_cwe")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A method at a share of the prompt that it reads, over a packed cache or in torch over transformers'."""
+
+    method: Method
+    budget: float | None
+    packed: bool
+
+    def __str__(self) -> str:
+        share = f" {100 * self.budget:g} %" if self.method.name.startswith("scan") and self.budget else ""
+        return f"{self.method.name}{share}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8000])
-    parser.add_argument("--text", default="books")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
+    parser.add_argument("--texts", nargs="+", default=["books", "code", "wiki", "ruler"])
+    parser.add_argument("--prompts", type=int, default=2, help="of each text; of RULER of each of three tasks")
+    parser.add_argument("--methods", nargs="+", default=["scan4_regression_64"])
     parser.add_argument("--budgets", type=float, nargs="+", default=[2.0, 4.0], help="percent")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3, help="that are timed; 0 for none")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--torch", action="store_true", help="the methods in torch too, over transformers' cache")
+    parser.add_argument("--no-torch", action="store_true", help="only packed caches, and transformers' full attention")
+    parser.add_argument("--synthetic", action="store_true", help="random keys and values, and costs alone")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
-    text = "\n\n".join(read_documents(options.text, options.assets))
-    ids = encode(backbone.tokenizer, text[: 8 * max(options.lengths) + 10_000])
-    methods: list[tuple[Method, float | None]] = [(FULL, None), (CACHE8, 0.01)]
-    methods += [
-        (method_named(name), budget / 100) for name in ("scan4", "scan4_regression_64") for budget in options.budgets
-    ]
+    full, cache8 = method_named("full"), method_named("cache8")
+    sides = [Side(full, None, False), Side(full, None, True), Side(cache8, 0.01, True)]
+    arms = [(method_named(name), budget / 100) for name in options.methods for budget in options.budgets]
+    sides += [Side(*arm, True) for arm in arms]
+    if not options.no_torch:
+        sides += [Side(method_named("cache4_rotated"), 0.01, False), *(Side(*arm, False) for arm in arms)]
     for length in options.lengths:
-        table(backbone, ids[: length + options.steps], methods, options)
+        table(backbone, length, sides, options)
 
 
-def table(backbone: Backbone, ids: list[int], methods: list[tuple[Method, float | None]], options: Any) -> None:
+def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> None:
     """Prints the rows of one context length."""
-    length = len(ids) - options.steps
-    started = time.perf_counter()
-    read = prefill(backbone.model, [ids[:length]])
-    print(
-        f"{length} tokens of {options.text}, {options.threads} threads; prefill {time.perf_counter() - started:.1f} s"
-    )
-    continued = torch.tensor([ids[length:]])
-    sides: dict[tuple[str, str], Any] = {("transformers, float32", "full"): (FULL, None, False)}
-    for method, budget in methods:
-        name = f"{method.name} {100 * budget:g} %" if method not in (FULL, CACHE8) else method.name
-        sides["packed", name] = (method, budget, True)
-        if options.torch and method is not FULL:
-            sides["transformers, float32", name] = (method, budget, False)
-    steps: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
-    packing, memory, logits = {}, {}, {}
-    for round_ in range(options.rounds):
-        for side, (method, budget, packed) in sides.items():
-            cache, packing[side] = filled(backbone, read, method, budget, packed)
-            times, found = run(backbone, continued, method, budget, cache)
-            steps[side] += times
-            if not round_:
-                memory[side], logits[side] = size(cache), found
-    full = logits["transformers, float32", "full"]
+    distances: dict[Side, dict[str, list[Tensor]]] = {side: {} for side in sides}
+    costs: dict[Side, tuple[str, float, float]] = {}
+    texts = [("", read_of(backbone, length))] if options.synthetic else prompts(backbone, length, options)
+    for name, (read, continued) in texts:
+        if not costs:
+            costs = measured(backbone, read, continued, sides, options.rounds)
+        if options.synthetic:
+            break
+        reference = run(backbone, continued, sides[0], filled(backbone, read, sides[0]))[1]
+        for side in sides[1:]:
+            found = run(backbone, continued, side, filled(backbone, read, side))[1]
+            kl = (reference.exp() * (reference - found)).sum(-1)
+            distances[side].setdefault(name, []).append(kl)
+    columns = list(distances[sides[-1]])
+    head = [
+        "cache",
+        "method",
+        "ms a step (fastest)",
+        "MiB kept",
+        "MiB read a step",
+        *(f"KL {name}" for name in columns),
+    ]
+    head += ["KL, 9 of 10 tokens below"] * bool(columns)
+    print(f"\n{length} tokens, {options.threads} threads\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for side in sides:
-        kl = (full.exp() * (full - logits[side])).sum(-1).mean() if length < SMOL.context else float("nan")
-        milliseconds = 1000 * statistics.median(steps[side])
-        print(
-            f"  {side[0]:22s} {side[1]:24s} {milliseconds:8.1f} ms  {memory[side] / 2**20:7.1f} MiB"
-            f"  packed in {packing[side]:5.2f} s  KL {kl:.1e}"
-        )
+        steps, kept, reads = costs[side]
+        found = [torch.cat(distances[side][name]) if side is not sides[0] else torch.zeros(1) for name in columns]
+        cells = ["packed" if side.packed else "transformers", str(side), steps]
+        cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}", *(f"{kl.mean():.1e}" for kl in found)]
+        if columns:
+            cells.append(f"{torch.cat(found).quantile(0.9):.1e}")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def filled(backbone: Backbone, read: Prefill, method: Method, budget: float | None, packed: bool) -> tuple[Any, float]:
-    """A cache that holds the prompt, and the seconds that packing took."""
-    started = time.perf_counter()
-    if packed:
-        cache = PackedCache(backbone.model, method)
-        session = PackedSession(make_arm(method, budget), AnchorSpec(), cache)
-        for index, (key, value) in read.layers.items():
-            cache.layers[index].packed, cache.layers[index].tokens = session._packed(key, value, None), key.shape[2]
-        return cache, time.perf_counter() - started
+def prompts(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str, tuple[Prefill, Tensor]]]:
+    """Yields the name of a text, a prompt of it that was read, and the tokens [1, T] that continue it."""
+    for name in options.texts:
+        if name == "ruler":
+            data = assets_data(options.assets)
+            found = []
+            for task in RULER_TASKS:
+                for doc in build_examples(task, backbone.tokenizer, length, options.prompts, 0, data):
+                    answer = " " + ", ".join(doc["outputs"])
+                    ids = encode(backbone.tokenizer, f"{doc['input']} {doc.get('gen_prefix', '')}".rstrip())
+                    found.append((ids, backbone.tokenizer(answer, add_special_tokens=False).input_ids))
+        else:
+            corpus = held_out_corpus(name, backbone.tokenizer, length + options.steps, 0, options.assets)
+            found = [(ids[:length], ids[length:]) for ids in corpus.disjoint(options.prompts)]
+        for ids, more in found:
+            yield name, (prefill(backbone.model, [ids]), torch.tensor([more[: options.steps]]))
+
+
+def read_of(backbone: Backbone, length: int) -> tuple[Prefill, Tensor]:
+    """Random keys and values in place of a prompt's, and tokens to go on with."""
+    shape, draw = backbone.shape, torch.Generator().manual_seed(0)
+    size = (1, shape.kv_heads, length, shape.head_dim)
+    layers = {n: (torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for n in range(shape.layers)}
+    return Prefill(layers), torch.arange(100, 117)[None]
+
+
+def measured(
+    backbone: Backbone, read: Prefill, continued: Tensor, sides: list[Side], rounds: int
+) -> dict[Side, tuple[str, float, float]]:
+    """Milliseconds of a step as printed, and bytes that are kept and that a step reads, by side; sides take turns."""
+    steps: dict[Side, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side in sides:
+            steps[side] += run(backbone, continued[:, :17], side, filled(backbone, read, side))[0]
+    length, shape = read.layers[0][0].shape[2], backbone.shape
+    found = {}
+    for side in sides:
+        if side.packed:
+            cache = filled(backbone, read, side)
+            run(backbone, continued[:, :1], side, cache)  # which sets how many tokens are chosen
+            group = shape.query_heads // shape.kv_heads
+            kept, reads = cache.nbytes, sum(layer.packed.read_bytes(group) for layer in cache.layers)
+        else:
+            k = retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)
+            step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, ANCHORS.sink + ANCHORS.tail, k, 0)
+            step = step._replace(retrieved=most_retrieved(side.method, k, step))
+            heads = shape.layers * shape.kv_heads
+            wide = 2 if side is sides[0] else 1  # it is not of bfloat16
+            kept, reads = (wide * heads * count(side.method, step).total for count in (kept_bytes, step_bytes))
+        took = [1000 * seconds for seconds in steps[side]]
+        found[side] = f"{statistics.median(took):.1f} ({min(took):.1f})" if took else "", kept, reads
+    return found
+
+
+def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
+    """A cache that holds the prompt."""
+    if side.packed:
+        cache = PackedCache(backbone.model, side.method)
+        PackedSession(make_arm(side.method, side.budget), ANCHORS, cache).take(read)
+        return cache
     cache = DynamicCache(config=backbone.model.config)
     for index, (key, value) in read.layers.items():
         cache.update(key, value, index)
-    return cache, 0.0
+    return cache
 
 
 @torch.no_grad()
-def run(
-    backbone: Backbone, tokens: Tensor, method: Method, budget: float | None, cache: Any
-) -> tuple[list[float], Tensor]:
+def run(backbone: Backbone, tokens: Tensor, side: Side, cache: Any) -> tuple[list[float], Tensor]:
     """Seconds of each step after the first, and the log probabilities after each."""
-    packed = cache if isinstance(cache, PackedCache) else None
     seconds, logits = [], []
-    with partial_kv(backbone.model, method, budget, cache=packed) as session:
-        if packed is None:  # as if the prompt had been read here
+    with partial_kv(backbone.model, side.method, side.budget, cache=cache if side.packed else None) as session:
+        if not side.packed:  # as if the prompt had been read here
             for index, layer in enumerate(cache.layers):
                 session._real[index] = torch.ones(1, layer.get_seq_length(), dtype=torch.bool)
                 session._filled[index] = session._columns[index] = layer.get_seq_length()
@@ -121,13 +197,6 @@ def run(
             seconds.append(time.perf_counter() - started)
             logits.append(output.logits[0, -1].log_softmax(-1))
     return seconds[1:], torch.stack(logits)
-
-
-def size(cache: Any) -> int:
-    """Bytes of a cache."""
-    if isinstance(cache, PackedCache):
-        return cache.nbytes
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 if __name__ == "__main__":

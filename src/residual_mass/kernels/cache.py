@@ -1,7 +1,7 @@
 """One layer's keys and values as the kernels read them, a decode step over them, and full attention of several tokens.
 
 Shape letters: B = batch rows, H = KV heads, G = query heads of a KV head, L = prefix columns, T = new tokens, D = head
-dimension, N = blocks of 64 places, S = clusters, F = room for tokens in bfloat16.
+dimension, N = blocks of 64 places, S = clusters, F = room for tokens in float32.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LOG2_E = 1.4426950408889634
 
 
 class LayerCache:
-    """Keys and values of one layer, in blocks of one of three kinds, and the first and last tokens in bfloat16.
+    """Keys and values of one layer, in blocks of one of three kinds, and the first and last tokens in float32.
 
     With `bits` = 4 keys have 8 bits in two planes of 4, with a scale for each channel of a block, values 8 bits with a
     scale for each token, and tokens are in the order of their clusters: a step scans the high plane, reads the K best
     tokens of each query head from both planes, and estimates the others by regression on their scanned scores, as
     `ScanRegression` does. With 8 (keys and values as before) and 16 (bfloat16) a step reads every token.
 
-    The bfloat16 tokens are `sink` tokens at the start of each row, `tail` at its end and those that are added. When
+    The float32 tokens are `sink` tokens at the start of each row, `tail` at its end and those that are added. When
     there is no more room for them, a block of the oldest after the sinks moves to the others, as a cluster of its own.
     """
 
@@ -56,9 +56,9 @@ class LayerCache:
             keys, values: [B, H, L, D], left-padded.
             first: [B] first column of each row that is no padding.
             bits: of the blocks, 4 (planes), 8 or 16.
-            k: [B] tokens that a query head reads exactly, besides those in bfloat16; unused where all are read.
-            sink, tail: tokens at both ends that are kept in bfloat16.
-            room: tokens to come that stay in bfloat16.
+            k: [B] tokens that a query head reads exactly, besides those in float32; unused where all are read.
+            sink, tail: tokens at both ends that are kept in float32.
+            room: tokens to come that stay in float32.
             clusters: S.
             residual: whether to estimate the tokens that are not read.
 
@@ -82,7 +82,7 @@ class LayerCache:
         self.slots, self.gap = _integers(middle), torch.zeros(batch, 2, dtype=torch.int32)
         self.recents = _integers([count - mid for count, mid in zip(tokens, middle, strict=True)])
         self.merged = _integers([0] * batch)
-        self.recent = torch.zeros(batch, heads, sink + tail + room, 2, width, dtype=torch.bfloat16)
+        self.recent = torch.zeros(batch, heads, sink + tail + room, 2, width)
         self.residual = residual and bits == 4
         self._allocate(max(-(-max(middle, default=0) // BLOCK), 1))
         for row, start in enumerate(first):
@@ -98,6 +98,22 @@ class LayerCache:
     def bytes(self) -> int:
         """Memory of the cache with everything that a step reads."""
         return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
+
+    def read_bytes(self, group: int) -> int:
+        """Bytes of the cache that a step of `group` query heads per KV head reads: blocks in use whole, or of planes
+        the scan, rows that were chosen (by several query heads: several times) and what estimates the others.
+        """
+        in_blocks = self.slots - self.gap.diff().squeeze(1)
+        blocks = int((-(-self.slots // BLOCK)).sum())
+        kept = [getattr(self, name, None) for name in ("keys", "scales", "values", "value_scales")]
+        each = sum(x.nbytes for x in kept if x is not None) // (self.batch * self.heads * self.blocks)
+        total = self.heads * (blocks * each + int(self.recents.sum()) * 8 * self.width)
+        if self.bits == 4:
+            chosen = int(torch.minimum(self.k, in_blocks).sum())
+            total += self.heads * group * chosen * self.rows.shape[-1]
+        if self.residual:
+            total += sum(x.nbytes for x in (self.bounds, self.mean_values, self.slope, self.deviations))
+        return total
 
     @property
     def tokens(self) -> list[int]:
@@ -120,6 +136,7 @@ class LayerCache:
         """Makes the cache again of what `state` returned."""
         cache = cls.__new__(cls)
         vars(cache).update(tensors, **numbers, library=library, _layer=None)
+        cache.recent = cache.recent.float()  # of bfloat16 in a state that an older version wrote
         return cache
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -127,7 +144,7 @@ class LayerCache:
         self.extend(keys.unsqueeze(2), values.unsqueeze(2))
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Adds up to a block of tokens per row, [B, H, T, D] each; all of them stay in bfloat16 until more are added.
+        """Adds up to a block of tokens per row, [B, H, T, D] each; all of them stay in float32 until more are added.
 
         Raises:
             ValueError: more tokens than a block has.
@@ -135,8 +152,8 @@ class LayerCache:
         count = keys.shape[2]
         self.reserve(count)
         rows, at = torch.arange(self.batch)[:, None], self.recents[:, None] + torch.arange(count)
-        self.recent[rows, :, at, 0] = keys.transpose(1, 2).to(torch.bfloat16)
-        self.recent[rows, :, at, 1] = values.transpose(1, 2).to(torch.bfloat16)
+        self.recent[rows, :, at, 0] = keys.transpose(1, 2).float()
+        self.recent[rows, :, at, 1] = values.transpose(1, 2).float()
         self.recents += count
 
     def reserve(self, count: int) -> None:
@@ -156,7 +173,7 @@ class LayerCache:
         """Takes out the last tokens of every row: as many as were reserved and added since, and maybe more.
 
         Raises:
-            ValueError: more tokens than are in bfloat16 after the sinks.
+            ValueError: more tokens than are in float32 after the sinks.
         """
         left = int((self.recents - self.sink * (self.slots > 0)).min())
         if count > left:
@@ -282,7 +299,7 @@ class LayerCache:
             if block == self.blocks:
                 self._grow(max(4, block // 8))
             oldest = slice(self.sink, self.sink + BLOCK)
-            keys, values = (self.recent[row, :, oldest, part].float().contiguous() for part in (0, 1))
+            keys, values = (self.recent[row, :, oldest, part].contiguous() for part in (0, 1))
             if self.bits == 4:
                 self._add_cluster(row, block * BLOCK, keys, values)
             self._pack(row, block, keys, values, None)

@@ -1,8 +1,8 @@
-// What the kernels share: sizes, running softmax sums, the exactly read tokens in bfloat16, threads.
+// What the kernels share: sizes, running softmax sums, the exactly read tokens in float32, threads.
 //
 // Scores are in units of log 2: queries come in multiplied by scale * log2(e). Shape letters: B = batch rows, H = KV heads,
 // G = query heads of a KV head, T = queries of a query head, D = head dimension, N = blocks of 64 tokens, F = room for
-// tokens in bfloat16.
+// tokens in float32.
 #pragma once
 #include <algorithm>
 
@@ -20,7 +20,7 @@ struct Layer {
   int32_t batch, heads, group, width, blocks, room;  // B, H, G T, D, N, F
   int32_t segments, residual, threads;  // P, and whether to estimate what is not read
   const int32_t *slots, *gap;       // [B] places of tokens in blocks; [B, 2] first and end of places without a token
-  const int32_t *k, *recents;       // [B] tokens to read, and tokens in bfloat16
+  const int32_t *k, *recents;       // [B] tokens to read, and tokens in float32
   const uint8_t* keys;              // planes: [B, H, N, D / 8, 64, 4]; 8 bits: [.., N, D / 4, 64, 4]; bfloat16: [.., N, D / 2, 64, 2]
   const bf16* scales;               // [B, H, N, 2, D] middle and step of keys
   const uint8_t* rows;              // [B, H, 64 N, 3 D / 2 + 2]: low plane, value, scale of the value
@@ -29,11 +29,11 @@ struct Layer {
   const int32_t* bounds;            // [B, H, P, 2] first and end of each cluster
   const bf16 *mean_values, *slope;  // [B, H, P, D]; [B, H, D, D] covariance of keys (rows) and values
   const float* deviations;          // [B, H, D] of values within clusters
-  const bf16* recent;               // [B, H, F, 2, D] keys and values
+  const float* recent;              // [B, H, F, 2, D] keys and values
   const float* query;               // [B, H, G, T, D]
   float *output, *log_mass;         // [B, H, G, T, D] and [B, H, G, T]
   uint8_t* scratch;
-  int32_t queries;                  // T, of the last T tokens in bfloat16; 1 in a step
+  int32_t queries;                  // T, of the last T tokens in float32; 1 in a step
 };
 
 // Sums of softmax terms in units of 2^top.
@@ -78,15 +78,15 @@ struct Sums {
   }
 };
 
-// Adds n tokens kept in bfloat16: key and value of each, 2 D numbers.
+// Adds n tokens kept in float32: key and value of each, 2 D numbers.
 template <int D>
-void add_recent(Sums<D>& sums, const float* query, const bf16* recent, int n) {
+void add_recent(Sums<D>& sums, const float* query, const float* recent, int n) {
   float scores[ROWS];
   for (int i = 0; i < n; i += ROWS, recent += 2 * D * ROWS) {
     const int count = std::min(ROWS, n - i);
     for (int a = 0; a < count; a++) {
       Floats product = {};
-      for (int j = 0; j < D; j += W) product += load<Floats>(query + j) * widen(recent + 2 * D * a + j);
+      for (int j = 0; j < D; j += W) product += load<Floats>(query + j) * load<Floats>(recent + 2 * D * a + j);
       scores[a] = sum(product);
     }
     sums.weigh(scores, count);

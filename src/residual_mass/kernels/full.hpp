@@ -222,11 +222,11 @@ struct FullStep {
     }
   }
 
-  // The t-th of T queries sees the tokens in bfloat16 up to its own.
+  // The t-th of T queries sees the tokens in float32 up to its own.
   void finish(int unit, int g) const {
     const size_t at = (size_t)unit * layer.group + g;
     Sums<D> sums;
-    const bf16* recent = layer.recent + (size_t)unit * layer.room * 2 * D;
+    const float* recent = layer.recent + (size_t)unit * layer.room * 2 * D;
     const int later = layer.queries - 1 - g % layer.queries;
     add_recent(sums, layer.query + at * D, recent, layer.recents[unit / layer.heads] - later);
     for (int range = 0; range < ranges(); range++) {

@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """By what `target` of a library returns for a CPU."""
+LAYOUT = 3
+"""What `layout` of a library returns that was built from these sources."""
 WIDTHS = (64, 96, 128)
 """Head dimensions served."""
 
@@ -41,11 +43,13 @@ class Layer(ctypes.Structure):
 
 
 class Library:
-    """The functions of one library, with tensors for pointers."""
+    """The functions of one library, with tensors for pointers; OSError where it is missing, damaged or an older one."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self._functions = ctypes.CDLL(str(FOLDER / f"_{target}.so"))
+        if not hasattr(self._functions, "layout") or self._functions.layout() != LAYOUT:
+            raise OSError(f"_{target}.so is of another version of this package")
         for name in ("step", "pack", "clusters", "scratch_bytes"):
             getattr(self._functions, name).restype = ctypes.c_int64
         self._scratch = threading.local()
@@ -61,8 +65,6 @@ class Library:
 
     def attend(self, layer: Layer, bits: int) -> None:
         """Runs `attend` of kernels.cpp, with scratch of this thread."""
-        if not hasattr(self._functions, "attend"):
-            raise RuntimeError("the CPU kernels were built before this version: install the package again")
         self._functions.attend_bytes.restype = ctypes.c_int64
         layer.scratch = self._room(self._functions.attend_bytes(ctypes.byref(layer)))
         self._functions.attend(ctypes.byref(layer), bits)

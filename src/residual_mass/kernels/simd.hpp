@@ -55,6 +55,7 @@ inline Floats widen(const bf16* from) {
   return (Floats)(__builtin_convertvector(load<Narrow>(from), Ints) << 16);
 #endif
 }
+inline Floats widen(const float* from) { return load<Floats>(from); }
 inline Floats widen(const int8_t* from) {
 #if VNNI
   return to_floats((Ints)_mm512_cvtepi8_epi32(load<__m128i>(from)));

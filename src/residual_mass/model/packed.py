@@ -19,36 +19,11 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.kernels import LayerCache, Library, load
 from residual_mass.kernels.cache import BLOCK
 from residual_mass.kernels.library import WIDTHS
-from residual_mass.methods import CacheOnly, Method, QuantisedScan, QuantisedValues, ScanRegression, method_named
+from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
-from residual_mass.model.hook import device_of, exact_attention, require_plain, text_config
+from residual_mass.methods.packing import packing_of
+from residual_mass.model.hook import Prefill, device_of, exact_attention, require_plain, text_config
 from residual_mass.model.prefix import retrieved_by
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How the kernels hold a cache: bits of keys and clusters, as `LayerCache`."""
-
-    bits: int
-    clusters: int = 64
-
-
-def packing_of(method: Method) -> Packing | None:
-    """Returns how the kernels hold the cache of a method, None for a method that they do not serve.
-
-    They serve full attention in bfloat16 and over an 8-bit cache, and the 4-bit scan, alone or with regression.
-    """
-    selector, residual = method.selector, method.own
-    if method.whole_prefix:
-        return Packing(16)
-    if isinstance(selector, CacheOnly) and selector.scan == QuantisedScan(8) and residual == QuantisedValues(8):
-        return Packing(8)
-    if selector == QuantisedScan(4) and not method.needs_maps:
-        if residual is None:
-            return Packing(4)
-        if isinstance(residual, ScanRegression):
-            return Packing(4, residual.clusters)
-    return None
 
 
 def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
@@ -105,7 +80,7 @@ class PackedLayer(CacheLayerMixin):
         self.packed, self.given, self.tokens = None, None, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes out the last tokens, a number below 0 as transformers has it, which have to be in bfloat16 still."""
+        """Takes out the last tokens, a number below 0 as transformers has it, which have to be in float32 still."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a number below 0 of tokens to take out, not {tokens_to_remove}")
         if tokens_to_remove and self.packed is not None:
@@ -242,6 +217,13 @@ class PackedSession:
         self.partial_calls[module.layer_idx] = self.partial_calls.get(module.layer_idx, 0) + 1
         packed.append(key[:, :, 0], value[:, :, 0])
         return packed.step(query[:, :, 0], scale)[0].unsqueeze(1).to(query.dtype)
+
+    def take(self, read: Prefill) -> None:
+        """Packs prompts without padding that have been read elsewhere."""
+        for index, (key, value) in read.layers.items():
+            layer = self.cache.layers[index]
+            layer.lazy_initialization(key, value)
+            layer.packed, layer.tokens = self._packed(key, value, None), key.shape[2]
 
     def _packed(self, key: Tensor, value: Tensor, mask: Tensor | None) -> LayerCache:
         length = key.shape[2]

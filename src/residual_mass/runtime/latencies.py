@@ -34,11 +34,14 @@ from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
+from residual_mass.methods.packing import packing_of
 from residual_mass.model.hook import Prefill, device_of, prefill
 from residual_mass.model.loading import load_backbone
+from residual_mass.model.packed import kernels_for
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.provenance import MANIFEST, Record, device_name
+from residual_mass.runtime.packed_decoder import PackedDecoder
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
 from residual_mass.study.labels import METHODS
@@ -53,7 +56,7 @@ RUNTIME = (
 ).split()
 STEPS = 31
 """Decoded tokens after the first, which comes from the prefill."""
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("prototype", "fused", "kernels")
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -110,7 +113,8 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
         ValueError: a context exceeds the backbone's; a method of our own has no fast step.
     """
     for method in spec.own_methods:
-        fused_method(method)
+        if packing_of(method_named(method)) is None:
+            fused_method(method)
     record = Record("runtime", spec, [assets / MANIFEST])
     for label in spec.contexts:
         if tokens_of(label) + STEPS > spec.backbone.context:
@@ -136,9 +140,12 @@ def measure(
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
     bandwidth = max(copy_rates(device))
     log.info("%s, copies at %.1f GB/s", device_name(device), bandwidth / 1e9)
-    ours = [side for side in implementations if side != "prototype"]
-    sides: dict[str, Sequence[Implementation]] = dict.fromkeys(METHODS, implementations)
-    sides |= dict.fromkeys(spec.own_methods, ours)
+    sides = {
+        method: [side for side in implementations if _serves(side, method, model)]
+        for method in (*METHODS, *spec.own_methods)
+    }
+    if "kernels" in implementations and "kernels" not in sides["full"]:
+        log.info("no rows of the CPU kernels, which are not built or do not serve this model and device")
     bar = tqdm(total=len(spec.contexts) * len(spec.batches) * sum(map(len, sides.values())), unit="setting")
     for context in spec.contexts:
         length = tokens_of(context)
@@ -156,6 +163,13 @@ def measure(
                 yield _known(setting, bandwidth) | times | {"attention_kernels": kernels}
                 bar.update()
     bar.close()
+
+
+def _serves(implementation: Implementation, method: str, model: PreTrainedModel) -> bool:
+    if implementation == "prototype":
+        return method in METHODS
+    rule = method_named(method)
+    return rule.fused if implementation == "fused" else kernels_for(model, rule) is not None
 
 
 def _known(setting: Setting, bandwidth: float) -> dict[str, object]:
@@ -221,7 +235,7 @@ def _best(setting: Setting, read: Prefill) -> tuple[Timing | str, str]:
     def attempt() -> Timing | str:
         return _timed(setting, read)
 
-    full = setting.implementation != "prototype" and method_named(setting.method).whole_prefix
+    full = setting.implementation == "fused" and method_named(setting.method).whole_prefix
     if not full or not (names := kernels_on(device_of(setting.model))):
         return attempt(), ""
     found = with_each(names[:-1], attempt)
@@ -288,11 +302,14 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     rest = setting.method, setting.k, setting.spec.anchors, setting.phi, STEPS
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     for _ in range(2):  # the first is slower and not counted
-        decoder: PrototypeDecoder | StaticDecoder | None = None  # frees its buffers before allocating new ones
+        decoder: PrototypeDecoder | StaticDecoder | PackedDecoder | None = None  # frees its buffers first
         copies = [Prefill(dict(read.layers), read.next_token) for _ in range(setting.batch)]
         started = _now(device)
         if setting.implementation == "prototype":
             decoder = PrototypeDecoder(setting.model, _together(copies), *rest)
+        elif setting.implementation == "kernels":
+            budget, anchors = setting.spec.budget, setting.spec.anchors
+            decoder = PackedDecoder(setting.model, _together(copies), setting.method, budget, anchors, STEPS)
         else:
             decoder = StaticDecoder(setting.model, fill_buffers(copies, STEPS), *rest)
         build = _now(device) - started

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, Step, method_named
+from residual_mass.methods.packing import packed_bytes, packing_of
 from residual_mass.methods.step_bytes import StepBytes, step_bytes
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 
-Implementation = Literal["prototype", "fused"]
+Implementation = Literal["prototype", "fused", "kernels"]
 FLOAT32 = 4
 COPIES = 4
 
@@ -40,7 +41,8 @@ def step_traffic(
     features: cached ones of retrieved tokens; keys of retrieved tokens in the prototype, which recomputes features.
     maps: weights of the feature maps that a step evaluates. state: S and u and, if they are formed, S_R and u_R,
     written and read; or moments. concatenation: the copy of a dynamic cache, which grows by one token. scores: float32,
-    written once and read once for selection; a GPU's L2 may hold those of a small batch.
+    written once and read once for selection; a GPU's L2 may hold those of a small batch. cache: all that the CPU
+    kernels read of a packed one.
     """
     shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
     fused, rule = implementation != "prototype", method_named(method)
@@ -50,6 +52,13 @@ def step_traffic(
     support = k + anchors.sink + anchors.tail + generated
     values = whole if rule.whole_prefix else min(whole, per_token * support * shape.head_dim)
     read = prompt_bytes(rule, shape, batch * length, phi.map.d_phi)
+    if implementation == "kernels":
+        packing = packing_of(rule)
+        assert packing is not None
+        group = shape.query_heads // shape.kv_heads
+        step = Step(length, shape.head_dim, group, anchors=anchors.sink + anchors.tail, retrieved=k, features=0)
+        heads = batch * shape.layers * shape.kv_heads
+        return {"weights": _weight_bytes(model), "cache": heads * packed_bytes(packing, step, generated)}
     state = read.summary * batch
     if rule.subtracts and not fused:
         state += 2 * state * shape.query_heads // shape.kv_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
 import shutil
 import subprocess
@@ -91,10 +92,12 @@ def test_instructions_that_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
         library.load.__wrapped__()
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_libraries_that_do_not_load(damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if damaged:
+@pytest.mark.parametrize("found", ["none", "damaged", "another"])
+def test_libraries_that_do_not_load(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if found == "damaged":
         (tmp_path / "_portable.so").write_bytes(b"\x7fELF half of it")
+    if found == "another":
+        shutil.copy(_ctypes.__file__, tmp_path / "_portable.so")  # one without the functions
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     monkeypatch.delenv(library.SWITCH, raising=False)
     with pytest.warns(UserWarning, match="torch does the work of the CPU kernels, which are not built here"):

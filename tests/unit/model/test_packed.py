@@ -102,7 +102,7 @@ def test_a_cache_takes_little_more_than_half_of_one_in_bfloat16(model: LlamaForC
     with torch.no_grad(), partial_kv(model, "scan4_regression_64", 0.1, cache=cache):
         model(prompt(4096), past_key_values=cache, logits_to_keep=1)
         model(prompt(1), past_key_values=cache)
-    assert cache.nbytes < 0.57 * (3 * 2 * 2 * 64 * 4096 * 2)  # .56, of which .02 are for tokens to come
+    assert cache.nbytes < 0.59 * (3 * 2 * 2 * 64 * 4096 * 2)  # .58, of which .04 are for tokens to come
     assert all(layer.keys is None for layer in cache.layers)
 
 

@@ -256,6 +256,18 @@ def test_latencies_have_traffic_and_what_was_not_measured_has_no_times() -> None
     )
 
 
+def test_kernels_of_the_cpu_are_rows_beside_the_others_and_change_none_of_them() -> None:
+    rows, spec = study_rows("runtime_1b", n="", step_bytes="4000000000", bandwidth_gb_s="2000", floor_ms="2.000",
+                            per_step_low_ms="1", per_step_high_ms="2", dtype="float32", device="cpu", not_measured="",
+                            model_id="org/LM")  # fmt: skip
+    own = rows[rows["method"] == "full"].assign(implementation="kernels", batch="1")
+    scan = own.assign(method="scan4_regression_64", budget_percent="4", k="100")
+    before, after = (latex(made("runtime_1b", each, spec)) for each in (rows, pd.concat([rows, own, scan])))
+    added = [line for line in after.splitlines() if line not in before.splitlines()]
+    assert set(before.splitlines()) <= set(after.splitlines())
+    assert any("CPU kernels, batch 1" in line for line in added) and "scan" not in after
+
+
 @pytest.mark.parametrize(("seconds", "text"), [("90.2", "90 s"), ("600", "10.0 min"), ("68400", "19.0 h")])
 def test_training_times_have_a_fitting_unit(seconds: str, text: str) -> None:
     log = ABOUT | {"length": "2k", "step": "200", "seconds": seconds, "steps": "200", "sequences_per_step": "2"}

@@ -15,13 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
-from tests.needs import GPU, needs
+from tests.needs import GPU, KERNELS, needs
 from tests.records import give_manifest
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.model.hook import Prefill, prefill
+from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.hook import Prefill, attention_hook, prefill
 from residual_mass.model.loading import Backbone, load_backbone
+from residual_mass.model.packed import PackedCache, PackedSession
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.static_decode import StaticDecoder
 from residual_mass.runtime import latencies
@@ -94,6 +96,41 @@ def test_methods_that_the_paper_lacks_are_measured_in_our_implementation_alone(m
     assert own["state_bytes"] == 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4  # of one layer
     assert (scan["implementation"], scan["method"], scan["k"]) == ("fused", "scan4_moments", 6)
     assert float(str(scan["per_step_ms"])) > 0
+
+
+@needs(KERNELS)
+def test_cpu_kernels_have_rows_where_they_serve_the_model_and_method() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=1024, initializer_range=0.08, bos_token_id=0,
+    )  # fmt: skip
+    model, own = LlamaForCausalLM(config).eval(), ("topk_moments", "scan4_regression_64", "cache8")
+    spec = replace(SPEC, contexts=("256",), repeats=1, own_methods=own)
+    rows = list(latencies.measure(spec, model))
+    served = [(row["method"], row["batch"]) for row in rows if row["implementation"] == "kernels"]
+    assert served == [(method, batch) for batch in (1, 2) for method in ("full", *own[1:])]
+    others = [row["method"] for row in rows if row["implementation"] != "kernels"]
+    assert set(others) == {*METHODS, "topk_moments"} and all(float(str(row["per_step_ms"])) > 0 for row in rows)
+    for method in ("full", *own[1:]):
+        cache = PackedCache(model, method)
+        session = PackedSession(ArmSpec(method, None if method == "full" else 20.0), ANCHORS, cache)
+        session.take(prefill(model, [list(range(2, 258))]))
+        with torch.no_grad(), attention_hook(model, session):
+            for _ in range(15):  # half of a run
+                model(torch.tensor([[5]]), past_key_values=cache)
+        read = sum(layer.packed.read_bytes(2) for layer in cache.layers)
+        (row,) = (row for row in rows if (row["implementation"], row["method"], row["batch"]) == ("kernels", method, 1))
+        assert row["step_bytes"] == read + sum(weight.nbytes for weight in model.parameters()) - 258 * 128 * 4
+
+
+def test_kernels_are_left_out_of_what_they_do_not_serve(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        rows = list(latencies.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), model))
+    assert {row["implementation"] for row in rows} == {"prototype", "fused"}
+    assert "no rows of the CPU kernels" in caplog.text
 
 
 def test_full_is_that_of_the_fastest_attention_kernel(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

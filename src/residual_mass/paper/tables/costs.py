@@ -123,7 +123,7 @@ def _effort(cell: Mapping[str, str]) -> str:
 
 # ---- latencies -------------------------------------------------------------------------------------------------------
 
-IMPLEMENTATIONS = {"prototype": "Prototype", "fused": "Fused"}
+IMPLEMENTATIONS = {"prototype": "Prototype", "fused": "Fused", "kernels": "CPU kernels"}
 TIMES, TRAFFIC = ("per_step_ms", "end_to_end_ms"), ("step_bytes", "floor_ms", "over_floor")
 """What is printed of a measurement: `step / end to end`, then `traffic / floor / step over floor`."""
 
@@ -142,7 +142,8 @@ def runtime(rows: Rows, show: TableSpec) -> pd.DataFrame:
     found = rows["runtime"][rows["runtime"]["context"].isin(show.lengths)]
     order = [found["implementation"].map(list(IMPLEMENTATIONS).index), pd.to_numeric(found["batch"])]
     measured = [of for _, of in found.groupby(order)]
-    methods = list(dict.fromkeys([*METHODS, *(name for of in measured for name in of["method"])]))
+    in_columns = found.loc[found["implementation"] != "kernels", "method"]  # those of kernels alone are in the file
+    methods = list(dict.fromkeys([*METHODS, *in_columns]))
     titles = [method_title(name) + OWN_ROW * (name not in METHODS) for name in methods]
     columns = part("column", titles, method=methods)
     if show.study == PUBLISHED:
