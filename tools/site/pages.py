@@ -17,6 +17,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "LICENSE.txt",
     "CITATION.cff": "CITATION.cff",
+    "tools/site/wide.css": "wide.css",
 }
 """Files of the repository by their place on the site; all of docs/ is there too."""
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
