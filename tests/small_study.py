@@ -67,7 +67,7 @@ def write_small_study(folder: Path) -> None:
             "backbones": ["tiny"], "corpora": ["wiki"], "lengths": ["1k"], "packs": 2, "queries": 2,
             "budgets": [0.5, 1, 2, 4, 8, 16], "methods": ["topk", "topk_phi", *of_methods["residuals"]["methods"][1:]],
         },
-        runtime={"contexts": ["512", "1k"], "batches": [1, 2], "repeats": 1},
+        runtime={"contexts": ["512"], "batches": [1, 2], "repeats": 1},
         tables=[label.replace("runtime_smol", "runtime_tiny") for label in tables],
         figures={
             "fidelity": {"backbone": "tiny", "texts": ["wiki", "ruler"], "lengths": ["1k"]},
