@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,20 +311,6 @@ def test_wrong_arguments_are_one_line(arguments: dict[str, Any], said: str, tiny
 @pytest.fixture
 def folder(tiny_assets: Path) -> Path:
     return tiny_assets / "models" / "tiny-llama"
-
-
-@pytest.mark.slow
-def test_the_command_line(
-    folder: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = f"pretrained={folder},method=topk,budget=0.2,max_length=200"
-    command = ["lm-eval", "--model", "partial_kv", "--model_args", arguments, "--tasks", "choice"]
-    command += ["--include_path", str(tasks), "--device", "cpu", "--output_path", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
-    (written,) = tmp_path.rglob("results_*.json")
-    assert json.loads(written.read_text())["config"]["partial_kv"]["method"] == "topk"
-    assert "|choice|" in capsys.readouterr().out
 
 
 def test_a_wrong_argument_on_the_command_line_is_one_line(

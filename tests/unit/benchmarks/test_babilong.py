@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +9,19 @@ import pytest
 
 from residual_mass.benchmarks import babilong
 from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, tasks_of
-from residual_mass.benchmarks.prompts import examples_of
-from residual_mass.study.specs import PromptsSpec
 
 TASKS = tasks_of("babilong", 1024)
 ANSWER = 16
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The data set that the harness's loader gets: fill in `rows`; `asked` tells for what it was asked."""
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Rows of the data set that the harness's loader gets: fill them in."""
     import datasets
 
-    served: dict[str, Any] = {}
-
-    def load_dataset(path: str, name: str, split: str, revision: str | None = None) -> Any:
-        served["asked"] = (path, name, split)
-        return datasets.Dataset.from_list(served["rows"])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return served
+    rows: list[Any] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    return rows
 
 
 def built(task: str, tokenizer: Any, assets: Path, length: int = 1024, count: int = 4, seed: int = 5) -> list[Any]:
@@ -101,13 +93,13 @@ def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_requests_are_those_of_the_harness_s_own_task(
-    task: str, tokenizer: Any, benchmark_assets: Path, hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    task: str, tokenizer: Any, benchmark_assets: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lm_eval.api.task import ConfigurableTask
 
     monkeypatch.setattr(logging.getLogger("lm_eval.api.task"), "level", logging.ERROR)
     docs = built(task, tokenizer, benchmark_assets, count=3)
-    hub["rows"] = [{key: doc[key] for key in ("input", "question", "target")} for doc in docs]
+    hub += [{key: doc[key] for key in ("input", "question", "target")} for doc in docs]
     theirs = ConfigurableTask(config={**harness_config("babilong", task), "metadata": {"max_seq_lengths": "1k"}})
     theirs.build_all_requests()
     assert harness_requests("babilong", task, docs) == [instance.args for instance in theirs.instances]
@@ -117,16 +109,3 @@ def test_requests_are_those_of_the_harness_s_own_task(
 def test_what_cannot_fit_is_told(task: str, tokenizer: Any, benchmark_assets: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"facts and template take \d+ of 84 tokens with this tokenizer"):
         built(task, tokenizer, benchmark_assets, 100)
-
-
-def test_of_the_hub_the_rows_are_those_of_the_data_set(
-    hub: dict[str, Any], prompts_spec: PromptsSpec, tmp_path: Path
-) -> None:
-    hub["rows"] = [{"input": f"Mary is {n}.", "question": "Where?", "target": "office"} for n in range(5)]
-    spec = replace(prompts_spec, benchmark="babilong", data_source="hub", length="4k", examples=3)
-    assert examples_of(spec, "babilong_qa3", None, tmp_path) == hub["rows"][:3]
-    assert hub["asked"] == ("RMT-team/babilong-1k-samples", "4k", "qa3")
-    assert examples_of(replace(spec, length="64k", examples=99), "babilong_qa1", None, tmp_path) == hub["rows"]
-    assert hub["asked"][1:] == ("64k", "qa1")
-    with pytest.raises(ValueError, match="BABILong's data set has whole k only; choose 1k"):
-        examples_of(replace(spec, length="1536"), "babilong_qa1", None, tmp_path)

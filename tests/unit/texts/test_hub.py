@@ -189,6 +189,11 @@ def test_everything_that_asks_for_access_is_named_at_once(
     assert f"{LONGBENCH}: not on the hub, or private" in line and BABILONG not in line
 
 
+def test_lengths_are_those_of_the_data_set(tmp_path: Path) -> None:
+    line = error_of(lambda: examples_of(replace(PROMPTS, length="1536"), "babilong_qa1", None, tmp_path))
+    assert line == "length 1536: BABILong's data set has whole k only; choose 1k, 2k, 4k, ..."
+
+
 def test_weights_must_be_safetensors(hub: SmallHub) -> None:
     hub.repositories[f"models/{MODEL}"].files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     assert "has no safetensors weights; choose another" in error_of(lambda: prefetch([(MODEL, COMMIT)], []))
