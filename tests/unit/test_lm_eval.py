@@ -29,7 +29,6 @@ from residual_mass.model.loading import Backbone
 
 GENERATION = {
     "lines": {"until": ["\n"], "max_gen_toks": 12},
-    "words": {"until": [" ", "."], "max_gen_toks": 20},
     "beams": {"until": [], "max_gen_toks": 8, "num_beams": 2, "do_sample": False},
     "shots": {"until": ["\n\n"], "max_gen_toks": 10},
 }

@@ -30,8 +30,6 @@ from residual_mass.study.specs import PromptsSpec
 from residual_mass.texts import frozen_prompts
 
 TASKS = tasks_of("ruler", 2048)
-ALIKE = ("niah_single_3", "niah_multikey_1", "niah_multikey_2")
-"""Tasks whose needles and haystacks are those of others."""
 EVERY_TASK = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
 
 
@@ -93,17 +91,17 @@ def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch, t
         fetched.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "task", [pytest.param(task, marks=pytest.mark.slow) if task in ALIKE else task for task in TASKS]
-)
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.usefixtures("harness_downloads")
 def test_prompts_are_the_strings_the_harness_sends(
     task: str, benchmark_assets: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = harness_config("ruler", task)
     scope = config["custom_dataset"].__globals__
-    if task.startswith("ruler_qa"):  # the harness asks for 500 questions, the small sets have ten
-        monkeypatch.setitem(scope, "generate_samples", _with_samples(scope["generate_samples"], 10))
+    for name in {
+        *ruler.SAMPLERS.values()
+    } & scope.keys():  # the harness asks for 500; the small sets have ten questions
+        monkeypatch.setitem(scope, name, _with_samples(scope[name], 10))
     if "RNG" in scope:
         monkeypatch.setitem(scope, "RNG", copy.copy(scope["RNG"]))
     ours = harness_requests(
@@ -114,8 +112,10 @@ def test_prompts_are_the_strings_the_harness_sends(
     )
 
 
-def _with_samples(sampler: Callable[..., Any], samples: int) -> Callable[..., Any]:
-    return lambda *args, **kwargs: sampler(*args, **{**kwargs, "num_samples": samples})
+def _with_samples(sampler: Callable[..., Any], most: int) -> Callable[..., Any]:
+    return lambda *args, **kwargs: sampler(
+        *args, **{**kwargs, "num_samples": min(most, kwargs.get("num_samples", 500))}
+    )
 
 
 def _harness_requests(task: str, tokenizer: str, length: int, count: int, seed: int) -> list[Any]:
