@@ -34,6 +34,8 @@ LATE = ("accelerate", "gguf", "matplotlib")
 """Packages of the extra `measure` that would be missed only after the measurement, or through another library."""
 FEW = 16
 """Documents below which heavy tails go unseen, and intervals are wide."""
+SCAN_PAYS = 8_000
+"""Tokens from which on a packed scan was faster than a packed 8-bit cache (docs/measured/decode_cpu.md)."""
 ARM = ["method", "budget_percent"]
 TEXT = (
     "How much of the key-value cache may a model leave unread on these texts before its next token changes? Measures "
@@ -217,6 +219,11 @@ def limits(measured: Measured) -> Iterator[str]:
         yield (
             f"Bytes are what a decode step has to read. partial_kv shows what {choice.method} does to the output; this "
             "library has no fast step for it yet."
+        )
+    if choice is not None and choice.method in {*measured.packed} - {"cache8"} and args.prompt_tokens < SCAN_PAYS:
+        yield (
+            f"Below some {SCAN_PAYS:,} tokens cache8, an 8-bit cache that is read whole, takes no longer on a CPU and "
+            "stays nearer to full attention."
         )
     yield (
         f"The recommendation is the best of {len(choices(measured))} on the same documents, so a little optimistic: "

@@ -396,7 +396,9 @@ def test_a_method_with_kernels_is_timed_and_offered_with_them(tmp_path: Path) ->
     assert found.packed == ("scan4_regression_64",) and found.seconds["scan4_regression_64"] > 0
     text = command.printed(found)
     assert 'custom_generate=partial_decoding(method="scan4_regression_64", budget=0.25)' in text
-    assert "no fast step" not in text
+    assert "no fast step" not in text and "Below some 8,000 tokens cache8" in text
+    long = replace(found, args=replace(found.args, length="16k"))
+    assert not any("cache8" in line for line in command.limits(long))
 
 
 def test_feature_maps_take_part(
