@@ -173,11 +173,5 @@ def test_the_order_of_keys_changes_nothing(checkout: Path, studies: dict[str, Ru
         path.write_text(yaml.safe_dump(reverse_keys(yaml.safe_load(before)), sort_keys=False))
         assert path.read_text() != before
     run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
-    assert specs_by_output(run) == specs_by_output(studies["mini"])
-
-
-def specs_by_output(run: Run) -> dict[str, list[str]]:
-    given = [flags(command) for command in run.commands if "--spec" in command]
-    outputs = [next(g[flag][0] for flag in ("out", "accounting", "heads", "pdf") if flag in g) for g in given]
-    assert len(set(outputs)) == len(given)
-    return dict(zip(outputs, [g["spec"] for g in given], strict=True))
+    here, before = (sorted(word for c in each.commands for word in c if "{" in word) for each in (run, studies["mini"]))
+    assert here == before and len(here) > 50
