@@ -38,8 +38,6 @@ LAYOUT = ("grid", "block", "row", "group", "column")
 """Grid, block of rows, heads of the row (with ` | ` between), group of columns, column; titles, the last of a CSV."""
 SHAPE = ("own", "printed", *LAYOUT)
 """With whether the row is an addition to the paper's table, and what the field prints where it is not `text` alone."""
-READ_AS = {"join": "score", "residual_errors": "errors", "findings": "accounting"}
-"""What tables call the rows of a stage, where not by its name."""
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -55,7 +53,7 @@ def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
         if path.suffix == ".safetensors":
             stage, rows = "maps", maps_row(path)
         else:
-            stage, rows = READ_AS.get(record["stage"], record["stage"]), read_frame(path)
+            stage, rows = "score" if record["stage"] == "join" else record["stage"], read_frame(path)
         if record["stage"] == "train":
             rows = rows.assign(**_training(record))
         found.setdefault(stage, []).append(rows.assign(source=path.name))

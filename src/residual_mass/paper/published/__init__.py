@@ -20,7 +20,7 @@ DRAWN_ANEW = ("ruler",)
 """Benchmarks whose examples come from a generator, so that a study's differ from the paper's; other benchmarks have a
 fixed set of examples.
 """
-STAGES = {"exact_accounting": "accounting", "phi_param_count": "maps", "training_cost_64k": "train"}
+STAGES = {"exact_accounting": "findings", "phi_param_count": "maps", "training_cost_64k": "train"}
 """What makes a study's values of a table, where not the scores or the latencies."""
 
 
@@ -46,7 +46,7 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
     """Returns the values in the shape of a study's results, by stage, and what the table shows."""
     found = rows(label)
     stage = STAGES.get(label, "runtime" if label.startswith("runtime_") else "score")
-    if stage == "accounting":
+    if stage == "findings":
         index = [name for name in found if name not in ("quantity", "value", "bold")]
         places = found[index].drop_duplicates()
         found = places.merge(found.pivot(index=index, columns="quantity", values="value").reset_index(), on=index)

@@ -40,7 +40,7 @@ TRAINING = {
 )
 def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """What completion and the double counting of retrieved tokens do to attention outputs, corpus by corpus."""
-    found = rows["accounting"]
+    found = rows["findings"]
     titles = [show.backbone_titles[name] * (len(show.backbones) > 1) for name in show.backbones]
     lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(found["corpus"])))
     columns = part("column", ACCOUNTING.values(), quantity=ACCOUNTING)

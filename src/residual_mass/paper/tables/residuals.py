@@ -113,7 +113,7 @@ def compared(rows: Rows) -> pd.DataFrame:
     and maps where they were measured (`documents` is empty otherwise), what verified drafts read where drafts were, and
     the seconds that their maps were trained for.
     """
-    errors = rows["errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
+    errors = rows["residual_errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
     forced = rows.get("fidelity", pd.DataFrame(columns=["text", "metric", "task", "state", "continuation"]))
     forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN)]
