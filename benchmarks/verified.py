@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_cache import filled
+from packed_cache import Side, filled
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training_pass import SMOL
@@ -117,16 +117,16 @@ def equal(
         method, verify = methods[turn % len(methods)], options.verify[turn % len(options.verify)]
         prompt = torch.tensor([ids[: length - APART * number]])
         state = begun(read, prompt.shape[1] - 1)  # without the last token, which a generation reads itself
-        full = plain(backbone, prompt, filled(backbone, state, method, None, False)[0], options, logits=True)
+        full = plain(backbone, prompt, filled(backbone, state, Side(method, None, False)), options, logits=True)
         packed, passes = is_packed(backbone, method), []
-        cache = filled(backbone, state, method, options.budget / 100, packed)[0]
+        cache = filled(backbone, state, Side(method, options.budget / 100, packed))
         phi = maps if method.needs_maps else None
         decoding = partial_decoding(method, options.budget / 100, phi, verify=verify, passes=passes)
         ours = plain(backbone, prompt, cache, options, custom_generate=decoding).sequences
         row = {"text": text, "length": prompt.shape[1], "method": method.name, "verify": verify}
         row |= {"passes": passes, "behind": behind(full, ours)}
         if packed:
-            own = by_packed_cache(backbone, prompt, filled(backbone, state, method, None, True)[0], method, options)
+            own = by_packed_cache(backbone, prompt, filled(backbone, state, Side(method, 0.01, True)), method, options)
             row["own"] = torch.equal(own, ours)
         yield row
 
@@ -171,7 +171,7 @@ def times(backbone: Backbone, ids: list[int], read: Prefill, length: int, option
     for _ in range(options.rounds):
         for side, (name, verify, packed) in sides.items():
             method = method_named(name)
-            cache = filled(backbone, read, method, options.budget / 100, packed)[0]
+            cache = filled(backbone, read, Side(method, options.budget / 100, packed))
             more = {}
             if packed or verify:
                 more["custom_generate"] = partial_decoding(
