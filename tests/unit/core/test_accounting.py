@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
-from reference import attention, topk_phi
+from reference import ReferenceRow, attention, topk_phi
 from torch import Tensor
 
 from residual_mass import core
 from residual_mass.core.accounting import sink_terms
+from residual_mass.core.settings import AnchorSpec
 
 SINK, TAIL, D, M = 2, 3, 5, 4
 
@@ -216,3 +219,15 @@ def test_retrieved_count_has_no_rounding(length: int, num_anchors: int) -> None:
 def test_budget_outside_its_range_is_refused(percent: float) -> None:
     with pytest.raises(ValueError, match="outside"):
         core.retrieved_count(percent, 100, 20)
+
+
+def test_mass_curve_of_rows_with_ties_and_extremes() -> None:
+    scores = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(5)) * 6
+    scores[0, 0, 10:20] = 2.5
+    scores[1, 2, 17] = 300.0
+    mid = torch.zeros(40, dtype=torch.bool)
+    mid[4:24] = True
+    curve, place = core.mass_curve(scores, mid, [1, 7, 20]), AnchorSpec(4, 16)
+    for row in product(range(2), range(3)):
+        exact = ReferenceRow(scores[row].double().numpy(), np.zeros(40), np.zeros((40, 1)), place)
+        assert curve[row].tolist() == pytest.approx([exact.at(k)["c_mid"] for k in (1, 7, 20)], rel=1e-5)
