@@ -33,6 +33,31 @@ def run_block(block: str, folder: Path, names: dict[str, object]) -> None:
         assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
 
 
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "config/README.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The places of a page that a link can name, as GitHub and mkdocs make them of its titles."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(page)):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 @pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 3, marks=needs(KERNELS))])
 def test_the_examples_of_a_page(
     page: str, number: int, tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
