@@ -67,7 +67,8 @@ def main() -> None:
 
 def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
     """A row for each text, method and budget: h, share read, and bytes per verified token, by the studies' stages."""
-    names, texts, folder = tuple(options.methods), tuple(options.texts), options.out / length
+    names, texts = tuple(options.methods), tuple(options.texts)
+    store, folder = options.out / f"{length}.jsonl", options.out / "-".join((length, *texts))
     whole = {name: methods.method_named(name).selector.replaces_cache for name in names}
     arms = tuple(ArmSpec(name, budget) for name in names for budget in options.budgets[: 1 if whole[name] else None])
     about = {"study": "verified_bytes", "backbone": SMOL, "length": length, "seed": 0}
@@ -82,9 +83,7 @@ def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
         drafts += following(spec, text, corpus.disjoint(options.documents), ())
     forced, found, shares = (folder / name for name in ("forced.parquet", "fidelity.csv", "residual_errors.csv"))
     record, identity = Record("force", spec, [options.assets / MANIFEST]), backbone_identity(SMOL, options.assets)
-    write_forced(
-        spec, drafts, identity, lambda: load_backbone(SMOL, options.assets), {}, folder / "store.jsonl", forced
-    )
+    write_forced(spec, drafts, identity, lambda: load_backbone(SMOL, options.assets), {}, store, forced)
     record.write(forced)
     scored = FidelitySpec(**about, recipe=RECIPES["fidelity"], bootstrap_resamples=RESAMPLES)
     fidelity.run(scored, forced, found)
