@@ -34,7 +34,7 @@ class FewWords(wonderwords.RandomWord):
         self._categories = {kind: words[::100] for kind, words in self._categories.items()}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def few_words(benchmark_assets: Path) -> None:
     """Imported, the harness's RULER joins all adjectives and nouns, which takes 10 s, and downloads what NLTK lacks."""
     nltk.data.path.insert(0, str(benchmark_assets / "nltk_data"))
@@ -56,7 +56,9 @@ def prompts_spec() -> PromptsSpec:
 
 
 @pytest.fixture(scope="session")
-def manifest(benchmark_assets: Path, prompts_spec: PromptsSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def manifest(
+    few_words: None, benchmark_assets: Path, prompts_spec: PromptsSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Frozen prompts of all tasks at 1k; read only."""
     out = tmp_path_factory.mktemp("prompts") / "manifest.json"
     prompts.run(prompts_spec, benchmark_assets, out)

@@ -29,6 +29,8 @@ from residual_mass.benchmarks.catalogue import (
 from residual_mass.study.specs import PromptsSpec
 from residual_mass.texts import frozen_prompts
 
+pytestmark = pytest.mark.usefixtures("few_words")
+
 TASKS = tasks_of("ruler", 2048)
 EVERY_TASK = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
 

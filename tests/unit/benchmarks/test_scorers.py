@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, harness_config
 from residual_mass.benchmarks.scorers import both_scores, harness_score, saturated
 
+pytestmark = pytest.mark.usefixtures("few_words")
+
 TASKS = [(benchmark, task.name) for benchmark, tasks in BENCHMARKS.items() for task in tasks]
 QA = ("ruler", "ruler_qa_squad")
 WHERE = {"question": "Where is Mary? ", "target": "kitchen"}
