@@ -58,6 +58,12 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_site_has_every_page() -> None:
+    places = re.findall(r"- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if (ROOT / "docs") in page.parents}
+    assert sorted(places) == sorted(pages | {"index.md", "configuration.md", "changelog.md"})
+
+
 @pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 3, marks=needs(KERNELS))])
 def test_the_examples_of_a_page(
     page: str, number: int, tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
