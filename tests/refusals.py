@@ -1,4 +1,4 @@
-"""What is refused is told in one line."""
+"""Refusals are one line."""
 
 from __future__ import annotations
 

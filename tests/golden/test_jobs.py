@@ -1,4 +1,4 @@
-"""What every job of each study reads, makes and is told, as reviewed and committed."""
+"""What every job of each study reads and makes, and its spec, as reviewed and committed."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     layers.sort(key=lambda layer: layer.layer_idx)
     indices = [layer.layer_idx for layer in layers]
     if indices[0] < 0 or len(set(indices)) < len(layers):
-        raise ValueError(f"{name} shares attention modules between layers, so that a layer's text cannot be told")
+        raise ValueError(f"{name} shares attention modules between layers, so that layers cannot be told apart")
     if all(window_of(layer) for layer in layers):
         raise ValueError(
             f"{name} has sliding-window attention in every layer, which leaves no prefix to estimate; take a model "

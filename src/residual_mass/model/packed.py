@@ -150,13 +150,13 @@ class PackedCache(Cache):
 
         try:
             with safe_open(path, "pt") as file:
-                told = json.loads((file.metadata() or {})["residual_mass"])
+                stored = json.loads((file.metadata() or {})["residual_mass"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{path}: no state of a PackedCache ({error})") from None
-        if told["packing"] != vars(self.packing) or len(told["sizes"]) != len(self.layers):
+        if stored["packing"] != vars(self.packing) or len(stored["sizes"]) != len(self.layers):
             raise ValueError(f"{path}: the state of another model or method")
-        for index, (layer, sizes) in enumerate(zip(self.layers, told["sizes"], strict=True)):
+        for index, (layer, sizes) in enumerate(zip(self.layers, stored["sizes"], strict=True)):
             layer.tokens, layer.is_initialized = sizes.pop("tokens"), True
             own = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{index}.")}
             layer.packed = LayerCache.restored(self.library, own, sizes)

@@ -146,7 +146,7 @@ class Verified:
 
     def generate(self, ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Continues the text [1, L], of which the cache holds the beginning, as `generate` returns it."""
-        with self._told("reading"):
+        with self._session_is("reading"):
             for piece in ids[:, self.cache.get_seq_length() :].split(self.config.prefill_chunk_size or ids.shape[1], 1):
                 logits = self._read(piece, logits_to_keep=1)
         ids, _, done = self._taken(ids, logits, [], [])
@@ -165,7 +165,7 @@ class Verified:
                 text = torch.cat((text, drawn(p)[None]), 1)
             drafted, drafts = time.perf_counter(), list(text[0, length + 1 :, None])
             self._crop(len(drafts))
-            with self._told("verifying"):
+            with self._session_is("verifying"):
                 logits = self._read(text[:, length:])
             ids, right, done = self._taken(ids, logits, drafts, expected)
             self._crop(self.cache.get_seq_length() - (ids.shape[1] - 1))
@@ -220,7 +220,7 @@ class Verified:
         return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
     @contextmanager
-    def _told(self, what: Literal["reading", "verifying"]) -> Iterator[None]:
+    def _session_is(self, what: Literal["reading", "verifying"]) -> Iterator[None]:
         setattr(self.session, what, True)
         try:
             yield

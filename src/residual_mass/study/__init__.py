@@ -1,1 +1,1 @@
-"""The study: its configuration, the files it makes, and what every job is told."""
+"""The study: its configuration, the files it makes, and the spec of every job."""

@@ -18,7 +18,7 @@ class Kind:
         data: patterns of the files that are read.
         main_maps: it tells the study's main maps from others.
         one_budget: it shows the budget of the diagnostics alone.
-        several: a study may have any number of them, told apart by what follows the name.
+        several: a study may have any number of them, distinguished by what follows the name.
     """
 
     section: str

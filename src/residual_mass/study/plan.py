@@ -1,4 +1,4 @@
-"""What a study makes, and what each of its jobs reads and is told: one method of `Plan` for each stage.
+"""What a study makes, and the inputs and the spec of each of its jobs: one method of `Plan` for each stage.
 
 The rules of the workflow take inputs and specs from it. The DAG itself is Snakemake's.
 """
@@ -44,7 +44,7 @@ Work = tuple[Mapping[str, str | list[str]], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Configuration):
-    """The studies of a checkout. A method with the name of a stage says what the stage's jobs read and are told."""
+    """The studies of a checkout. A method with the name of a stage gives inputs and spec of the stage's jobs."""
 
     root: Path
 
@@ -63,7 +63,7 @@ class Plan(Configuration):
         return {"stage": stage.replace("_", "-"), "spec": self.spec(stage)}
 
     def work(self, stage: str, wildcards: Wildcards) -> Work:
-        """What a job reads and is told; a wildcard that the configuration does not know ends the run in one line."""
+        """Returns the inputs and the spec of a job; an unknown wildcard ends the run in one line."""
         try:
             work: Work = getattr(self, stage)(wildcards)
         except ValueError as error:

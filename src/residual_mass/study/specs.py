@@ -1,4 +1,4 @@
-"""What a stage is told: frozen dataclasses, one per stage, handed over as one JSON object with sorted keys, so that a
+"""The spec of a stage: frozen dataclasses, one per stage, handed over as one JSON object with sorted keys, so that a
 changed value, and only that, reruns a job.
 """
 
@@ -46,7 +46,7 @@ def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
 
 @dataclass(frozen=True)
 class BackboneSpec(BackboneSettings):
-    """A backbone as a stage is told of it."""
+    """A backbone, as specs have it."""
 
     name: str = field(kw_only=True)
 
@@ -57,7 +57,7 @@ class BackboneSpec(BackboneSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec(Settings):
-    """What most stages are told."""
+    """What the specs of most stages have."""
 
     study: str
     backbone: BackboneSpec
