@@ -50,7 +50,7 @@ class Library:
         self._functions = ctypes.CDLL(str(FOLDER / f"_{target}.so"))
         if not hasattr(self._functions, "layout") or self._functions.layout() != LAYOUT:
             raise OSError(f"_{target}.so is of another version of this package")
-        for name in ("step", "pack", "clusters", "scratch_bytes"):
+        for name in ("step", "pack", "clusters", "scratch_bytes", "attend_bytes"):
             getattr(self._functions, name).restype = ctypes.c_int64
         self._scratch = threading.local()
 
@@ -65,12 +65,11 @@ class Library:
 
     def attend(self, layer: Layer, bits: int) -> None:
         """Runs `attend` of kernels.cpp, with scratch of this thread."""
-        self._functions.attend_bytes.restype = ctypes.c_int64
         layer.scratch = self._room(self._functions.attend_bytes(ctypes.byref(layer)))
         self._functions.attend(ctypes.byref(layer), bits)
 
     def _room(self, need: int) -> int:
-        """The address of as many bytes of scratch."""
+        """Returns the address of as many bytes of scratch."""
         scratch = getattr(self._scratch, "bytes", None)
         if scratch is None or len(scratch) < need:
             scratch = self._scratch.bytes = torch.empty(need + need // 4, dtype=torch.uint8)
