@@ -5,7 +5,7 @@ snakemake --cores 8 all --config study=paper     another study (targets come bef
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
-snakemake --cores 1 doctor                       what this machine lacks for each study, and how long one takes
+snakemake -n                                     its jobs; the last line says what this machine lacks, and the hours
 snakemake --cores 1 estimate                     what the study will cost
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
 snakemake --cores 1 verify                       whether results are as recorded

@@ -130,7 +130,6 @@ STAGES = {
     "report": ("paper.page", "out", "put all results of a study on one page for a browser"),
     "published": ("paper.document:run_published", "out", "render a table with the paper's own values"),
     "estimate": ("estimate", "", "say what the jobs of a study will cost, from rates measured here"),
-    "doctor": ("machine.preflight", "", "say what this machine lacks to run a study, and how long it takes"),
     "prefetch": ("study.prefetch", "", "fetch what a study reads of the hub, or say what is missing"),
     "verify": ("verify", "", "say which results are not as recorded; exits with status 1 if one is not"),
 }

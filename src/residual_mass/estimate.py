@@ -18,9 +18,8 @@ import pandas as pd
 from residual_mass.benchmarks.catalogue import task_named, tasks_of
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json
-from residual_mass.study.jobs import Job, read_studies
-from residual_mass.study.specs import ForceSpec
-from residual_mass.study.values import parsed
+from residual_mass.study.sections import parsed
+from residual_mass.study.specs import ForceSpec, Job, read_jobs
 
 STAGES = {"train": "train", "train_variants": "train", "generate": "generate", "force": "force"}
 """The stage of each rule that trains or decodes."""
@@ -29,26 +28,23 @@ FINISHED = ("generations/*/*", "forced/*", "phi/*")
 
 
 def run(jobs: Path, results: Path) -> None:
-    """Prints the hours of each study, one line for each result, and of what is left by backbone and stage.
-
-    Args:
-        jobs: jobs of the studies, as `study.start` writes them.
+    """Prints the hours of the jobs in a file that `study.start` writes, a line for each result, and of what is left by
+    backbone and stage.
     """
-    for study in read_studies(jobs):
-        hours = _hours(study.jobs, results)
-        if hours.empty:
-            print(f"study {study.name}: nothing that trains or decodes")
-            continue
-        by_result = hours.groupby("result", sort=False).agg(
-            jobs=("hours", "size"), present=("present", "sum"), hours=("hours", lambda hours: hours.sum(skipna=False))
-        )
-        print(by_result.to_string(float_format="{:.2f}".format, na_rep="no rate yet"))
-        to_do = hours[~hours["present"]]
-        print(f"\nLeft to do in study {study.name}:{' nothing' if to_do.empty else ''}")
-        for (backbone, stage), left in to_do.groupby(["backbone", "stage"], sort=False)["hours"]:
-            unknown = "no rate measured yet; finish a small one first, for one with --config examples=2"
-            known = f"about {left.sum():.2f} hours"
-            print(f"  {backbone}, {stage}: {len(left)} jobs, {unknown if left.isna().any() else known}")
+    hours = _hours(read_jobs(jobs), results)
+    if hours.empty:
+        print("nothing to train or to decode")
+        return
+    by_result = hours.groupby("result", sort=False).agg(
+        jobs=("hours", "size"), present=("present", "sum"), hours=("hours", lambda hours: hours.sum(skipna=False))
+    )
+    print(by_result.to_string(float_format="{:.2f}".format, na_rep="no rate yet"))
+    to_do = hours[~hours["present"]]
+    print(f"\nLeft to do:{' nothing' if to_do.empty else ''}")
+    for (backbone, stage), left in to_do.groupby(["backbone", "stage"], sort=False)["hours"]:
+        unknown = "no rate measured yet; finish a small one first, for one with --config examples=2"
+        known = f"about {left.sum():.2f} hours"
+        print(f"  {backbone}, {stage}: {len(left)} jobs, {unknown if left.isna().any() else known}")
 
 
 def time_left(jobs: Iterable[Job], results: Path) -> str:

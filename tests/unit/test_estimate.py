@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ from residual_mass import estimate
 from residual_mass.core.settings import AnchorSpec, to_json
 from residual_mass.files import write_text
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.jobs import Job, StudyJobs
-from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
+from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec, Job
 
 
 def finish(path: Path, **facts: object) -> None:
@@ -103,7 +103,7 @@ def test_what_is_there_costs_nothing_more(
     jobs = [generating("smol", "1k", 1000, task) for task in ("ruler_vt", "niah_single_1")]
     jobs += [generating("1b", "4k", 1000), training("3b", "1k")]
     write_text(Path(jobs[0].outputs[0]), "")
-    write_text(Path("jobs.json"), json.dumps([json.loads(to_json(StudyJobs("mini", (), tuple(jobs))))]))
+    write_text(Path("jobs.json"), json.dumps([asdict(job) for job in jobs]))
     estimate.run(Path("jobs.json"), results)
     said = capsys.readouterr().out
     hours = (1000 * 1024 / 100 + 1000 * 2 * 128 / 20) / 3600

@@ -33,7 +33,7 @@ def test_a_command_of_the_readme_plans(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.startswith("workflow/") else word for word in shlex.split(command)[1:]]
     run = dry_run(tmp_path, *words)
     trains_alone = any(word.startswith("results/phi/") for word in words)
-    looks_alone = bool({"doctor", "estimate", "verify"} & set(words))
+    looks_alone = bool({"estimate", "verify"} & set(words))
     few = 0 if looks_alone else 2 if trains_alone else 5
     assert run.code == 0 and run.jobs["total"] > few, run.output
 

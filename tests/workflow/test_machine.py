@@ -90,28 +90,21 @@ def bare(tmp_path: Path) -> str:
     return f"{Path(sys.executable).parent}:{linked}"
 
 
-def test_the_doctor_works_on_a_bare_machine_and_keeps_the_token_to_itself(tmp_path: Path) -> None:
-    """`snakemake` makes every import of torch fail."""
-    offline = {"HF_TOKEN": SECRET, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "huggingface")}
-    run = snakemake(tmp_path, "--cores", "1", "doctor", PATH=bare(tmp_path), **offline)
-    assert run.code == 0, run.output
-    said = re.findall(r"^(mini|paper): (.+)$", run.output, re.MULTILINE)
-    of_paper = [line for study, line in said if study == "paper"]
-    assert of_paper[0].startswith(NO_GPU) and of_paper[-2].startswith("offline, and the cache of the hub lacks: ")
-    assert of_paper[-1].endswith("jobs that train or decode, no rate measured here yet")
-    assert (tmp_path / "logs" / "doctor.log").read_text().count("paper: ") == len(of_paper)
-    assert not (tmp_path / "results").exists()
-    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert not leaks and SECRET not in run.output
-
-
 def test_a_dry_run_ends_with_what_is_missing_and_how_long_it_takes(tmp_path: Path) -> None:
+    """And keeps the token to itself. `snakemake` makes every import of torch fail."""
     path = bare(tmp_path)
     run = snakemake(tmp_path, "--dry-run", "all", "--config", "study=paper", PATH=path, HF_HUB_OFFLINE="1", **NO_ACCESS)
     last = run.output.splitlines()[-1]
     assert run.code == 0 and last.startswith(f"Before the first job: {NO_GPU}"), last
     assert NO_MODEL.format("1b", "1B") in last and NO_MODEL.format("3b", "3B") in last
     assert re.search(r"\. Time: \d+ jobs that train or decode, no rate measured here yet\.$", last), last
+    offline = {"HF_TOKEN": SECRET, "HF_HOME": str(tmp_path / "huggingface")}
+    run = snakemake(tmp_path, "--dry-run", "all", "--config", "study=paper", "offline=true", PATH=path, **offline)
+    last = run.output.splitlines()[-1]
+    assert run.code == 0 and "; offline, and the cache of the hub lacks: " in last
+    assert not (tmp_path / "results").exists()
+    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert not leaks and SECRET not in run.output
     last = snakemake(tmp_path, "--dry-run", "results/babilong_smol_1k.csv", PATH=path).output.splitlines()[-1]
     assert re.fullmatch(r"Before .*: this machine lacks nothing\. Time: \d jobs that train or decode, no rate .*", last)
 

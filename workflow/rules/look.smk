@@ -22,14 +22,6 @@ rule estimate:
         "python -m residual_mass {params.stage} {params.flags} 2>&1 | tee {log}"
 
 
-use rule estimate as doctor with:
-    log:
-        "logs/doctor.log",
-    params:
-        stage="doctor",
-        flags=f"--jobs {paths.JOBS.format(target='doctor')} --results results --assets {ASSETS}",
-
-
 use rule estimate as verify with:
     log:
         "logs/verify.log",

@@ -1,6 +1,4 @@
-"""Checks that this machine can run backbones, before hours of jobs start, and prints it by the name `doctor`; imports
-no torch.
-"""
+"""Checks that this machine can run backbones, before hours of jobs start; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,34 +10,14 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from residual_mass.estimate import time_left
 from residual_mass.machine.gpus import device_files
 from residual_mass.provenance import MANIFEST
-from residual_mass.study.jobs import read_studies
-from residual_mass.study.prefetch import missing
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.assets import model_folder
 from residual_mass.texts.hub import is_cached
 
 CLOCKS_APART = 60
 """Tolerated clock difference in seconds between machines that share files."""
-
-
-def run(jobs: Path, assets: Path, results: Path) -> None:
-    """Prints what this machine lacks for each study, one line per finding, and how long the study takes here.
-
-    Args:
-        jobs: jobs of the studies, as `study.start` writes them.
-    """
-    from huggingface_hub import constants
-
-    for study in read_studies(jobs):
-        unmade = [job for job in study.jobs if not all(Path(path).exists() for path in job.outputs)]
-        found = problems(study.backbones, assets, asks_hub=not constants.HF_HUB_OFFLINE) if unmade else []
-        if unmade and constants.HF_HUB_OFFLINE:
-            found += missing([job.spec for job in unmade], assets)
-        for line in (*(found or ["can run here"]), time_left(unmade, results)):
-            print(f"{study.name}: {line}")
 
 
 def problems(

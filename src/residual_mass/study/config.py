@@ -29,8 +29,8 @@ from residual_mass.study.sections import (
     OneOrMore,
     Percent,
     ShortName,
+    parsed,
 )
-from residual_mass.study.values import parsed
 
 
 @dataclass(frozen=True, kw_only=True)

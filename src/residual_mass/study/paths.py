@@ -54,4 +54,4 @@ PINS = "src/residual_mass/texts/wheels.txt"
 PUBLISHED_VALUES = "src/residual_mass/paper/published/{label}.csv"
 
 JOBS = "logs/{target}.json"
-"""What the target `estimate`, `doctor`, `prefetch` or `verify` looks at, written when it starts."""
+"""What the target `estimate` or `prefetch` looks at, written when it starts."""

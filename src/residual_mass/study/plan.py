@@ -32,9 +32,8 @@ from residual_mass.study import paths, specs
 from residual_mass.study.config import Configuration, Study, file_of
 from residual_mass.study.config import load as read_configuration
 from residual_mass.study.figures import FIGURES, kind_of
-from residual_mass.study.sections import Figure
+from residual_mass.study.sections import Figure, parsed
 from residual_mass.study.tables import benchmark_results, shown_by
-from residual_mass.study.values import parsed
 
 Wildcards = Any
 """Of a Snakemake job: its wildcards as attributes."""

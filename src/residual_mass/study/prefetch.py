@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from residual_mass.benchmarks.catalogue import parts_of
 from residual_mass.core.settings import tokens_of
 from residual_mass.provenance import MANIFEST
-from residual_mass.study.jobs import read_studies
+from residual_mass.study.specs import read_jobs
 from residual_mass.texts import hub
 from residual_mass.texts.assets import listed_in, require_whole
 from residual_mass.texts.names import HUB, HubPart
 
 
 def run(jobs: Path, assets: Path) -> None:
-    """The `prefetch` stage, for all studies in `jobs`, which `study.start` writes.
+    """The `prefetch` stage, for the jobs in a file that `study.start` writes.
 
     Raises:
         ValueError: something cannot be fetched, or the assets folder is damaged; offline, something is missing.
     """
-    for study in read_studies(jobs):
-        models = [{"backbone": asdict(backbone)} for backbone in study.backbones]
-        hub.prefetch(*hub_needs([*models, *(job.spec for job in study.jobs)]))
+    hub.prefetch(*hub_needs(job.spec for job in read_jobs(jobs)))
     require_whole(assets)
 
 

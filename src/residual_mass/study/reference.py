@@ -17,7 +17,7 @@ from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study import sections
 from residual_mass.study.config import Main, Study
 from residual_mass.study.figures import FIGURES
-from residual_mass.study.values import adapter
+from residual_mass.study.sections import adapter
 from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
 SCHEMAS = {"config": Main, "study": Study}

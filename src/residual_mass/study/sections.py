@@ -1,12 +1,16 @@
-"""Every key of the configuration: its type, bounds and meaning, which stand nowhere else, since specs inherit sections.
+"""Every key of the configuration: its type, bounds and meaning, which stand nowhere else, since specs inherit sections;
+and how pydantic reads them.
 
 Without pydantic, as in the GPU check, types are read by nobody.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import reprlib
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from residual_mass.core.settings import MapSpec, Settings
@@ -14,6 +18,8 @@ from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.texts.names import MEASURED, TRAINED
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
     TrainedText = HeldOutText = MeasuredText = str
 else:
     TrainedText, HeldOutText = Literal[TRAINED], Literal[MEASURED]
@@ -36,6 +42,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Item = TypeVar("Item")
+Parsed = TypeVar("Parsed")
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -424,3 +431,56 @@ class Figure(Settings):
         """The values of these keys; those that the figure does not have add none."""
         found = (getattr(self, key) for key in keys)
         return tuple(value for each in found for value in ((each,) if isinstance(each, str) else each) if value)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+"""Types of pydantic's errors."""
+
+
+@cache
+def adapter(settings: type[Parsed]) -> TypeAdapter[Parsed]:
+    from pydantic import TypeAdapter  # not before: the GPU check makes its specs without it
+
+    return TypeAdapter(settings)
+
+
+def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
+    """`data`, JSON text or values as YAML and JSON have them, as an instance of a class of settings.
+
+    Args:
+        where: what precedes the keys in messages.
+
+    Raises:
+        ValueError: a key is unknown, missing or wrong; one line that names it.
+    """
+    from pydantic import ValidationError
+
+    try:
+        text = data if isinstance(data, str) else json.dumps(data)
+        found = adapter(settings).validate_json(text)
+        json.loads(text, object_pairs_hook=_without_doubles)
+    except ValidationError as error:
+        raise ValueError(_message(error, where)) from None
+    except (TypeError, ValueError) as error:  # a date in YAML, for one
+        raise ValueError(f"{where}not a value of JSON ({error})") from None
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if doubled := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"key {doubled} comes twice")
+
+
+def _message(error: ValidationError, where: str) -> str:
+    errors = error.errors(include_url=False)
+    first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])  # a typo leaves its key missing, too
+    path = [" ".join(str(part).split()) for part in first["loc"] if part != "[key]"]
+    place = f"{where}{'.'.join(path)}".rstrip(".: ")
+    words = {"missing": "missing key", "value_error": str(first.get("ctx", {}).get("error"))}
+    words |= dict.fromkeys(UNKNOWN, "unknown key")
+    problem = words.get(first["type"]) or f"{first['msg']}, not {reprlib.repr(first['input'])}"
+    hint = "`python -m residual_mass.study.reference` explains the keys"
+    return f"{f'{place}: ' if place else ''}{problem}; {hint}"

@@ -5,10 +5,12 @@ changed value, and only that, reruns a job.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from residual_mass.benchmarks.columns import DENSE, OWN
 from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
+from residual_mass.files import read_json
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.sections import (
     BackboneSettings,
@@ -20,8 +22,8 @@ from residual_mass.study.sections import (
     Resampling,
     Sampling,
     TrainingSettings,
+    parsed,
 )
-from residual_mass.study.values import parsed
 
 Spec = TypeVar("Spec")
 
@@ -42,6 +44,20 @@ def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
         if source is not None:
             given.setdefault(key.name, getattr(source, key.name))
     return spec(**given)
+
+
+@dataclass(frozen=True)
+class Job(Settings):
+    """A job of the workflow, as stages that look at a study read it: its rule, its outputs, and its spec as JSON."""
+
+    rule: str
+    outputs: tuple[str, ...] = ()
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+def read_jobs(path: Path) -> tuple[Job, ...]:
+    """Reads what `study.start` wrote for a target that looks at a study."""
+    return parsed(tuple[Job, ...], read_json(path))
 
 
 @dataclass(frozen=True)

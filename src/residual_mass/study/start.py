@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from snakemake.iocontainers import Wildcards
 
-from residual_mass.core.settings import to_json, tokens_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import typesetting
 from residual_mass.study import paths
-from residual_mass.study.jobs import Job, StudyJobs
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
+from residual_mass.study.specs import Job
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
@@ -83,20 +84,14 @@ def closing_lines(plan: Plan) -> list[str]:
     return [f"KL from full attention in nats ({where}): {numbers}", *lines]
 
 
-# ---- jobs of whole studies -------------------------------------------------------------------------------------------
+# ---- jobs of a whole study -------------------------------------------------------------------------------------------
 
 
 def write_jobs(plan: Plan, workflow: Any) -> None:
-    """Writes what the targets that only look at a study are about to read."""
-    running = {job.rule.name for job in workflow.dag.needrun_jobs()}
-    of_study = [plan.main.study]
-    studies = {"estimate": of_study, "prefetch": of_study, "doctor": list(filter(plan.backbones_of, plan.studies))}
-    for target in sorted(running & set(studies)):
-        found = []
-        for name in studies[target]:
-            jobs = _jobs_behind(list(workflow.rules), [*plan.results(name), *plan.rendered(name)])
-            found.append(StudyJobs(name, plan.backbone_specs(name), tuple(jobs)))
-        write_text(Path(paths.JOBS.format(target=target)), json.dumps([json.loads(to_json(each)) for each in found]))
+    """Writes the jobs of the study that config.yaml names where a target is about to read them."""
+    for target in {"estimate", "prefetch"} & {job.rule.name for job in workflow.dag.needrun_jobs()}:
+        jobs = _jobs_behind(list(workflow.rules), plan.targets(plan.main.study))
+        write_text(Path(paths.JOBS.format(target=target)), json.dumps([asdict(job) for job in jobs]))
 
 
 def _jobs_behind(rules: list[Any], targets: list[str]) -> Iterator[Job]:
