@@ -61,7 +61,7 @@ wildcard_constraints:
     comparison=r"[a-z0-9]+",
     group=r"main|mismatch|ablation",
     ablation=r"[a-z0-9]+",
-    label=r"(?!(comparison(_picture)?|main|numbers)\.)(?:runtime_[a-z0-9.-]+|[a-z0-9_]+)",
+    label=r"(?!(comparison|main|numbers)\.)(?:runtime_[a-z0-9.-]+|[a-z0-9_]+)",
     length=r"[1-9][0-9]*k?",
     maps=r"[1-9][0-9]*k?",
     study=r"(?!published/)[A-Za-z0-9_-]+",

@@ -122,7 +122,7 @@ STAGES = {
     "residual-errors": ("diagnostics.residual_errors", "heads out", "compare methods head by head on held-out text"),
     "runtime": ("runtime.latencies", "out", "measure latencies of the prototype and of the fused decode"),
     "table": ("paper.document", "out cells", "render a table from results"),
-    "comparison": ("paper.comparison", "out picture", "compare a study's tables with the paper's values"),
+    "comparison": ("paper.comparison", "out", "compare a study's tables with the paper's values"),
     "numbers": ("paper.document:run_numbers", "out", "make LaTeX macros of the numbers in a study's tables"),
     "figure": ("paper.figures", "pdf png", "draw a figure"),
     "document": ("paper.document:run_document", "out", "put all tables and figures of a study into a LaTeX document"),

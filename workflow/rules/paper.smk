@@ -35,8 +35,7 @@ use rule score as comparison with:
     input:
         unpack(plan.inputs("comparison")),
     output:
-        out=shown(paths.COMPARISON, "Beside the paper", "comparison", "{study}", compares="every cell"),
-        picture=shown(paths.PICTURE, "Beside the paper", "comparison", "{study}", compares="whole tables"),
+        out=shown(paths.COMPARISON, "Beside the paper", "comparison", "{study}"),
     log:
         "logs/comparison/{study}.log",
     benchmark:

@@ -1,4 +1,4 @@
-"""The `comparison` stage: a verdict on every published cell, and what whole tables say in the paper and in a study.
+"""The `comparison` stage: a verdict on every published cell.
 
 Compares the score tables, `exact_accounting` and costs (latencies and training time), but not `phi_param_count`, which
 is arithmetic.
@@ -13,24 +13,19 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.catalogue import metric_of
 from residual_mass.benchmarks.columns import decoding_settings
-from residual_mass.core.settings import length_and_variant, tokens_of
+from residual_mass.core.settings import length_and_variant
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import ALL_TASKS, LEFT_OUT, format_score, interval, numbers, read_frame
+from residual_mass.paper.cells import format_score, interval, numbers, read_frame
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
 from residual_mass.paper.tables import RUNTIME, TABLES, find
-from residual_mass.paper.titles import FAMILIES, benchmark_title
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ComparisonSpec
 
 Cell = Mapping[str, str]
-Findings = dict[tuple[str, str], tuple[str, int | None]]
-"""By family of cells and statement, what a table says in words or numbers, and its sign; None where it has none."""
 PLACE = "table benchmark task corpus length method budget_percent maps implementation batch quantity".split()
 """Fields that a study's cell shares with the published one; with the backbone they tell cells apart."""
 FACTS = "dtype device hardware processes steps low high".split()
@@ -39,7 +34,6 @@ COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
-PICTURE = "table family statement published ours same_direction note".split()
 COMPARED = [
     *(label for label in TABLES if label in published.labels() and label != "phi_param_count"),
     *(label for label in published.labels() if label.startswith(RUNTIME)),
@@ -80,18 +74,16 @@ GPU, GPUS = "H200", "8"
 """Hardware of the paper: one such GPU for latencies, this number of them for training."""
 
 
-def run(spec: ComparisonSpec, tables: list[Path], out: Path, picture: Path) -> None:
-    """Writes one line per published cell to `out` and the larger picture to `picture`, from cells of a study's tables.
+def run(spec: ComparisonSpec, tables: list[Path], out: Path) -> None:
+    """Writes one line per published cell, beside the cells of a study's tables.
 
     Raises:
         ValueError: a file differs from its record; names it.
     """
     record = Record("comparison", spec, tables)
-    ours, theirs = gathered(map(read_frame, tables)), the_papers()
-    write_text(out, csv_text(COLUMNS, compared(theirs, ours, spec).to_dict("records")))
-    write_text(picture, csv_text(PICTURE, whole_tables(theirs, ours, spec)))
-    for path in (out, picture):
-        record.write(path)
+    rows = compared(the_papers(), gathered(map(read_frame, tables)), spec)
+    write_text(out, csv_text(COLUMNS, rows.to_dict("records")))
+    record.write(out)
 
 
 def settings_of(study: Mapping[str, Any]) -> dict[str, str]:
@@ -120,26 +112,11 @@ def the_papers() -> pd.DataFrame:
 
 
 def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Returns the cells of tables that have a value, and the family that they are counted under."""
+    """Returns the cells of tables that have a value."""
     cells = pd.concat(tables, ignore_index=True)
     cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).astype(object).fillna("")
     cells = cells[cells["value"] != ""]
-    families = [family(cell) for cell in cells.to_dict("records")]
-    return cells.assign(quantity=cells["quantity"].replace("", "score"), family=families)
-
-
-def family(cell: Cell) -> str:
-    """Returns the kind of task or text that a cell is counted under."""
-    if cell["implementation"]:
-        return f"{cell['implementation']}, batch {cell['batch']}"
-    if cell["corpus"]:
-        return "common words" if cell["corpus"] == "cwe" else "running text"
-    if cell["benchmark"] == "longbench" and cell["task"] != ALL_TASKS:
-        return FAMILIES[metric_of(cell["benchmark"], cell["task"])]
-    return benchmark_title(cell["benchmark"])
-
-
-# ---- every cell ------------------------------------------------------------------------------------------------------
+    return cells.assign(quantity=cells["quantity"].replace("", "score"))
 
 
 def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> pd.DataFrame:
@@ -262,121 +239,3 @@ def _matters(key: str, cell: Cell) -> bool:
     if latency:
         return key in SHAPE and cell["method"].startswith("topk_phi")
     return cell["maps"] != "" and cell["quantity"] not in ("e_topk", "e_exact_nosub")
-
-
-# ---- whole tables ----------------------------------------------------------------------------------------------------
-
-
-def whole_tables(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> Iterator[dict[str, str]]:
-    """One row per statement: what the paper and the study find, and whether both have the same sign.
-
-    Counts printed values without a test, so a direction can be chance; cells and backbones may differ.
-    """
-    for table in COMPARED:
-        if table == "training_cost_64k":  # which has one number per backbone
-            continue
-        sides = [cells[(cells["table"] == table) & (cells["text"] != LEFT_OUT)] for cells in (theirs, ours)]
-        sides = [cells.assign(number=cells["text"].map(Decimal).astype(object)) for cells in sides]
-        ranked = table in ("dphi_ablation", "loss_ablation")
-        found = _ranks(*sides) if ranked else [_findings(table, cells) for cells in sides]
-        notes = {name: _note(of.to_dict("records"), spec) for name, of in sides[1].groupby("family")}
-        for name, statement in dict.fromkeys([*found[0], *found[1]]):
-            (paper, sign), (own, own_sign) = (each.get((name, statement), ("", None)) for each in found)
-            same = "" if None in (sign, own_sign) else "yes" if sign == own_sign else "no"
-            row = table, name, statement, paper, own, same, notes.get(name, "not run")
-            yield dict(zip(PICTURE, row, strict=True))
-
-
-def _note(cells: list[dict[str, str]], spec: ComparisonSpec) -> str:
-    """Returns why values are not comparable one by one with the paper's; empty if they are."""
-    reasons = list(dict.fromkeys(reason for cell in cells for reason in obstacles(cell)))
-    if keys := {key for cell in cells for key in other_settings(cell, spec)}:
-        reasons.append(f"{len(keys)} other {'setting' if len(keys) == 1 else 'settings'}")
-    return "; ".join([*reasons, "directions only"] if reasons else [])
-
-
-def _findings(table: str, cells: pd.DataFrame) -> Findings:
-    """Returns what the cells of a table say, family by family."""
-    found: Findings = {}
-    if table == "exact_accounting":
-        sub, nosub = (pairs(cells, name, "e_topk", "quantity") for name in ("e_sub", "e_nosub"))
-        lowest = sub["lower"] & pairs(cells, "e_sub", "e_nosub", "quantity")["lower"]
-        for name in cells["family"].unique():
-            of = sub["family"] == name
-            found[name, "rows in which TopK+phi has the lowest error of the three"] = _share(lowest[of])
-            found[name, "rows in which NoSub has a lower error than TopK"] = _share(nosub["lower"][of])
-    elif table == "cross_length_mismatch":
-        of = pairs(cells, "topk_phi", "topk")
-        trained = of["maps"].map(lambda maps: tokens_of(length_and_variant(maps)[0]))
-        beyond = trained < of["length"].map(tokens_of)
-        for (name, use), each in of.groupby(["family", np.where(beyond, "beyond", "within")]):
-            found[name, f"cells below TopK, of those with maps used {use} their length"] = _share(each["lower"])
-    elif table.startswith(RUNTIME):
-        of = pairs(cells[cells["quantity"] == "per_step_ms"].assign(budget_percent=""), "topk_phi", "full")
-        of = of.sort_values("length", key=lambda names: names.map(tokens_of))
-        for name, each in of.groupby("family", sort=False):
-            ratios = each["length"] + " " + (each["number"] / each["other"]).map("{:.2f}".format)
-            found[name, "contexts at which a step of TopK+phi is shorter than one of Full"] = _share(each["lower"])
-            found[name, "step of TopK+phi over one of Full, by context"] = ", ".join(ratios), None
-    else:
-        for other, title in (("topk", "TopK"), ("topk_phi_nosub", "NoSub")):
-            of = pairs(cells, "topk_phi", other)
-            for name, change in (of["number"] - of["other"]).groupby(of["family"], sort=False):
-                above, below = (change > 0).sum(), (change < 0).sum()
-                counts = f"{above} / {len(change) - above - below} / {below}"
-                mean = f"{sum(change, Decimal()) / len(change):+z.3f}"
-                found[name, f"cells with TopK+phi above / equal / below {title}"] = counts, _sign(above - below)
-                found[name, f"mean change from {title} to TopK+phi"] = mean, _sign(Decimal(mean))
-    return found
-
-
-def pairs(cells: pd.DataFrame, one: str, other: str, by: str = "method") -> pd.DataFrame:
-    """Returns the cells of `one`, with the number of `other` in the same place and whether that of `one` is lower."""
-    where = ["family", "backbone", "benchmark", "task", "corpus", "length", "budget_percent"]
-    ones, others = (cells[cells[by] == name] for name in (one, other))
-    found = ones.merge(others[[*where, "number"]].rename(columns={"number": "other"}), on=where)
-    return found.assign(lower=found["number"] < found["other"])
-
-
-def _ranks(theirs: pd.DataFrame, ours: pd.DataFrame) -> tuple[Findings, Findings]:
-    """Returns the rows of an ablation in order, and for each backbone the correlation with the paper's, over shared
-    rows.
-    """
-    paper: Findings = {}
-    own: Findings = {}
-    several, order = ours["backbone"].nunique() > 1, "rows, best first"
-    there = {name: scores for (_, name), scores in _scores(theirs)}
-    for name, scores in there.items():
-        paper[name, order] = _order(scores), None
-    for (backbone, name), scores in _scores(ours):
-        which = f" ({backbone})" if several else ""
-        own[name, order + which] = _order(scores), None
-        both = pd.concat([there.get(name, scores.iloc[:0]), scores], axis=1, join="inner").astype(float)
-        if both.nunique().gt(1).all():
-            from scipy.stats import kendalltau  # only here: it takes a second
-
-            tau = float(kendalltau(both.iloc[:, 0], both.iloc[:, 1]).statistic)
-            statement = f"rank correlation with the published order (tau-b, {len(both)} rows){which}"
-            paper[name, statement] = "", 1
-            own[name, statement] = f"{tau:+z.3f}", _sign(tau)
-    return paper, own
-
-
-def _scores(cells: pd.DataFrame) -> Iterable[tuple[tuple[str, str], pd.Series]]:
-    """Scores by backbone and family, then by row, whose names do not depend on the maps' training length."""
-    variants = cells["maps"].map(lambda maps: length_and_variant(maps)[1])
-    rows = variants.where(variants != "", cells["method"].where(cells["maps"] == "", "ours"))
-    return cells.set_index(rows).groupby(["backbone", "family"], sort=False)["number"]
-
-
-def _order(scores: pd.Series) -> str:
-    """Returns row names, best first: `a > b = c`."""
-    return " > ".join(" = ".join(ties.index) for _, ties in list(scores.groupby(scores, sort=True))[::-1])
-
-
-def _share(holds: pd.Series) -> tuple[str, int]:
-    return f"{holds.sum()} of {len(holds)}", _sign(2 * holds.sum() - len(holds))
-
-
-def _sign(value: Decimal | float) -> int:
-    return int(value > 0) - int(value < 0)

@@ -7,7 +7,6 @@ import re
 from residual_mass.core.settings import length_and_variant
 from residual_mass.methods import METHODS
 from residual_mass.methods.residuals import PHI
-from residual_mass.metrics import QA_F1, ROUGE
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 CORPUS_TITLES = {
@@ -26,8 +25,6 @@ VARIANT_TITLES = {
     "aux_only": "Auxiliary only",
     "residual_loss": "Residual objective",
 }
-FAMILIES = {ROUGE: "Summarisation", QA_F1: "Question answering"}
-"""LongBench's tasks by their metric."""
 
 
 def method_title(method: str) -> str:

@@ -86,7 +86,7 @@ class Plan(Configuration):
     def rendered(self, study: str) -> list[str]:
         """Every table, figure and document that `all` makes."""
         tables, figures = self.studies[study].tables, self.studies[study].figures
-        of_all = [paths.COMPARISON, paths.PICTURE] if compared_tables(self.studies[study]) else []
+        of_all = [paths.COMPARISON] if compared_tables(self.studies[study]) else []
         of_all += [paths.NUMBERS] * bool(tables) + [paths.DOCUMENT] * bool(tables or figures)
         return [
             *expand(paths.TABLE, study=study, label=tables),
