@@ -17,8 +17,7 @@ from timing import alternate, report
 from training_pass import SMOL
 
 from residual_mass.benchmarks import ruler
-from residual_mass.benchmarks.catalogue import Doc, harness_requests, harness_task
-from residual_mass.benchmarks.scorers import harness_score
+from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_requests, harness_task
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
@@ -74,7 +73,7 @@ def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> An
     for (task, doc), row in zip(examples, rows, strict=True):
         for arm, generation in enumerate(row):
             text = backbone.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-            answers[arm].append((text, harness_score("ruler", task, doc, text)))
+            answers[arm].append((text, both_scores("ruler", task, doc, text)[0]))
     return answers
 
 

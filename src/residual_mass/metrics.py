@@ -6,12 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import Any, Literal, TypeVar
-
-Number = TypeVar("Number", float, Decimal)
-Flag = Literal["floor", "ceiling"]
-Side = Literal["above", "below"]
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,32 +33,19 @@ class Metric:
     ceiling: float | None = None
     right: float | None = None
 
-    @property
-    def better_side(self) -> Side:
-        """Where the better of two values is, seen from the other."""
-        return "above" if self.higher_is_better else "below"
-
-    def goodness(self, number: Number) -> Number:
-        """A value, or a difference of two, with the sign that makes more of it better."""
-        return number if self.higher_is_better else -number
-
-    def better(self, first: Number, second: Number) -> bool:
+    def better(self, first: float, second: float) -> bool:
         """Whether `first` is better than `second`."""
-        return self.goodness(first) > self.goodness(second)
+        return first > second if self.higher_is_better else first < second
 
-    def flags(self, value: float) -> set[Flag]:
-        """The bounds that a value is at or beyond."""
-        found: set[Flag] = set()
-        if self.floor is not None and not self.better(value, self.floor):
-            found.add("floor")
-        if self.ceiling is not None and not self.better(self.ceiling, value):
-            found.add("ceiling")
-        return found
+    def flags(self, value: float) -> set[str]:
+        """The bounds, `floor` or `ceiling`, that a value is at or beyond."""
+        at_floor = self.floor is not None and not self.better(value, self.floor)
+        at_ceiling = self.ceiling is not None and not self.better(self.ceiling, value)
+        return {name for name, reached in (("floor", at_floor), ("ceiling", at_ceiling)) if reached}
 
     def is_right(self, scores: Any) -> Any:
         """Whether a score, or each of an array, is that of a right answer; of metrics with `right` alone."""
-        assert self.right is not None, f"{self.name} has no right answers"
-        return self.goodness(scores) >= self.goodness(self.right)
+        return scores >= self.right if self.higher_is_better else scores <= self.right
 
 
 def _score(name: str, title: str, right: float | None = None) -> Metric:

@@ -46,18 +46,10 @@ def decoding_words(settings: Decoding, truncate_to: str) -> str:
 
 def decoding_settings(words: str) -> dict[str, bool | int | str | None]:
     """Reads the settings that can change a score back from `decoding_words`; what it does not state is left out."""
-    patterns = {
-        "answer_margin": r"up to (\d+) tokens past the references",
-        "budget_length": r"budgets of the (\w+) length",
-        "truncate_to": r"cut to (\w+)",
-    }
-    parts = words.split("; ")
-    found = {
-        name: match[1] for name, pattern in patterns.items() for part in parts if (match := re.fullmatch(pattern, part))
-    }
-    margin = found.pop("answer_margin", None)
+    patterns = r"up to (\d+) tokens past", r"budgets of the (\w+) length", r"cut to (\w+)"
+    margin, length, cut = (re.search(pattern, words) for pattern in patterns)
     return {
-        "chat_template": "chat template" in parts,
-        "answer_margin": None if margin is None else int(margin),
-        **found,
+        "chat_template": "chat template" in words,
+        "answer_margin": int(margin[1]) if margin else None,
+        **{name: found[1] for name, found in (("budget_length", length), ("truncate_to", cut)) if found},
     }

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.benchmarks.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY
-from residual_mass.benchmarks.encoded import encoded
+from residual_mass.benchmarks.generate import encoded
 from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet

@@ -15,22 +15,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from residual_mass.benchmarks.encoded import Example, encoded, reference_texts
-from residual_mass.benchmarks.scorers import saturated
+from residual_mass.benchmarks.catalogue import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
 from residual_mass.core.settings import MapsSpec, tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.loading import backbone_identity, load_backbone, load_tokenizer
+from residual_mass.model.loading import backbone_identity, encode, encode_chat, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
+from residual_mass.study.sections import Decoding
 from residual_mass.study.specs import GenerateSpec
+from residual_mass.texts.corpora import special_prefix
 from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 
 if TYPE_CHECKING:
     from residual_mass.model.engine import Generation, SharedPrefillEngine
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A frozen prompt, ready to be decoded.
+
+    Attributes:
+        ids: token ids, without the `cut` tokens removed after BOS or after the chat template's opening.
+        limit: maximum number of generated tokens.
+    """
+
+    prompt: Prompt
+    ids: list[int]
+    cut: int
+    limit: int
 
 
 @dataclass(frozen=True)
@@ -161,15 +177,15 @@ def _compute(
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
     nominal = tokens_of(spec.length) if spec.budget_length == "nominal" else None
     engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, nominal)
-    limit = BatchLimit(spec.batch_tokens)
+    room, decode = spec.batch_tokens, backbone.tokenizer.decode
     with tqdm(total=sum(map(len, batches)), unit="example") as bar:
         for batch in batches:
-            generations = _decoded(spec, engine, backbone.tokenizer, batch, limit)
+            generations, room = _decoded(spec, engine, backbone.tokenizer, batch, room)
             rows = (
-                {**row, "k": generation.k, "text": _text(generation, each.example.prompt, backbone.tokenizer),
-                 "tokens": generation.tokens, "finish": generation.finish}
+                {**row, "k": made.k, "tokens": made.tokens, "finish": made.finish,
+                 "text": cut_at(decode(made.tokens, skip_special_tokens=True), each.example.prompt.stop)}
                 for each, of_example in zip(batch, generations, strict=True)
-                for row, generation in zip(each.rows, of_example, strict=True)
+                for row, made in zip(each.rows, of_example, strict=True)
                 if row["key"] not in store.rows
             )  # fmt: skip
             store.append(rows)
@@ -177,27 +193,14 @@ def _compute(
             first, *more = dict.fromkeys(each.example.prompt.task for each in batch)
             bar.set_postfix_str(f"{first}{f' and {len(more)} more' if more else ''}, {rate:.1f} tokens/s")
             bar.update(len(batch))
-    return {"device": backbone.device, "batch_tokens_used": limit.used, **asdict(engine.work)}
-
-
-@dataclass
-class BatchLimit:
-    """Memory for a batch.
-
-    Attributes:
-        tokens: prompt tokens, padding included, that are assumed to fit.
-        used: tokens of the largest decoded batch.
-    """
-
-    tokens: int
-    used: int = 0
+    return {"device": backbone.device, **asdict(engine.work)}
 
 
 def _decoded(
-    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, batch: Sequence[Wanted], limit: BatchLimit
-) -> list[list[Generation]]:
-    """Returns generations by [example][arm]. After running out of memory, this and later batches are decoded in smaller
-    parts.
+    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, batch: Sequence[Wanted], room: int
+) -> tuple[list[list[Generation]], int]:
+    """Returns generations by [example][arm], and how many prompt tokens, padding included, are assumed to fit from here
+    on: half of `room` or less after running out of memory.
 
     Raises:
         ValueError: a single example does not fit, or its values are not finite.
@@ -206,7 +209,7 @@ def _decoded(
 
     generations: list[list[Generation]] = []
     while rest := batch[len(generations) :]:
-        part = rest[: _fitting(rest, limit.tokens)]
+        part = rest[: _fitting(rest, room)]
         examples = [each.example for each in part]
 
         def settled(number: int, tokens: list[int], examples: Sequence[Example] = examples) -> bool:
@@ -216,7 +219,6 @@ def _decoded(
         stops = settled if spec.stop_when_saturated else None
         try:
             generations += engine.generate([each.ids for each in examples], [each.limit for each in examples], stops)
-            limit.used = max(limit.used, _padded(part))
             continue
         except torch.OutOfMemoryError as error:
             if len(part) == 1:
@@ -228,18 +230,55 @@ def _decoded(
         except NotFiniteError as error:
             raise ValueError(f"{part[error.prompt].name}: {error}") from None
         torch.cuda.empty_cache()  # only here, after the tensors of the failed attempt are released
-        limit.tokens = _padded(part) // 2
+        room = _padded(part) // 2
         logger.warning(
             "out of memory with %d prompts of %d tokens together: continuing with at most %d tokens (batch_tokens)",
-            len(part), _padded(part), limit.tokens,
+            len(part), _padded(part), room,
         )  # fmt: skip
-    return generations
-
-
-def _text(generation: Generation, prompt: Prompt, tokenizer: Any) -> str:
-    return cut_at(tokenizer.decode(generation.tokens, skip_special_tokens=True), prompt.stop)
+    return generations, room
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
     """`text` up to the first occurrence of any of the strings `stop`."""
     return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+
+
+# ---- prompts as tokens -----------------------------------------------------------------------------------------------
+
+
+def encoded(decoding: Decoding, truncate_to: str, prompt: Prompt, tokenizer: Any) -> Example:
+    """Returns the prompt's tokens, cut on the left where they leave no room for the answer within `truncate_to`.
+
+    Raises:
+        ValueError: the answer alone is longer than `truncate_to`.
+    """
+    limit = prompt.max_generation_tokens
+    if decoding.answer_margin is not None:  # references bound the answer
+        references = [tokenizer(text, add_special_tokens=False).input_ids for text in reference_texts(prompt.doc)]
+        limit = min(limit, max(map(len, references)) + decoding.answer_margin)
+    room = tokens_of(truncate_to) - limit
+    if room < 1:
+        raise ValueError(
+            f"truncate_to {truncate_to}: no room for a prompt besides the {limit} answer tokens of {prompt.task}"
+        )
+    if decoding.chat_template:
+        ids, front = encode_chat(tokenizer, prompt.prompt)
+    else:
+        ids, front = encode(tokenizer, prompt.prompt), special_prefix(tokenizer)
+    ids, cut = cut_to(ids, room, front)
+    return Example(prompt, ids, cut, limit)
+
+
+def cut_to(ids: list[int], room: int, front: Sequence[int]) -> tuple[list[int], int]:
+    """`ids` cut on the left to `room` tokens, and the number of tokens removed. `front` is kept: without its BOS, a
+    prompt loses its strongest attention sink.
+    """
+    cut = max(0, len(ids) - room)
+    return ([*front, *ids[len(front) + cut :]] if cut else ids), cut
+
+
+def reference_texts(doc: dict[str, Any]) -> list[str]:
+    """Returns the right answers: RULER asks for all of its `outputs` at once, LongBench for one of its `answers`."""
+    if "outputs" in doc:
+        return [" ".join(doc["outputs"])]
+    return list(doc["answers"]) if "answers" in doc else [doc["target"]]

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.catalogue import task_named
+from residual_mass.benchmarks.catalogue import both_scores, task_named
 from residual_mass.benchmarks.columns import RESULTS
-from residual_mass.benchmarks.scorers import both_scores
 from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.methods import names
@@ -36,7 +35,7 @@ FULL_GAP = {"value": "full_gap", "p": "full_gap_p"}
 SHARES = {"k": "k_mean", "k_zero": "k_zero_share", "cut": "cut_share"}
 """Columns of the result by those that they are made of."""
 SCORERS = ["harness", "original"]
-GENERATED = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha", "prompt_sha", "file"]
+GENERATED = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha"]
 RERUN = "run the generate stage again"
 
 
@@ -81,30 +80,26 @@ def collect(
     Raises:
         ValueError: a row comes from another prompt, comes twice, or is missing; names the file.
     """
-    found = [
-        {**row, "arm": ArmSpec(row["method"], row["budget_percent"], row["maps"]), "file": path}
-        for path in generations
-        for row in read_jsonl(path)
-    ]
-    rows = pd.DataFrame([row for row in found if arms is None or row["arm"] in arms], columns=GENERATED)
     shas = {(task, prompt.index): prompt.sha256 for task, prompts in examples.items() for prompt in prompts}
-    place: dict[tuple[str, ArmSpec, int], int] = {}
-    for number, (task, index, arm, sha, file) in enumerate(
-        rows[["task", "index", "arm", "prompt_sha", "file"]].itertuples(index=False, name=None)
-    ):
-        if shas.get((task, index)) != sha:
+    rows: dict[tuple[str, ArmSpec, int], dict[str, Any]] = {}
+    for file, row in ((path, row) for path in generations for row in read_jsonl(path)):
+        task, index, arm = row["task"], row["index"], ArmSpec(row["method"], row["budget_percent"], row["maps"])
+        if arms is not None and arm not in arms:
+            continue
+        if shas.get((task, index)) != row["prompt_sha"]:
             raise ValueError(f"{file}: {task} example {index} was generated from other prompts; give those, or {RERUN}")
-        if place.setdefault((task, arm, index), number) != number:
+        if (task, arm, index) in rows:
             raise ValueError(f"{file}: a second row for {_name(task, arm)} example {index}; give each arm once")
-    ordered = sorted({*rows["arm"], *(arms or ())}, key=_canonical)
+        rows[task, arm, index] = row | {"arm": arm}
+    ordered = sorted({*(arm for _, arm, _ in rows), *(arms or ())}, key=_canonical)
     for task, arm in product(examples, ordered):
         count = len(examples[task])
-        if missing := [str(i) for i in range(count) if (task, arm, i) not in place]:
+        if missing := [str(i) for i in range(count) if (task, arm, i) not in rows]:
             listed, searched = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5), ", ".join(map(str, generations))
             what = f"{_name(task, arm)} lacks {len(missing)} of {count} examples ({listed})"
             raise ValueError(f"{searched}: {what}; {RERUN}")
-    order = [place[task, arm, i] for task in examples for arm in ordered for i in range(len(examples[task]))]
-    return rows.iloc[order].reset_index(drop=True)
+    places = ((task, arm, i) for task in examples for arm in ordered for i in range(len(examples[task])))
+    return pd.DataFrame([rows[place] for place in places], columns=GENERATED)
 
 
 def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
@@ -182,7 +177,7 @@ def _better_than_full(task: str, gaps: pd.DataFrame, metric: Metric) -> set[ArmS
     for arm in sorted(beating, key=_canonical):
         logger.warning(
             "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
-            _name(task, arm), metric.better_side, adjusted[arm],
+            _name(task, arm), "above" if metric.higher_is_better else "below", adjusted[arm],
         )  # fmt: skip
     return beating
 

@@ -10,8 +10,9 @@ import pytest
 from tests.records import recorded
 from tests.refusals import refused
 
-from residual_mass.benchmarks import generate, scorers
-from residual_mass.benchmarks.encoded import cut_to, encoded
+from residual_mass.benchmarks import generate
+from residual_mass.benchmarks.catalogue import both_scores
+from residual_mass.benchmarks.generate import cut_to, encoded
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.files import jsonl, read_jsonl, sha256_of
 from residual_mass.methods.arms import ArmSpec
@@ -238,7 +239,7 @@ def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, 
     stopped = stage(spec)
     docs = [prompt.doc for prompt in load_prompts(stage.manifest, "ruler_vt", 2)]
     scores = [
-        [scorers.harness_score("ruler", "ruler_vt", docs[row["index"]], row["text"]) for row in rows]
+        [both_scores("ruler", "ruler_vt", docs[row["index"]], row["text"])[0] for row in rows]
         for rows in (free, stopped)
     ]
     assert scores[0] == scores[1] and max(scores[0]) == 1.0

@@ -18,8 +18,7 @@ from tests.small_assets import freeze_prompts
 from tests.unit.test_metrics import LOSS
 
 from residual_mass.benchmarks import scoring
-from residual_mass.benchmarks.catalogue import BENCHMARKS, tasks_of
-from residual_mass.benchmarks.scorers import both_scores
+from residual_mass.benchmarks.catalogue import BENCHMARKS, both_scores, tasks_of
 from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.files import jsonl
 from residual_mass.methods.arms import ArmSpec

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from residual_mass.benchmarks.stories import Story, tell
+from residual_mass.benchmarks.babilong import Story, tell
 
 KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 PLACES = {"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"}
