@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,12 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     greedy = some["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
     metrics = [name for name in BY_DOCUMENT if greedy or name != KEPT.name]
     values = {task: _by_document(part, [*metrics, "k"]) for task, part in tasks.items()}
-    flat = {task: of_task.reshape(-1, of_task.shape[-1]) for task, of_task in values.items()}
-    lines = _lines(means(flat, spec.bootstrap_resamples, spec.seed), [*metrics, "k"], arms.index)
+    lines = means(values, spec.bootstrap_resamples, spec.seed).frame
     arms["k_mean"] = lines.loc["k", "value"]
     lines = lines[: -len(arms)].join(_gains(spec, values, metrics, arms))
     documents = [of_task.shape[-1] for of_task in values.values()]
-    for place, arm in enumerate(arms.index if min(documents) > 1 else ()):
-        kl = [of_task[0, place].clip(min=0) for of_task in values.values()]  # rounding can leave less than 0
+    for arm in arms.index if min(documents) > 1 else ():
+        kl = [of_task.loc[KL.name, arm].clip(0).to_numpy() for of_task in values.values()]  # rounding can leave less
         lines.loc[(KL.name, arm), ["ci_low", "ci_high"]] = skewed_interval(kl)
     if over_tokens:
         lines = pd.concat([lines, *_over_tokens(spec, tasks, arms.index)])
@@ -149,32 +149,26 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
     return found.reset_index()
 
 
-def _by_document(tokens: pd.DataFrame, names: list[str]) -> np.ndarray:
-    """[names, A, D], means over the tokens of each document."""
-    arms = tokens["arm"].nunique()  # which see the same tokens, sorted by document and position
-    values = tokens[names].to_numpy(dtype=np.float64).T.reshape(len(names), arms, -1)
+def _by_document(tokens: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """A row for each metric and arm, a column for each document: means over the document's tokens."""
+    arms = tokens["arm"].unique()  # which see the same tokens, sorted by document and position
+    values = tokens[names].to_numpy(dtype=np.float64).T.reshape(len(names) * len(arms), -1)
     starts = np.flatnonzero(tokens["position"].to_numpy()[: values.shape[-1]] == 0)
-    return np.add.reduceat(values, starts, axis=-1) / np.diff([*starts, values.shape[-1]])
-
-
-def _lines(found: Means, metrics: list[str], arms: pd.Index | list[int]) -> pd.DataFrame:
-    """Returns a line for each metric and arm, in this order."""
-    return found.frame.set_axis(pd.MultiIndex.from_product([metrics, arms], names=["metric", "arm"]))
+    found = np.add.reduceat(values, starts, axis=-1) / np.diff([*starts, values.shape[-1]])
+    return pd.DataFrame(found, pd.MultiIndex.from_product([names, arms], names=["metric", "arm"]))
 
 
 def _gains(
-    spec: FidelitySpec, values: Mapping[str, np.ndarray], metrics: list[str], arms: pd.DataFrame
+    spec: FidelitySpec, values: Mapping[str, pd.DataFrame], metrics: list[str], arms: pd.DataFrame
 ) -> pd.DataFrame:
     """Returns the differences of methods with a residual estimate to topk at the same budget, where there is one."""
-    places = list(enumerate(zip(arms["method"], arms["budget_percent"], strict=True)))
-    topk = {budget: place for place, (method, budget) in places if method == "topk"}
-    pairs = [(place, topk[budget]) for place, (method, budget) in places if method != "topk" and budget in topk]
-    first, second = np.array(pairs, dtype=int).reshape(-1, 2).T
-    differences = {
-        task: (of_task[:-1, first] - of_task[:-1, second]).reshape(-1, of_task.shape[-1])
-        for task, of_task in values.items()
-    }
-    found = _lines(means(differences, spec.bootstrap_resamples, spec.seed), metrics, arms.index[first])
+    is_topk = arms["method"] == "topk"
+    topk = pd.Series(arms.index[is_topk], arms["budget_percent"][is_topk])
+    paired = arms["budget_percent"][~is_topk].map(topk).dropna().astype(int)
+    first = pd.MultiIndex.from_product([metrics, paired.index], names=["metric", "arm"])
+    second = pd.MultiIndex.from_product([metrics, paired])
+    differences = {task: of_task.loc[first] - of_task.loc[second].to_numpy() for task, of_task in values.items()}
+    found = means(differences, spec.bootstrap_resamples, spec.seed).frame
     found["p"] = sign_flip_p(differences, PERMUTATIONS, spec.seed)
     return found.drop(columns="stderr").add_prefix("gain_").rename(columns={"gain_value": "gain"})
 
@@ -182,18 +176,18 @@ def _gains(
 def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd.Index) -> Iterator[pd.DataFrame]:
     """Yields the root mean square and the quantiles over the tokens of all documents."""
     resampling = spec.bootstrap_resamples, spec.seed
-    squares = means({task: _by_document(part, ["delta_p_squared"])[0] for task, part in tasks.items()}, *resampling)
-    roots = Means(squares.value**0.5, np.full(len(arms), np.nan), squares.draws**0.5)
-    yield _lines(roots, [DELTA_P_RMS.name], arms)
-    lengths = {task: part.groupby("index").size() // len(arms) for task, part in tasks.items()}
-    counts = [np.concatenate(list(resampled(len(of_task), *resampling, task))) for task, of_task in lengths.items()]
-    sizes = np.concatenate(list(lengths.values()))
-    document = np.repeat(np.arange(len(sizes)), sizes)
+    squares = means({task: _by_document(part, ["delta_p_squared"]) for task, part in tasks.items()}, *resampling)
+    roots = replace(squares, value=squares.value**0.5, stderr=np.full(len(arms), np.nan), draws=squares.draws**0.5)
+    yield roots.frame.rename(index={"delta_p_squared": DELTA_P_RMS.name})
+    sizes = {task: part.groupby("index").size() // len(arms) for task, part in tasks.items()}
+    counts = [np.concatenate(list(resampled(len(of_task), *resampling, task))) for task, of_task in sizes.items()]
+    document = np.repeat(np.arange(sum(map(len, sizes.values()))), np.concatenate(list(sizes.values())))
     for measure, shares in QUANTILES.items():
-        by_task = [part[measure].to_numpy().reshape(len(arms), -1) for part in tasks.values()]
-        for arm, of_arm in zip(arms, np.concatenate(by_task, axis=1), strict=True):
+        for arm in arms:
+            of_arm = np.concatenate([part[measure][part["arm"] == arm] for part in tasks.values()])
             found = token_quantiles(of_arm, document, np.concatenate(counts, axis=1), list(shares.values()))
-            yield _lines(found, [f"{measure}_{end}" for end in shares], [arm])
+            places = [[f"{measure}_{end}" for end in shares], [arm]]
+            yield found.frame.set_axis(pd.MultiIndex.from_product(places, names=["metric", "arm"]))
 
 
 def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray, shares: Sequence[float]) -> Means:

@@ -25,7 +25,7 @@ EXACT = 16
 """Most differences of which all sign patterns are tried."""
 TIE = 1e-12
 """Sums that differ by less than this share of their terms' size are equal, as they differ by rounding only."""
-Tasks = Mapping[str, np.ndarray]
+Tasks = Mapping[str, np.ndarray | pd.DataFrame]
 """Values [rows, examples] by task; the rows are the same in all tasks."""
 
 
@@ -37,30 +37,34 @@ class Means:
         value: [rows].
         stderr: [rows], sample standard error; NaN where a task has a single example.
         draws: [rows, resamples], the mean in each bootstrap resample.
+        index: names of the rows; None numbers them.
     """
 
     value: np.ndarray
     stderr: np.ndarray
     draws: np.ndarray
+    index: pd.Index | None = None
 
     @property
     def frame(self) -> pd.DataFrame:
         """The columns `value`, `stderr`, `ci_low` and `ci_high`."""
         low, high = percentile_interval(self.draws)
-        return pd.DataFrame({"value": self.value, "stderr": self.stderr, "ci_low": low, "ci_high": high})
+        return pd.DataFrame({"value": self.value, "stderr": self.stderr, "ci_low": low, "ci_high": high}, self.index)
 
 
 def means(tasks: Tasks, resamples: int, seed: int) -> Means:
     """Returns the means of every row, with resamples drawn within each task."""
     value, errors, draws = [], [], np.zeros(1)
-    for task, values in tasks.items():
+    for task, of_task in tasks.items():
+        values = np.asarray(of_task)
         rows, n = values.shape
         value.append(values.mean(axis=1))
         errors.append(values.std(axis=1, ddof=1) / np.sqrt(n) if n > 1 else np.full(rows, np.nan))
         sums = np.concatenate([counts @ values.T for counts in resampled(n, resamples, seed, task)]).T
         draws = draws + sums / n
     stderr = np.sqrt(np.square(errors).sum(axis=0)) / len(tasks)
-    return Means(np.mean(value, axis=0), stderr, draws / len(tasks))
+    index = getattr(next(iter(tasks.values())), "index", None)
+    return Means(np.mean(value, axis=0), stderr, draws / len(tasks), index)
 
 
 def percentile_interval(draws: np.ndarray) -> np.ndarray:
@@ -81,7 +85,8 @@ def sign_flip_p(differences: Tasks, permutations: int, seed: int) -> np.ndarray:
 
     Exact for up to EXACT non-zero differences, else Monte Carlo with so many permutations.
     """
-    shares = np.concatenate([task / task.shape[1] for task in differences.values()], axis=1) / len(differences)
+    tasks = {name: np.asarray(values) for name, values in differences.items()}
+    shares = np.concatenate([values / values.shape[1] for values in tasks.values()], axis=1) / len(tasks)
     bound = np.abs(shares.sum(axis=1)) - TIE * np.abs(shares).sum(axis=1)
     many = np.count_nonzero(shares, axis=1) > EXACT
     p = np.empty(len(shares))
@@ -89,7 +94,7 @@ def sign_flip_p(differences: Tasks, permutations: int, seed: int) -> np.ndarray:
         few = shares[row, shares[row] != 0]
         p[row] = np.mean(np.abs(_all_signs(len(few)) @ few) >= bound[row])
     if many.any():
-        flipped = [_flipped(values[many], permutations, seed, task) for task, values in differences.items()]
+        flipped = [_flipped(values[many], permutations, seed, task) for task, values in tasks.items()]
         as_extreme = np.count_nonzero(np.abs(np.mean(flipped, axis=0)) >= bound[many, None], axis=1)
         p[many] = (1 + as_extreme) / (1 + permutations)
     return p
