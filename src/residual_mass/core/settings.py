@@ -28,19 +28,29 @@ class Settings:
     }
 
 
-LATER = {"requires_gpu": False, "residuals": (), "own_methods": (), "precision": "float32", "drafts": 0}
-"""Keys that specs gained after results had been made with them, with the value that is not written, so that a new key
-runs no finished job again.
-"""
+def later(default: Any) -> Any:
+    """A field that specs gained after results had been made with them: its default is not written, so that a new key
+    runs no finished job again.
+    """
+    return dataclasses.field(default=default, metadata={"later": True})
 
 
 def to_json(settings: Any) -> str:
     """Serialises settings as one JSON object with sorted keys."""
-    return json.dumps(dataclasses.asdict(settings, dict_factory=_without_later_defaults), sort_keys=True)
+    return json.dumps(_plain(settings), sort_keys=True)
 
 
-def _without_later_defaults(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in pairs if key not in LATER or value != LATER[key]}
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {
+            field.name: _plain(each)
+            for field, each in given.items()
+            if each != field.default or not field.metadata.get("later")
+        }
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def tokens_of(label: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from residual_mass.core.settings import MapSpec, Settings
+from residual_mass.core.settings import MapSpec, Settings, later
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.texts.names import MEASURED, TRAINED
 
@@ -79,7 +79,7 @@ class BackboneSettings(Settings):
     """Label of the tokenizer; backbones of a study that share it share the frozen prompts."""
     context: Count
     """Longest sequence that the backbone was made for, in tokens."""
-    requires_gpu: bool = False
+    requires_gpu: bool = later(False)
     """Whether jobs of this backbone ask for a GPU."""
 
 
@@ -181,7 +181,7 @@ class TrainingSettings(Settings):
     """Query positions sampled from a sequence per step."""
     query_window: Share
     """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16"] = later("float32")
     """What operands of training's products are rounded to, while sums stay in float32; `bfloat16` is for GPUs, whose
     products of it are many times as fast."""
     replay: ReplaySpec
@@ -264,7 +264,7 @@ class Continuations(Settings):
     """Longest continuation, in tokens."""
     seed: Natural
     """Seed of the documents."""
-    drafts: Natural = 0
+    drafts: Natural = later(0)
     """Places of each document from which full attention continues greedily, to count what drafts get wrong."""
 
 

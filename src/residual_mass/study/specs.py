@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from residual_mass.benchmarks.columns import DENSE, OWN
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings
+from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings, later
 from residual_mass.files import read_json
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.sections import (
@@ -106,7 +106,7 @@ class ArmsSpec(JobSpec):
     anchors: AnchorSpec
     truncate_to: str
     maps: tuple[MapsSpec, ...]
-    residuals: tuple[dict[str, Any], ...] = ()
+    residuals: tuple[dict[str, Any], ...] = later(())
     """Identities of the methods that are not the paper's: a changed one runs the job again."""
 
 
@@ -252,7 +252,7 @@ class ResidualErrorsSpec(JobSpec, Sampling):
     maps: MapsSpec | None
     """Of the methods that need feature maps; may have been trained on shorter texts."""
     bootstrap_resamples: int
-    residuals: tuple[dict[str, Any], ...] = ()
+    residuals: tuple[dict[str, Any], ...] = later(())
     """As in `ArmsSpec`."""
 
 
@@ -263,7 +263,7 @@ class RuntimeSpec(JobSpec, Latencies):
     anchors: AnchorSpec
     map: MapSpec
     """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
-    own_methods: tuple[str, ...] = ()
+    own_methods: tuple[str, ...] = later(())
     """Methods that the paper lacks, which are measured in our implementation alone."""
 
 
@@ -299,7 +299,7 @@ class TableSpec(Settings):
     """Lengths at which a benchmark is evaluated, where not at all of the table's; other cells print `--`."""
     maps: tuple[str, ...] = ()
     """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
-    own_methods: tuple[str, ...] = ()
+    own_methods: tuple[str, ...] = later(())
     """Methods that the paper lacks: the last rows of a table of scores."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
 
