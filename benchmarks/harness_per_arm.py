@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import alternate, report
-from training_pass import SMOL
+from common import SMOL, alternate, report
 
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_requests, harness_task

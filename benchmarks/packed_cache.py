@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import SMOL
 from torch import Tensor
-from training_pass import SMOL
 from transformers import DynamicCache
 
 from residual_mass import PackedCache, partial_kv
@@ -96,14 +96,8 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
             kl = (reference.exp() * (reference - found)).sum(-1)
             distances[side].setdefault(name, []).append(kl)
     columns = list(distances[sides[-1]])
-    head = [
-        "cache",
-        "method",
-        "ms a step (fastest)",
-        "MiB kept",
-        "MiB read a step",
-        *(f"KL {name}" for name in columns),
-    ]
+    head = ["cache", "method", "ms a step (fastest)", "MiB kept", "MiB read a step"]
+    head += [f"KL {name}" for name in columns]
     head += ["KL, 9 of 10 tokens below"] * bool(columns)
     print(f"\n{length} tokens, {options.threads} threads\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for side in sides:

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
-from training_pass import SMOL
+from common import SMOL
 
 from residual_mass import methods
 from residual_mass.benchmarks import fidelity

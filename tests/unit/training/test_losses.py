@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.unit.core.objective_checks import written_objective
 from tests.unit.training.conftest import corpus
 
+from residual_mass.core.feature_maps import log_kernel
+from residual_mass.core.score_matching import Weights
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model.errors import ReadLayer
@@ -34,6 +37,32 @@ def trace(tiny_backbone: Backbone) -> LayerTrace:
 def maps(tiny_backbone: Backbone) -> PhiMaps:
     torch.manual_seed(0)
     return PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8)).double()
+
+
+@pytest.mark.parametrize("lambda_kl", [0.99, 0.0])
+def test_the_papers_loss_and_gradients_are_those_of_whole_score_matrices(
+    trace: LayerTrace, maps: PhiMaps, lambda_kl: float
+) -> None:
+    """Head by head and row by row, by autograd through maps that are not folded."""
+    for parameter in maps.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))  # the gate too, or its block would have no gradient
+    objective = ObjectiveSpec(lambda_kl=lambda_kl, band=2.0)
+    top, fp, z = ((1 - lambda_kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
+    weights = Weights(lambda_kl, top, fp, z, objective.tau, objective.band, objective.huber_delta)
+    log_query, log_key = maps.query[1].unfolded(trace.queries), maps.key[1].unfolded(trace.keys)
+    losses = []
+    for head, queries in enumerate(trace.queries):
+        kv_head = head // (len(trace.queries) // len(trace.keys))
+        scores, student = queries @ trace.keys[kv_head].T * trace.scale, log_kernel(log_query[head], log_key[kv_head])
+        seen = [position + 1 for position in POSITIONS.tolist()]
+        losses += [written_objective(scores[row, :n], student[row, :n], weights) for row, n in enumerate(seen)]
+    expected = torch.stack(losses).mean()
+    ours = row_losses(maps.query[1], maps.key[1], trace, objective, ANCHORS).mean()
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=0)
+    parameters = [*maps.query[1].parameters(), *maps.key[1].parameters()]
+    for one, other in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, expected)), strict=True):
+        assert other.norm() > 0
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
 def test_half_precision_traces_lose_nothing_and_their_maps_little(trace: LayerTrace, maps: PhiMaps) -> None:
