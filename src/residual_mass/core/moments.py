@@ -2,8 +2,8 @@
 
 Top-K selection is a threshold on scores: what a query leaves unread is what scores below tau, its K-th best score. If
 the scores of the mid-region are Gaussian, and values linear in them, mass and value sum of that rest have closed forms.
-A part of the mid-region (all of it, a block, a cluster) has n tokens with mean key mu and covariance Sigma, mean value
-v and value-key covariance C. For a scaled query q, with m = q.mu, s^2 = q' Sigma q, b = C q, a = (tau - m - s^2) / s,
+A part of the mid-region (all of it, or a cluster) has n tokens with mean key mu and covariance Sigma, mean value v
+and value-key covariance C. For a scaled query q, with m = q.mu, s^2 = q' Sigma q, b = C q, a = (tau - m - s^2) / s,
 
     Z  = n exp(m + s^2 / 2) Phi(a)
     nu = Z [ v + b (1 - pdf(a) / (s Phi(a))) ]
@@ -13,8 +13,7 @@ x ~ N(m, s^2), and b / s^2 is the regression of values on scores. Nothing is sub
 
 Parts may share Sigma and C, each with its own factor r: then s^2 = r q' Sigma q and b = r C q.
 
-Parts are blocks of neighbours, or clusters of keys; the part of a token is its number, -1 outside the mid-region, so
-that memory grows with L, not with L x P.
+The part of a token is its number, -1 outside the mid-region, so that memory grows with L, not with L x P.
 
 Shape letters: R = query rows sharing keys, L = keys, P = parts, D = head dimension of keys and values, C = columns.
 """
@@ -195,32 +194,6 @@ def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) ->
     log_mass, factor = _cut(mean, variance, threshold.unsqueeze(-1))
     log_mass = log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
     return PartTerms(log_mass, slope, factor)
-
-
-def rest_terms(
-    queries: Tensor, moments: MomentState, threshold: Tensor, scores: Tensor, values: Tensor, read: Tensor
-) -> Terms:
-    """Returns the same after the tokens that were read are taken out of the moments, which have one part.
-
-    Args:
-        scores: [..., R, K], of the tokens that were read.
-        values: [..., R, K, D], theirs.
-        read: [..., R, K] bool, False in empty slots.
-    """
-    mean, variance, slope = (x.squeeze(-1 if x.dim() == queries.dim() else -2) for x in _scores(queries, moments))
-    count, value = moments.count, moments.mean_value
-    left = (count - read.sum(-1)).clamp_min(1)
-    weights = read.to(scores.dtype).unsqueeze(-2)  # [..., R, 1, K]
-    offset = torch.where(read, scores - mean.unsqueeze(-1), 0)  # from the mean: sums of squares would cancel
-    away = values - value.unsqueeze(-3)
-    mean_step = -offset.sum(-1) / left
-    value_step = -(weights @ away).squeeze(-2) / left.unsqueeze(-1)
-    variance = (count * variance - offset.square().sum(-1)) / left - mean_step.square()
-    slope = count.unsqueeze(-1) * slope - (offset.unsqueeze(-2) @ away).squeeze(-2)
-    slope = slope / left.unsqueeze(-1) - mean_step.unsqueeze(-1) * value_step
-    log_mass, kept = _cut(mean + mean_step, variance.clamp_min(LEAST_VARIANCE), threshold)
-    numerator = value + value_step + kept.unsqueeze(-1) * slope
-    return Terms(numerator, torch.ones_like(log_mass), log_mass + left.log())
 
 
 def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tensor]:

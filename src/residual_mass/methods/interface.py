@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from residual_mass.methods.lazy import selection
@@ -43,7 +43,6 @@ class Layout(NamedTuple):
     """The order of rows: by arm, then by query head of the KV head, then by token."""
 
     heads: int
-    """G."""
     tokens: int = 1
 
 
@@ -64,9 +63,8 @@ class Step(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What selection leaves to a residual.
-
-    A residual that uses scores of tokens that were not read, other than those that it reads itself, is an oracle.
+    """What selection leaves to a residual. One that uses scores of tokens that were not read, other than those that it
+    reads itself, is an oracle.
     """
 
     queries: Tensor
@@ -85,19 +83,17 @@ class Seen(NamedTuple):
     """[..., R, L], as in `Choice`, for a residual with `uses_scan = True`."""
 
 
-Limits = Mapping[str, int | None]
-"""Largest values of parameters that are counts, of which the least is 1; None for no limit."""
-
-
 class Part:
     """A selector or a residual: a frozen dataclass of its parameters."""
 
     title: ClassVar[str] = ""
     """What legends call parts of this class, with mathematics in dollars; its name where it is empty."""
-    limits: ClassVar[Limits] = {}
-    """Of its parameters."""
+    limits: ClassVar[Mapping[str, int | None]] = {}
+    """Largest values of parameters that are counts, of which the least is 1; None for no limit."""
     recipe: ClassVar[int] = 1
     """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
+    former: ClassVar[Mapping[str, Any]] = {}
+    """Parameters that there are no more, at the values that they have in the keys of stored rows."""
     fused: ClassVar[bool] = False
     """Whether `core.fused` has a fast decode step for it; for a residual, the state is then a `MomentState`, and the
     terms are `truncated_terms` of it.
@@ -109,6 +105,13 @@ class Part:
             value = getattr(self, name)
             if value < 1 or (most is not None and value > most):
                 raise ValueError(f"{name} is {value}, not {'1 or more' if most is None else f'between 1 and {most}'}")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Class, recipe and parameters, also of a part that it is made of."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: value.identity if isinstance(value, Part) else value for name, value in values.items()}
+        return {"name": type(self).__name__, "recipe": self.recipe, **self.former, **values}
 
 
 class Selector(Part, ABC):
@@ -202,10 +205,10 @@ class Residual(Part, ABC):
 class TopK(Selector):
     """The K mid-region tokens of the highest scores (the paper's eq. 2): an oracle, for it scores every key."""
 
-    title: ClassVar[str] = "Top-$K$ by exact scores"
-    recipe: ClassVar[int] = 0
-    reads_keys: ClassVar[bool] = True
-    fused: ClassVar[bool] = True
+    title = "Top-$K$ by exact scores"
+    recipe = 0
+    reads_keys = True
+    fused = True
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         return best_of(scores, mid, k)
@@ -295,14 +298,14 @@ class Method:
         return None if isinstance(self.residual, Phi) else self.residual
 
     @property
+    def of_the_paper(self) -> bool:
+        return self.selector in (None, TopK()) and self.own is None
+
+    @property
     def fused(self) -> bool:
         """Whether `core.fused` has a fast decode step for it."""
         with_own = self.own is None or self.own.fused
         return self.of_the_paper or (self.selector.fused and not self.needs_maps and with_own)
-
-    @property
-    def of_the_paper(self) -> bool:
-        return self.selector in (None, TopK()) and self.own is None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -310,14 +313,7 @@ class Method:
         name alone, for rows were stored before there were others.
         """
         parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
-        return {"method": self.name} | {part: _identity(one) for part, one in parts.items() if one is not None}
-
-
-def _identity(part: Any) -> dict[str, Any]:
-    """Class, recipe and parameters of a selector or residual, also of one that it is made of."""
-    named = {"name": type(part).__name__, "recipe": part.recipe}
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    return named | {name: _identity(value) if is_dataclass(value) else value for name, value in values.items()}
+        return {"method": self.name} | {part: one.identity for part, one in parts.items() if one is not None}
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

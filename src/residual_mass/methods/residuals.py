@@ -8,9 +8,9 @@ clusters, S = draws, D = head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Limits, Method, Phi, Residual, Selector, Step
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Method, Phi, Residual, Selector, Step
 from residual_mass.methods.lazy import accounting, moments, selection, torch
 from residual_mass.methods.selectors import (
     CacheOnly,
@@ -23,6 +23,7 @@ from residual_mass.methods.selectors import (
     WholeClusters,
     appended,
     quantised,
+    restored,
 )
 
 if TYPE_CHECKING:
@@ -40,85 +41,46 @@ if TYPE_CHECKING:
 class Moments(Residual):
     """Gaussian scores cut at the selection threshold (`core.moments`). We found no earlier use of the cut.
 
-    P parts of the mid-region have moments of their own, P (2 D^2 + 2 D + 2) numbers a KV head. With `shared` they have
-    counts, means and spreads of their own and one covariance, 2 D^2 + P (2 D + 2) numbers.
+    P clusters of the mid-region have moments of their own, P (2 D^2 + 2 D + 2) numbers a KV head. With `shared` they
+    have counts, means and spreads of their own and one covariance, 2 D^2 + P (2 D + 2) numbers.
     """
 
-    title: ClassVar[str] = "moments"
-    limits: ClassVar[Limits] = {"parts": None}
+    title = "moments"
+    limits = {"parts": None}
     parts: int = 1
-    """P. With more parts than tokens some stay empty."""
-    split: Literal["blocks", "clusters"] = "clusters"
-    """Runs of neighbours, or k-means clusters of the keys."""
+    """P, of k-means of the keys. With more clusters than tokens some stay empty."""
     shared: bool = False
-    """Whether parts share their covariances, each scaled by its own spread."""
-    takes_out: bool = False
-    """Whether the tokens that were read are taken out of the moments first; with one part only."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What a step reads means and covariances in. They are kept in float32, so that tokens that join are not lost in
-    rounding.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split not in ("blocks", "clusters"):
-            raise ValueError(f"split {self.split!r} is unknown; known are blocks, clusters")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r} is unknown; known are float32, bfloat16")
-        if self.takes_out and self.parts > 1:
-            raise ValueError(f"takes_out needs parts=1, not {self.parts}: the parts of tokens are not kept")
-
-    @property
-    def fused(self) -> bool:
-        return not self.takes_out and self.dtype == "float32"
+    """Whether clusters share their covariances, each scaled by its own spread."""
+    former = {"split": "clusters", "takes_out": False, "dtype": "float32"}
+    fused = True
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
-        if self.split == "blocks":
-            part = moments.blocks(mid.expand(keys.shape[:-1]), self.parts)
-        else:
-            part = moments.clusters(keys, mid, self.parts)
-        return (moments.shared_moments_of if self.shared else moments.moments_of)(keys, values, part, self.parts)
+        moments_of = moments.shared_moments_of if self.shared else moments.moments_of
+        return moments_of(keys, values, moments.clusters(keys, mid, self.parts), self.parts)
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
-        """Adds tokens to the last block, or to the cluster with the nearest mean key."""
-        present = state.count > 0
-        if self.split == "blocks":
-            present = present & (present.cumsum(-1) == present.sum(-1, keepdim=True))
-        part = moments.nearest(keys, joined, state.mean_key, present)
+        """Adds tokens to the clusters of the nearest mean key."""
+        part = moments.nearest(keys, joined, state.mean_key, state.count > 0)
         return moments.merged(state, moments.moments_of(keys, values, part, self.parts))
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
-        if self.dtype == "bfloat16":
-            means = (part.bfloat16().to(seen.queries.dtype) for part in state[1:-1])
-            state = type(state)(state.count, *means, state.spread)
-        if not self.takes_out:
-            return moments.truncated_terms(seen.queries, state, seen.threshold)
-        scores, values = seen.scores.gather(-1, seen.read.indices), selection.rows_at(seen.values, seen.read.indices)
-        return moments.rest_terms(seen.queries, state, seen.threshold, scores, values, seen.read.valid)
+        return moments.truncated_terms(seen.queries, state, seen.threshold)
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the numbers of a `MomentState`."""
-        size = FLOAT32 if self.dtype == "float32" else BFLOAT16
-        return size * (2 * step.width**2 * (1 if self.shared else self.parts) + self.parts * (2 * step.width + 2))
+        covariances = 1 if self.shared else self.parts
+        return FLOAT32 * (2 * step.width**2 * covariances + self.parts * (2 * step.width + 2))
 
 
 @dataclass(frozen=True)
 class Mean(Residual):
     """As many copies of the mean token as the mid-region has. Keeps the moments of one part."""
 
-    title: ClassVar[str] = "mean"
-
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
-        return Moments().prepare(keys, values, mid)
-
-    def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
-        return Moments().update(state, keys, values, joined, start)
+    title = "mean"
+    prepare, update, summary_bytes = Moments().prepare, Moments().update, Moments().summary_bytes
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
         return moments.mean_terms(seen.queries, state)
-
-    def summary_bytes(self, step: Step) -> float:
-        return Moments().summary_bytes(step)
 
 
 def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,18 +95,14 @@ def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 class Clusters(NamedTuple):
     """Clusters of a mid-region."""
 
-    centroids: Tensor
-    """[..., P, D], mean keys."""
-    count: Tensor
-    """[..., P]."""
-    value_sum: Tensor
-    """[..., P, D]."""
-    cluster: Tensor
-    """[..., L] int16, of every token; 0 outside the mid-region."""
+    mean_key: Tensor  # [..., P, D]
+    count: Tensor  # [..., P]
+    value_sum: Tensor  # [..., P, D]
+    cluster: Tensor  # [..., L] int16, of every token; 0 outside the mid-region
 
     def scores(self, queries: Tensor) -> Tensor:
         """Scores of the mean key of every token's cluster, [..., R, L]."""
-        scores = queries @ self.centroids.transpose(-1, -2)  # [..., R, P]
+        scores = queries @ self.mean_key.transpose(-1, -2)  # [..., R, P]
         cluster = self.cluster.long().unsqueeze(-2)
         return scores.gather(-1, cluster.expand(*scores.shape[:-1], -1))
 
@@ -155,34 +113,33 @@ class Centroids(Residual):
     2505.02922; Multipole Attention, arXiv 2506.13059): every unread token has the score of its cluster's mean key.
     """
 
-    title: ClassVar[str] = "centroids"
+    title = "centroids"
     clusters: int
     """P, at most 32,767. With more clusters than tokens some stay empty."""
-    limits: ClassVar[Limits] = {"clusters": 2**15 - 1}
+    limits = {"clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
         return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
 
     def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
         """Adds tokens to the clusters of the nearest mean key."""
-        new = self._summarise(keys, values, moments.nearest(keys, joined, state.centroids, state.count > 0))
+        new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
         count, share = joined_counts(state.count, new.count)
-        centroids = state.centroids + share * (new.centroids - state.centroids)
+        mean_key = state.mean_key + share * (new.mean_key - state.mean_key)
         cluster = torch.cat((state.cluster[..., :start], new.cluster), -1)
-        return Clusters(centroids, count, state.value_sum + new.value_sum, cluster)
+        return Clusters(mean_key, count, state.value_sum + new.value_sum, cluster)
 
     def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> Clusters:
         """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
-        count, centroids = moments.centroids_of(keys, part, self.clusters)
-        return Clusters(
-            centroids, count, moments.totals(values, part, self.clusters), part.clamp_min(0).to(torch.int16)
-        )
+        count, mean_key = moments.centroids_of(keys, part, self.clusters)
+        value_sum = moments.totals(values, part, self.clusters)
+        return Clusters(mean_key, count, value_sum, part.clamp_min(0).to(torch.int16))
 
     def terms(self, seen: Seen, state: Clusters) -> Terms:
         return accounting.exact_terms(state.scores(seen.queries), seen.values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
-        """Centroids, counts and value sums, and the cluster of each token that was read."""
+        """Mean keys, counts and value sums, and the cluster of each token that was read."""
         return FLOAT32 * self.clusters * (2 * step.width + 1) + INDEX * step.retrieved
 
     def kept_bytes(self, step: Step) -> float:
@@ -200,12 +157,12 @@ class ImportanceSample(Residual):
     `Clusters` that give tokens their probabilities.
     """
 
-    title: ClassVar[str] = "importance sample"
+    title = "importance sample"
     draws: int
     """S, tokens that are read besides the budget's; a token may be drawn twice."""
     clusters: int = 64
     seed: int = 0
-    limits: ClassVar[Limits] = {"draws": None, "clusters": 2**15 - 1}
+    limits = {"draws": None, "clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         inside = torch.rand(self.draws, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
@@ -233,7 +190,7 @@ class ImportanceSample(Residual):
         return accounting.Terms(selection.weighted_sum(terms, drawn, seen.values), terms.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
-        """Centroids and counts, and keys and values of the tokens that every query head draws."""
+        """Mean keys and counts, and keys and values of the tokens that every query head draws."""
         drawn = 2 * BFLOAT16 * step.width * self.draws * step.heads
         return FLOAT32 * self.clusters * (step.width + 1) + drawn
 
@@ -250,18 +207,12 @@ ROUNDING = 64
 class ClusteredMoments(NamedTuple):
     """Means of clusters, and covariances within them of all tokens together. A step reads them in bfloat16."""
 
-    count: Tensor
-    """[..., P]."""
-    mean_key: Tensor
-    """[..., P, D]; a step does not read it, only tokens that join do."""
-    mean_value: Tensor
-    """[..., P, D]."""
-    value_key_covariance: Tensor
-    """[..., D, D], C: values by keys."""
-    value_variance: Tensor
-    """[..., D], of values within clusters."""
-    cluster: Tensor
-    """[..., L] int16, of every token; -1 outside the mid-region."""
+    count: Tensor  # [..., P]
+    mean_key: Tensor  # [..., P, D]; a step does not read it, only tokens that join do
+    mean_value: Tensor  # [..., P, D]
+    value_key_covariance: Tensor  # [..., D, D], C: values by keys
+    value_variance: Tensor  # [..., D], of values within clusters
+    cluster: Tensor  # [..., L] int16, of every token; -1 outside the mid-region
 
 
 @dataclass(frozen=True)
@@ -281,12 +232,12 @@ class ScanRegression(Residual):
     does not: the slope C q / var(s) is then cut to sd(v) / sd(s), the largest that any values and scores can have.
     """
 
-    title: ClassVar[str] = "regression on the scan"
+    title = "regression on the scan"
     clusters: int = 1
     """P, of k-means of the keys."""
-    recipe: ClassVar[int] = 2
-    uses_scan: ClassVar[bool] = True
-    limits: ClassVar[Limits] = {"clusters": 2**15 - 2}
+    recipe = 2
+    uses_scan = True
+    limits = {"clusters": 2**15 - 2}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
         return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
@@ -346,8 +297,7 @@ class ScanRegression(Residual):
         every token.
         """
         cluster = 0 if self.clusters == 1 else 1 if self.clusters <= 2**8 else 2
-        numbers = step.width * (step.width + 1) + self.clusters * (step.width + 1)
-        return BFLOAT16 * numbers + cluster * step.tokens
+        return BFLOAT16 * (step.width + self.clusters) * (step.width + 1) + cluster * step.tokens
 
     def kept_bytes(self, step: Step) -> float:
         """Adds mean keys, for tokens that join."""
@@ -363,10 +313,10 @@ class GroupSums(Residual):
     less what was read.
     """
 
-    title: ClassVar[str] = "sums of pages or clusters"
+    title = "sums of pages or clusters"
     size: int | None = None
     """Tokens of a cluster in the mean; a `Method` takes the selector's."""
-    uses_scan: ClassVar[bool] = True
+    uses_scan = True
 
     def fitted(self, selector: Selector) -> GroupSums:
         inner = getattr(selector, "scan", selector)
@@ -390,49 +340,37 @@ class QuantisedValues(Residual):
     groups of channels, as KIVI (arXiv 2402.02750) stores values. Every value is read, in bits / 8 D + 4 N bytes.
     """
 
-    title: ClassVar[str] = "quantised values"
+    title = "quantised values"
     bits: int = 4
     group: int = 64
     """Channels of a group, at most; D where it is less."""
-    uses_scan: ClassVar[bool] = True
-    holds_values: ClassVar[bool] = True
-    limits: ClassVar[Limits] = {"bits": 8, "group": None}
+    uses_scan = True
+    holds_values = True
+    limits = {"bits": 8, "group": None}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
-        groups = values.split(self.group, -1)
-        low, high = (torch.stack([f(x, -1) for x in groups], -1) for f in (torch.amin, torch.amax))
-        return quantised(values, low, high, self.bits, lambda of_group: self._by_channel(of_group, values.shape[-1]))
+        channels = values.mT  # as `quantised` takes tokens
+        everyone = torch.ones(channels.shape[-2], dtype=torch.bool, device=values.device)
+        made = quantised(channels, everyone, min(self.group, len(everyone)), self.bits)
+        return Codes(*(x.mT.contiguous() for x in made))
 
     def update(self, state: Codes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Codes:
         return Codes(*appended(state, self.prepare(keys, values, joined), (start,) * 3))
 
     def terms(self, seen: Seen, state: Codes) -> Terms:
-        codes, low, step = (x.to(seen.queries.dtype) for x in state)
-        values = self._by_channel(low, codes.shape[-1]) + self._by_channel(step, codes.shape[-1]) * codes
+        size = min(self.group, state.codes.shape[-1])
+        values = restored(Codes(*(x.mT for x in state)), size, seen.queries.dtype).mT.contiguous()
         return accounting.exact_terms(seen.scanned, values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
         return step.tokens * (step.width * self.bits / 8 + 2 * BFLOAT16 * -(-step.width // self.group))
-
-    def _by_channel(self, of_group: Tensor, width: int) -> Tensor:
-        """[..., L, N] -> [..., L, D]."""
-        return of_group.repeat_interleave(self.group, dim=-1)[..., :width]
-
-
-class MeanValue(NamedTuple):
-    """Mean value of the mid-region, and its tokens."""
-
-    mean: Tensor
-    """[..., D]."""
-    count: Tensor
-    """[...]."""
 
 
 @dataclass(frozen=True)
 class ExactMass(Residual):
     """The true mass in the direction of the mean value: SparQ's idea (arXiv 2312.04985) at its best, an oracle."""
 
-    title: ClassVar[str] = "exact mass"
+    title = "exact mass"
 
     def fitted(self, selector: Selector) -> ExactMass:
         """Raises ValueError for a selector that does not read every key: the mass is that of exact scores."""
@@ -440,18 +378,19 @@ class ExactMass(Residual):
             raise ValueError(f"ExactMass needs a selector that reads every key (TopK), not {type(selector).__name__}")
         return self
 
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MeanValue:
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean value [..., D] of the mid-region, and its tokens [...]."""
         weights = mid.expand(keys.shape[:-1]).to(values.dtype).unsqueeze(-1)
-        return MeanValue((weights * values).sum(-2) / weights.sum(-2).clamp_min(1), weights.sum((-2, -1)))
+        return (weights * values).sum(-2) / weights.sum(-2).clamp_min(1), weights.sum((-2, -1))
 
-    def update(self, state: MeanValue, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MeanValue:
-        new = self.prepare(keys, values, joined)
-        count, share = joined_counts(state.count, new.count)
-        return MeanValue(state.mean + share * (new.mean - state.mean), count)
+    def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        (mean, before), (new, late) = state, self.prepare(keys, values, joined)
+        count, share = joined_counts(before, late)
+        return mean + share * (new - mean), count
 
-    def terms(self, seen: Seen, state: MeanValue) -> Terms:
+    def terms(self, seen: Seen, state: Any) -> Terms:
         mass = accounting.exact_terms(seen.scores, seen.values, seen.unread)
-        return mass._replace(numerator=mass.denominator.unsqueeze(-1) * state.mean.unsqueeze(-2))
+        return mass._replace(numerator=mass.denominator.unsqueeze(-1) * state[0].unsqueeze(-2))
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the mean value; the mass is that of scores which the selector has computed."""

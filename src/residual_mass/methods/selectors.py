@@ -6,18 +6,32 @@ a block, P = clusters, C = channels, D = head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Limits, Selector, Step, best_of
+from residual_mass.methods.interface import BFLOAT16, INDEX, Choice, Layout, Selector, Step, best_of
 from residual_mass.methods.lazy import moments, selection, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-# ---- scans of all tokens: what is left unread scores below the K-th best in the same scan ----------------------------
+# ---- blocks of neighbouring rows: tokens of keys, or channels of values ----------------------------------------------
+
+
+def blocks_of(x: Tensor, size: int) -> Tensor:
+    """[..., L, C] -> [..., N, S, C], the last block filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+
+
+def bounds_of(x: Tensor, members: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns least and largest of each block's `members` [..., L] bool of x [..., L, C], column by column: [..., N, C]
+    twice, zeros of a block that has none.
+    """
+    blocks, inside = blocks_of(x, size), blocks_of(members.unsqueeze(-1), size)
+    low, high = torch.where(inside, blocks, torch.inf).amin(-2), torch.where(inside, blocks, -torch.inf).amax(-2)
+    return low.masked_fill(low == torch.inf, 0), high.masked_fill(high == -torch.inf, 0)
 
 
 class Codes(NamedTuple):
@@ -25,23 +39,33 @@ class Codes(NamedTuple):
     token and group of channels, [..., L, N] (values).
     """
 
-    codes: Tensor
-    """[..., L, D] uint8, from 0 to 2^bits - 1."""
-    low: Tensor
-    """bfloat16, the value of code 0."""
-    step: Tensor
-    """bfloat16, the difference of neighbouring codes."""
+    codes: Tensor  # [..., L, D] uint8, from 0 to 2^bits - 1
+    low: Tensor  # bfloat16, the value of code 0
+    step: Tensor  # bfloat16, the difference of neighbouring codes
 
 
-def quantised(x: Tensor, low: Tensor, high: Tensor, bits: int, each: Callable[[Tensor], Tensor]) -> Codes:
-    """Quantises x between the least and the largest number of each group; `each` gives a group's number to its members,
-    in a shape that broadcasts to that of x, which the codes have.
-    """
+def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Codes:
+    """Quantises x [..., L, C] column by column over blocks, between their `bounds_of`."""
+    low, high = bounds_of(x, members, size)
     low, most = low.bfloat16(), 2**bits - 1
     step = ((high - low.to(x.dtype)) / most).bfloat16()
-    width = each(step).to(x.dtype).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = ((x - each(low).to(x.dtype)) / width).round().clamp(0, most)
-    return Codes(codes.to(torch.uint8), low, step)
+    width = step.to(x.dtype).clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2)
+    codes = ((blocks_of(x, size) - low.to(x.dtype).unsqueeze(-2)) / width).round().clamp(0, most)
+    return Codes(codes.to(torch.uint8).flatten(-3, -2)[..., : x.shape[-2], :], low, step)
+
+
+def restored(state: Codes, size: int, dtype: torch.dtype) -> Tensor:
+    """Inverse of `quantised`, up to rounding."""
+    low, step = (x.to(dtype).unsqueeze(-2) for x in state[1:])
+    return (low + step * blocks_of(state.codes, size).to(dtype)).flatten(-3, -2)[..., : state.codes.shape[-2], :]
+
+
+def appended(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> tuple[Tensor, ...]:
+    """Appends the parts of a later summary to the first `kept` rows of each part of an earlier one."""
+    return tuple(torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True))
+
+
+# ---- scans of all tokens: what is left unread scores below the K-th best in the same scan ----------------------------
 
 
 @dataclass(frozen=True)
@@ -53,11 +77,11 @@ class QuantisedScan(Selector):
     chosen are then read exactly. A step reads bits / 8 D + 4 D / S bytes of each key.
     """
 
-    title: ClassVar[str] = "scan of few bits"
+    title = "scan of few bits"
     bits: int = 4
     block: int = 64
     """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
-    limits: ClassVar[Limits] = {"bits": 8, "block": None}
+    limits = {"bits": 8, "block": None}
 
     @property
     def fused(self) -> bool:
@@ -65,37 +89,18 @@ class QuantisedScan(Selector):
 
     def prepare(self, keys: Tensor, mid: Tensor) -> Codes:
         """Anchors, which are always read, do not widen the range of a block."""
-        blocks, bounds = blocks_of(keys, self.block), bounds_of(keys, mid, self.block)
-        made = quantised(blocks, *bounds, self.bits, lambda of_block: of_block.unsqueeze(-2))
-        return made._replace(codes=made.codes.flatten(-3, -2)[..., : keys.shape[-2], :])
+        return quantised(keys, mid, self.block, self.bits)
 
     def update(self, state: Codes, keys: Tensor, mid: Tensor, start: int) -> Codes:
         first = start // self.block
         column = first * self.block
         return Codes(*appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (column, first, first)))
 
-    def keys(self, state: Codes, dtype: torch.dtype) -> Tensor:
-        """Returns the keys that codes stand for, [..., L, D]."""
-        codes = blocks_of(state.codes, self.block).to(dtype)
-        values = state.low.to(dtype).unsqueeze(-2) + state.step.to(dtype).unsqueeze(-2) * codes
-        return values.flatten(-3, -2)[..., : state.codes.shape[-2], :]
-
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        return best_of(queries @ self.keys(state, queries.dtype).transpose(-1, -2), mid, k)
+        return best_of(queries @ restored(state, self.block, queries.dtype).transpose(-1, -2), mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         return step.tokens * step.width * (self.bits / 8 + 2 * BFLOAT16 / self.block)
-
-
-class PrincipalKeys(NamedTuple):
-    """Keys by their principal channels."""
-
-    mean: Tensor
-    """[..., D], of the mid-region."""
-    basis: Tensor
-    """[..., D, C], the eigenvectors of its covariance with the largest eigenvalues."""
-    reduced: Tensor
-    """[..., L, C], keys from the mean on, in that basis."""
 
 
 @dataclass(frozen=True)
@@ -104,27 +109,30 @@ class Channels(Selector):
     2406.02542, which takes the channels from other texts); SparQ (arXiv 2312.04985) takes channels of the query.
     """
 
-    title: ClassVar[str] = "principal channels"
+    title = "principal channels"
     channels: int = 16
     """C."""
-    limits: ClassVar[Limits] = {"channels": None}
+    limits = {"channels": None}
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> PrincipalKeys:
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
+        """Mean [..., D] of the mid-region, the eigenvectors [..., D, C] of its covariance with the largest eigenvalues,
+        and keys [..., L, C] from the mean on in that basis.
+        """
         weights = mid.expand(keys.shape[:-1]).to(keys.dtype).unsqueeze(-1)
         mean = (weights * keys).sum(-2) / weights.sum(-2).clamp_min(1)
         centred = keys - mean.unsqueeze(-2)
         covariance = (weights * centred).transpose(-1, -2) @ centred
         basis = torch.linalg.eigh(covariance.double()).eigenvectors.flip(-1)[..., : self.channels].to(keys.dtype)
-        return PrincipalKeys(mean, basis, centred @ basis)
+        return mean, basis, centred @ basis
 
-    def update(self, state: PrincipalKeys, keys: Tensor, mid: Tensor, start: int) -> PrincipalKeys:
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         """Keeps mean and basis."""
-        new = (keys[..., start:, :] - state.mean.unsqueeze(-2)) @ state.basis
-        return PrincipalKeys(state.mean, state.basis, *appended([state.reduced], [new], [start]))
+        mean, basis, reduced = state
+        return mean, basis, *appended([reduced], [(keys[..., start:, :] - mean.unsqueeze(-2)) @ basis], [start])
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        scanned = (queries @ state.basis) @ state.reduced.transpose(-1, -2)
-        return best_of(scanned + queries @ state.mean.unsqueeze(-1), mid, k)
+        mean, basis, reduced = state
+        return best_of((queries @ basis) @ reduced.transpose(-1, -2) + queries @ mean.unsqueeze(-1), mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         channels = min(self.channels, step.width)
@@ -142,39 +150,27 @@ class Pages(Selector):
     was read, so a residual cannot take the threshold for a cut.
     """
 
-    title: ClassVar[str] = "pages by bounds"
+    title = "pages by bounds"
     size: int = 16
     """S."""
-    limits: ClassVar[Limits] = {"size": None}
+    limits = {"size": None}
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> Bounds:
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
         return bounds_of(keys, mid, self.size)
 
-    def update(self, state: Bounds, keys: Tensor, mid: Tensor, start: int) -> Bounds:
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         first = start // self.size
         column = first * self.size
-        return Bounds(*appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first)))
-
-    def bounds(self, queries: Tensor, state: Bounds) -> Tensor:
-        """Upper bounds [..., R, N] of the scores of a page's tokens."""
-        low, high = (x.transpose(-1, -2) for x in state)
-        return queries.clamp_min(0) @ high + queries.clamp_max(0) @ low
+        return appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
+        low, high = (x.transpose(-1, -2) for x in state)
+        bounds = queries.clamp_min(0) @ high + queries.clamp_max(0) @ low  # [..., R, N]
         page = torch.arange(scores.shape[-1], device=scores.device) // self.size
-        return whole_groups(self.bounds(queries, state), page.expand(scores.shape), scores, mid, k)
+        return whole_groups(bounds, page.expand(scores.shape), scores, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         return 2 * BFLOAT16 * step.width * -(-step.tokens // self.size)
-
-
-class KeyClusters(NamedTuple):
-    """Clusters of the mid-region's keys."""
-
-    centroids: Tensor
-    """[..., P, D], mean keys."""
-    cluster: Tensor
-    """[..., L, 1] int32, of every token; 0 outside the mid-region."""
 
 
 @dataclass(frozen=True)
@@ -186,26 +182,28 @@ class WholeClusters(Selector):
     what was read.
     """
 
-    title: ClassVar[str] = "whole clusters"
+    title = "whole clusters"
     size: int = 16
     """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
-    recipe: ClassVar[int] = 2
-    limits: ClassVar[Limits] = {"size": None}
+    recipe = 2
+    limits = {"size": None}
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> KeyClusters:
+    def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean keys [..., P, D], and the cluster [..., L, 1] int32 of every token; 0 outside the mid-region."""
         cluster, clusters = moments.clusters_of(keys, mid, self.size), -(-keys.shape[-2] // self.size)
         _, centroids = moments.centroids_of(keys, cluster, clusters)
-        return KeyClusters(centroids, cluster.clamp_min(0).int().unsqueeze(-1))
+        return centroids, cluster.clamp_min(0).int().unsqueeze(-1)
 
-    def update(self, state: KeyClusters, keys: Tensor, mid: Tensor, start: int) -> KeyClusters:
+    def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         """Clusters the tokens from column `start` on by themselves, and adds those clusters to the others."""
-        clusters = state.centroids.shape[-2]
-        new = self.prepare(keys[..., start:, :], mid[..., start:])
-        return KeyClusters(*appended(state, (new.centroids, new.cluster + clusters), (clusters, start)))
+        clusters = state[0].shape[-2]
+        centroids, cluster = self.prepare(keys[..., start:, :], mid[..., start:])
+        return appended(state, (centroids, cluster + clusters), (clusters, start))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        cluster = state.cluster.long().transpose(-1, -2).expand(scores.shape)
-        return whole_groups(queries @ state.centroids.transpose(-1, -2), cluster, scores, mid, k)
+        centroids, cluster = state
+        of_tokens = cluster.long().transpose(-1, -2).expand(scores.shape)
+        return whole_groups(queries @ centroids.transpose(-1, -2), of_tokens, scores, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         return BFLOAT16 * step.width * -(-step.tokens // self.size)
@@ -266,7 +264,7 @@ class Reranked(Wrapped):
 
     margin: int = 16
     """Tokens whose keys a query head reads besides those of the budget."""
-    limits: ClassVar[Limits] = {"margin": None}
+    limits = {"margin": None}
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         wider = self.scan.select(queries, scores, state, mid, k + self.margin, layout)
@@ -285,8 +283,8 @@ class CacheOnly(Wrapped):
     budget. With `QuantisedValues` it is a quantised cache that every step reads whole, and no other is kept.
     """
 
-    title: ClassVar[str] = "quantised cache"
-    replaces_cache: ClassVar[bool] = True
+    title = "quantised cache"
+    replaces_cache = True
 
     def __post_init__(self) -> None:
         if self.scan.reads_keys:
@@ -331,7 +329,7 @@ class PerGroup(Wrapped):
     What a head leaves unread may score above what it reads.
     """
 
-    title: ClassVar[str] = "scan per KV group"
+    title = "scan per KV group"
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned
@@ -339,30 +337,3 @@ class PerGroup(Wrapped):
         by_head = share.unflatten(-2, (-1, layout.heads, layout.tokens))
         read, _ = selection.unordered_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
         return Choice(read, selection.least_read(scanned, mid, read), scanned)
-
-
-# ---- blocks of neighbouring tokens -----------------------------------------------------------------------------------
-
-
-def blocks_of(x: Tensor, size: int) -> Tensor:
-    """[..., L, C] -> [..., N, S, C], the last block filled up with zeros."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
-
-
-class Bounds(NamedTuple):
-    """Least and largest key of each block's mid-region, channel by channel, [..., N, D]; zeros of an empty one."""
-
-    low: Tensor
-    high: Tensor
-
-
-def bounds_of(keys: Tensor, mid: Tensor, size: int) -> Bounds:
-    """Returns bounds of keys [..., L, D], of which those in `mid` [..., L] bool count."""
-    blocks, members = blocks_of(keys, size), blocks_of(mid.unsqueeze(-1), size)
-    low = torch.where(members, blocks, torch.inf).amin(-2).nan_to_num(posinf=0)
-    return Bounds(low, torch.where(members, blocks, -torch.inf).amax(-2).nan_to_num(neginf=0))
-
-
-def appended(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> list[Tensor]:
-    """Appends the parts of a later summary to the first `kept` rows of each part of an earlier one."""
-    return [torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True)]

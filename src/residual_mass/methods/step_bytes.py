@@ -1,12 +1,16 @@
-"""Bytes that a decode step reads of a prompt, and bytes that are kept of it, by method."""
+"""Bytes that a decode step reads of a prompt and bytes that are kept of it, by method; likewise of the caches that the
+CPU kernels hold, for the methods that they serve.
+"""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from residual_mass.methods.interface import BFLOAT16, FLOAT32, Method, Step
-from residual_mass.methods.selectors import PerGroup
+from residual_mass.methods.residuals import QuantisedValues, ScanRegression
+from residual_mass.methods.selectors import CacheOnly, PerGroup, QuantisedScan
 
 
 class StepBytes(NamedTuple):
@@ -14,12 +18,9 @@ class StepBytes(NamedTuple):
     left out.
     """
 
-    scan: float
-    """To select."""
-    rows: float
-    """Keys and values of the tokens that are read exactly; values alone where the selector has read every key."""
-    summary: float
-    """What stands for the rest."""
+    scan: float  # to select
+    rows: float  # of the tokens that are read exactly: keys and values, or values where the selector has read all keys
+    summary: float  # what stands for the rest
 
     @property
     def total(self) -> float:
@@ -29,10 +30,8 @@ class StepBytes(NamedTuple):
 class KeptBytes(NamedTuple):
     """Bytes per KV head and layer that are kept of a prompt between steps, without weights and generated tokens."""
 
-    cache: float
-    """Keys and values in bfloat16 of the tokens that a step may read exactly."""
-    state: float
-    """What selector and residual keep besides, packed: codes at their bits, the rest as wide as it is read."""
+    cache: float  # keys and values in bfloat16 of the tokens that a step may read exactly
+    state: float  # what selector and residual keep besides, packed: codes at their bits, the rest as wide as it is read
 
     @property
     def total(self) -> float:
@@ -100,3 +99,50 @@ def bytes_per_verified_token(share: float, differences: float, most: int) -> tup
 def most_retrieved(method: Method, k: int, step: Step) -> int:
     """Returns the most distinct tokens that the query heads of a KV head can retrieve with K each."""
     return min(step.tokens - step.anchors, k if isinstance(method.selector, PerGroup) else k * step.heads)
+
+
+# ---- packed caches of the CPU kernels --------------------------------------------------------------------------------
+
+BLOCK = 64
+"""Tokens of a block, which share the scales of keys."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the kernels hold a cache: bits of keys and clusters, as `LayerCache`."""
+
+    bits: int
+    clusters: int = 64
+
+
+def packing_of(method: Method) -> Packing | None:
+    """Returns how the kernels hold the cache of a method, None for a method that they do not serve.
+
+    They serve full attention in bfloat16 and over an 8-bit cache, and the 4-bit scan, alone or with regression.
+    """
+    selector, residual = method.selector, method.own
+    if method.whole_prefix:
+        return Packing(16)
+    if isinstance(selector, CacheOnly) and selector.scan == QuantisedScan(8) and residual == QuantisedValues(8):
+        return Packing(8)
+    if selector == QuantisedScan(4) and not method.needs_maps:
+        if residual is None:
+            return Packing(4)
+        if isinstance(residual, ScanRegression):
+            return Packing(4, residual.clusters)
+    return None
+
+
+def packed_bytes(packing: Packing, step: Step, generated: int = 0) -> int:
+    """Returns what a step reads of one KV head in one layer, as `LayerCache.read_bytes` counts it: blocks whole, or the
+    scan of planes, rows of the tokens that query heads choose, and what estimates the others; ends in float32.
+    """
+    width, ends = step.width, 8 * step.width * (step.anchors + generated)
+    blocks = -(-(step.tokens - step.anchors) // BLOCK)
+    if packing.bits == 16:
+        return ends + blocks * BLOCK * 4 * width
+    if packing.bits == 8:
+        return ends + blocks * (BLOCK * (2 * width + 4) + 4 * width)
+    scan = blocks * (BLOCK * width // 2 + 4 * width)
+    rows = step.heads * step.retrieved * (3 * width // 2 + 2)
+    return ends + scan + rows + packing.clusters * (2 * width + 8) + 2 * width * width + 4 * width

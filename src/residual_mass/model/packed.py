@@ -21,7 +21,7 @@ from residual_mass.kernels.cache import BLOCK
 from residual_mass.kernels.library import WIDTHS
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
-from residual_mass.methods.packing import packing_of
+from residual_mass.methods.step_bytes import packing_of
 from residual_mass.model.hook import Prefill, device_of, exact_attention, require_plain, text_config
 from residual_mass.model.prefix import retrieved_by
 

@@ -34,7 +34,7 @@ from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
-from residual_mass.methods.packing import packing_of
+from residual_mass.methods.step_bytes import packing_of
 from residual_mass.model.hook import Prefill, device_of, prefill
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.packed import kernels_for

@@ -21,7 +21,7 @@ from residual_mass.core.settings import MapsSpec, length_and_variant, maps_label
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec, own_identities
-from residual_mass.methods.packing import packing_of
+from residual_mass.methods.step_bytes import packing_of
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper.comparison import COMPARED, settings_of
 from residual_mass.paper.tables import RUNTIME, TABLES

@@ -21,7 +21,6 @@ from residual_mass.methods import Moments, QuantisedScan
 
 MOMENTS = {
     "moments": Moments(),
-    "moments of blocks": Moments(4, "blocks"),
     "moments of clusters": Moments(3),
     "shared moments": Moments(3, shared=True),
 }

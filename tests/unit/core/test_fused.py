@@ -11,6 +11,7 @@ from torch import Tensor
 from residual_mass.core import rel_l1
 from residual_mass.core.fused.torch_path import decode_attention, scanned_scores
 from residual_mass.core.selection import LONG_ROW, Selected, exhaustive_topk, largest, least_read, unordered_topk
+from residual_mass.methods.selectors import restored
 
 
 @pytest.fixture
@@ -55,9 +56,9 @@ def test_scanned_scores_are_those_of_the_keys_that_the_selector_restores() -> No
     arguments = p.arguments(7, "scan")
     mid = mid_columns(arguments)[:, None]
     keys = torch.where(mid.unsqueeze(-1), p.cache.keys[:, :, :103], 0)
-    restored = SCAN.keys(SCAN.prepare(keys, mid), torch.float64)
+    decoded = restored(SCAN.prepare(keys, mid), SCAN.block, torch.float64)
     queries = p.query.unflatten(1, (2, -1)) * p.scale
-    expected = (queries.double() @ restored.mT).flatten(1, 2).masked_fill(~mid, -torch.inf)
+    expected = (queries.double() @ decoded.mT).flatten(1, 2).masked_fill(~mid, -torch.inf)
     scanned = scanned_scores(queries, arguments["cache"].scan).flatten(1, 2)[..., :103].masked_fill(~mid, -torch.inf)
     for ours in (scanned.double(), selecting_scores(arguments)):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ from tests.unit.core.test_moments import D, random_tokens, sums
 from torch import Tensor
 
 from residual_mass.core.accounting import merge
-from residual_mass.core.moments import blocks, clusters, clusters_of
+from residual_mass.core.moments import clusters, clusters_of
 from residual_mass.core.selection import Selected
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import (
@@ -39,7 +39,6 @@ from residual_mass.methods import (
     TopK,
     WholeClusters,
     method_named,
-    state_bytes,
 )
 from residual_mass.methods.arms import Arm
 from residual_mass.model.prefix import arm_rows, build_prefix, prefix_terms
@@ -47,10 +46,8 @@ from residual_mass.model.prefix import arm_rows, build_prefix, prefix_terms
 L, JOIN = 60, 40
 MID = (torch.arange(L) >= 4) & (torch.arange(L) < 55) & (torch.arange(L) != 50)
 INSIDE = MID.nonzero().flatten().tolist()
-ONE_PART = (Moments(), Moments(takes_out=True), Mean(), ExactMass(), ScanRegression(), QuantisedValues(4, 4))
-PARTS = (
-    Moments(8), Moments(4, "blocks"), Moments(8, shared=True), Centroids(1), Centroids(8), ScanRegression(4),
-)  # fmt: skip
+ONE_PART = (Moments(), Mean(), ExactMass(), ScanRegression(), QuantisedValues(4, 4))
+PARTS = (Moments(8), Moments(8, shared=True), Centroids(1), Centroids(8), ScanRegression(4))
 MORE_PARTS_THAN_TOKENS = (Centroids(64), ScanRegression(64))
 WRITTEN_OUT = (*ONE_PART, *PARTS, *MORE_PARTS_THAN_TOKENS, GroupSums(8))
 
@@ -87,9 +84,7 @@ def groups_of(part: Tensor) -> list[list[int]]:
 
 def part_of(residual: Residual, keys: Tensor, mid: Tensor) -> Tensor:
     """[L], the part of every token as `core.moments` deals them out, -1 outside the mid-region."""
-    parts = getattr(residual, "clusters", getattr(residual, "parts", 1))
-    by_blocks = parts == 1 or getattr(residual, "split", "clusters") == "blocks"
-    return blocks(mid, parts) if by_blocks else clusters(keys, mid, parts)
+    return clusters(keys, mid, getattr(residual, "clusters", getattr(residual, "parts", 1)))
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -162,7 +157,6 @@ def written_out(
     query, tau, inside = seen.queries[row], float(seen.threshold[row]), [i for own in groups for i in own]
     unread = [i for i in inside if seen.unread[row, i]]
     if isinstance(residual, Moments):
-        groups = [unread] if residual.takes_out else groups
         return moments_written_out(residual, groups, keys, values, query, tau)
     if isinstance(residual, ScanRegression):
         return regression_written_out(groups, keys, values, query, seen.scanned[row], unread)
@@ -201,17 +195,16 @@ def test_terms_are_those_written_out(residual: Residual, k: int) -> None:
 
 
 @pytest.mark.parametrize("residual", (*ONE_PART, *PARTS), ids=str)
-def test_tokens_that_join_go_to_the_nearest_cluster_or_the_last_block(residual: Residual) -> None:
+def test_tokens_that_join_go_to_the_nearest_cluster(residual: Residual) -> None:
     """The sixth column of the new ones is not in the mid-region yet."""
     keys, values, seen = problem(residual, 4)
     state = residual.prepare(keys[:JOIN], values[:JOIN], MID[:JOIN])
     part = torch.full((L,), -1)
     part[:JOIN] = part_of(residual, keys[:JOIN], MID[:JOIN])
     centres = {p: keys[part == p].mean(0) for p in part[part >= 0].unique().tolist()}
-    by_blocks = getattr(residual, "split", None) == "blocks"
     for i in (i for i in INSIDE if i >= JOIN):
         distances = {p: float((keys[i] - centre).norm()) for p, centre in centres.items()}
-        part[i] = max(centres) if by_blocks else min(distances, key=distances.get)
+        part[i] = min(distances, key=distances.get)
     state = residual.update(state, keys[JOIN:], values[JOIN:], MID[JOIN:], JOIN)
     assert_written_out(residual, state, part, keys, values, seen)
 
@@ -226,7 +219,7 @@ def test_a_sample_joins_tokens_as_its_clusters_do() -> None:
     assert torch.equal(grown[0][0], ImportanceSample(5, clusters=3).prepare(keys, values, MID)[0])
 
 
-MANY = (*WRITTEN_OUT, Moments(64), Moments(64, shared=True), Moments(64, "blocks"), ImportanceSample(3))
+MANY = (*WRITTEN_OUT, Moments(64), Moments(64, shared=True), ImportanceSample(3))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e4])
@@ -288,16 +281,6 @@ def test_a_slope_over_equal_scores_is_cut(size: float) -> None:
     assert error < 0.2 * values.std(), "by at most some tenths of the deviation of values"
 
 
-def test_rounding_the_state_to_bfloat16_moves_terms_by_a_percent() -> None:
-    keys, values = random_tokens(300)
-    queries = torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    seen, mid = seen_of(keys, values, queries, 10), torch.ones(300, dtype=torch.bool)
-    state = Moments(dtype="bfloat16").prepare(keys, values, mid)
-    assert state_bytes(state) == 8 * (2 * D * D + 2 * D + 2)  # kept as wide as the keys, for tokens that join
-    exact, narrow = (sums(one.terms(seen, state))[1] for one in (Moments(), Moments(dtype="bfloat16")))
-    assert 0 < float((narrow / exact - 1).abs().max()) < 0.05
-
-
 def test_clusters_of_a_size_do_not_depend_on_columns_outside() -> None:
     keys, _ = random_tokens(L)
     padded = torch.cat((keys, torch.full((40, D), 7.0).double()))
@@ -355,7 +338,10 @@ def test_identities_tell_methods_apart_and_leave_the_papers_alone() -> None:
     assert method_named("topk_phi").identity == {"method": "topk_phi"}
     identities = [str(one.identity) for one in METHODS]
     assert len(set(identities)) == len(METHODS)
-    assert method_named("topk_moments_8").identity["residual"]["parts"] == 8
+    assert method_named("topk_moments_8").identity["residual"] == {
+        "name": "Moments", "recipe": 1, "parts": 8, "shared": False,
+        "split": "clusters", "takes_out": False, "dtype": "float32",  # as it was when rows were stored
+    }  # fmt: skip
     scan = method_named("group4_regression_64").identity["selector"]["scan"]
     assert scan == {"name": "QuantisedScan", "recipe": 1, "bits": 4, "block": 64}
     assert Method("topk_moments_8", residual=Moments(9)).identity != method_named("topk_moments_8").identity
@@ -397,9 +383,6 @@ def test_a_residual_that_does_not_fit_its_selector_is_refused(
     [
         (Method, ("mine", QuantisedScan(4)), "title QuantisedScan.* is no text: Method takes name, title"),
         (Moments, (0,), "parts is 0, not 1 or more"),
-        (Moments, (4, "clusters", False, True), "takes_out needs parts=1, not 4"),
-        (Moments, (2, "pages"), "split 'pages' is unknown; known are blocks, clusters"),
-        (Moments, (1, "clusters", False, False, "int8"), "dtype 'int8' is unknown; known are float32, bfloat16"),
         (Centroids, (0,), "clusters is 0, not between 1 and 32767"),
         (ImportanceSample, (0,), "draws is 0, not 1 or more"),
         (ImportanceSample, (3, 0), "clusters is 0"),

@@ -23,6 +23,7 @@ from residual_mass.methods import (
     WholeClusters,
 )
 from residual_mass.methods.interface import Layout
+from residual_mass.methods.selectors import restored
 
 L, D = 70, 6
 MID = (torch.arange(L) >= 3) & (torch.arange(L) < 66)
@@ -123,11 +124,10 @@ def test_a_state_that_tokens_join_one_by_one_is_that_made_at_once(selector: Sele
 def test_principal_channels_stay_when_tokens_join_and_these_make_clusters_of_their_own() -> None:
     _, keys = problem()
     first, grown, _ = joined(Channels(3), keys)
-    torch.testing.assert_close(grown.reduced, (keys - keys[:50][MID[:50]].mean(0)) @ first.basis)
+    torch.testing.assert_close(grown[2], (keys - keys[:50][MID[:50]].mean(0)) @ first[1])
     first, grown, new = joined(WholeClusters(8), keys)
-    assert torch.equal(grown.centroids, torch.cat((first.centroids, new.centroids)))
-    assert torch.equal(grown.cluster[:45], first.cluster[:45])
-    assert torch.equal(grown.cluster[45:], new.cluster + len(first.centroids))
+    assert torch.equal(grown[0], torch.cat((first[0], new[0])))
+    assert torch.equal(grown[1], torch.cat((first[1][:45], new[1] + len(first[0]))))
 
 
 def joined(selector: Selector, keys: Tensor) -> tuple[Any, Any, Any]:
@@ -142,7 +142,7 @@ def test_re_ranking_keeps_the_best_of_a_wider_scan_by_exact_scores(k: int) -> No
     scan, scores = QuantisedScan(3, block=16), queries @ keys.T
     wider, _ = chosen(scan, queries, keys, k + 5)
     sets, threshold = chosen(Reranked(scan, 5), queries, keys, k)
-    scanned = queries @ scan.keys(scan.prepare(keys, MID), keys.dtype).T
+    scanned = queries @ restored(scan.prepare(keys, MID), scan.block, keys.dtype).T
     for row, candidates in enumerate(wider):
         best = sorted(candidates, key=lambda i: -float(scores[row, i]))[:k]
         assert sets[row] == set(best)
