@@ -78,48 +78,19 @@ PROBABILITIES = [  # of three words under full attention, under the arm, and whi
     ((1 / 4, 1 / 2, 1 / 4), (1 / 8, 3 / 4, 1 / 8), 1),
     ((1 / 4, 1 / 4, 1 / 2), (3 / 4, 1 / 8, 1 / 8), 2),
 ]
-KLS = [0.25 * log(2), 0.0, 0.5 * log(2) + 0.5 * log(2 / 3), 0.25 * log(1 / 3) + 0.25 * log(2) + 0.5 * log(4)]
-"""Two terms of the first cancel; the third is the smaller of the middle two."""
 
 
-def test_values_are_those_of_llama_cpp(tmp_path: Path) -> None:
-    """As `llama-perplexity --kl-divergence` defines them; percentiles lie on the line between two neighbours.
-
-    What differs are the uncertainties, which it computes as though all tokens were independent, and the weights where
-    documents differ in length: here, each document counts alike in what is a mean. It also skips words that the base
-    model gives less than exp(-16), and prints all but the KL in percent.
+def test_measures_of_a_token_are_those_of_llama_cpp() -> None:
+    """As `llama-perplexity --kl-divergence` defines them. It also skips words that the base model gives less than
+    exp(-16), prints all but the KL in percent, and takes all tokens for independent.
     """
     full, arm = (torch.tensor([row[i] for row in PROBABILITIES]).double().log() for i in (0, 1))
-    answer = torch.tensor([word for _, _, word in PROBABILITIES])
-    rows = [
-        row
-        for index, some in enumerate((slice(0, 2), slice(2, 4)))
-        for spec, log_p in ((FULL, full), (TOPK, arm))
-        for row in rows_of(spec, index, token_measures(full[some], log_p[some], answer[some]))
-    ]
-    lines = result_of(rows, tmp_path)
-    first, fourth, third = KLS[0], KLS[3], KLS[2]
-    expected = {
-        "kl": sum(KLS) / 4,
-        "kl_median": (third + first) / 2,
-        "kl_p90": first + 0.7 * (fourth - first),
-        "kl_p95": first + 0.85 * (fourth - first),
-        "kl_p99": first + 0.97 * (fourth - first),
-        "kl_p99_9": first + 0.997 * (fourth - first),
-        "kl_max": fourth,
-        "same_top": 0.5,
-        "log_ppl_ratio": (log(2) + 0 + log(2 / 3) + 2 * log(2)) / 4,
-        "nll": (2 * log(2) + 2 * log(2) + log(4 / 3) + 3 * log(2)) / 4,
-        "first": 0.25,
-        "delta_p_rms": sqrt((1 / 16 + 0 + 1 / 16 + 9 / 64) / 4),
-        "delta_p_p1": -3 / 8 + 0.03 / 8,
-        "delta_p_p5": -3 / 8 + 0.15 / 8,
-        "delta_p_median": -1 / 8,
-        "delta_p_p95": 0.85 / 4,
-        "delta_p_p99": 0.97 / 4,
-    }
-    found = {line["metric"]: float(line["value"]) for line in lines if line["method"] == "topk"}
-    assert found == pytest.approx(expected, rel=1e-5)
+    found = token_measures(full, arm, torch.tensor([word for _, _, word in PROBABILITIES]))
+    kls = [log(2) / 4, 0.0, 0.5 * log(2) + 0.5 * log(2 / 3), 0.25 * log(1 / 3) + 0.25 * log(2) + 0.5 * log(4)]
+    assert found["kl"] == pytest.approx(kls, abs=1e-9)
+    assert found["nll"] == pytest.approx([2 * log(2), 2 * log(2), log(4 / 3), 3 * log(2)], abs=1e-9)
+    assert found["full_nll"] == pytest.approx([log(2), 2 * log(2), log(2), log(2)], abs=1e-9)
+    assert found["same_top"] == [False, True, True, False] and found["first"] == [False, False, True, False]
 
 
 # ---- means, and gains, against a slow reference ----------------------------------------------------------------

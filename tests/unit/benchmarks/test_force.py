@@ -298,21 +298,11 @@ def test_drafts_start_at_several_places_of_a_document(
 # ---- right answers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("task", "doc", "answer"),
-    [
-        ("niah_multivalue", {"outputs": ["1", "22", "3"]}, "1, 22, 3"),
-        ("ruler_vt", {"outputs": ["AB", "CD"]}, "AB CD"),
-        ("ruler_cwe", {"outputs": ["one", "two"]}, "1. one 2. two"),
-        ("ruler_qa_squad", {"outputs": ["Ada Moreau", "Moreau"]}, "Ada Moreau"),
-        ("babilong_qa1", {"question": "Where is Mary? ", "target": "bathroom"},
-         "The most recent location of Mary is bathroom."),
-        ("babilong_qa5", {"question": "Who gave the milk to Fred?", "target": "Bill"}, "Bill"),
-        ("longbench_qmsum", {"answers": [" One. Two.\n", "Other"], "question": "Q?"}, "One. Two."),
-    ],
-)  # fmt: skip
-def test_right_answers(task: str, doc: dict[str, Any], answer: str) -> None:
-    assert gold_answer(task, doc) == answer
+def test_right_answers() -> None:
+    assert gold_answer("niah_multivalue", {"outputs": ["1", "22", "3"]}) == "1, 22, 3"
+    assert gold_answer("ruler_cwe", {"outputs": ["one", "two"]}) == "1. one 2. two"
+    assert gold_answer("ruler_qa_squad", {"outputs": ["Ada Moreau", "Moreau"]}) == "Ada Moreau"
+    assert gold_answer("longbench_qmsum", {"answers": [" One. Two.\n", "Other"], "question": "Q?"}) == "One. Two."
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
@@ -395,12 +385,8 @@ def test_what_is_added_is_all_that_is_computed(spec: ForceSpec, begun: Stage, un
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"anchors": AnchorSpec(sink=5)}, {"recipe": 2}, {"arms": (ArmSpec("topk", 4.0),)}, {"tokens": 1},
-        {"asked": (replace(RULER, budget_length="real"),)}, {"asked": (replace(RULER, chat_template=True),)},
-        {"truncate_to": "128"},
-    ],
-)  # fmt: skip
+    [{"anchors": AnchorSpec(sink=5)}, {"recipe": 2}, {"tokens": 1}, {"asked": (replace(RULER, budget_length="real"),)}],
+)
 def test_what_determines_a_row_is_in_its_key(
     spec: ForceSpec, begun: Stage, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,54 +400,32 @@ def test_what_determines_a_row_is_in_its_key(
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def small(spec: ForceSpec) -> ForceSpec:
-    return replace(spec, documents=1, asked=())
-
-
 @pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"length": "16k"}, r"corpus 'books \(held out\)' holds \d+ tokens, fewer than one sequence of 16390; "),
-        ({"corpora": ("poems",)}, r"corpus 'poems' has no held-out text; choose "),
-        ({"maps": (MapsSpec("1k", 1024),)}, r"arm topk_phi: maps '512' is not in spec\.maps, which has 1k"),
-        ({"maps": (MapsSpec("1k", 1024),) * 3}, "--phi has 2 files, but spec.maps names 3 maps"),
-    ],
+    ("maps", "complaint"), [(1, "arm topk_phi: maps '512' is not in spec.maps, which has 1k"),
+                            (3, "--phi has 2 files, but spec.maps names 3 maps")],
 )  # fmt: skip
-def test_unsuitable_inputs_are_refused_before_a_model_is_loaded(
-    spec: ForceSpec, stage: Stage, change: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(force, "load_backbone", None)
-    with pytest.raises(ValueError, match=complaint):
-        stage(replace(small(spec), **change))
-    assert not stage.out.exists()
+def test_other_maps_than_the_arms_name_are_refused(spec: ForceSpec, stage: Stage, maps: int, complaint: str) -> None:
+    with refused(complaint):
+        stage(replace(spec, documents=1, asked=(), maps=(MapsSpec("1k", 1024),) * maps))
 
 
-def test_a_model_with_fewer_words_than_its_tokenizer_is_refused(
-    spec: ForceSpec, stage: Stage, monkeypatch: pytest.MonkeyPatch
+def test_what_the_model_cannot_decode_is_named(
+    spec: ForceSpec, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spec = replace(spec, documents=1, asked=())
+    maps = PhiMaps.load(stage.phi[1])
+    maps.query[1].out_bias.data[:] = maps.query[1].out.data[:] = 3e38
+    maps.save(tmp_path / "wrong.safetensors")
+    stage.phi[1] = recorded(tmp_path / "wrong.safetensors")
+    with refused("books document 0: the logits of the continuation under topk_phi with the maps 512, from layer 1 on"):
+        stage(spec)
+
     def narrow(*given: Any) -> Backbone:
         backbone = load_backbone(*given)
         backbone.model.resize_token_embeddings(300)
         return backbone
 
     monkeypatch.setattr(force, "load_backbone", narrow)
-    with refused(
-        "tiny: the texts hold token ", ", but the model has 300 tokens; give the model the tokenizer that it was "
-    ):
-        stage(small(spec))
-
-
-def test_what_is_not_finite_names_document_arm_and_layer(
-    spec: ForceSpec, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    maps = PhiMaps.load(stage.phi[1])
-    maps.query[1].out_bias.data[:] = 3e38
-    maps.query[1].out.data[:] = 3e38
-    maps.save(tmp_path / "wrong.safetensors")
-    stage.phi[1] = recorded(tmp_path / "wrong.safetensors")
-    with refused(
-        "books document 0: the logits of the continuation under topk_phi with the maps 512, from layer 1 on, are not "
-        "finite; the feature maps are damaged, or diverged"
-    ):
-        stage(small(spec))
+    with refused("tiny: the texts hold token ", ", but the model has 300 tokens; give the model the tokenizer that"):
+        stage(spec)
     assert not stage.out.exists()

@@ -97,16 +97,14 @@ def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path)
         "k_mean,k_zero_share,cut_share,decoding,study,model_id,revision,phi_sha,prompts_sha,weights"
     )
     phi = line_of(table, "all", "topk_phi")
-    assert (phi["benchmark"], phi["backbone"], phi["length"]) == ("ruler", "tiny", "1k")
-    assert (phi["budget_percent"], phi["maps"], phi["metric"], phi["phi_sha"]) == ("2", "1k", "string_match", "f001k")
-    assert (phi["n"], phi["k_mean"], phi["k_zero_share"]) == ("24", "0.500000", "0.500000")
-    assert phi["cut_share"] == f"{1 / 24:.6f}"  # one example of one task
-    assert line_of(table, "ruler_cwe", "topk_phi")["cut_share"] == "0.500000"
-    told = {name: phi[name] for name in ("study", "model_id", "revision", "weights", "data", "decoding", "prompts_sha")}
-    assert told == {
-        "study": "test", "model_id": BACKBONE.model_id, "revision": "r1", "weights": "random", "data": "original",
-        "decoding": SPEC.decoding, "prompts_sha": json.loads(manifest.read_text())["sha256"],
-    }  # fmt: skip
+    assert phi.items() >= {
+        "benchmark": "ruler", "backbone": "tiny", "length": "1k", "budget_percent": "2", "maps": "1k",
+        "metric": "string_match", "phi_sha": "f001k", "n": "24", "k_mean": "0.500000", "k_zero_share": "0.500000",
+        "cut_share": f"{1 / 24:.6f}", "study": "test", "model_id": BACKBONE.model_id, "revision": "r1",
+        "weights": "random", "data": "original", "decoding": SPEC.decoding,
+        "prompts_sha": json.loads(manifest.read_text())["sha256"],
+    }.items()  # fmt: skip
+    assert line_of(table, "ruler_cwe", "topk_phi")["cut_share"] == "0.500000"  # one example of one task
     full = line_of(table, "niah_single_1", "full")
     told = [full[name] for name in ("budget_percent", "maps", "phi_sha", "k_mean", "n")]
     assert told == ["", "", "", "900.000000", "2"]
@@ -124,12 +122,9 @@ def _without(rows: list[Row], **where: Any) -> list[Row]:
     [
         (lambda rows: _without(rows, task="ruler_vt", index=1, method="topk"),
          "ruler_vt topk 2% lacks 1 of 2 examples (1)"),
-        (lambda rows: _without(rows, task="ruler_vt", method="full"),
-         "all.jsonl: ruler_vt full lacks 2 of 2 examples (0, 1)"),
         (lambda rows: [*rows, {**rows[-1], "maps": "2k"}],
          "all.jsonl: niah_single_1 topk_phi 2% 2k lacks 2 of 2 examples (0, 1)"),
         (lambda rows: [*rows, rows[3]], "all.jsonl: a second row for niah_single_1 full example 1"),
-        (lambda rows: [{**rows[0], "index": 2}, *rows], "niah_single_1 example 2 was generated from other prompts"),
         (lambda rows: [{**rows[0], "prompt_sha": "0"}, *rows[1:]], "niah_single_1 example 0 was generated from other"),
     ],
 )  # fmt: skip
@@ -139,15 +134,6 @@ def test_incomplete_or_foreign_rows_are_refused(
     with refused(complaint):
         score(manifest, damage(rows), tmp_path)
     assert not (tmp_path / "ruler_tiny_1k.csv").exists()
-
-
-def test_prompts_beyond_those_that_were_answered_are_left_out(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
-    """More may be frozen, for texts that are given."""
-    first = [row for row in rows if row["index"] == 0]
-    table = score(manifest, first, tmp_path, replace(SPEC, examples=1))
-    assert {line["n"] for line in table if line["task"] != "all"} == {"1"}
-    with refused("lacks 1 of 2 examples (1)"):
-        score(manifest, first, tmp_path)
 
 
 def test_maps_of_a_second_generate_job_are_arms_of_their_own(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
@@ -178,6 +164,9 @@ def test_arms_named_by_the_spec_are_all_that_is_scored(manifest: Path, rows: lis
         assert line == whole[line["task"], line["method"]] | dict.fromkeys(against_full, "")
     with refused("all.jsonl: niah_single_1 topk 8% lacks 2 of 2 examples (0, 1)"):
         scoring.run(replace(SPEC, arms=(*ARMS, ArmSpec("topk", 8.0))), manifest, [tmp_path / "all.jsonl"], out)
+    (phi,) = score(manifest, [row for row in rows if row["index"] == 0], tmp_path, replace(SPEC, examples=1))[2:3]
+    assert [name for name in NUMBERS if phi[name] == ""] == ["stderr", "original_stderr", "mde"]  # of one example
+    assert (phi["gain"], phi["gain_p"], phi["full_gap_p"], phi["n"]) == ("0.000000", "1.000000", "1.000000", "1")
 
 
 def frozen(folder: Path, docs: dict[str, list[dict[str, Any]]], benchmark: str = "ruler") -> Path:
@@ -295,14 +284,6 @@ def test_flags_and_alarm_follow_the_direction_of_the_metric(
     assert [line["flags"] for line in table] == ["floor", "beats_full ceiling"] * 2
     assert {line["metric"] for line in table} == {"loss"}
     assert caplog.text.count("topk 2% is below full (adjusted p ") == 2
-
-
-def test_one_example_leaves_undefined_numbers_empty(tmp_path: Path) -> None:
-    manifest = frozen(tmp_path, {"ruler_vt": [{"outputs": ["7"], "max_length": 1024}]})
-    phi = line_of(score(manifest, rows_of(manifest, gold), tmp_path), "all", "topk_phi")
-    empty = [name for name in NUMBERS if phi[name] == ""]
-    assert empty == ["stderr", "original_stderr", "mde"]
-    assert (phi["gain"], phi["gain_p"], phi["full_gap_p"], phi["n"]) == ("0.000000", "1.000000", "1.000000", "1")
 
 
 @pytest.mark.parametrize(
