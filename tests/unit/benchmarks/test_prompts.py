@@ -24,7 +24,6 @@ from residual_mass.benchmarks.catalogue import (
     seeded,
     task_named,
     tasks_of,
-    too_long,
 )
 from residual_mass.study.specs import PromptsSpec
 from residual_mass.texts import frozen_prompts
@@ -54,15 +53,6 @@ def test_scorer_and_metric_are_the_harness_s(benchmark: str, name: str) -> None:
     assert entry["higher_is_better"] == task.metric.higher_is_better
 
 
-def test_every_task_is_either_built_or_left_out() -> None:
-    for length in (1024, 2047, 2048, 65536):
-        listed, out = tasks_of("ruler", length), too_long("ruler", length)
-        assert set(listed) | set(out) == {task.name for task in BENCHMARKS["ruler"]}
-        assert not set(listed) & set(out)
-    assert too_long("ruler", 1024) == {"ruler_qa_hotpot": "needs at least 2048 tokens, the length is 1024"}
-    assert too_long("ruler", 2048) == {}
-
-
 def test_unknown_benchmark_is_refused() -> None:
     with pytest.raises(ValueError, match="'rulr' is unknown; known are babilong, longbench, ruler"):
         tasks_of("rulr", 4096)
@@ -86,10 +76,7 @@ def harness_downloads(benchmark_assets: Path, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(requests, "get", get)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     questions = harness_config("ruler", "ruler_qa_squad")["custom_dataset"].__globals__
-    for fetched in (
-        prepare_niah.get_haystack,
-        *(questions[n] for n in ("download_json", "read_squad", "read_hotpotqa")),
-    ):
+    for fetched in (prepare_niah.get_haystack, *map(questions.get, ("download_json", "read_squad", "read_hotpotqa"))):
         fetched.cache_clear()
 
 
@@ -100,24 +87,17 @@ def test_prompts_are_the_strings_the_harness_sends(
 ) -> None:
     config = harness_config("ruler", task)
     scope = config["custom_dataset"].__globals__
-    for name in {
-        *ruler.SAMPLERS.values()
-    } & scope.keys():  # the harness asks for 500; the small sets have ten questions
+    for name in {*ruler.SAMPLERS.values()} & scope.keys():  # of the 500 asked for, small sets have ten questions
         monkeypatch.setitem(scope, name, _with_samples(scope[name], 10))
     if "RNG" in scope:
         monkeypatch.setitem(scope, "RNG", copy.copy(scope["RNG"]))
-    ours = harness_requests(
-        "ruler", task, ruler.build_examples(task, tokenizer, 2048, 3, 5, ruler.assets_data(benchmark_assets))
-    )
-    assert ours == _harness_requests(
-        task, str(benchmark_assets / "models" / "tiny-llama"), 2048, 3, seeded(5, task, 2048)
-    )
+    docs = ruler.build_examples(task, tokenizer, 2048, 3, 5, ruler.assets_data(benchmark_assets))
+    model = str(benchmark_assets / "models" / "tiny-llama")
+    assert harness_requests("ruler", task, docs) == _harness_requests(task, model, 2048, 3, seeded(5, task, 2048))
 
 
 def _with_samples(sampler: Callable[..., Any], most: int) -> Callable[..., Any]:
-    return lambda *args, **kwargs: sampler(
-        *args, **{**kwargs, "num_samples": min(most, kwargs.get("num_samples", 500))}
-    )
+    return lambda *args, **kwargs: sampler(*args, **kwargs | {"num_samples": min(most, kwargs.get("num_samples", 500))})
 
 
 def _harness_requests(task: str, tokenizer: str, length: int, count: int, seed: int) -> list[Any]:
@@ -151,23 +131,15 @@ def test_harness_downloads_of_the_same_data_give_the_same_prompts(
     assert (tmp_path / "manifest.json").read_bytes() == manifest.read_bytes()
 
 
-def test_prompts_hold_needle_and_fit(manifest: Path, tokenizer: Any) -> None:
-    for task in tasks_of("ruler", 1024):
-        for index, prompt in enumerate(frozen_prompts.load_prompts(manifest, task, 2)):
-            assert (prompt.task, prompt.index) == (task, index)
-            assert 100 < len(tokenizer(prompt.prompt).input_ids) <= 1024
-            assert all(answer in prompt.prompt for answer in prompt.doc["outputs"][:1])
-            assert prompt.prompt.endswith(prompt.doc["gen_prefix"])
-            assert (prompt.stop, prompt.doc["max_length"]) == ([], 1024)
-            assert set(prompt.doc) == {"index", "outputs", "length", "max_length", "gen_prefix"}
-
-
 def test_manifest_lists_tasks_in_order_and_what_is_left_out(manifest: Path) -> None:
     content = json.loads(manifest.read_text())
     assert tuple(content["tasks"]) == tasks_of("ruler", 1024)
     assert content["left_out"] == {"ruler_qa_hotpot": "needs at least 2048 tokens, the length is 1024"}
     assert (content["benchmark"], content["length"], content["tokenizer"]) == ("ruler", "1k", "tiny")
     assert set(content["harness"]) == {"lm_eval", "nltk", "wonderwords"}
+    for index, prompt in enumerate(frozen_prompts.load_prompts(manifest, "ruler_vt", 2)):
+        assert (prompt.task, prompt.index, prompt.stop, prompt.doc["max_length"]) == ("ruler_vt", index, [], 1024)
+        assert set(prompt.doc) == {"index", "outputs", "length", "max_length", "gen_prefix"}
 
 
 @pytest.mark.parametrize(
@@ -182,10 +154,7 @@ def test_task_that_cannot_fit_is_told_not_looped_on(task: str, length: int, benc
 
 
 def test_left_out_task_is_seen_in_manifest_log_and_use(
-    benchmark_assets: Path,
-    prompts_spec: PromptsSpec,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    benchmark_assets: Path, prompts_spec: PromptsSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "manifest.json"
     prompts.run(replace(prompts_spec, examples=11), benchmark_assets, out)  # the small QA sets have ten questions
@@ -193,12 +162,6 @@ def test_left_out_task_is_seen_in_manifest_log_and_use(
     assert "ruler_qa_squad at 1k is left out" in caplog.text
     with refused("holds no prompts of ruler_qa_squad (fewer than 11 of its"):
         frozen_prompts.load_prompts(out, "ruler_qa_squad", 1)
-
-
-def test_damaged_data_is_an_error_not_a_left_out_task(benchmark_assets: Path, tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "nltk_data").symlink_to(benchmark_assets / "nltk_data")
-    with pytest.raises(ValueError, match=r"squad\.json: no such file"):
-        ruler.build_examples("ruler_qa_squad", tokenizer, 1024, 1, 0, ruler.assets_data(tmp_path))
 
 
 @pytest.mark.parametrize(

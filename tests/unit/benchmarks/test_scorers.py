@@ -56,10 +56,8 @@ def test_score_is_that_of_the_harness_s_own_configuration(benchmark: str, task: 
     [
         ("Ada Moreau", 0.5, 1.0),
         ("the engineer ADA MOREAU built it", 0.5, 1.0),
-        ("it was engineer Moreau", 0.5, 1.0),
         ("Ada Moreau, i.e. engineer Moreau", 1.0, 1.0),
         ("Ada\x00Moreau", 0.0, 0.0),
-        ("Tomas Reyl", 0.0, 0.0),
     ],
 )
 def test_one_reference_suffices_for_ruler_s_authors(text: str, harness: float, original: float) -> None:
@@ -73,9 +71,7 @@ def test_one_reference_suffices_for_ruler_s_authors(text: str, harness: float, o
         (WHERE["question"], "kitchen", "The most recent location of Mary is kitchen. The office", 1, 1),
         (WHERE["question"], "kitchen", "\n\nKITCHEN\nQuestion: Where is John", 1, 1),
         (WHERE["question"], "kitchen", "kitchen, not the office.", 1, 0),
-        (WHERE["question"], "kitchen", "office. No, the kitchen.", 1, 0),
         (WHERE["question"], "kitchen", "office", 0, 0),
-        (WHERE["question"], "kitchen", "unknown", 0, 0),
         (WHERE["question"], "kitchen", "kitchen<context>office", 1, 1),
         (WHERE["question"], "kitchen", "kitchen <EXAMPLE> office", 1, 1),
         (WHERE["question"], "kitchen", "<example> kitchen", 1, 0),
@@ -83,8 +79,6 @@ def test_one_reference_suffices_for_ruler_s_authors(text: str, harness: float, o
         ("Where was the apple before the kitchen?", "office", "office, before the kitchen", 1, 1),
         ("Where was the apple before the kitchen?", "office", "the kitchen", 0, 0),
         ("Where?", "kitchen,office", "office and kitchen", 0, 1),
-        ("Where?", "kitchen,office", "kitchen,office", 1, 1),
-        ("Where?", "kitchen,office", "kitchen", 0, 0),
         ("Where?", "kitchen,office", "kitchen,office,garden", 1, 0),
     ],
 )
@@ -107,10 +101,8 @@ def test_babilong_s_authors_want_the_target_alone_in_the_first_sentence(
         ("ruler", {"outputs": ["a\nb"], "max_length": 64}, "a\x00b", True),
         ("ruler", {"outputs": ["b "], "max_length": 64}, "b ", False),  # stripped, so not there yet
         ("babilong", WHERE, "kitchen", False),  # the sentence goes on
-        ("babilong", WHERE, "kitchen\n", False),
         ("babilong", WHERE, "kitchen.", True),
         ("babilong", WHERE, "office. kitchen", True),  # right for the harness, settled for the authors
-        ("babilong", WHERE, "office.", False),
         ("babilong", WHERE, "kitchen <Context", False),
         ("babilong", WHERE, "kitchen <Context>", True),
         ("longbench", {"answers": ["yes"]}, "yes", False),

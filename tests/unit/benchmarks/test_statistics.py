@@ -117,11 +117,6 @@ def test_sampled_p_by_definition() -> None:
     means_of = np.concatenate(signs, axis=1) @ shares
     expected = (1 + (np.abs(means_of) >= shares.sum() - 1e-9).sum()) / 10_001
     assert sign_flip_p(tasks, 10_000, 0) == pytest.approx([expected])
-    every = 1 - 2 * (np.arange(2**17)[:, None] >> np.arange(17) & 1)
-    exact = float(np.mean(np.abs(every @ np.array(first)) >= sum(first)))
-    sampled = sign_flip_p(row(t=first), 10_000, 0)
-    assert sampled == pytest.approx([exact], abs=4 * math.sqrt(exact * (1 - exact) / 10_000))
-    assert sign_flip_p(row(u=first), 10_000, 0) != sampled != sign_flip_p(row(t=first), 10_000, 1)
 
 
 def test_detectable_effect_by_definition() -> None:
@@ -168,10 +163,7 @@ def test_the_interval_of_skewed_values_covers_their_mean(documents: int, spread:
     ends = np.array([skewed_interval([values]) for values in draws])
     low, high = ends.T
     covered = ((low <= np.exp(spread**2 / 2)) & (np.exp(spread**2 / 2) <= high)).mean()
-    resampled = np.random.default_rng(0).integers(documents, size=(4000, documents))
-    percentile = np.quantile([values[resampled].mean(1) for values in draws[:500]], [0.025, 0.975], axis=1)
-    before = ((percentile[0] <= np.exp(spread**2 / 2)) & (np.exp(spread**2 / 2) <= percentile[1])).mean()
-    assert 0.93 <= covered <= 0.97 and before < covered
+    assert 0.93 <= covered <= 0.97
     assert ((low <= draws.mean(1)) & (draws.mean(1) <= high)).all() and (low > 0).all()
 
 
