@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from residual_mass.paper.figures import calibration, fidelity, heads, kernels, residuals, training  # noqa: F401
+from residual_mass.paper.figures import fidelity, heads, kernels, residuals  # noqa: F401
 from residual_mass.paper.figures.style import FIGURES, caption_of, paper_style, save
 from residual_mass.provenance import Record
 from residual_mass.study.figures import kind_of

@@ -16,13 +16,22 @@ from residual_mass.benchmarks.statistics import percentile_interval, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import ALL_TASKS, numbers
-from residual_mass.paper.figures.points import equal_parts
-from residual_mass.paper.figures.style import GREY, PERCENT, figure, finish, looks_of, make_logarithmic, panels
+from residual_mass.paper.figures.heads import equal_parts
+from residual_mass.paper.figures.style import (
+    DISTANCE,
+    GREY,
+    PERCENT,
+    against_budget,
+    figure,
+    finish,
+    looks_of,
+    make_logarithmic,
+    panels,
+)
 from residual_mass.paper.titles import benchmark_title, method_title, trained_at_title
 from residual_mass.study.specs import FigureSpec
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
-DISTANCE = f"{KL.title}, {KL.unit}"
 PARTS = 4
 """Groups of equal size by how likely full attention finds the token."""
 SEEN = ("nothing", "the token", "its bigram")
@@ -49,27 +58,20 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     rows = pd.concat([frame[frame["text"] == text] for frame in frames for text in spec.texts], ignore_index=True)
     kept = (rows["metric"] == KL.name) & (rows["task"] == ALL_TASKS) & (rows["state"] == OWN)
     rows = rows[kept & ~rows["continuation"].isin((GREEDY, DRAFT))]
-    for name in ("budget_percent", "value", "ci_low", "ci_high"):
-        rows[name] = numbers(rows[name])
+    rows = rows.assign(**{name: numbers(rows[name]) for name in ("budget_percent", "value", "ci_low", "ci_high")})
     other = ~rows["maps"].isin(["", *spec.maps])
-    rows["arm"] = rows["method"].mask(other, rows["maps"])
     looks, greys = looks_of(rows["method"]), cycle(zip("vDP", ("--", ":", "-."), strict=True))
     for maps, (marker, line) in zip(rows.loc[other, "maps"].unique(), greys, strict=False):
         looks[maps] = {"color": GREY, "marker": marker, "linestyle": line}
-    of_panel = rows.groupby(["length", "text"], sort=False)
-    figure, axes = panels(1.7, len(of_panel), rows["text"].nunique(), "budget, % of the prefix", DISTANCE)
-    for axis, ((length, text), panel) in zip(axes, of_panel, strict=True):
-        for arm, line in panel.sort_values("budget_percent", kind="stable").groupby("arm", sort=False):
-            label = method_title(arm) if arm in set(rows["method"]) else trained_at_title(arm)
-            band = {"color": looks[arm]["color"], "alpha": 0.15, "linewidth": 0}
-            axis.fill_between(line["budget_percent"], line["ci_low"], line["ci_high"], **band)
-            axis.plot(line["budget_percent"], line["value"], **looks[arm], label=label)
-        counted = "documents" if panel["continuation"].iloc[0] == FOLLOWING else "prompts"
-        axis.set_title(f"{benchmark_title(text)}, {length}: {panel['documents'].iloc[0]} {counted}")
-        axis.grid(axis="y")
-    make_logarithmic(axes[0].xaxis, axes[0].yaxis)
-    axes[0].set_xticks(sorted(set(rows["budget_percent"])))
-    axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
+    documents = rows.groupby(["length", "text"])["documents"].transform("first")
+    counted = documents + np.where(rows["continuation"] == FOLLOWING, " documents", " prompts")
+    rows = rows.assign(
+        arm=rows["method"].mask(other, rows["maps"]),
+        title=rows["method"].map(method_title).mask(other, rows.loc[other, "maps"].map(trained_at_title)),
+        place=rows["text"].map(benchmark_title) + ", " + rows["length"] + ": " + counted,
+    )
+    figure = against_budget(rows, DISTANCE, looks)
+    figure.axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
     return finish(figure, spec, ": distance of the next token from full attention")
 
 

@@ -1,10 +1,8 @@
-"""Figures of every head's errors and gains against its entropy, at one K and over several.
-
-All numbers of a head are means over packs and queries.
-"""
+"""Figures of captured rows: errors and gains of every head against its entropy, and the residual's calibration."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +12,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from residual_mass.paper.figures.points import BUDGET, HEAD, equal_parts, head_means
-from residual_mass.paper.figures.style import BLUE, GREY, VERMILLION, figure, finish, make_asinh, panels, plain
+from residual_mass.files import read_parquet
+from residual_mass.paper.figures.style import (
+    BLUE,
+    GREY,
+    PERCENT,
+    VERMILLION,
+    figure,
+    finish,
+    make_asinh,
+    panels,
+    plain,
+)
 from residual_mass.study.specs import FigureSpec
 
+HEAD = ["layer", "head"]
+BUDGET = ["k", "budget_percent"]
+FAR_OUT = 3
+"""Values this many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
 ERRORS = ["e_topk", "e_sub"]
 BIN = 0.1
 """Width in entropy of the bins for medians over heads."""
@@ -28,6 +40,44 @@ LINEAR = 0.1
 H_MID, E_TOPK, E_SUB = r"$H_{\mathrm{mid}}$", r"$e_{\mathrm{TopK}}$", r"$e_{\mathrm{TopK}{+}\phi}$"
 GAIN = r"$e_{\mathrm{TopK}} - e_{\mathrm{TopK}{+}\phi}$"
 SHARE = r"$\rho_{\mathrm{res}} = \hat Z_{\mathcal{R}}\,/\,(Z_{\mathcal{E}} + \hat Z_{\mathcal{R}})$"
+
+PANEL, TITLE = ["corpus", "length", "k"], "{}, {}, $K = {}$"
+EVEN_BINS, ASINH_BINS = 100, 40
+"""The most bins on the even scale, and about how many on the asinh scale."""
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def captured(path: Path, columns: list[str], budget_percent: float | None = None) -> pd.DataFrame:
+    """These columns of the captured rows of one budget, or of all. Raises ValueError as `read_parquet`."""
+    if budget_percent is None:
+        return read_parquet(path, columns, "capture")
+    rows = read_parquet(path, dict.fromkeys([*columns, "budget_percent"]), "capture")
+    return rows.loc[rows["budget_percent"] == budget_percent, columns]
+
+
+def head_means(path: Path, by: list[str], values: list[str], budget_percent: float | None = None) -> pd.DataFrame:
+    """Averages captured values in float64 for each combination of `by`, in ascending order."""
+    rows = captured(path, [*by, *values], budget_percent).astype(dict.fromkeys(values, float))
+    return rows.groupby(by, as_index=False, observed=True).mean()
+
+
+def equal_parts(values: pd.Series, parts: int) -> pd.Series:
+    """Splits values in ascending order into parts whose sizes differ by at most one; returns the part of each value, 0
+    to `parts` - 1. Of equal values the first goes to the lower part.
+    """
+    return (values.round(12).rank(method="first").astype(int) - 1) * parts // len(values)
+
+
+def bulk(values: pd.Series) -> tuple[float, float]:
+    """Returns the range of the values without those far out."""
+    lower, upper = np.quantile(values, (0.25, 0.75))
+    reach = FAR_OUT * (upper - lower)
+    return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))
+
+
+# ---- entropy -------------------------------------------------------------------------------------------------------
 
 
 def _scatter(axis: Axes, heads: pd.DataFrame, y: str) -> None:
@@ -146,3 +196,81 @@ def quartile_error(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     axes[0].set_ylim(bottom=0)
     make_asinh(axes[0].yaxis, LINEAR)
     return finish(figure, spec)
+
+
+# ---- calibration ---------------------------------------------------------------------------------------------------
+
+
+@figure
+def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
+    r"""Estimated against true residual mass of attention rows, $\log\hat Z_{\mathcal{R}}-\log Z_{\mathcal{R}}$, for
+    every text and length. Below zero the mass of the tokens that are not read is underestimated.
+    """
+    frames = [captured(path, [*PANEL, "log_z_hat", "log_z_true"], spec.budget_percent) for path in data]
+    rows = pd.concat(frames, ignore_index=True)
+    rows["value"] = rows["log_z_hat"].astype(float) - rows["log_z_true"].astype(float)
+    sizes = rows.groupby(PANEL).size()
+    finite = rows[np.isfinite(rows["value"])].groupby(PANEL, sort=False)["value"]
+    if not finite.ngroups:
+        raise ValueError(f"figure {spec.label}: no row has a finite estimate of the mass; take the figure out")
+    lows, highs = zip(*(bulk(values) for _, values in finite), strict=True)
+    edges = MaxNLocator(EVEN_BINS, steps=[1, 2, 5, 10]).tick_values(min(0, *lows), max(0, *highs)).round(9)
+    label = r"$\log \hat Z_{\mathcal{R}} - \log Z_{\mathcal{R}}$ (nats)"
+    figure, axes = panels(1.55, len(finite), 2, label, "share of rows")
+    for axis, (name, values) in zip(axes, finite, strict=True):
+        _draw_bins(axis, values, edges, ("underestimated", "overestimated"))
+        count = sizes[name]
+        found = f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated"
+        axis.set_title(
+            f"{TITLE.format(*name)}\n{found}\n{count - len(values):,} of {count:,} rows left out", fontsize=7
+        )
+    axes[0].xaxis.set_major_locator(MaxNLocator(9, integer=True, steps=[1, 2, 5, 10]))
+    return finish(figure, spec)
+
+
+@figure
+def fullsub_nosub_delta(spec: FigureSpec, data: Sequence[Path]) -> Figure:
+    r"""Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less that of the same without
+    subtracting the retrieved tokens' share. Below zero subtraction helps.
+    """
+    keys, errors = [*PANEL, *HEAD], ["e_sub", "e_nosub"]
+    heads = pd.concat([head_means(path, keys, errors, spec.budget_percent) for path in data], ignore_index=True)
+    if (heads["k"] == 0).any():
+        problem = f"K is 0 at {spec.budget_percent:g}%, where nothing is subtracted; set a larger diagnostics.budget"
+        raise ValueError(f"figure {spec.label}: {problem}")
+    heads["value"] = heads["e_sub"] - heads["e_nosub"]
+    width = heads["value"].abs().median()  # half of the heads are where the scale is about linear
+    low, high = np.arcsinh([min(0, heads["value"].min()) / width, max(0, heads["value"].max()) / width])
+    step = (high - low) / ASINH_BINS
+    edges = width * np.sinh(step * np.arange(math.floor(low / step), math.ceil(high / step) + 1))
+    edges[[0, -1]] = min(edges[0], heads["value"].min()), max(edges[-1], heads["value"].max())  # despite rounding
+    label = r"$\Delta = e_{\mathrm{TopK}{+}\phi} - e_{\mathrm{NoSub}}$ (asinh scale)"
+    of_panel = heads.groupby(PANEL, sort=False)["value"]
+    figure, axes = panels(1.55, len(of_panel), 2, label, "share of heads")
+    for axis, (name, values) in zip(axes, of_panel, strict=True):
+        _draw_bins(axis, values, edges, ("subtraction better", "NoSub better"))
+        axis.axvline(values.median(), color="black", linestyle=":", linewidth=1, label="median")
+        means = f"mean ${values.mean():+z.4f}$, median ${values.median():+z.4f}$"
+        shares = f"{(values < 0).mean():.1%} favour subtraction, {(values > 0).mean():.1%} NoSub"
+        axis.set_title(f"{TITLE.format(*name)}, {len(values):,} heads\n{means}\n{shares}", fontsize=7)
+    make_asinh(axes[0].xaxis, width)
+    return finish(figure, spec)
+
+
+def _draw_bins(axis: Axes, values: pd.Series, edges: np.ndarray, names: tuple[str, str]) -> None:
+    """Draws the shares of values by bin, coloured by their side of 0, an edge, and the mean. What lies beyond all bins
+    is hatched in the outermost ones.
+    """
+    shares, zero = np.histogram(values, edges)[0] / len(values), np.searchsorted(edges, 0)
+    axis.stairs(shares[:zero], edges[: zero + 1], fill=True, color=BLUE, label=names[0])
+    axis.stairs(shares[zero:], edges[zero:], fill=True, color=VERMILLION, label=names[1])
+    beyond = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0.6, "hatch": "//////"}
+    beyond["label"] = "beyond the range, in the outermost bin"
+    for low, bin, share in ((shares[0], edges[:2], (values < edges[0]).mean()),
+                            (shares[-1], edges[-2:], (values > edges[-1]).mean())):  # fmt: skip
+        if share:
+            axis.stairs([low + share], bin, baseline=low, fill=True, **beyond)
+    axis.axvline(0, color=GREY, linewidth=0.7)
+    axis.axvline(values.mean(), color="black", linestyle="--", linewidth=1, label="mean")
+    axis.set_xlim(edges[0], edges[-1])
+    axis.yaxis.set_major_formatter(PERCENT)

@@ -12,11 +12,21 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from residual_mass.files import read_csv
-from residual_mass.methods import TopK, method_named
+from residual_mass.methods import METHODS, TopK, method_named
 from residual_mass.methods.residuals import TOPK
 from residual_mass.metrics import KL, RELATIVE_ERROR, VERIFIED
 from residual_mass.paper.cells import load, numbers
-from residual_mass.paper.figures.style import GREY, PALETTE, figure, finish, looks_of, make_logarithmic, panels
+from residual_mass.paper.figures.style import (
+    DISTANCE,
+    GREY,
+    PALETTE,
+    against_budget,
+    figure,
+    finish,
+    looks_of,
+    make_logarithmic,
+    panels,
+)
 from residual_mass.paper.tables.residuals import compared, on_front
 from residual_mass.paper.titles import corpus_title, method_title, title_parts
 from residual_mass.study.labels import ORACLES
@@ -26,25 +36,15 @@ NEEDED = ("method", "corpus", "length", "budget_percent", "error", "recall", "pa
 
 
 def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers."""
+    """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers, and what
+    `against_budget` wants besides a `value`.
+    """
     files = [pd.DataFrame(read_csv(path, NEEDED, "residual-errors")) for path in data]
     rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
-    return rows.assign(**{name: numbers(rows[name]) for name in ("budget_percent", "error", "recall", "packs")})
-
-
-def _draw_lines(rows: pd.DataFrame, y: str, label: str, titles: dict[str, str]) -> Figure:
-    """Returns a panel per length and corpus, with a line per method against the budget."""
-    of_panel, looks = rows.groupby(["length", "corpus"], sort=False), looks_of(rows["method"])
-    figure, axes = panels(1.7, len(of_panel), 2, "budget, % of the prefix", label)
-    for axis, ((length, corpus), panel) in zip(axes, of_panel, strict=True):
-        for method, line in panel[panel[y] > 0].groupby("method", sort=False):
-            line = line.sort_values("budget_percent")
-            axis.plot(line["budget_percent"], line[y], **looks[method], label=titles[method])
-        axis.set_title(f"{corpus_title(corpus)}, {length}: {panel['packs'].iloc[0]} packs")
-        axis.grid(axis="y")
-    make_logarithmic(axes[0].xaxis, axes[0].yaxis)
-    axes[0].set_xticks(sorted(set(rows["budget_percent"])))
-    return figure
+    packs = rows.groupby(["length", "corpus"])["packs"].transform("first")
+    place = rows["corpus"].map(corpus_title) + ", " + rows["length"] + ": " + packs + " packs"
+    measured = {name: numbers(rows[name]) for name in ("budget_percent", "error", "recall")}
+    return rows.assign(**measured, text=rows["corpus"], place=place, arm=rows["method"])
 
 
 @figure
@@ -54,8 +54,9 @@ def error_by_k(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     """
     rows = compared_rows(spec, data)
     rows = rows[[method_named(name).selector == TopK() for name in rows["method"]]]
-    titles = {name: method_title(name).removeprefix(TOPK) or TOPK for name in rows["method"]}
-    figure = _draw_lines(rows, "error", f"{RELATIVE_ERROR.title} of attention", titles)
+    titles = [method_title(name).removeprefix(TOPK) or TOPK for name in rows["method"]]
+    rows = rows.assign(value=rows["error"], title=titles)
+    figure = against_budget(rows, f"{RELATIVE_ERROR.title} of attention", looks_of(rows["arm"]))
     return finish(figure, spec, f": errors of all heads, with what is added to {TOPK}")
 
 
@@ -73,34 +74,19 @@ def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     rows = rows[rows["method"].isin(first.values()) & rows["recall"].notna()]
     if rows.empty:
         raise ValueError(f"figure {spec.label}: no method selects otherwise than by exact scores; compare one")
-    titles = {name: title_parts(name)[0] for name in first.values()}
-    label = "1 \N{MINUS SIGN} recall of the top K's mass"
-    figure = _draw_lines(rows.assign(missed=1 - rows["recall"]), "missed", label, titles)
+    rows = rows.assign(value=1 - rows["recall"], title=[title_parts(name)[0] for name in rows["method"]])
+    figure = against_budget(rows, "1 \N{MINUS SIGN} recall of the top K's mass", looks_of(rows["arm"]))
     return finish(figure, spec, ": attention mass of the top K that selectors miss")
 
 
-SELECTORS = "TopK QuantisedScan Pages PerGroup CacheOnly Channels WholeClusters".split()
-RESIDUALS = (
-    "NoneType Phi Moments Centroids Mean ImportanceSample ExactMass ScanRegression QuantisedValues GroupSums"
-).split()
-"""Classes in the order of their colours and marks, the same in all figures; others follow as they come."""
+DECODED = [method for method in METHODS if not method.whole_prefix]
 
 
-def kinds_of(method: str) -> tuple[type, type]:
-    """Returns the classes of a method's selector and residual."""
-    found = method_named(method)
-    return type(found.selector), type(found.residual)
-
-
-def kind_title(kind: type) -> str:
-    return "nothing added" if kind is type(None) else kind.title or kind.__name__
-
-
-def _looks(known: Sequence[str], kinds: Iterable[type], looks: Sequence[str]) -> dict[type, str]:
-    """Returns a colour or mark for each class."""
-    by_name = {kind.__name__: kind for kind in kinds}
-    all_looks = zip(dict.fromkeys([*known, *by_name]), cycle(looks), strict=False)
-    return {by_name[name]: look for name, look in all_looks if name in by_name}
+def _looks(parts: Iterable[Any], looks: Iterable[str]) -> dict[type, str]:
+    """Returns a colour or mark for the class of each selector or residual: in the order of METHODS, so that all figures
+    have the same.
+    """
+    return dict(zip(dict.fromkeys(map(type, parts)), cycle(looks), strict=False))
 
 
 @figure
@@ -114,9 +100,10 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     """
     errors = compared(load(data))
     errors = errors.assign(share=100 * numbers(errors["step_share"]), budget=numbers(errors["budget_percent"]))
-    selectors, residuals = zip(*map(kinds_of, errors["method"].unique()), strict=True)
-    colours = _looks(SELECTORS, selectors, (*PALETTE, "#8C564B", "#7F7F00"))
-    marks = _looks(RESIDUALS, residuals, "os^vDPX<>*")
+    for part in ("selector", "residual"):
+        errors[part] = [type(getattr(method_named(name), part)) for name in errors["method"]]
+    colours = _looks((method.selector for method in DECODED), (*PALETTE[:-1], "#8C564B", "#7F7F00"))  # black: the front
+    marks = _looks((method.residual for method in DECODED), "os^vDPX<>*")
     columns = [(KL, "documents"), (RELATIVE_ERROR, "packs"), (VERIFIED, "documents")]
     columns = columns[: 3 if errors[VERIFIED.name].any() else 2]
     places = list(product(errors["length"].unique(), spec.texts, columns))
@@ -125,23 +112,22 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         shown = (errors["length"] == length) & (errors["corpus"] == corpus) & (errors[metric.name] != "")
         panel = errors[shown].sort_values("budget", kind="stable")
         panel = panel.assign(value=numbers(panel[metric.name]))
-        for method, line in panel.groupby("method", sort=False):
-            selector, residual = kinds_of(method)
-            pale = {"color": to_rgba(colours[selector], 0.5), "linewidth": 0.6, "marker": marks[residual]}
-            edge = {"markeredgecolor": colours[selector], "markerfacecolor": colours[selector]}
-            axis.plot(line["share"], line["value"], **pale, **edge, markeredgewidth=0)
+        for (_, selector, residual), line in panel.groupby(["method", "selector", "residual"], sort=False):
+            colour = colours[selector]
+            pale = {"color": to_rgba(colour, 0.5), "linewidth": 0.6, "marker": marks[residual], "markeredgewidth": 0}
+            axis.plot(line["share"], line["value"], **pale, markeredgecolor=colour, markerfacecolor=colour)
         best = panel[~panel["method"].isin(ORACLES)]
         best = best.iloc[on_front(list(zip(best["share"], best["value"], strict=True)))].sort_values("share")
         front: dict[str, Any] = {"color": "black", "linewidth": 1.4, "label": "front"}
         axis.plot(best["share"], best["value"], **front, drawstyle="steps-post", zorder=1.5)
         axis.set_title(f"{corpus_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}", fontsize=7)
-        axis.set_ylabel(f"{metric.title}, {metric.unit}".removesuffix(", "))
+        axis.set_ylabel(DISTANCE if metric == KL else metric.title)
         axis.grid()
     for axis in axes[: len(columns)]:
         make_logarithmic(axis.xaxis, axis.yaxis)
-    for kind in colours:
-        axes[0].plot([], [], color=colours[kind], linewidth=2, label=kind_title(kind))
-    for kind in marks:
-        look = {"color": GREY, "linestyle": "", "marker": marks[kind]}
-        axes[0].plot([], [], **look, label=kind_title(kind))
+    for kind in (kind for kind in colours if kind in set(errors["selector"])):
+        axes[0].plot([], [], color=colours[kind], linewidth=2, label=kind.title or kind.__name__)
+    for kind in (kind for kind in marks if kind in set(errors["residual"])):
+        label = "nothing added" if kind is type(None) else kind.title or kind.__name__
+        axes[0].plot([], [], color=GREY, linestyle="", marker=marks[kind], label=label)
     return finish(figure, spec, ": distance from full attention and bytes of a step", fontsize=6.5)

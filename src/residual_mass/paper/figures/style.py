@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib.style
 import numpy as np
+import pandas as pd
 from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -18,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AsinhLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from residual_mass.files import atomic_write
+from residual_mass.metrics import KL
 from residual_mass.study.figures import kind_of
 from residual_mass.study.specs import FigureSpec
 
@@ -27,6 +29,7 @@ TEXT_WIDTH = 5.5
 """Width of a NeurIPS page in inches."""
 DPI = 200
 BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#555555"
+DISTANCE = f"KL(full \N{DOUBLE VERTICAL LINE} method), {KL.unit}"
 PALETTE = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette."""
 LOOKS = cycler(linestyle=["-", "--", ":", "-."]) * (cycler(color=PALETTE) + cycler(marker=list("os^DvPX")))
@@ -124,6 +127,27 @@ def panels(height: float, count: int, columns: int, x: str = "", y: str = "", **
     for axis in axes[count:]:
         axis.remove()
     return figure, list(axes[:count])
+
+
+def against_budget(rows: pd.DataFrame, label: str, looks: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draws positive values of `value` against `budget_percent`, with a band from `ci_low` to `ci_high` where rows have
+    them: a panel with the title `place` for each `length` and `text`, a line with a look and a `title` for each `arm`.
+    """
+    rows = rows[rows["value"] > 0]
+    of_panel = rows.groupby(["length", "text", "place"], sort=False)
+    figure, axes = panels(1.7, len(of_panel), rows["text"].nunique(), "budget, % of the prefix", label)
+    for axis, ((*_, place), panel) in zip(axes, of_panel, strict=True):
+        for (arm, title), line in panel.groupby(["arm", "title"], sort=False):
+            line = line.sort_values("budget_percent")
+            if "ci_low" in line:
+                band = {"color": looks[arm]["color"], "alpha": 0.15, "linewidth": 0}
+                axis.fill_between(line["budget_percent"], line["ci_low"], line["ci_high"], **band)
+            axis.plot(line["budget_percent"], line["value"], **looks[arm], label=title)
+        axis.set_title(place)
+        axis.grid(axis="y")
+    make_logarithmic(axes[0].xaxis, axes[0].yaxis)
+    axes[0].set_xticks(sorted(set(rows["budget_percent"])))
+    return figure
 
 
 def make_logarithmic(*axes: Axis) -> None:
