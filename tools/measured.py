@@ -13,6 +13,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,63 +67,38 @@ def with_interval(row: pd.Series, digits: str) -> str:
     return f"{value} [{low}, {high}]" if low else value
 
 
-def by_budget(rows: pd.DataFrame, keys: Sequence[str], digits: str) -> str:
+def by_budget(rows: pd.DataFrame, keys: Sequence[str], cells: pd.Series) -> str:
     """A line for each arm in each place of `keys`, a column for each budget; Full has one value, in the first."""
     budgets = sorted({budget for budget in rows.budget_percent if budget}, key=float)
     lines = []
+    rows = rows.assign(cell=cells, budget=rows.budget_percent.replace("", budgets[0]))
     for (*place, method, maps), arm in rows.groupby([*keys, "method", "maps"], sort=False):
-        cells = {row.budget_percent or budgets[0]: with_interval(row, digits) for _, row in arm.iterrows()}
-        lines.append([*place, title(method, maps), *(cells.get(budget, "") for budget in budgets)])
+        of_arm = dict(zip(arm.budget, arm.cell, strict=True))
+        lines.append([*place, title(method, maps), *(of_arm.get(budget, "") for budget in budgets)])
     return markdown([*keys, "method", *(f"{budget} %" for budget in budgets)], lines)
 
 
-def distances(folder: Path, **chosen: str) -> str:
-    """One metric by text, length, arm and budget."""
-    rows = read(folder, f"fidelity_{BACKBONE}_*.csv").query("task == 'all'")
-    for name, value in chosen.items():
-        rows = rows[rows[name] == value]
-    order = rows.sort_values("text", key=lambda names: names.map(list(rows.text.unique()).index), kind="stable")
-    return by_budget(order, ["text", "length"], ".3g")
+def values(folder: Path, pattern: str, query: str, keys: Sequence[str], digits: str) -> str:
+    """One metric with its intervals by length, arm and budget; texts in the order of the first length."""
+    rows = read(folder, pattern).query(f"task == 'all' and {query}")
+    if "text" in keys:
+        rows = rows.sort_values("text", key=lambda names: names.map(list(names.unique()).index), kind="stable")
+    return by_budget(rows, keys, rows.apply(with_interval, axis=1, digits=digits))
 
 
-@table
-def kl(folder: Path) -> str:
-    return distances(folder, metric="kl", state="own", continuation="following")
-
-
-@table
-def kl_dense(folder: Path) -> str:
-    return distances(folder, metric="kl", state="dense", continuation="following")
-
-
-@table
-def same_top(folder: Path) -> str:
-    return distances(folder, metric="same_top", state="own", continuation="following")
-
-
-@table
-def gold(folder: Path) -> str:
-    return distances(folder, metric="nll", continuation="gold")
-
-
-@table
-def kept(folder: Path) -> str:
-    return distances(folder, metric="kept", continuation="greedy")
-
-
-@table
-def ruler(folder: Path) -> str:
-    return by_budget(read(folder, f"ruler_{BACKBONE}_*.csv").query("task == 'all'"), ["length"], ".3f")
-
-
-@table
-def babilong(folder: Path) -> str:
-    return by_budget(read(folder, f"babilong_{BACKBONE}_*.csv").query("task == 'all'"), ["length"], ".3f")
-
-
-@table
-def longbench(folder: Path) -> str:
-    return by_budget(read(folder, f"longbench_{BACKBONE}_*.csv").query("task == 'all'"), ["length"], ".3f")
+OF_TOKENS = {
+    "kl": "metric == 'kl' and state == 'own' and continuation == 'following'",
+    "kl_dense": "metric == 'kl' and state == 'dense' and continuation == 'following'",
+    "same_top": "metric == 'same_top' and state == 'own' and continuation == 'following'",
+    "gold": "metric == 'nll' and continuation == 'gold'",
+    "kept": "metric == 'kept' and continuation == 'greedy'",
+}
+for name, query in OF_TOKENS.items():
+    TABLES[name] = partial(
+        values, pattern=f"fidelity_{BACKBONE}_*.csv", query=query, keys=["text", "length"], digits=".3g"
+    )
+for name in ("ruler", "babilong", "longbench"):
+    TABLES[name] = partial(values, pattern=f"{name}_{BACKBONE}_*.csv", query="True", keys=["length"], digits=".3f")
 
 
 @table
@@ -167,48 +143,36 @@ def verdict(row: Any) -> str:
 @table
 def methods_kl(folder: Path) -> str:
     """KL of every method over that of TopK at the same budget."""
-    rows = read(folder, f"fidelity_{METHODS_BACKBONE}_*.csv")
-    rows = rows.query("metric == 'kl' and state == 'own' and continuation == 'following' and task == 'all'").copy()
-    rows["value"] = rows.value.astype(float)
+    rows = read(folder, f"fidelity_{METHODS_BACKBONE}_*.csv").astype({"value": float})
+    rows = rows.query(f"{OF_TOKENS['kl']} and task == 'all' and budget_percent != ''").assign(maps="")
     place = ["text", "length", "budget_percent"]
-    reference = rows[rows.method == "topk"].set_index(place).value
-    rows["value"] /= [reference[key] for key in rows[place].itertuples(index=False, name=None)]
-    return by_method(rows, ["length", "text"], "value", "{:.3f}")
+    topk = rows[rows.method == "topk"].set_index(place).value
+    over = rows.value / topk.loc[pd.MultiIndex.from_frame(rows[place])].to_numpy()
+    return by_budget(rows, ["length", "text"], over.map("{:.3f}".format))
 
 
 @table
 def methods_error(folder: Path) -> str:
     """Attention error of every method over that of TopK at the same budget, mean over texts."""
-    return by_method(_errors_of_methods(folder), ["length"], "over_topk", "{:.2f}")
+    rows = _errors_of_methods(folder)
+    return by_budget(rows, ["length"], rows.over_topk.map("{:.2f}".format))
 
 
 @table
 def methods_read(folder: Path) -> str:
     """What a step reads and what is kept, in percent of full attention's cache, mean over texts."""
     rows = _errors_of_methods(folder)
-    rows["value"] = 100 * rows.step_share
     kept = rows.groupby(["length", "method"], sort=False).kept_share.mean()
-    lines = by_method(rows, ["length"], "value", "{:.1f}").splitlines()
+    lines = by_budget(rows, ["length"], (100 * rows.step_share).map("{:.1f}".format)).splitlines()
     ends = ["kept |", "--- |", *(f"{100 * share:.0f} |" for share in kept)]
     return "\n".join(f"{line} {end}" for line, end in zip(lines, ends, strict=True))
 
 
 def _errors_of_methods(folder: Path) -> pd.DataFrame:
-    rows = read(folder, f"residual_errors_{METHODS_BACKBONE}_*.csv")
     numbers = ["over_topk", "step_share", "kept_share"]
-    rows[numbers] = rows[numbers].astype(float)
-    return rows.groupby(["length", "method", "budget_percent"], sort=False)[numbers].mean().reset_index()
-
-
-def by_method(rows: pd.DataFrame, keys: list[str], value: str, form: str) -> str:
-    """A line for each method in each place of `keys`, a column for each budget."""
-    budgets = sorted({budget for budget in rows.budget_percent if budget}, key=float)
-    rows = rows[rows.budget_percent != ""]
-    lines = []
-    for (*place, method), group in rows.groupby([*keys, "method"], sort=False):
-        cells = dict(zip(group.budget_percent, group[value], strict=True))
-        lines.append([*place, title(method), *(form.format(cells[budget]) for budget in budgets)])
-    return markdown([*keys, "method", *(f"{budget} %" for budget in budgets)], lines)
+    rows = read(folder, f"residual_errors_{METHODS_BACKBONE}_*.csv").astype(dict.fromkeys(numbers, float))
+    means = rows.groupby(["length", "method", "budget_percent"], sort=False)[numbers].mean()
+    return means.reset_index().query("budget_percent != ''").assign(maps="")
 
 
 @table
