@@ -1,18 +1,18 @@
-"""One variant in training: its maps, where they start, their losses and their optimiser, and checks for NaN and
-infinities.
+"""One variant in training: its maps, where they start, their losses and their optimiser, checks for NaN and infinities,
+and errors on held-out text.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = query positions, L = keys, D = head dimension, M =
-features, S = supports.
+features, S = supports, one for each budget.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +28,32 @@ from residual_mass.core.feature_maps import (
     log_kernel,
     orthogonal_directions,
 )
-from residual_mass.core.output_matching import Window, complete, lolcats_losses, residual_losses
+from residual_mass.core.output_matching import (
+    Window,
+    complete,
+    log_mass_error,
+    lolcats_losses,
+    output_errors,
+    residual_losses,
+)
 from residual_mass.core.score_matching import Weights, score_matching_losses
-from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.selection import exhaustive_topk, retrieved_count
 from residual_mass.core.settings import AnchorSpec, to_json, tokens_of
 from residual_mass.model.errors import grouped
+from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
+from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.training.teacher import (
     ON_OUTPUTS,
     LayerTrace,
     by_kv_head,
     parallel_layers,
+    record_traces,
     retrieved,
     training_budgets,
+    with_targets,
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,21 +61,16 @@ DIRECTION_SCALE = 0.3
 """Scale of the random directions: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi = 64."""
 CALIBRATION_QUERIES = 64
 """Query positions of the trace used for calibration."""
-
-
-class Precision(NamedTuple):
-    """How products are computed."""
-
-    baddbmm: Baddbmm
-    """Of the maps."""
-    features: torch.dtype | None
-    """What features are rounded to in the paper's objective; None leaves them as they are."""
-
-
-PRECISIONS = {"float32": Precision(torch.baddbmm, None), "bfloat16": Precision(baddbmm_in_bfloat16, torch.bfloat16)}
-"""By the values of `phi.precision`."""
+PRECISIONS = {"float32": (torch.baddbmm, None), "bfloat16": (baddbmm_in_bfloat16, torch.bfloat16)}
+"""Products of the maps, and what features are rounded to in the paper's objective, by `phi.precision`."""
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
 """Most inner activations of a map, over all heads and keys, kept for its backward pass."""
+PACKS, QUERIES = 3, 4
+"""Packs per held-out text, and queries per pack, right after its prefix."""
+MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error", "clamped_share")
+"""Of the held-out log: the diagnostics' measures, over few queries and all layers."""
+HeldOut = dict[str, list[list[LayerTrace]]]
+"""Packs of each held-out text, each with every layer's trace and its targets for the evaluated budgets."""
 
 
 class Learner:
@@ -83,14 +89,13 @@ class Learner:
             "revision": spec.backbone.revision,
             "length": tokens_of(spec.length),
             # Other variants do not affect these maps.
-            "recipe": json.loads(to_json(dataclasses.replace(spec, variants=(variant,)))),
+            "recipe": json.loads(to_json(replace(spec, variants=(variant,)))),
         }
         torch.manual_seed(spec.seed)
         self.maps = PhiMaps(shape, variant.map, facts).to(device)
         self.optimiser = torch.optim.AdamW(
             self.maps.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay, fused=True
         )
-        self.calibrated = variant.map.init == "positive_random_features"
         self.losses = torch.zeros(shape.layers, shape.query_heads, device=device)
         self.worked = [0.0] * shape.layers
         self.seconds = 0.0
@@ -101,7 +106,7 @@ class Learner:
         """Adds one sequence's gradient of one layer, divided by the number of sequences of a step."""
         started = time.perf_counter()
         if self.objective.name == "residual" and trace.targets is not None:
-            trace = dataclasses.replace(trace, targets=trace.targets.select_supports(self.supports))
+            trace = replace(trace, targets=trace.targets.select_supports(self.supports))
         query_map, key_map = self.maps.query[layer], self.maps.key[layer]
         losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors, self.spec.precision)
         losses = losses.mean(-1) / self.spec.sequences_per_step
@@ -168,7 +173,8 @@ def row_losses(
 ) -> Tensor:
     """Computes the objective of one layer's maps per query head and position: [Hq, Q].
 
-    Objectives in ON_OUTPUTS need a trace with targets; `residual` averages over all of their supports.
+    `ours` is lambda_KL L_KL + (1 - lambda_KL) L_aux, `kl` and `aux` are one of the two terms. Objectives in ON_OUTPUTS
+    need a trace with targets; `residual` averages over all of their supports.
     """
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
@@ -180,7 +186,9 @@ def row_losses(
         group = trace.queries.shape[0] // kv_heads
         queries, log_query = (grouped(x, kv_heads) for x in (trace.queries, log_query))
         last = trace.positions.repeat(group)
-        weights = _weights(objective)
+        kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
+        auxiliary = ((1 - kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
+        weights = Weights(kl, *auxiliary, objective.tau, objective.band, objective.huber_delta)
         losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, features)
         return losses.view(trace.queries.shape[:2])
     assert trace.targets is not None
@@ -205,13 +213,6 @@ def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor, baddbmm: Baddbmm)
     if keys.shape[1] <= at_once:
         return log_features(keys)
     return torch.cat([checkpoint(log_features, block, use_reentrant=False) for block in keys.split(at_once, 1)], 1)
-
-
-def _weights(objective: ObjectiveSpec) -> Weights:
-    """Returns the weights of L_ours = lambda_KL L_KL + (1 - lambda_KL) L_aux, or of only one of the two terms."""
-    kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
-    top, fp, z = ((1 - kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
-    return Weights(kl, top, fp, z, objective.tau, objective.band, objective.huber_delta)
 
 
 def positive_random_features(
@@ -266,3 +267,68 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
         true, estimated = (x.masked_fill(~left, -torch.inf).logsumexp(-1) for x in (teacher, student))
         gaps.append(torch.where(left.any(-1), true - estimated, torch.nan))
     return torch.stack(gaps).unflatten(-1, (group, -1)).nanmean((0, -1)).flatten().nan_to_num()
+
+
+# ---- errors on held-out text -----------------------------------------------------------------------------------------
+
+
+def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> HeldOut:
+    """Records packs of `length` keys, with the queries of the next tokens, each of which sees exactly those keys."""
+    length = tokens_of(spec.length)
+    positions = torch.arange(length, length + QUERIES, device=backbone.device)
+
+    def only_prefix(trace: LayerTrace) -> LayerTrace:
+        last = torch.full_like(positions, length - 1)
+        cut = replace(trace, keys=trace.keys[:, :length], values=trace.values[:, :length], positions=last)
+        return with_targets(cut, spec.anchors, spec.eval_budgets).to(torch.device("cpu"))  # GPUs have no room for all
+
+    found = {}
+    for name in spec.held_out:
+        corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
+        found[name] = [record_traces(backbone, corpus.sequence(i), positions, only_prefix) for i in range(PACKS)]
+    return found
+
+
+@torch.no_grad()
+def held_out_rows(maps: PhiMaps, packs: Sequence[Sequence[LayerTrace]], spec: TrainSpec) -> Iterator[dict[str, object]]:
+    """Yields log rows of one text per budget: `layer` "all", then every layer. Values are means over packs, heads and
+    queries; `log_z_error` is averaged where it is defined, `clamped_share` is the share of rows whose residual was
+    dropped.
+    """
+    layers = range(maps.shape.layers)
+    made = [[_measures(maps, layer, pack[layer], spec.anchors) for pack in packs] for layer in layers]
+    rows = {  # [layers, packs, Hkv, Q, G, S]
+        name: torch.stack([torch.stack([pack[name] for pack in of_layer]) for of_layer in made]) for name in made[0][0]
+    }
+    for s, budget in enumerate(spec.eval_budgets):
+        k = retrieved_count(budget, tokens_of(spec.length), spec.anchors.sink + spec.anchors.tail)
+        for layer in ("all", *layers):
+            chosen = {name: (x if layer == "all" else x[[layer]])[..., s] for name, x in rows.items()}
+            gain = (chosen["e_topk"] - chosen["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
+            means = {name: x[x.isfinite()].mean().item() for name, x in chosen.items()}
+            means["heads_below_topk"] = (gain > 0).float().mean().item()
+            yield {"k": k, "layer": layer} | {name: f"{means[name]:.6f}" for name in MEASURES}
+
+
+def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
+    """Computes the measures of one layer's rows, each [Hkv, Q, G, S]."""
+    trace = trace.to(next(maps.parameters()).device).widened()
+    assert trace.targets is not None
+    kv_heads = trace.keys.shape[0]
+    log_query = by_kv_head(maps.query[layer](trace.queries), kv_heads)
+    log_key = maps.key[layer](trace.keys)
+    window = Window(trace.positions, anchors.sink, anchors.tail)
+    completion = complete(log_query, log_key, trace.values, window, trace.targets)
+    nothing = torch.zeros_like(completion.whole)
+    queries = by_kv_head(trace.queries, kv_heads).flatten(1, 2)
+    teacher = (queries @ trace.keys.transpose(-1, -2) * trace.scale).log_softmax(-1)
+    student = log_kernel(log_query.flatten(1, 2), log_key).log_softmax(-1)
+    divergence = (teacher.exp() * (teacher - student)).sum(-1).view(log_query.shape[:3])
+    return {
+        "e_topk": output_errors(nothing, completion.unit, trace.targets),
+        "e_sub": output_errors(completion.rest, completion.unit, trace.targets),
+        "e_nosub": output_errors(completion.whole, completion.unit, trace.targets),
+        "kl": divergence.unsqueeze(-1).expand(completion.rest.shape[:-1]),
+        "log_z_error": log_mass_error(completion, trace.targets),
+        "clamped_share": ((completion.rest[..., -1] == 0) & trace.targets.log_rest.isfinite()).float(),
+    }

@@ -68,9 +68,8 @@ class LayerTrace:
         return LayerTrace(queries, keys, values, self.positions.to(device), self.scale, targets)
 
 
-Traces = list[LayerTrace]
-"""Every layer's trace of one teacher pass."""
 Consume = Callable[[int, LayerTrace], None]
+"""Gets the number of a layer and its trace."""
 
 
 class _LastLayerDone(Exception):
@@ -113,23 +112,19 @@ def record_traces(
 
 def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float]) -> LayerTrace:
     """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
-    seen = int(trace.positions.max()) + 1
+    seen, parts = int(trace.positions.max()) + 1, []
     at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
     whole = trace.widened()
-    rows = torch.arange(len(trace.positions), device=trace.positions.device)
-    parts = [_targets(whole.at(some), seen, anchors, budgets) for some in rows.split(at_once)]
+    keys, values = whole.keys[:, :seen], whole.values[:, :seen]
+    for some in torch.arange(len(trace.positions), device=trace.positions.device).split(at_once):
+        queries, positions = by_kv_head(whole.queries[:, some], len(keys)), trace.positions[some]
+        scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
+        window = Window(positions, anchors.sink, anchors.tail)
+        parts.append(exact_targets(scores, values, window, retrieved(positions, anchors, budgets)))
     most = max(targets.best.shape[-1] for targets in parts)
     parts = [t._replace(best=F.pad(t.best, (0, most - t.best.shape[-1]))) for t in parts]
     by_head = (torch.cat(part, 1) for part in zip(*(targets[:5] for targets in parts), strict=True))
     return replace(trace, targets=Targets(*by_head, torch.cat([targets.ks for targets in parts])))
-
-
-def _targets(trace: LayerTrace, seen: int, anchors: AnchorSpec, budgets: Sequence[float]) -> Targets:
-    keys, values = trace.keys[:, :seen], trace.values[:, :seen]
-    queries = by_kv_head(trace.queries, keys.shape[0])
-    scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
-    window = Window(trace.positions, anchors.sink, anchors.tail)
-    return exact_targets(scores, values, window, retrieved(trace.positions, anchors, budgets))
 
 
 def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
@@ -145,14 +140,18 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 
 class TeacherPool:
-    """The passes of one of a step's parallel sequences."""
+    """The passes of one of a step's parallel sequences.
+
+    Attributes:
+        pool: the newest recorded passes by index, each with every layer's trace; empty without replay.
+        tokens: number of tokens that the teacher has read.
+    """
 
     def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
         self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
-        self.pool: dict[int, Traces] = {}
+        self.pool: dict[int, list[LayerTrace]] = {}
         self.replays = spec.replay != ReplaySpec(pool=1, reuse=1)
         self.tokens = 0
-        """Number of tokens that the teacher has read."""
 
     def run(self, step: int, consume: Consume) -> float:
         """Calls `consume` with every layer's trace of the step; replayed traces in parallel, so in any order.
@@ -164,65 +163,56 @@ class TeacherPool:
 
         def timed(layer: int, trace: LayerTrace) -> None:
             nonlocal seconds
-            started = time.perf_counter()
-            consume(layer, trace)
+            prepared, started = self._prepared(trace), time.perf_counter()
+            consume(layer, prepared)
             seconds += time.perf_counter() - started
 
         if not self.replays:
-            self._pass(step, step, self.spec.queries_per_step, timed)
+            stream_traces(self.backbone, *self._text(step, step), timed)
             return seconds
         traces = self._replayed(step)
-        rng = torch.Generator().manual_seed(self._seed("queries", step))
-        chosen = torch.randperm(len(traces[0].positions), generator=rng)[: self.spec.queries_per_step]
-        chosen = chosen.to(self.backbone.device)
+        chosen = torch.randperm(len(traces[0].positions), generator=self._random("queries", step))
+        chosen = chosen[: self.spec.queries_per_step].to(self.backbone.device)
         started = time.perf_counter()
         parallel_layers(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), self.backbone.device)
         return time.perf_counter() - started
 
-    def first(self) -> Traces:
+    def first(self) -> list[LayerTrace]:
         """Returns the first pass, for initial values."""
-        return self._replayed(0) if self.replays else self._recorded(0, 0)
+        return self._replayed(0) if self.replays else self._recorded(0)
 
-    def _replayed(self, step: int) -> Traces:
+    def _replayed(self, step: int) -> list[LayerTrace]:
         """Draws one of the newest passes, which are kept."""
         newest = step // self.spec.replay.reuse
         wanted = range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
-        for index in wanted:
-            if index not in self.pool:
-                self.pool[index] = self._recorded(index, index * self.spec.replay.reuse)
-        self.pool = {index: self.pool[index] for index in wanted}
+        self.pool = {index: self.pool.get(index) or self._recorded(index) for index in wanted}
         return self.pool[random.Random(self._seed("pass", step)).choice(wanted)]
 
-    def _recorded(self, index: int, step: int) -> Traces:
-        traces: Traces = []
-        count = self.spec.queries_per_step * self.spec.replay.reuse
-        self._pass(index, step, count, lambda _, trace: traces.append(trace))
-        return traces
+    def _recorded(self, index: int) -> list[LayerTrace]:
+        return record_traces(self.backbone, *self._text(index, index * self.spec.replay.reuse), self._prepared)
 
-    def _pass(self, index: int, step: int, queries: int, consume: Consume) -> None:
-        """Runs the teacher over the sequence of an index, as long as at a step."""
-        ids = self.sequence(index, step)
+    def _text(self, index: int, step: int) -> tuple[list[int], Tensor]:
+        """The sequence of an index, as long as at a step, and distinct query positions of all steps that use it, drawn
+        uniformly from its final share.
+        """
+        spec, length = self.spec, self.spec.length
+        if spec.curriculum is not None and step < round(spec.curriculum.share * spec.steps):
+            length = spec.curriculum.length
+        ids = self.corpus.sequence(index)[: tokens_of(length)]
         self.tokens += len(ids)
-        positions = self.positions(index, len(ids), queries)
-        stream_traces(self.backbone, ids, positions, lambda layer, trace: consume(layer, self._prepared(trace)))
-
-    def sequence(self, index: int, step: int) -> list[int]:
-        early, length = self.spec.curriculum, self.spec.length
-        if early is not None and step < round(early.share * self.spec.steps):
-            length = early.length
-        return self.corpus.sequence(index)[: tokens_of(length)]
-
-    def positions(self, index: int, length: int, count: int) -> Tensor:
-        """Draws distinct query positions of a pass, uniformly over the final share of the sequence."""
-        window = min(length, max(1, round(length * self.spec.query_window)))
-        rng = torch.Generator().manual_seed(self._seed("positions", index))
-        return (torch.randperm(window, generator=rng)[:count] + length - window).to(self.backbone.device)
+        window = min(len(ids), max(1, round(len(ids) * spec.query_window)))
+        drawn = torch.randperm(window, generator=self._random("positions", index))
+        positions = drawn[: spec.queries_per_step * spec.replay.reuse] + len(ids) - window
+        return ids, positions.to(self.backbone.device)
 
     def _prepared(self, trace: LayerTrace) -> LayerTrace:
         """Adds targets if an objective needs them, otherwise drops the values, which are then unused."""
         if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
             return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
         return replace(trace, values=trace.values[:, :0].clone())  # a view would keep all values alive
+
+    def _random(self, what: str, index: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed(what, index))
 
     def _seed(self, what: str, index: int) -> int:
         """Returns a 60-bit seed that is the same on every machine and in every process."""

@@ -11,13 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,14 +34,23 @@ from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle, training_corpus
 from residual_mass.texts.hub import commits_of
 from residual_mass.texts.names import HUB
-from residual_mass.training import COLUMNS
-from residual_mass.training.held_out import HeldOut, held_out_packs, held_out_rows
-from residual_mass.training.learner import Learner, positive_random_features
-from residual_mass.training.processes import Processes, StopSignals, processes
+from residual_mass.training.learner import (
+    MEASURES,
+    HeldOut,
+    Learner,
+    held_out_packs,
+    held_out_rows,
+    positive_random_features,
+)
 from residual_mass.training.teacher import LayerTrace, TeacherPool
 
 log = logging.getLogger(__name__)
 
+RUN = ("recipe", "variant", "seed")
+"""Columns of the log that identify a training."""
+COLUMNS = (*RUN, "step", "seconds", "corpus", "k", "layer", *MEASURES)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Sent by batch systems before they kill a job, and by Ctrl-C."""
 HEADER, DIGEST = "residual_mass_checkpoint", "residual_mass_digest"
 
 
@@ -61,12 +74,14 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
         raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
     with processes() as group, locked(checkpoint) if group.leads else nullcontext():
         length, count = tokens_of(spec.length), spec.sequences_per_step
-        slots, backbone = group.share(count), load_backbone(spec.backbone, assets, group.device())
+        if count % group.world:
+            raise ValueError(f"phi.sequences_per_step ({count}) must be a multiple of the {group.world} processes")
+        backbone = load_backbone(spec.backbone, assets, group.device)
         corpora = {
             slot: training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets, slot, count)
-            for slot in slots
+            for slot in range(group.rank, count, group.world)
         }
-        held_out = held_out_packs(spec, backbone, assets) if group.leads else []
+        held_out = held_out_packs(spec, backbone, assets) if group.leads else {}
         trainer = Trainer(spec, backbone, corpora, held_out, group)
         labels = ", ".join(variant.label for variant in spec.variants)
         where = f"{backbone.device}, {group.world} processes"
@@ -87,12 +102,84 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
         remove_leftovers(checkpoint)
 
 
+class Processes(NamedTuple):
+    """This process among those that torchrun started to train together; the only one without torchrun."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device | None = None
+    """Its GPU; None without GPUs or with a single process."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process evaluates, logs and writes."""
+        return self.rank == 0
+
+    @torch.no_grad()
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by their sums over the processes, in one message."""
+        if self.world > 1:
+            together = torch.cat([x.flatten() for x in tensors])
+            dist.all_reduce(together)
+            for x, total in zip(tensors, together.split([x.numel() for x in tensors]), strict=True):
+                x.copy_(total.view_as(x))
+
+
+ALONE = Processes()
+
+
+@contextmanager
+def processes() -> Iterator[Processes]:
+    """Joins the process group if torchrun set one up, and leaves it on exit."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield ALONE
+        return
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device is None else "nccl")
+    yield Processes(dist.get_rank(), dist.get_world_size(), device)
+    dist.destroy_process_group()  # not after an error: it might deadlock with processes that wait for this one
+
+
+class StopSignals:
+    """Context that defers `SIGNALS`. Several signals count as one, because torchrun repeats those that a batch system
+    sends to all processes.
+
+    Attributes:
+        asked: the first signal that has arrived.
+    """
+
+    asked: int | None = None
+
+    def __enter__(self) -> StopSignals:
+        self.asked = None
+        heeded = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+        self._former = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def take_effect(self) -> None:
+        """Delivers the signal, SIGTERM where only another process was asked, to its original handler."""
+        number = self.asked or signal.SIGTERM
+        signal.signal(number, self._former.get(number, signal.SIG_DFL))
+        signal.raise_signal(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = self.asked or number
+
+
 class Trainer:
     """The variants, the passes they share, and the log.
 
     Attributes:
         step: number of finished steps.
         log_rows: rows of the log so far.
+        seconds: training time of all variants together, without evaluations.
     """
 
     def __init__(
@@ -100,26 +187,21 @@ class Trainer:
         spec: TrainSpec,
         backbone: Backbone,
         corpora: dict[int, Cycle],
-        held_out: list[HeldOut],
-        group: Processes | None = None,
+        held_out: HeldOut,
+        group: Processes = ALONE,
     ):
         """Takes the corpora of this process's sequences by their index in the step."""
-        self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group or Processes()
+        self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group
         self.passes = {slot: TeacherPool(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
-        self.step, self.log_rows = 0, []
-        self.seconds = 0.0
-        """Training time of all variants together, without evaluations."""
+        self.step, self.log_rows, self.seconds = 0, [], 0.0
         self.spec_hash = sha256_text(to_json(spec) + backbone.identity)
         self.stop = StopSignals()
-        self.agreed = False
-        """Whether several processes have agreed to stop after the current step."""
         self.learners = [Learner(spec, variant, backbone.shape, backbone.device) for variant in spec.variants]
 
     def train(self, checkpoint: Path, log_csv: Path) -> None:
         """Runs to the last step, with progress on stderr and held-out errors in `log_csv`.
 
-        SIGTERM and SIGINT take effect after the current step and a checkpoint; with several processes, which need a
-        step to agree, after the next step at the latest.
+        SIGTERM and SIGINT take effect after the step whose update they precede, and a checkpoint.
         """
         spec = self.spec
         if self.step == 0:
@@ -133,14 +215,13 @@ class Trainer:
             disable=not self.group.leads,
         ) as bar:  # fmt: skip
             while self.step < spec.steps:
-                loss = self._update(checkpoint)
+                loss, stopping = self._update(checkpoint)
                 read = sum(passes.tokens for passes in self.passes.values()) * self.group.world
                 rate = read / (self.seconds - started)
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s of text", refresh=False)
                 bar.update()
                 if self.step % spec.eval_every == 0 or self.step == spec.steps:
                     self._evaluate(log_csv)
-                stopping = self.agreed or (self.group.world == 1 and self.stop.asked)
                 if self.step % spec.checkpoint_every == 0 or stopping:
                     self.save_checkpoint(checkpoint)
                 if stopping:
@@ -152,17 +233,21 @@ class Trainer:
         return self.seconds - sum(other.seconds for other in self.learners if other is not learner)
 
     def initialise(self) -> None:
-        started = time.perf_counter()
-        if any(learner.calibrated for learner in self.learners):
-            first_pass, spec = next(iter(self.passes.values())).first(), self.spec
-            for learner in (learner for learner in self.learners if learner.calibrated):
-                positive_random_features(learner.maps, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
-        for learner in self.learners:
-            self.group.start_equal(learner.maps)
+        """Gives every variant its initial maps, in all processes those of the leading one."""
+        started, spec = time.perf_counter(), self.spec
+        maps = [learner.maps for learner in self.learners]
+        if calibrated := [each for each in maps if each.map.init == "positive_random_features"]:
+            first_pass = next(iter(self.passes.values())).first()
+            for each in calibrated:
+                positive_random_features(each, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
+        for parameter in (p for each in maps for p in each.parameters() if self.group.world > 1):
+            dist.broadcast(parameter.data, 0)
         self.seconds += time.perf_counter() - started
 
-    def _update(self, checkpoint: Path) -> float:
-        """Does one step of every variant; returns the first one's mean loss over this process's sequences."""
+    def _update(self, checkpoint: Path) -> tuple[float, bool]:
+        """Does one step of every variant; returns the first one's mean loss over this process's sequences, and whether
+        all processes stop now.
+        """
         started = time.perf_counter()
 
         def backward(layer: int, trace: LayerTrace) -> None:
@@ -173,24 +258,25 @@ class Trainer:
         worked = [sum(learner.worked) for learner in self.learners]
         for learner, own in zip(self.learners, worked, strict=True):
             learner.seconds += clock * own / sum(worked)
-            self.group.sum_gradients(learner.maps.parameters())
-        self._require_finite(checkpoint)
+            self.group.add_up([p.grad for p in learner.maps.parameters() if p.grad is not None])
+        stopping = self._require_finite(checkpoint)
         loss = self.learners[0].losses.mean().item() * self.group.world
         for learner in self.learners:
             learner.update(self.step)
         self.step += 1
         self.seconds += time.perf_counter() - started
-        return loss
+        return loss, stopping
 
-    def _require_finite(self, checkpoint: Path) -> None:
+    def _require_finite(self, checkpoint: Path) -> bool:
         """Raises ValueError for a loss or gradient that is not finite, before the update, so that maps and checkpoints
-        never hold a NaN. The same message exchanges whether a process was asked to stop.
+        never hold a NaN. The same message tells whether any process was asked to stop, which is returned.
         """
         problems = {learner.label: learner.problem() for learner in self.learners}
-        flags = any(problems.values()), self.stop.asked
-        failed, self.agreed = self.group.any_of(flags, self.backbone.device)
+        flags = torch.tensor([any(problems.values()), self.stop.asked is not None], device=self.backbone.device).float()
+        self.group.add_up([flags])
+        failed, stopping = (flags > 0).tolist()
         if not failed:
-            return
+            return stopping
         for label, problem in problems.items():
             if problem is not None:
                 kept = f"the last checkpoint, {checkpoint}, is kept" if checkpoint.exists() else "no checkpoint yet"
@@ -205,8 +291,8 @@ class Trainer:
         for learner in self.learners:
             head = {"recipe": self.spec.name, "variant": learner.label, "seed": self.spec.seed, "step": self.step}
             head["seconds"] = f"{self.seconds_of(learner):.1f}"
-            for held_out in self.held_out:
-                rows += [head | row for row in held_out_rows(learner.maps, held_out, self.spec)]
+            for corpus, packs in self.held_out.items():
+                rows += [head | {"corpus": corpus} | row for row in held_out_rows(learner.maps, packs, self.spec)]
         for row in rows:
             if row["layer"] == "all":
                 log.info(
@@ -225,14 +311,12 @@ class Trainer:
         if self.group.leads:
             tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
             facts = {
-                "step": self.step,
-                "spec": self.spec_hash,
-                "log": self.log_rows,
-                "seconds": self.seconds,
+                "step": self.step, "spec": self.spec_hash, "log": self.log_rows, "seconds": self.seconds,
                 "own_seconds": [learner.seconds for learner in self.learners],
-            }
+            }  # fmt: skip
             write_checkpoint(path, facts, tensors)
-        self.group.wait()
+        if self.group.world > 1:
+            dist.barrier()
 
     def resume(self, path: Path) -> None:
         """Continues from a checkpoint of the same spec; logs and ignores one of another spec.
@@ -250,8 +334,6 @@ class Trainer:
         for learner, seconds in zip(self.learners, facts["own_seconds"], strict=True):
             learner.restore(tensors, self.step)
             learner.seconds = seconds
-        for passes in self.passes.values():
-            passes.pool.clear()  # a retry in the same process
         log.info("resumed from %s at step %d", path, self.step)
 
 

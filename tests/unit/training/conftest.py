@@ -16,7 +16,7 @@ from residual_mass.model.loading import Backbone
 from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import Cycle, PackedDocuments
-from residual_mass.training.held_out import QUERIES, HeldOut
+from residual_mass.training.learner import QUERIES, HeldOut
 from residual_mass.training.teacher import LayerTrace, record_traces, with_targets
 from residual_mass.training.trainer import Trainer
 
@@ -40,7 +40,7 @@ def parameters(trainer: Trainer, learner: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="session")
-def held_out(tiny_backbone: Backbone) -> list[HeldOut]:
+def held_out(tiny_backbone: Backbone) -> HeldOut:
     positions = torch.arange(LENGTH, LENGTH + QUERIES)
 
     def prefix(trace: LayerTrace) -> LayerTrace:
@@ -49,14 +49,14 @@ def held_out(tiny_backbone: Backbone) -> list[HeldOut]:
         return with_targets(cut, SPEC.anchors, SPEC.eval_budgets)
 
     ids = corpus(tiny_backbone, LENGTH + QUERIES).sequence(99)
-    return [HeldOut("text", [record_traces(tiny_backbone, ids, positions, prefix)])]
+    return {"text": [record_traces(tiny_backbone, ids, positions, prefix)]}
 
 
 Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def make(tiny_backbone: Backbone, held_out: list[HeldOut]) -> Make:
+def make(tiny_backbone: Backbone, held_out: HeldOut) -> Make:
     """A trainer whose spec has the given changes."""
 
     def made(**changes: object) -> Trainer:

@@ -32,8 +32,7 @@ from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
-from residual_mass.training.held_out import HeldOut
-from residual_mass.training.learner import learning_rate, positive_random_features, row_losses
+from residual_mass.training.learner import HeldOut, learning_rate, positive_random_features, row_losses
 from residual_mass.training.teacher import LayerTrace, TeacherPool, record_traces
 from residual_mass.training.trainer import COLUMNS, Trainer
 
@@ -64,7 +63,7 @@ def killed_at(trainer: Trainer, step: int) -> None:
     """Makes the trainer die when it begins this step."""
     update = trainer._update
 
-    def dying(checkpoint: Path) -> float:
+    def dying(checkpoint: Path) -> tuple[float, bool]:
         if trainer.step == step:
             raise Killed
         return update(checkpoint)
@@ -109,7 +108,7 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
 def test_a_stop_that_only_another_process_was_asked_for_takes_effect_where_signals_are_ignored() -> None:
     """As under nohup, or where a launcher has its own handlers: there is no former handler to put back."""
     code = (
-        "import signal; from residual_mass.training.processes import StopSignals\n"
+        "import signal; from residual_mass.training.trainer import StopSignals\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "with StopSignals() as stop: stop.take_effect()"
     )
@@ -130,7 +129,7 @@ def test_a_run_that_died_after_its_last_checkpoint_has_a_log_again(make: Make, f
 
 
 def test_a_checkpoint_of_another_spec_or_other_weights_is_ignored(
-    make: Make, files: Files, tmp_path: Path, held_out: list[HeldOut], caplog: pytest.LogCaptureFixture
+    make: Make, files: Files, tmp_path: Path, held_out: HeldOut, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint, _ = files
     made = make(steps=5)
@@ -254,8 +253,8 @@ def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
     variants = variants[::4] if streamed else variants
     together = make(variants=variants, replay=pool)
     passes = []
-    sequence = TeacherPool.sequence
-    monkeypatch.setattr(TeacherPool, "sequence", lambda self, i, step: passes.append(i) or sequence(self, i, step))
+    text = TeacherPool._text
+    monkeypatch.setattr(TeacherPool, "_text", lambda self, i, step: passes.append(i) or text(self, i, step))
     together.train(*files)
     assert sorted(passes) == sorted([0, *range(12)] if streamed else range(6))
     for i, variant in enumerate(variants):
@@ -406,14 +405,13 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from residual_mass.training import trainer
-from residual_mass.training.processes import processes
 
 def write(path, facts, tensors):
     time.sleep(2)
     path.touch()
 
 trainer.write_checkpoint = write
-with processes() as group:
+with trainer.processes() as group:
     trained = SimpleNamespace(group=group, passes={}, learners=[], step=3, log_rows=[], seconds=0.0, spec_hash="")
     trainer.Trainer.save_checkpoint(trained, Path(sys.argv[1]))
     print("there" if Path(sys.argv[1]).exists() else "gone before it was written", flush=True)

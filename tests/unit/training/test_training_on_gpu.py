@@ -30,7 +30,7 @@ def test_the_maps_move_as_on_the_cpu(
     for device in ("cpu", "cuda"):
         backbone = load_backbone(TINY, tiny_assets, torch.device(device))
         spec = replace(SPEC, variants=(variant,), steps=2, schedule="constant", replay=replay, precision=precision)
-        trainer = Trainer(spec, backbone, {0: corpus(backbone)}, [])
+        trainer = Trainer(spec, backbone, {0: corpus(backbone)}, {})
         trainer.initialise()
         before = parameters(trainer)
         trainer.train(tmp_path / f"{device}.safetensors", tmp_path / f"{device}.csv")
