@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.diagnostics.resampling import ratio
-from residual_mass.diagnostics.samples import Sample
+from residual_mass.diagnostics.samples import Sample, ratio
 
 EXACT = 1e-6
 """Relative errors below this are rounding."""

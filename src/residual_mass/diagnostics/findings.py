@@ -1,6 +1,6 @@
 """Captured rows summed up: means with intervals, and which of the paper's statements about its diagnostics hold.
 
-Intervals come from a two-way bootstrap over heads and packs, see `resampling`.
+Intervals come from a two-way bootstrap over heads and packs, see `samples`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 
 from residual_mass.diagnostics import CWE
 from residual_mass.diagnostics.claims import CLAIMS, Claim
-from residual_mass.diagnostics.resampling import BootstrapEstimate, estimate
-from residual_mass.diagnostics.samples import Sample
+from residual_mass.diagnostics.samples import Sample, estimate, text
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
 from residual_mass.study.specs import FindingsSpec
@@ -60,11 +59,11 @@ def _accounting(as_is: Sample, drawn: Sample) -> Iterator[Row]:
     for budget, k in as_is.ks.items():
         row: Row = {**about, "budget_percent": f"{budget:g}", "k": k}
         for name in ("e_topk", "e_nosub", "e_sub"):
-            row |= _with_interval(name, estimate(as_is.mean(name, budget), drawn.mean(name, budget)))
-        row |= _with_interval("log_z_error", estimate(as_is.log_z_error(budget), drawn.log_z_error(budget)))
-        row["e_exact_sub"] = _text(as_is.mean("e_exact_sub", budget)[0], ".3e")
-        row["e_exact_nosub"] = _text(as_is.mean("e_exact_nosub", budget)[0])
-        yield row | {"clamped_share": _text(as_is.mean("clamped", budget)[0])}
+            row |= estimate(as_is.mean(name, budget), drawn.mean(name, budget)).columns(name)
+        row |= estimate(as_is.log_z_error(budget), drawn.log_z_error(budget)).columns("log_z_error")
+        row["e_exact_sub"] = text(as_is.mean("e_exact_sub", budget)[0], ".3e")
+        row["e_exact_nosub"] = text(as_is.mean("e_exact_nosub", budget)[0])
+        yield row | {"clamped_share": text(as_is.mean("clamped", budget)[0])}
 
 
 def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[Row]:
@@ -83,28 +82,19 @@ def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> R
     numbers = claim.number(as_is)
     if not numbers.size:
         return {}
-    value, low, high = (_text(x, claim.decimals) for x in estimate(numbers, claim.number(drawn), claim.extreme))
+    value, low, high = (text(x, claim.decimals) for x in estimate(numbers, claim.number(drawn), claim.extreme))
     clamped = [s.mean("clamped", b)[0] for s in samples for b in ([s.budget] if claim.one_budget else s.ks)]
     return {
         **{name: fact for name, fact in samples[0].facts.items() if name in CLAIMED},
         **_sizes(min(samples, key=lambda sample: sample.packs.size)),
         "claim": claim.name, "statement": claim.statement, "shown_in": claim.shown_in, "statistic": claim.statistic,
         "estimate": value, "ci_low": low, "ci_high": high, "verdict": _verdict(low, high),
-        "clamped_share": _text(float(np.mean(clamped))),
+        "clamped_share": text(float(np.mean(clamped))),
     }  # fmt: skip
 
 
 def _sizes(sample: Sample) -> Row:
     return {"packs": sample.packs.shape[1], "heads": sample.heads.shape[1]}
-
-
-def _with_interval(name: str, found: BootstrapEstimate) -> Row:
-    return {name: _text(found.value), f"{name}_ci_low": _text(found.low), f"{name}_ci_high": _text(found.high)}
-
-
-def _text(value: float, decimals: str = "z.6f") -> str:
-    """Empty where the value is not defined."""
-    return "" if np.isnan(value) else format(value, decimals)
 
 
 def _verdict(low: str, high: str) -> str:

@@ -9,21 +9,21 @@ Shape letters: Hq = query heads, Q = queries, B = budgets.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_packs, with_place
-from residual_mass.diagnostics.resampling import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio
+from residual_mass.diagnostics.samples import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio, text
 from residual_mass.files import csv_text, write_parquet, write_text
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import feature_bytes, full_bytes, kept_bytes, step_bytes
-from residual_mass.model.errors import TOPK, ReadLayer
+from residual_mass.model.errors import PHI, TOPK, ReadLayer
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.provenance import MANIFEST, Record
@@ -41,8 +41,9 @@ RESIDUAL_HEADS = (
     "backbone corpus length pack layer head method budget_percent k error log_z_error log_z_rows residual_share_hat "
     "recall tokens_read h_mid skewness kurtosis"
 ).split()
-PHI = "topk_phi"
-"""What heads are compared with besides TopK."""
+BELOW = {"heads_below_topk": TOPK, "heads_below_phi": PHI}
+"""What heads are compared with."""
+DIGITS = "z.6g"
 MEANS = ("error", "residual_share_hat", "recall", "tokens_read")
 Row = dict[str, object]
 
@@ -72,9 +73,9 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
         maps.require(backbone.shape, backbone.spec.model_id, backbone.spec.revision)
     frames, lines = [], []
     for corpus in spec.corpora:
-        frame, state_bytes = _measured(spec, backbone, maps, corpus, assets)
+        frame = _measured(spec, backbone, maps, corpus, assets)
         frames.append(with_place(frame, spec.backbone, corpus, spec.length))
-        lines += _lines(spec, backbone, maps, corpus, frame, state_bytes)
+        lines += _lines(spec, backbone, maps, corpus, frame)
     of_heads = pd.concat(frames, ignore_index=True)[RESIDUAL_HEADS]
     doubles = of_heads.select_dtypes("float64").columns.drop("budget_percent")
     of_heads = of_heads.astype(dict.fromkeys(doubles, "float32") | {"method": pd.CategoricalDtype(list(spec.methods))})
@@ -86,14 +87,13 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
 
 def _measured(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, assets: Path
-) -> tuple[pd.DataFrame, dict[str, int]]:
-    """Returns rows of all packs of a corpus, and the bytes that each method keeps."""
+) -> pd.DataFrame:
+    """Returns rows of all packs of a corpus, also with the bytes that each method keeps."""
     budgets = {"budget_percent": spec.budgets, "k": ks_of(spec.budgets, spec.length, spec.anchors)}
     packs = make_packs(corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, None)
     log.info("%d methods on %d packs of %s at %s", len(spec.methods), len(packs), corpus, spec.length)
     folded = None if maps is None else maps.folded()
     frames: list[pd.DataFrame] = []
-    state_bytes: dict[str, int] = {}
 
     def visit(pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         of_layer = None if folded is None else folded[layer]
@@ -102,11 +102,11 @@ def _measured(
         for method in spec.methods:
             means = _means(read.errors(method), method, layer)
             measured = means | {name: value.expand_as(means["error"]) for name, value in facts.items()}
-            frames.append(tidy(measured, ("head",), budgets, pack=pack, layer=layer, method=method))
-            state_bytes[method] = read.state_bytes(method)
+            constant = {"pack": pack, "layer": layer, "method": method, "state_bytes": read.state_bytes(method)}
+            frames.append(tidy(measured, ("head",), budgets, **constant))
 
     visit_packs(backbone, packs, tokens_of(spec.length), visit)
-    return pd.concat(frames, ignore_index=True), state_bytes
+    return pd.concat(frames, ignore_index=True)
 
 
 def _means(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, Tensor]:
@@ -121,12 +121,7 @@ def _means(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, Ten
 
 
 def _lines(
-    spec: ResidualErrorsSpec,
-    backbone: Backbone,
-    maps: PhiMaps | None,
-    corpus: str,
-    frame: pd.DataFrame,
-    state_bytes: Mapping[str, int],
+    spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, frame: pd.DataFrame
 ) -> Iterator[Row]:
     arm = ["method", "budget_percent"]
     by_pack = frame.groupby([*arm, "pack"])["error"].mean().unstack("pack")
@@ -137,39 +132,34 @@ def _lines(
     drawn = drawn_packs(f"{corpus} {spec.length}", packs, spec.bootstrap_resamples, spec.seed)
     errors = {place: (row.mean(keepdims=True), over_packs(drawn, row[None])[:, 0])
               for place, row in zip(by_pack.index, by_pack.to_numpy(), strict=True)}  # fmt: skip
-    about = {
+    about: Row = {
         "study": spec.study, "backbone": spec.backbone.name, "corpus": corpus, "length": spec.length, "packs": packs,
         "heads": heads, "rows": packs * heads * spec.queries, "model_id": spec.backbone.model_id,
         "revision": spec.backbone.revision, "weights": spec.backbone.weights,
     }  # fmt: skip
     for (method, budget), rows in frame.groupby(arm, sort=False):
-        of_method: Row = {}
+        line = about | {"method": method, "budget_percent": f"{budget:g}", "k": rows["k"].iloc[0]}
         if maps is not None and method_named(method).needs_maps:
             steps = maps.training_facts.get("recipe", {}).get("steps", "")
-            of_method = {"maps": spec.maps.label, "training_steps": steps, "phi_sha": maps.sha256}
+            line |= {"maps": spec.maps.label, "training_steps": steps, "phi_sha": maps.sha256}
+        line |= _bytes(spec, backbone, maps, method, rows["tokens_read"].mean(), rows["state_bytes"].iloc[0])
+        line |= _with_interval("error", errors[method, budget])
+        line |= _with_interval("over_topk", map(ratio, errors[method, budget], errors[TOPK, budget]))
+        for name, other in BELOW.items():
+            if other in spec.methods and other != method:
+                line[name] = text((by_head.loc[(method, budget)] < by_head.loc[(other, budget)]).mean(), DIGITS)
         gaps = (rows["log_z_error"] * rows["log_z_rows"]).sum()
-        over_topk = (ratio(*pair) for pair in zip(errors[method, budget], errors[TOPK, budget], strict=True))
-        below = {other: "" for other in (TOPK, PHI)}
-        for other in (other for other in (TOPK, PHI) if other in spec.methods and other != method):
-            below[other] = _text((by_head.loc[(method, budget)] < by_head.loc[(other, budget)]).mean())
-        yield {
-            **about, **of_method, "method": method, "budget_percent": f"{budget:g}", "k": rows["k"].iloc[0],
-            **_bytes(spec, backbone, maps, method, rows["tokens_read"].mean(), state_bytes[method]),
-            **_with_interval("error", estimate(*errors[method, budget])),
-            **_with_interval("over_topk", estimate(*over_topk)),
-            "heads_below_topk": below[TOPK], "heads_below_phi": below[PHI],
-            "log_z_error": _text(float(ratio(gaps, rows["log_z_rows"].sum()))), "recall": _text(rows["recall"].mean()),
-        }  # fmt: skip
+        log_z_error = float(ratio(gaps, rows["log_z_rows"].sum()))
+        yield line | {"log_z_error": text(log_z_error, DIGITS), "recall": text(rows["recall"].mean(), DIGITS)}
 
 
 def _bytes(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float, state: int
-) -> dict[str, object]:
+) -> Row:
     """Returns what a step reads, given the mean of the tokens that are read exactly, and what is kept."""
     shape, anchors = backbone.shape, spec.anchors.sink + spec.anchors.tail
-    step = Step(
-        tokens_of(spec.length), shape.head_dim, shape.query_heads // shape.kv_heads, anchors, tokens_read - anchors
-    )
+    group = shape.query_heads // shape.kv_heads
+    step = Step(tokens_of(spec.length), shape.head_dim, group, anchors, tokens_read - anchors)
     step = step if maps is None else step._replace(features=maps.map.d_phi)
     rule, cache = method_named(method), full_bytes(step)
     read, kept = step_bytes(rule, step), kept_bytes(rule, step)
@@ -179,15 +169,10 @@ def _bytes(
         "step_share": read.total / cache, "state_share": state / cache, "kept_share": kept.total / cache,
         "held_share": held / cache,
     }  # fmt: skip
-    return {"state_bytes": state} | {name: _text(value) for name, value in sizes.items()}
+    return {"state_bytes": state} | {name: text(value, DIGITS) for name, value in sizes.items()}
 
 
-def _with_interval(name: str, found: BootstrapEstimate) -> dict[str, str]:
+def _with_interval(name: str, numbers: Iterable[np.ndarray]) -> Row:
     """Without an interval where it has no width, as of a single pack."""
-    low, high = (found.low, found.high) if found.low < found.high else (math.nan, math.nan)
-    return {name: _text(found.value), f"{name}_ci_low": _text(low), f"{name}_ci_high": _text(high)}
-
-
-def _text(value: float) -> str:
-    """Six significant digits; empty where the value is not defined."""
-    return "" if math.isnan(value) else f"{value + 0.0:.6g}"  # adding zero removes the sign of -0.0
+    found = estimate(*numbers)
+    return (found if found.low < found.high else BootstrapEstimate(found.value, np.nan, np.nan)).columns(name, DIGITS)

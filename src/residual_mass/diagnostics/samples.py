@@ -1,4 +1,8 @@
-"""Captured rows as numbers of each head, of the full data or of draws from it.
+"""Captured rows as numbers of each head, of the full data or of draws from it; and the two-way bootstrap that draws:
+heads and packs with replacement, independently of each other.
+
+Of P packs P - 1 are drawn, because the mean of P draws has a variance too small by a factor of (P - 1) / P. A draw is
+how often each head or pack is drawn.
 
 Shape letters: B = draws, H = heads, that is (layer, query head), P = packs.
 """
@@ -7,21 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from residual_mass.diagnostics.resampling import (
-    QUARTILES,
-    drawn_heads,
-    drawn_packs,
-    over_packs,
-    quartiles_of,
-    ratio,
-)
-
 FACTS = ("study", "backbone", "corpus", "length", "maps", "model_id", "revision", "weights", "phi_sha")
 MEANS = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped".split()
+LEVEL = 0.95
+QUARTILES = 4
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,14 @@ class Sample:
 
         A setting of a single pack has that pack in every draw, so its intervals hold for that text alone.
         """
-        heads, stratified = drawn_heads(self.order, resamples, seed)
-        packs = drawn_packs(self.name, self.packs.shape[1], resamples, seed)
-        return replace(self, heads=heads, stratified=stratified, packs=packs)
+        count, quartiles = len(self.order), quartiles_of(len(self.order))
+        heads = _generator(seed, "heads").integers(count, size=(resamples, count))
+        ends = (np.searchsorted(quartiles, quartiles, side) for side in ("left", "right"))
+        places = _generator(seed, "quartiles").integers(*ends, size=(resamples, count))
+        return replace(
+            self, heads=counts(heads, count), stratified=counts(self.order[places], count),
+            packs=drawn_packs(self.name, self.packs.shape[1], resamples, seed),
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -148,3 +151,78 @@ class Sample:
         x, y = ranks
         spread = np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
         return np.divide((x * y).sum(axis=1), spread, where=spread > 0, out=np.zeros_like(spread))
+
+
+# ---- draws and intervals ---------------------------------------------------------------------------------------------
+
+
+class BootstrapEstimate(NamedTuple):
+    """A number of the full data and its percentile interval; NaN where it is not defined."""
+
+    value: float
+    low: float
+    high: float
+
+    def columns(self, name: str, digits: str = "z.6f") -> dict[str, str]:
+        """What files say of it."""
+        return {f"{name}{end}": text(x, digits) for end, x in zip(("", "_ci_low", "_ci_high"), self, strict=True)}
+
+
+def text(value: float, digits: str = "z.6f") -> str:
+    """Empty where the value is not defined."""
+    return "" if np.isnan(value) else format(value, digits)
+
+
+def drawn_packs(name: str, packs: int, resamples: int, seed: int) -> np.ndarray:
+    """Draws from the packs of that name: [B, P] counts of P - 1 packs, or of the only one."""
+    return counts(_generator(seed, f"packs of {name}").integers(packs, size=(resamples, max(1, packs - 1))), packs)
+
+
+def quartiles_of(count: int) -> np.ndarray:
+    """Returns the quartile of each place in an order; sizes differ by one at most."""
+    return np.arange(count) * QUARTILES // count
+
+
+def over_packs(drawn: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Returns the mean over the drawn packs: counts [B, P], cells [H, P] -> [B, H]."""
+    # Not a matrix product: its rounding sets equal heads apart, which changes ranks.
+    return sum(drawn[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / drawn[0].sum()
+
+
+def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "largest"] = "least") -> BootstrapEstimate:
+    """Returns a number with its interval over the draws in which it is defined; of several numbers the least or the
+    largest.
+
+    The least of resampled numbers is biased downwards, so its quantiles give no interval. Instead the lower end is the
+    lowest lower end of the numbers' intervals, and the upper end is the lowest of their Bonferroni-corrected upper
+    ends. The largest is treated symmetrically. Numbers that are never defined are left out.
+
+    Args:
+        as_is: [1] or [1, any], of the full data.
+        drawn: [B] or [B, any].
+    """
+    sign = 1 if extreme == "least" else -1
+    value, values = (sign * x.reshape(len(x), -1) for x in (as_is, drawn))
+    values = values[:, ~np.isnan(values).all(axis=0)]
+    least = float(np.fmin.reduce(value[0]))
+    if not values.size:
+        return BootstrapEstimate(sign * least, np.nan, np.nan)
+    tail = (1 - LEVEL) / 2
+    low = float(np.nanquantile(values, tail, axis=0).min())
+    high = float(np.nanquantile(values, 1 - tail / values.shape[1], axis=0).min())
+    return BootstrapEstimate(sign * least, *((low, high) if extreme == "least" else (-high, -low)))
+
+
+def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """NaN where there is nothing to divide by."""
+    return np.divide(total, count, where=count > 0, out=np.full(np.shape(total), np.nan))
+
+
+def counts(drawn: np.ndarray, n: int) -> np.ndarray:
+    """Returns how often each of n was drawn: [B, any] indices -> [B, n]."""
+    cells = drawn + n * np.arange(len(drawn))[:, None]
+    return np.bincount(cells.ravel(), minlength=n * len(drawn)).reshape(-1, n).astype(np.float64)
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng(list(f"{seed} {name}".encode()))

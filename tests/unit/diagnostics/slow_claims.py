@@ -1,13 +1,11 @@
-"""Captured rows of random numbers, and the claims about them by loops over the rows."""
+"""Captured rows of random numbers, and the claims about them from the rows that are drawn, as often as they are."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,8 +22,7 @@ ABOUT = {
     "backbone": "tiny", "maps": "1k", "study": "test", "model_id": "a/b", "revision": "r0", "weights": "random",
     "phi_sha": "f00",
 }  # fmt: skip
-Row = dict[str, Any]
-Head = tuple[int, int]
+HEAD = ["layer", "head"]
 Files = tuple[pd.DataFrame, pd.DataFrame]
 
 
@@ -33,7 +30,7 @@ def make_rows(
     rng: np.random.Generator, corpus: str = "wiki", length: str = "1k", heads: int = HEADS, packs: int = 3
 ) -> Files:
     """Captured rows and mass curves of random numbers; one log mass in eight is -inf."""
-    place = ["pack", "layer", "head", "query"]
+    place = ["pack", *HEAD, "query"]
     index = pd.MultiIndex.from_product([range(packs), range(LAYERS), range(heads), range(QUERIES)], names=place)
     entropies = pd.DataFrame({"h_mid": rng.random(len(index)).astype(np.float32)}, index).reset_index()
     rows = entropies.merge(pd.DataFrame({"budget_percent": BUDGETS.keys(), "k": BUDGETS.values()}), how="cross")
@@ -44,14 +41,10 @@ def make_rows(
     for name in ("log_z_hat", "log_z_true"):
         rows[name] = np.where(rng.random(len(rows)) < 1 / 8, -np.inf, rng.normal(size=len(rows)))
     rows["clamped"] = rng.random(len(rows)) < 0.2
-    mass = rows[["pack", "layer", "head"]].drop_duplicates().merge(pd.DataFrame({"k": GRID}), how="cross")
+    mass = rows[["pack", *HEAD]].drop_duplicates().merge(pd.DataFrame({"k": GRID}), how="cross")
     mass["c_mid"] = rng.random(len(mass)).astype(np.float32)
-    about = {name: pd.Categorical([fact]).repeat(len(rows)) for name, fact in about_rows(corpus, length).items()}
-    return rows.assign(**about), mass
-
-
-def about_rows(corpus: str, length: str) -> dict[str, str]:
-    return {**ABOUT, "corpus": corpus, "length": length}
+    about = ABOUT | {"corpus": corpus, "length": length}
+    return rows.assign(**{name: pd.Categorical([fact]).repeat(len(rows)) for name, fact in about.items()}), mass
 
 
 def write_files(folder: Path, files: Iterable[Files]) -> tuple[list[Path], list[Path]]:
@@ -68,142 +61,103 @@ def read(folder: Path, files: Iterable[Files], budget: float = 4.0) -> list[Samp
     return [Sample.read(*pair, budget) for pair in zip(*write_files(folder, files), strict=True)]
 
 
-def mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values)
-
-
 @dataclass
 class Slow:
-    """One draw from a setting, read row by row."""
+    """One draw from a setting: rows of heads drawn among all, rows and mass curves of those drawn within quartiles."""
 
-    rows: dict[tuple[int, Head, int], list[Row]]
-    mass: dict[tuple[int, Head, int], float]
     corpus: str
-    heads: list[Head]
-    quartiles: list[list[Head]]
-    packs: list[int]
+    rows: pd.DataFrame
+    quartiles: list[pd.DataFrame]
+    curves: list[pd.DataFrame]
 
-    def of(self, head: Head, value: Callable[[Row], float] | str, k: int = 7) -> float:
-        """A head's mean over drawn packs and all queries."""
-        value = value if callable(value) else lambda row, name=value: row[name]
-        return mean(mean(map(value, self.rows[k, head, pack])) for pack in self.packs)
+    def mean(self, name: str, k: int = 7) -> float:
+        return at(self.rows, k)[name].mean()
 
-    def over(self, heads: list[Head], value: Callable[[Row], float] | str, k: int = 7) -> float:
-        return mean(self.of(head, value, k) for head in heads)
-
-    def everywhere(self, value: Callable[[Row], float] | str, k: int = 7) -> float:
-        return self.over(self.heads, value, k)
-
-    def log_z_errors(self, k: int = 7) -> list[float]:
-        drawn = [row for head in self.heads for pack in self.packs for row in self.rows[k, head, pack]]
-        gaps = [(row["log_z_hat"], row["log_z_true"]) for row in drawn]
-        return [hat - true for hat, true in gaps if math.isfinite(hat) and math.isfinite(true)]
-
-    def log_z_of(self, side: Callable[[float], bool]) -> float:
-        """The mean over the drawn heads of one side of a head's mean log-Z error."""
-        alone = [(head, dataclasses.replace(self, heads=[head]).log_z_errors()) for head in self.heads]
-        errors = [mean(of_head) for head, of_head in alone if of_head and side(self.of(head, delta))]
-        return mean(errors) if errors else math.nan
+    def by_head(self, name: str) -> pd.Series:
+        return at(self.rows).groupby("place")[name].mean()
 
 
-def gain(row: Row) -> float:
-    return row["e_topk"] - row["e_sub"]
+def at(rows: pd.DataFrame, k: int = 7) -> pd.DataFrame:
+    return rows[rows["k"] == k]
 
 
-def delta(row: Row) -> float:
-    return row["e_sub"] - row["e_nosub"]
-
-
-def slow_quartiles(rows: pd.DataFrame) -> list[list[Head]]:
-    entropies: dict[Head, list[float]] = {}
-    for row in rows.to_dict("records"):
-        entropies.setdefault((row["layer"], row["head"]), []).append(row["h_mid"])
-    order = sorted(entropies, key=lambda head: (mean(entropies[head]), head))
-    return [[head for i, head in enumerate(order) if i * 4 // len(order) == q] for q in range(4)]
+def slow_quartiles(rows: pd.DataFrame) -> list[pd.DataFrame]:
+    """The heads of each."""
+    order = rows.astype({"h_mid": float}).groupby(HEAD)["h_mid"].mean().reset_index().sort_values(["h_mid", *HEAD])
+    return [heads[HEAD] for _, heads in order.groupby(np.arange(len(order)) * 4 // len(order))]
 
 
 def slow_draws(files: Files, sample: Sample) -> list[Slow]:
     """What the draws of a sample stand for."""
-    frame, curve = files
-    rows: dict[tuple[int, Head, int], list[Row]] = {}
-    for row in frame.to_dict("records"):
-        rows.setdefault((row["k"], (row["layer"], row["head"]), row["pack"]), []).append(row)
-    mass = {(row["k"], (row["layer"], row["head"]), row["pack"]): row["c_mid"] for row in curve.to_dict("records")}
-    heads, packs = sorted({head for _, head, _ in rows}), sorted({pack for _, _, pack in rows})
+    rows, curve = files
+    rows = rows.astype(dict.fromkeys(rows.select_dtypes(["float32", "bool"]), float))
+    gap = np.where(np.isfinite(rows["log_z_hat"]) & np.isfinite(rows["log_z_true"]), rows["log_z_hat"], np.nan)
+    gain, delta = rows["e_topk"] - rows["e_sub"], rows["e_sub"] - rows["e_nosub"]
+    rows = rows.assign(gap=gap - rows["log_z_true"], gain=gain, delta=delta)
+    heads, packs = rows[HEAD].drop_duplicates().sort_values(HEAD), np.unique(rows["pack"])
+    quartiles = slow_quartiles(rows)
     draws = []
     for of_all, within, of_packs in zip(sample.heads, sample.stratified, sample.packs, strict=True):
-        drawn = repeated(heads, within)
-        groups = [[head for head in drawn if head in quartile] for quartile in slow_quartiles(frame)]
-        assert [len(group) for group in groups] == [len(quartile) for quartile in slow_quartiles(frame)]
-        draws.append(
-            Slow(rows, mass, frame["corpus"].iloc[0], repeated(heads, of_all), groups, repeated(packs, of_packs))
-        )
+        drawn_packs = pd.DataFrame({"pack": np.repeat(packs, of_packs.astype(int))})
+
+        def drawn(frame: pd.DataFrame, heads: pd.DataFrame, packs: pd.DataFrame = drawn_packs) -> pd.DataFrame:
+            """Rows of these heads, each named by its place among them, as often as their packs are drawn."""
+            return frame.merge(packs).merge(heads.reset_index(drop=True).reset_index(names="place"), on=HEAD)
+
+        stratified = heads.loc[heads.index.repeat(within.astype(int))]
+        groups = [stratified.merge(quartile) for quartile in quartiles]
+        assert [*map(len, groups)] == [*map(len, quartiles)]
+        everyone = drawn(rows, heads.loc[heads.index.repeat(of_all.astype(int))])
+        of_groups = ([drawn(frame, group) for group in groups] for frame in (rows, curve.astype({"c_mid": float})))
+        draws.append(Slow(rows["corpus"].iloc[0], everyone, *of_groups))
     return draws
-
-
-def repeated(values: Sequence[Any], times: np.ndarray) -> list[Any]:
-    return [value for value, count in zip(values, times, strict=True) for _ in range(int(count))]
-
-
-def rank(values: list[float]) -> list[float]:
-    return [sum(x < value for x in values) + (sum(x == value for x in values) + 1) / 2 for value in values]
-
-
-def spearman(x: list[float], y: list[float]) -> float:
-    x, y = rank(x), rank(y)
-    x, y = [value - mean(x) for value in x], [value - mean(y) for value in y]
-    spread = math.sqrt(sum(a * a for a in x) * sum(b * b for b in y))
-    return sum(a * b for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
 
 
 def slow_claims(s: Slow) -> dict[str, float]:
     """The numbers of the claims about one setting, as their descriptions say."""
-    gains = [s.over(quartile, gain) for quartile in s.quartiles]
-    of_head = {head: s.of(head, gain) for heads in (s.heads, *s.quartiles) for head in heads}
-    rest = [head for quartile in s.quartiles[1:] for head in quartile]
-    lost = [[-of_head[head] for head in group if of_head[head] < 0] for group in (s.quartiles[0], rest)]
-    falls = [s.everywhere(e, a) - s.everywhere(e, b) for e in ("e_topk", "e_sub") for a, b in ((1, 7), (7, 30))]
-    curves = [
-        [mean(mean(s.mass[k, head, pack] for pack in s.packs) for head in s.quartiles[q]) for q in (0, 3)]
-        for k in (1, 2, 3, 5, 7)
-    ]
-    deltas = [s.of(head, delta) for head in s.heads]
-    for_sub, for_nosub = [-d for d in deltas if d < 0], [d for d in deltas if d > 0]
+    gains = [at(quartile)["gain"].mean() for quartile in s.quartiles]
+    of_heads = [at(quartile).groupby("place")["gain"].mean() for quartile in s.quartiles]
+    lowest, rest = of_heads[0], pd.concat(of_heads[1:])
+    curves = [[at(s.curves[q], k)["c_mid"].mean() for q in (0, 3)] for k in (1, 2, 3, 5, 7)]
+    delta, gap, entropy = s.by_head("delta"), s.by_head("gap"), s.by_head("h_mid")
 
-    def with_entropy(value: Callable[[Row], float] | str) -> float:
-        return spearman([s.of(head, "h_mid") for head in s.heads], [s.of(head, value) for head in s.heads])
+    def with_entropy(name: str) -> float:
+        other = s.by_head(name)
+        return entropy.corr(other, method="spearman") if min(entropy.nunique(), other.nunique()) > 1 else 0.0
 
     numbers = {
         "gain_largest_at_high_entropy": gains[3] - max(gains[:3]),
-        "gain_rises_with_entropy": with_entropy(gain),
-        "losses_at_low_entropy": mean(lost[0]) - mean(lost[1]) if all(lost) else math.nan,
-        "losses_more_frequent_at_low_entropy": len(lost[0]) / len(s.quartiles[0]) - len(lost[1]) / len(rest),
-        "completion_helps_in_every_quartile": min(s.over(q, gain, k) for q in s.quartiles for k in BUDGETS.values()),
+        "gain_rises_with_entropy": with_entropy("gain"),
+        "losses_at_low_entropy": rest[rest < 0].mean() - lowest[lowest < 0].mean(),
+        "losses_more_frequent_at_low_entropy": (lowest < 0).mean() - (rest < 0).mean(),
+        "completion_helps_in_every_quartile": min(
+            at(quartile, k)["gain"].mean() for quartile in s.quartiles for k in BUDGETS.values()
+        ),
         "topk_error_rises_with_entropy": with_entropy("e_topk"),
         "completion_error_rises_with_entropy": with_entropy("e_sub"),
-        "errors_fall_with_k": min(falls),
+        "errors_fall_with_k": min(
+            s.mean(name, a) - s.mean(name, b) for name in ("e_topk", "e_sub") for a, b in ((1, 7), (7, 30))
+        ),
         "mass_recovered_faster_at_low_entropy": min(low - high for low, high in curves),
         "residual_share_rises_with_entropy": with_entropy("residual_share_hat"),
-        "subtraction_wins_by_more": mean(for_sub) - mean(for_nosub) if for_sub and for_nosub else math.nan,
-        "subtraction_better_on_average": -mean(deltas),
-        "nosub_wins_where_underestimated": s.log_z_of(lambda d: d < 0) - s.log_z_of(lambda d: d > 0),
+        "subtraction_wins_by_more": -delta[delta < 0].mean() - delta[delta > 0].mean(),
+        "subtraction_better_on_average": -delta.mean(),
+        "nosub_wins_where_underestimated": gap[delta < 0].mean() - gap[delta > 0].mean(),
     }
     if s.corpus == "cwe":
-        return numbers | {"sub_wins_on_most_heads": len(for_sub) / len(deltas) - 0.5}
-    errors = s.log_z_errors()
-    numbers["residual_underestimated"] = -mean(errors) if errors else math.nan
-    return numbers | {"nosub_wins_on_most_heads": len(for_nosub) / len(deltas) - 0.5}
+        return numbers | {"sub_wins_on_most_heads": (delta < 0).mean() - 0.5}
+    return numbers | {
+        "residual_underestimated": -s.mean("gap"), "nosub_wins_on_most_heads": (delta > 0).mean() - 0.5,
+    }  # fmt: skip
 
 
 def slow_joint_claims(draws: Sequence[Slow]) -> dict[str, float]:
-    errors = [mean(s.log_z_errors()) for s in draws]
+    errors = [s.mean("gap") for s in draws]
+    assert not any(map(math.isnan, errors))
     return {
         "residual_underestimated_somewhere": -min(errors),
         "residual_overestimated_somewhere": max(errors),
-        "exact_nosub_lower_somewhere": max(s.everywhere("e_sub") - s.everywhere("e_exact_nosub") for s in draws),
-        "sub_lowest_everywhere": min(
-            s.everywhere(e) - s.everywhere("e_sub") for s in draws for e in ("e_topk", "e_nosub")
-        ),
-        "exact_sub_is_exact": 1e-6 - max(s.everywhere("e_exact_sub", k) for s in draws for k in BUDGETS.values()),
+        "exact_nosub_lower_somewhere": max(s.mean("e_sub") - s.mean("e_exact_nosub") for s in draws),
+        "sub_lowest_everywhere": min(s.mean(e) - s.mean("e_sub") for s in draws for e in ("e_topk", "e_nosub")),
+        "exact_sub_is_exact": 1e-6 - max(s.mean("e_exact_sub", k) for s in draws for k in BUDGETS.values()),
     }

@@ -1,4 +1,4 @@
-"""The paper's statements as numbers, against loops over the rows, with every head and pack drawn by hand."""
+"""The paper's statements as numbers, against means of the rows themselves, with every head and pack drawn by hand."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import pytest
-from tests.unit.diagnostics.slow_claims import (
-    SETTINGS,
-    make_rows,
-    mean,
-    read,
-    slow_claims,
-    slow_draws,
-    slow_joint_claims,
-    slow_quartiles,
-)
+from tests.unit.diagnostics.slow_claims import SETTINGS, make_rows, read, slow_claims, slow_draws, slow_joint_claims
 
 from residual_mass.diagnostics.claims import CLAIMS, Claim
-from residual_mass.diagnostics.resampling import estimate
+from residual_mass.diagnostics.samples import estimate
 
 CLAIM = {claim.name: claim for claim in CLAIMS}
 
@@ -33,24 +24,43 @@ def the_one(claim: Claim, data: object) -> np.ndarray:
     return numbers.min(axis=1) if claim.extreme == "least" else numbers.max(axis=1)
 
 
-@pytest.mark.parametrize("resamples", [0, 25])
-def test_numbers_are_those_of_loops_over_rows(resamples: int, tmp_path: Path) -> None:
+def budget_of_five(rows: pd.DataFrame) -> pd.DataFrame:
+    """With a budget that gives the K of another one."""
+    return pd.concat([rows, rows[rows["k"] == 7].assign(budget_percent=5.0)])
+
+
+CHANGES = {
+    "as it is": lambda rows: rows,
+    "heads of equal entropy": lambda rows: rows.assign(h_mid=np.where(rows["layer"] == 1, 0.25, 0.5)),
+    "two budgets of one K": budget_of_five,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_numbers_are_those_of_the_drawn_rows(change: str, tmp_path: Path) -> None:
     """Of the full data, and of all draws."""
     rng = np.random.default_rng()
     files = [make_rows(rng, corpus, length, packs=packs) for corpus, length, packs in SETTINGS]
-    samples = read(tmp_path, files)
-    samples = [sample.resampled(resamples, seed=3) for sample in samples] if resamples else samples
-    draws = [slow_draws(pair, sample) for pair, sample in zip(files, samples, strict=True)]
-    about_all = {claim.name for claim in CLAIMS if claim.about == "all"}
-    settings = [(about_all, samples, [slow_joint_claims(of_draw) for of_draw in zip(*draws, strict=True)])]
-    for of_setting, sample in zip(draws, samples, strict=True):
-        applying = {claim.name for claim in CLAIMS if claim.applies(sample)}
-        settings.append((applying, sample, [slow_claims(draw) for draw in of_setting]))
-    for names, data, expected in settings:
-        assert len(expected) == max(resamples, 1) and names == set(expected[0])
-        for name in names:
-            numbers = [draw[name] for draw in expected]
-            np.testing.assert_allclose(the_one(CLAIM[name], data), numbers, rtol=0, atol=1e-9, err_msg=name)
+    files = [(CHANGES[change](rows), mass) for rows, mass in files]
+    as_is = read(tmp_path, files)
+    for samples in (as_is, [sample.resampled(5, seed=3) for sample in as_is]):
+        draws = [slow_draws(pair, sample) for pair, sample in zip(files, samples, strict=True)]
+        about_all = {claim.name for claim in CLAIMS if claim.about == "all"}
+        settings = [(about_all, samples, [slow_joint_claims(of_draw) for of_draw in zip(*draws, strict=True)])]
+        for of_setting, sample in zip(draws, samples, strict=True):
+            applying = {claim.name for claim in CLAIMS if claim.applies(sample)}
+            settings.append((applying, sample, [slow_claims(draw) for draw in of_setting]))
+        for names, data, expected in settings:
+            assert names == set(expected[0])
+            for name in names:
+                numbers = [draw[name] for draw in expected]
+                np.testing.assert_allclose(the_one(CLAIM[name], data), numbers, rtol=0, atol=1e-9, err_msg=name)
+
+
+def test_a_single_budget_says_nothing_about_several(tmp_path: Path) -> None:
+    rows, mass = make_rows(np.random.default_rng())
+    (single,) = read(tmp_path, [(rows[rows["k"] == 7], mass)])
+    assert CLAIM["errors_fall_with_k"].number(single).size == 0
 
 
 def test_settings_share_heads_and_have_packs_of_their_own(tmp_path: Path) -> None:
@@ -95,13 +105,6 @@ def test_the_interval_of_an_extreme_comes_from_those_of_each_number(extreme: Lit
     assert tuple(alone) == pytest.approx((true[0, 0], plain[0][0], plain[1][0]), abs=0.02)
 
 
-def test_heads_of_equal_entropy_go_by_layer_and_number(tmp_path: Path) -> None:
-    rows, mass = make_rows(np.random.default_rng(), heads=5)
-    rows["h_mid"] = np.where(rows["layer"] == 1, 0.25, 0.5)
-    (setting,) = read(tmp_path, [(rows, mass)])
-    assert [group.tolist() for group in setting.quartiles] == [[5, 6, 7], [8, 9], [0, 1, 2], [3, 4]]
-
-
 def test_ranks_of_what_is_constant_say_nothing(tmp_path: Path) -> None:
     rows, mass = make_rows(np.random.default_rng(), heads=15, packs=8)
     # The same on all heads, and their means must not be rounded apart.
@@ -110,24 +113,13 @@ def test_ranks_of_what_is_constant_say_nothing(tmp_path: Path) -> None:
     assert (CLAIM["residual_share_rises_with_entropy"].number(setting.resampled(300, seed=0)) == 0).all()
 
 
-def test_budgets_of_the_same_k_count_once(tmp_path: Path) -> None:
-    rows, mass = make_rows(np.random.default_rng())
-    twice = pd.concat([rows, rows[rows["k"] == 7].assign(budget_percent=5.0)])
-    before, after, single = read(tmp_path, [(rows, mass), (twice, mass), (twice[twice["k"] == 7], mass)])
-    number = CLAIM["errors_fall_with_k"].number
-    assert number(after).tolist() == number(before).tolist()
-    assert number(single).size == 0
-
-
 @pytest.mark.parametrize(("smallest", "k"), [(1, 1), (9, 10)])
 def test_mass_curves_are_read_at_their_first_k_at_least(smallest: int, k: int, tmp_path: Path) -> None:
     rows, mass = make_rows(np.random.default_rng())
     rows["k"] = rows["k"].map({1: 0, 7: 0, 30: 1})
     mass = mass[mass["k"] >= smallest]
     (setting,) = read(tmp_path, [(rows, mass)])
-    low, *_, high = (
-        mean(row.c_mid for row in mass[mass["k"] == k].itertuples() if (row.layer, row.head) in quartile)
-        for quartile in slow_quartiles(rows)
-    )
+    (slow,) = slow_draws((rows, mass), setting)
+    low, *_, high = (curve.loc[curve["k"] == k, "c_mid"].mean() for curve in slow.curves)
     found = CLAIM["mass_recovered_faster_at_low_entropy"].number(setting)
     assert found.tolist() == [[pytest.approx(low - high, abs=1e-9)]]
