@@ -18,9 +18,9 @@ from packed_cache import Side, filled
 
 from residual_mass import partial_decoding
 from residual_mass.methods import method_named
+from residual_mass.model.generate import Pass
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
-from residual_mass.model.verified import Pass
 from residual_mass.texts.corpora import read_documents
 
 SCAN = "scan4_regression_64"

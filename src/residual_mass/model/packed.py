@@ -6,9 +6,11 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, D
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -164,21 +166,37 @@ class PackedCache(Cache):
 
 
 @dataclass
-class PackedSession:
-    """An attention handler: reads prompts exactly and packs them, then attends through the kernels.
+class Session:
+    """An attention handler that reads prompts exactly, and generated tokens through a method.
 
     Attributes:
-        partial_calls: number of decode steps by layer.
+        partial_calls: number of decode steps by index of a layer that reads the whole text; layers without one, as of a
+            model that bypasses the hook, are missing.
         reading: whether single tokens are part of a prompt too.
         verifying: whether tokens are drafts, which full attention reads and of which some may be taken out again.
     """
 
     arm: Arm
     anchors: AnchorSpec
+    partial_calls: dict[int, int] = field(default_factory=dict, init=False)
+    reading: bool = field(default=False, init=False)
+    verifying: bool = field(default=False, init=False)
+
+    @contextmanager
+    def doing(self, what: Literal["reading", "verifying"]) -> Iterator[None]:
+        """Sets one of the two within a context."""
+        setattr(self, what, True)
+        try:
+            yield
+        finally:
+            setattr(self, what, False)
+
+
+@dataclass
+class PackedSession(Session):
+    """Packs prompts, then attends through the kernels."""
+
     cache: PackedCache
-    reading: bool = False
-    verifying: bool = False
-    partial_calls: dict[int, int] = field(default_factory=dict)
     _chosen: set[int] = field(default_factory=set)
     """Layers that know how many tokens to read."""
 

@@ -29,7 +29,7 @@ from residual_mass.model.hook import (
     text_config,
     window_of,
 )
-from residual_mass.model.packed import PackedCache, PackedSession
+from residual_mass.model.packed import PackedCache, PackedSession, Session
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import (
     ArmRows,
@@ -56,7 +56,7 @@ def partial_kv(
     num_tail: int = 16,
     fold: int | None = None,
     cache: PackedCache | None = None,
-) -> Iterator[PartialSession | PackedSession]:
+) -> Iterator[Session]:
     """Context in which prompts are read exactly and generated tokens attend to the prompt through `method`.
 
     Works with `model.generate` (greedy, sampling or beams, left-padded batches, growing or static caches) on
@@ -88,8 +88,7 @@ def partial_kv(
         ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
             supported or already hooked; `generate` without a cache or with drafts of several tokens.
     """
-    session: PartialSession | PackedSession
-    session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
+    session: Session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
     if cache is not None:
         if fold is not None:
             raise ValueError("fold is for transformers' caches: a PackedCache joins older tokens in blocks by itself")
@@ -128,7 +127,7 @@ def partial_session(
 
 
 @contextmanager
-def _generate_watched(model: PreTrainedModel, session: PartialSession | PackedSession) -> Iterator[None]:
+def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None]:
     """Refuses what `generate` would do by full attention, and tells the session while it reads a prompt, the last chunk
     of which may be a single token.
     """
@@ -147,11 +146,8 @@ def _generate_watched(model: PreTrainedModel, session: PartialSession | PackedSe
         validate(mode, config, *args, **kwargs)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        session.reading = True
-        try:
+        with session.doing("reading"):
             return read(*args, **kwargs)
-        finally:
-            session.reading = False
 
     if read is not None:
         model._prefill = marked
@@ -179,24 +175,12 @@ def require_maps(arm: Arm, phi: PhiMaps | None) -> None:
 
 
 @dataclass
-class PartialSession:
-    """State of one `partial_kv` context, by layer.
+class PartialSession(Session):
+    """State of one `partial_kv` context over a cache of transformers, by layer."""
 
-    Attributes:
-        partial_calls: number of decode steps by index of a layer that reads the whole text; layers without one, as of a
-            model that bypasses the hook, are missing.
-        reading: whether single tokens are part of a prompt too.
-        verifying: whether tokens are drafts, which are read exactly and of which the cache may lose some.
-    """
-
-    arm: Arm
-    anchors: AnchorSpec
     fold: int | None = None
     maps: list[tuple[Map, Map]] | None = None
     shape: HeadShape | None = None
-    partial_calls: dict[int, int] = field(default_factory=dict)
-    reading: bool = False
-    verifying: bool = False
     _columns: dict[int, int] = field(default_factory=dict)
     _filled: dict[int, int] = field(default_factory=dict)
     _real: dict[int, Tensor] = field(default_factory=dict)

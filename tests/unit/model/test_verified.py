@@ -20,8 +20,8 @@ from residual_mass import PackedCache, PhiMaps, partial_decoding, partial_genera
 from residual_mass.core.accounting import Terms, exact_terms
 from residual_mass.core.settings import MapSpec
 from residual_mass.methods import METHODS, Method, Residual, Seen, Step
+from residual_mass.model.generate import Pace, Pass, accepted_or_drawn
 from residual_mass.model.phi_maps import HeadShape
-from residual_mass.model.verified import Pace, Pass, accepted_or_drawn
 
 BUDGET, NEW = 0.3, 24
 built = needs(KERNELS)
