@@ -43,7 +43,7 @@ from residual_mass.texts.frozen_prompts import (
 )
 
 if TYPE_CHECKING:
-    from residual_mass.model.forced import ForcedDecoder
+    from residual_mass.model.engine import ForcedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -212,8 +212,7 @@ def _compute(
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
 
-    from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine
-    from residual_mass.model.forced import ForcedDecoder
+    from residual_mass.model.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
 
     _check_vocabulary(spec, backbone.model, missing)
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)

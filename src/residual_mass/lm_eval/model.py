@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import SharedPrefillEngine
-from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.partial import make_arm, partial_kv, partial_session, require_maps
 from residual_mass.model.phi_maps import PhiMaps

@@ -1,27 +1,29 @@
-"""Shared-prefill decoding: all arms of an evaluation decode greedily from one exact prefill, as one batch.
+"""Shared-prefill decoding: all arms of an evaluation decode from one exact prefill, as one batch; greedily, or given
+continuations token by token.
 
 All arms share the prefix's keys, values and summaries, which are read-only; each arm has its own buffer of generated
 keys and values, so no arm can contaminate another. The first generated token comes from the shared exact prefill.
 Finished examples and arms leave the batch.
 
-Shape letters: E = examples, A = arms, Hkv = KV heads, L = prefix columns, D = head dimension.
+Shape letters: E = examples, A = arms, T = forced tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.decoder import ArmDecoder, FullRows, Layers, PartialRows
 from residual_mass.model.hook import (
+    Handler,
     attention_hook,
     end_tokens,
     greedy,
@@ -38,6 +40,14 @@ Summaries = Mapping[str | None, tuple[list[Map], list[Summary]]]
 """phi_q and the summaries of prefixes, both by layer, of all maps by their label."""
 Saturated = Callable[[int, list[int]], bool]
 """Whether the tokens generated for the prompt of that index settle its score, whatever comes next."""
+State = Literal["own", "dense"]
+"""Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full
+attention, which leaves the error of each step alone.
+"""
+ROWS = 512
+"""Most tokens, over all arms, of one pass through the model, which bounds the memory of their logits."""
+SCORES = 2**24
+"""Most scores of a layer that are computed at once, unless one arm has more."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +141,9 @@ class SharedPrefillEngine:
         read_seconds = time.monotonic() - started
         started = time.monotonic()
         lengths = [len(ids) for ids in prompts]
-        decoder = self._decoder(layers, lengths, max(limits) - 1)
+        decoder = self.decoder(layers, lengths, self.arms, max(limits) - 1, self.summaries(layers))
         batch = _Batch(first, limits, len(self.arms), end_tokens(self.backbone.model), saturated)
-        self._decode(decoder, batch, lengths)
+        self.decode(decoder, batch, lengths)
         # Not earlier: an attempt that runs out of memory must not count.
         self.work.prefill_tokens += sum(map(len, prompts))
         self.work.prefill_seconds += read_seconds
@@ -170,9 +180,6 @@ class SharedPrefillEngine:
             keys, values = (torch.cat(parts) for parts in zip(*padded, strict=True))
             layers.append(build_prefix(keys, values, real, self.anchors, gapless=True))
         return layers, [int(one.next_token) for one in read]
-
-    def _decoder(self, layers: list[PrefixLayer], lengths: list[int], steps: int) -> ArmDecoder:
-        return self.decoder(layers, lengths, self.arms, steps, self.summaries(layers))
 
     def decoder(
         self,
@@ -228,7 +235,7 @@ class SharedPrefillEngine:
             made[label] = [query_map for query_map, _ in maps], of_layers
         return made
 
-    def _decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
+    def decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
         steps = 0
         with attention_hook(self.backbone.model, decoder, hybrid=True):
@@ -241,7 +248,7 @@ class SharedPrefillEngine:
                 tokens, finite = torch.stack(greedy(logits)).tolist()
                 for (e, a), good in zip(rows, finite, strict=True):
                     if not good and batch.finish[e][a] is None:  # tokens of finished rows are not used
-                        raise self.not_finite(e, f"generated token {steps + 2}", self.arms[a])
+                        raise self.not_finite(e, f"generated token {steps + 2}", decoder.arms[batch.arms.index(a)])
                 batch.add(tokens)
                 steps += 1
         decoder.require_read(steps)
@@ -302,3 +309,92 @@ class _Batch:
 
 def maps_suffix(label: str | None) -> str:
     return "" if label is None else f" with the maps {label}"
+
+
+class ForcedDecoder:
+    """Decodes given continuations of one prompt under the arms of an engine.
+
+    Args:
+        engine: holds the backbone, the arms and their maps.
+        prefix: tokens that are read exactly.
+
+    Raises:
+        NotFiniteError: the prefill, or a summary of it, is not finite.
+    """
+
+    @torch.no_grad()
+    def __init__(self, engine: SharedPrefillEngine, prefix: Sequence[int]) -> None:
+        self.engine, self.length = engine, len(prefix)
+        self.prefix, _ = engine.read([list(prefix)])
+        self.summaries = engine.summaries(self.prefix)
+
+    def k(self, arm: ArmSpec) -> int:
+        """Mid-region tokens that an arm retrieves per query head and step."""
+        return retrieved_by(arm, self.length, self.engine.anchors, self.engine.nominal_length)
+
+    @torch.no_grad()
+    def full(self, tokens: Sequence[int]) -> tuple[Tensor, Layers]:
+        """Returns logits [T, V] of full attention after each token, and the tokens' keys and values under it."""
+        decoder = self._decoder([ArmSpec("full")], len(tokens))
+        (full,) = decoder.parts
+        full.masked = True
+        logits = self._logits(decoder, tokens)[0]
+        return logits, [tuple(x[:, :, self.length :] for x in cache[0]) for cache in full.caches]
+
+    @torch.no_grad()
+    def logits(self, arms: Sequence[ArmSpec], tokens: Sequence[int], dense: Layers | None = None) -> Iterator[Tensor]:
+        """Yields logits [T, V] of each partial arm after each token.
+
+        Args:
+            dense: what `full` returned for the same tokens, for the state `dense`; None for the arms' own.
+
+        Raises:
+            NotFiniteError: a logit is not finite; names the arm and the layer.
+            RuntimeError: an attention layer bypassed the hook.
+        """
+        size = max(1, ROWS // len(tokens))
+        for start in range(0, len(arms), size):
+            yield from self._logits(self._decoder(arms[start : start + size], len(tokens), dense), tokens)
+
+    @torch.no_grad()
+    def greedy(self, first: int, limit: int) -> list[int]:
+        """Returns up to `limit` tokens that full attention appends to the prefix and the token `first`; an
+        end-of-sequence token is the last.
+        """
+        batch = _Batch([first], [limit + 1], 1, end_tokens(self.engine.backbone.model), None)
+        self.engine.decode(self._decoder([ArmSpec("full")], limit), batch, [self.length])
+        return batch.tokens[0][0][1:]
+
+    def _decoder(self, arms: Sequence[ArmSpec], room: int, dense: Layers | None = None) -> ArmDecoder:
+        most = max(1, SCORES // (self.engine.backbone.shape.query_heads * room * self.length))
+        return self.engine.decoder(self.prefix, [self.length], arms, room, self.summaries, most, dense)
+
+    def _logits(self, decoder: ArmDecoder, tokens: Sequence[int]) -> Tensor:
+        """Runs all tokens of all arms through the model at once: [A, T, V]."""
+        logits = self._forward(decoder, len(decoder.arms), tokens)
+        decoder.require_read(len(tokens))
+        extremes = torch.stack(logits.flatten(1).aminmax(dim=1))  # a NaN is both; less memory than a mask of all
+        finite = extremes.isfinite().all(0).tolist()
+        if not all(finite):
+            arm, layer = decoder.arms[finite.index(False)], self._layer_at_fault(decoder, tokens, finite.index(False))
+            place = "" if layer is None else f", from layer {layer} on,"
+            raise self.engine.not_finite(0, "the continuation", arm, place)
+        return logits
+
+    def _layer_at_fault(self, decoder: ArmDecoder, tokens: Sequence[int], row: int) -> int | None:
+        """Reads the tokens again to find the first layer in which a row's attention is not finite."""
+        found: list[int] = []
+
+        def watched(module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
+            output = decoder(module, *tensors)
+            if not output[row].isfinite().all():
+                found.append(module.layer_idx)
+            return output
+
+        decoder.read = [0] * len(self.prefix)
+        self._forward(watched, len(decoder.arms), tokens)
+        return next(iter(found), None)
+
+    def _forward(self, handler: Handler, num_arms: int, tokens: Sequence[int]) -> Tensor:
+        with attention_hook(self.engine.backbone.model, handler, hybrid=True):
+            return self.engine.forward([list(tokens)] * num_arms, [self.length] * num_arms)

@@ -18,8 +18,7 @@ from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import SharedPrefillEngine
-from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.generate import partial_generate
 from residual_mass.model.hook import Window, require_attention_alone, visible_columns
 from residual_mass.model.loading import Backbone

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import NotFiniteError, SharedPrefillEngine
-from residual_mass.model.forced import ForcedDecoder
+from residual_mass.model.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 
@@ -43,7 +42,7 @@ def one_by_one(engine: SharedPrefillEngine, prompts: list[list[int]], tokens: li
     """
     layers, _ = engine.read(prompts)
     lengths = [len(prompt) for prompt in prompts]
-    decoder = engine._decoder(layers, lengths, T)
+    decoder = engine.decoder(layers, lengths, engine.arms, T, engine.summaries(layers))
     steps = []
     with attention_hook(engine.backbone.model, decoder):
         for step in range(T):
