@@ -28,21 +28,45 @@ class _HasMethod:
 
 @dataclass(frozen=True)
 class Arm(_HasMethod):
-    """A method at an exact-support budget.
-
-    Raises:
-        ValueError: the budget is missing, given to `full`, or out of range.
-    """
+    """A method at an exact-support budget."""
 
     rule: Method
     budget_percent: float | None
-    """Percent of the prefix, anchors included; None for the whole prefix."""
+    """Percent of the prefix in (0, 100], anchors included; None for the whole prefix."""
+
+
+@dataclass(frozen=True)
+class ArmSpec(_HasMethod, Settings):
+    """The same by the method's name, as studies have it.
+
+    Raises:
+        ValueError: the budget is missing, given to `full`, or out of range; or maps are named that nothing uses.
+    """
+
+    method: str
+    """Its name."""
+    budget_percent: float | None = None
+    """Percent of the prefix, anchors included."""
+    maps: str | None = None
+    """Label of the feature maps, where there are several."""
 
     def __post_init__(self) -> None:
         if self.is_full != (self.budget_percent is None):
-            raise ValueError(f"arm {self.rule.name!r}: full takes no budget_percent, every other method needs one")
+            raise ValueError(f"arm {self.method!r}: full takes no budget_percent, every other method needs one")
         if self.budget_percent is not None and not 0 < self.budget_percent <= 100:
             raise ValueError(f"budget_percent {self.budget_percent:g} is outside (0, 100]")
+        if self.maps is not None and not self.needs_maps:
+            raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
+
+    @property
+    def rule(self) -> Method:
+        return method_named(self.method)
+
+
+def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
+    """Returns the identities of the arms' methods that are not the paper's, each once."""
+    rules = dict.fromkeys(arm.rule for arm in arms)
+    return tuple(rule.identity for rule in rules if not rule.of_the_paper)
 
 
 def percent_of_share(budget: float | str | None) -> float:
@@ -83,30 +107,3 @@ def percent_written(text: str) -> float:
         likely = f"{100 * percent:g}"
         raise ValueError(f"budget {text} may mean {likely} % or {percent:g} %: write {likely} or {percent:g}%")
     return percent
-
-
-def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
-    """Returns the identities of the arms' methods that are not the paper's, each once."""
-    rules = dict.fromkeys(arm.rule for arm in arms)
-    return tuple(rule.identity for rule in rules if not rule.of_the_paper)
-
-
-@dataclass(frozen=True)
-class ArmSpec(_HasMethod, Settings):
-    """One evaluated method at one exact-support budget."""
-
-    method: str
-    """Its name."""
-    budget_percent: float | None = None
-    """Percent of the prefix, anchors included."""
-    maps: str | None = None
-    """Label of the feature maps, where there are several."""
-
-    def __post_init__(self) -> None:
-        Arm(self.rule, self.budget_percent)  # refuses a budget out of range
-        if self.maps is not None and not self.needs_maps:
-            raise ValueError(f"arm {self.method!r}: uses no feature maps, but names {self.maps!r}")
-
-    @property
-    def rule(self) -> Method:
-        return method_named(self.method)

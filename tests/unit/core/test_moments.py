@@ -16,7 +16,6 @@ from residual_mass.core.moments import (
     clusters,
     clusters_of,
     counts,
-    merged,
     moments_of,
     truncated_terms,
 )
@@ -65,19 +64,6 @@ def test_truncated_terms_are_those_of_a_truncated_normal(shift: float) -> None:
     expected_nu, expected_z = by_quadrature(moments, query, tau)
     assert float(z) == pytest.approx(expected_z, rel=1e-8)
     torch.testing.assert_close(nu[0], expected_nu, rtol=1e-7, atol=1e-7 * expected_z)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_merging_token_by_token_equals_the_batch(dtype: torch.dtype, tolerance: float) -> None:
-    keys, values = (x.to(dtype) for x in random_tokens(3000))
-    running = moments_of(keys[:100], values[:100], whole(100))
-    for i in range(100, 3000):
-        one = slice(i, i + 1)
-        running = merged(running, moments_of(keys[one], values[one], whole(1)))
-    batch = moments_of(keys.double(), values.double(), whole(3000))
-    for name, ours, theirs in zip(MomentState._fields, running, batch, strict=True):
-        error = (ours.double() - theirs).abs().max() / theirs.abs().max()
-        assert error < tolerance, (name, error)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])

@@ -8,16 +8,13 @@ from torch import Tensor
 
 from residual_mass.methods import (
     METHODS,
-    CacheOnly,
     GroupSums,
     Method,
     QuantisedScan,
-    QuantisedValues,
     Selector,
     Step,
     WholeClusters,
     method_named,
-    state_bytes,
 )
 from residual_mass.methods.interface import BFLOAT16
 from residual_mass.methods.step_bytes import (
@@ -42,6 +39,10 @@ def test_what_a_step_reads_by_hand() -> None:
         "topk_phi_nosub": (keys, values, summary),
         "topk_phi": (keys, values, summary + 43 * 64 * 4),  # and the features of what is subtracted
         "scan4_moments": (codes, 63 * TOKEN, 4 * (2 * 64**2 + 2 * 64 + 2)),
+        "cache4_rotated": (codes, 63 * TOKEN, 2048 * (64 / 2 + 4)),
+        "topk_centroids": (keys, values, 4 * 64 * (2 * 64 + 1) + 2 * 43),
+        "topk_importance": (keys, values, 4 * 64 * 65 + 32 * 3 * TOKEN),
+        "scan3_regression_32": (2048 * 64 * 3 / 8 + 2048 / 128 * 2 * 64 * 2, 63 * TOKEN, 2 * 96 * 65 + 2048),
     }.items():
         assert step_bytes(method_named(name), STEP) == expected
     assert step_bytes(method_named("topk_phi_nosub"), STEP._replace(features=128)).summary == 2 * summary
@@ -84,30 +85,6 @@ def test_what_is_kept_of_a_prompt_by_hand() -> None:
     assert kept_bytes(whole, STEP) == (cache, 2 * 64 * 128 + 2 * 2048 + 2 * 65 * 128)
     values = 2048 * (width / 2 + 4)
     assert kept_bytes(method_named("cache4_rotated"), STEP) == (20 * TOKEN, scan + values)
-
-
-@pytest.mark.parametrize(("tokens", "state", "held"), [(2048, 0.192, 0.368), (65_536, 0.146, 0.276)])
-def test_a_scan_with_regression_keeps_its_state_beside_the_cache(tokens: int, state: float, held: float) -> None:
-    method, step = method_named("scan4_regression_64"), STEP._replace(tokens=tokens)
-    assert kept_bytes(method, step).state / full_bytes(step) == pytest.approx(state, abs=1e-3)
-    keys = torch.randn(2, 2048, 64, generator=torch.Generator().manual_seed(0))
-    inside = torch.ones(2048, dtype=torch.bool)
-    scan, rest = method.selector.prepare(keys[0], inside), method.own.prepare(*keys, inside)
-    by_token = state_bytes(scan) + state_bytes((rest.cluster,))
-    found = by_token * tokens / 2048 + state_bytes(rest[:-1])
-    assert found / full_bytes(step) == pytest.approx(held, abs=1e-3), "as held: a byte a code, float32"
-
-
-@pytest.mark.parametrize(
-    ("bits", "read"), [((4, 4), 0.291), ((4, 3), 0.260), ((3, 3), 0.228), ((2, 2), 0.166)], ids=str
-)
-def test_a_quantised_cache_reads_and_keeps_its_codes(bits: tuple[int, int], read: float) -> None:
-    """And the exact keys and values of anchors: 1 % at 2k."""
-    step = STEP._replace(retrieved=0)
-    method = Method("c", "", CacheOnly(QuantisedScan(bits[0])), QuantisedValues(bits[1]))
-    size = step_bytes(method, step)
-    assert size.total / full_bytes(step) == pytest.approx(read, abs=1e-3)
-    assert kept_bytes(method, step).total == size.total
 
 
 def test_no_more_tokens_are_retrieved_than_there_are() -> None:
