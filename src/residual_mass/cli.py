@@ -126,7 +126,7 @@ STAGES = {
     "numbers": ("paper.document:run_numbers", "out", "make LaTeX macros of the numbers in a study's tables"),
     "figure": ("paper.figures", "pdf png", "draw a figure"),
     "document": ("paper.document:run_document", "out", "put all tables and figures of a study into a LaTeX document"),
-    "pdf": ("paper.typesetting", "out", "compile a LaTeX document"),
+    "pdf": ("paper.latex:run_pdf", "out", "compile a LaTeX document"),
     "report": ("paper.page", "out", "put all results of a study on one page for a browser"),
     "published": ("paper.document:run_published", "out", "render a table with the paper's own values"),
     "estimate": ("estimate", "", "say what the jobs of a study will cost, from rates measured here"),

@@ -84,14 +84,10 @@ def context(cells: pd.DataFrame) -> dict[str, Any]:
 def warnings(models: dict[str, str]) -> list[str]:
     """Returns what a reader must know of these models, by id with their weights, before the values."""
     found = []
-    if random := [model for model, weights in models.items() if weights == "random"]:
-        found.append(
-            f"Random weights ({', '.join(random)}): such values exercise the code and say nothing of a method."
-        )
-    if others := [model for model in models if model not in MODELS.values()]:
-        found.append(
-            f"The paper does not evaluate {', '.join(others)}; the values are not comparable with the paper's."
-        )
+    if random := ", ".join(model for model, weights in models.items() if weights == "random"):
+        found.append(f"Random weights ({random}): such values exercise the code and say nothing of a method.")
+    if others := ", ".join(model for model in models if model not in MODELS.values()):
+        found.append(f"The paper does not evaluate {others}; the values are not comparable with the paper's.")
     return found
 
 
@@ -102,12 +98,10 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
     """The `numbers` stage: writes macros that look up the values of tables' cells, each by its key.
 
     Raises:
-        ValueError: a file is not what was recorded, or a key holds what TeX may not read; names it.
+        ValueError: a file is not what was recorded; names it.
     """
     record = Record("numbers", spec, tables, sources=[template])
     keyed = [pair for path in tables for pair in keyed_cells(read_frame(path))]
-    if not keyed:
-        raise ValueError(f"study {spec.study}: no table with a number; give one")
     entries = [(kind, Latex(key), text) for key, cell in keyed for kind, text in _facts(cell)]
     example = next((key for key, cell in keyed if cell["gain_p_holm"]), keyed[0][0])
     write_text(out, render(template, study=spec.study, example=Latex(example), entries=entries))
@@ -116,15 +110,14 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
 
 def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
     """Returns every cell with a value and its key: the fields before `text` without the empty ones, with slashes
-    between. All quantities of a measurement stand together.
+    between, which TeX can look up: names have letters, digits and . _ + - alone. All quantities of a measurement stand
+    together.
     """
     names = list(cells.columns[: cells.columns.get_loc("text")])
     measurement = cells.groupby([name for name in names if name != "quantity"], sort=False).ngroup()
     cells = cells.iloc[measurement.argsort(kind="stable")]
     cells = cells[cells["value"] != ""]
     keys = ["/".join(filter(None, fields)) for fields in cells[names].itertuples(index=False)]
-    if wrong := [key for key in keys if not re.fullmatch(r"[A-Za-z0-9._+/-]+", key)]:
-        raise ValueError(f"{wrong[0]!r}: TeX cannot look up such a key; use letters, digits, . _ + -")
     return list(zip(keys, cells.to_dict("records"), strict=True))
 
 
@@ -159,18 +152,13 @@ def run_document(
         numbers: macros of the tables' numbers (.tex), for whoever writes text into a copy; None where there are none.
 
     Raises:
-        ValueError: there are none of either, a file is not what was recorded or has a name that LaTeX cannot read.
+        ValueError: a file is not what was recorded; names it.
     """
-    if not tables and not figures:
-        raise ValueError(f"study {spec.study}: no table and no figure; give one")
     record = Record("document", spec, [*tables, *figures, numbers], sources=[template])
 
     def place(path: Path) -> Latex:
-        """Returns the path as seen from the document, where LaTeX runs."""
-        found = Path(os.path.relpath(path, out.parent)).as_posix()
-        if not re.fullmatch(r"[A-Za-z0-9._/-]+", found):
-            raise ValueError(f"{found!r}: LaTeX cannot read such a name; letters, digits and . _ / - are safe")
-        return Latex(found)
+        """Returns the path as seen from the document, where LaTeX runs; its names are of the study's configuration."""
+        return Latex(os.path.relpath(path, out.parent))
 
     def shown(path: Path, kind: str, caption: str = "") -> dict[str, str]:
         """Returns a table or figure by its name, path and label; tables bring their captions along."""

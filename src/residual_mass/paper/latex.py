@@ -1,15 +1,24 @@
-"""Tables as LaTeX by Jinja templates: every expression is escaped but for mathematics between dollars."""
+"""Tables as LaTeX by Jinja templates: every expression is escaped but for mathematics between dollars. And a document
+as a PDF, the same bytes every time, with what LaTeX there is.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
+
+from residual_mass.files import atomic_write
 
 Field = list[dict[str, str]]
 """The cells that share a field of a printed table."""
@@ -126,3 +135,51 @@ def fill(environment: jinja2.Environment, template: Path, write: Callable[[jinja
         return write(environment.get_template(template.name))
     except jinja2.TemplateError as error:
         raise ValueError(f"{template}: {error}; correct it, or restore it from the repository") from None
+
+
+# ---- PDF -------------------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "pdflatex": "-no-shell-escape -interaction=nonstopmode -halt-on-error -output-directory",
+    "tectonic": "--untrusted --outdir",
+}
+"""Programs in the order of preference, and their arguments before the folder of what they write."""
+PASSES = {"pdflatex": 2, "tectonic": 1}
+"""How often each must run until all numbers of pages are known."""
+ENVIRONMENT = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1", "max_print_line": "1000"}
+"""Makes the same bytes every time, and messages that are not cut into lines of 79."""
+
+
+def run_pdf(document: Path, out: Path) -> None:
+    """Compiles `document` in its folder, where nothing but `out` is left; when LaTeX fails, its messages are on stderr.
+
+    Raises:
+        ValueError: no LaTeX is installed, or it fails; says how.
+    """
+    if lacking := problems():
+        raise ValueError(*lacking)
+    program = _program()
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(PASSES[program]):
+            done = subprocess.run(
+                [program, *COMMANDS[program].split(), folder, document.name],
+                cwd=document.parent, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+            )  # fmt: skip
+            if done.returncode:
+                print(done.stdout, file=sys.stderr)
+                # TeX marks its errors with an exclamation mark; tectonic says so in words.
+                errors = [line for line in done.stdout.splitlines() if line.startswith(("!", "error:"))]
+                raise ValueError(f"{document}: {program} fails: {(errors or ['it does not say why'])[0]}")
+        with atomic_write(out) as temporary:
+            shutil.copyfile(Path(folder, document.with_suffix(".pdf").name), temporary)
+
+
+def problems() -> list[str]:
+    """Returns what this machine lacks to make a PDF, in one line with its remedy; empty where it has a LaTeX."""
+    lacking = f"no LaTeX on PATH ({' or '.join(PASSES)}); install one, on Debian `apt install texlive-latex-extra`"
+    return [] if _program() else [lacking]
+
+
+def _program() -> str:
+    return next((program for program in PASSES if shutil.which(program)), "")

@@ -45,10 +45,8 @@ def run(
     """Writes the page of tables (.csv), figures (.png) and verdicts; captions are templates in the same folder.
 
     Raises:
-        ValueError: there is neither a table nor a figure, or a file differs from its record; names it.
+        ValueError: a file differs from its record; names it.
     """
-    if not tables and not figures:
-        raise ValueError(f"study {spec.study}: no table and no figure; give one")
     record = Record("report", spec, [*tables, *figures, comparison], sources=[template])
     cells = {path.stem: read_frame(path) for path in tables}
     rows = read_frame(comparison) if comparison else pd.DataFrame(columns=["table", "verdict"])

@@ -16,7 +16,7 @@ from residual_mass.core.settings import tokens_of
 from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.machine import preflight, slurm
-from residual_mass.paper import typesetting
+from residual_mass.paper import latex
 from residual_mass.study import paths
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
@@ -36,7 +36,7 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     if offline and plan.assets_manifest in read | made:
         found += missing([job.spec for job in _with_specs(jobs)], assets)
     if any(job.rule.name == "document_pdf" for job in jobs):
-        found += typesetting.problems()
+        found += latex.problems()
     if workflow.executor_plugin.name == "slurm":
         keys = ("slurm_partition", "slurm_account")
         sites = [tuple(str(job.resources.get(key) or "") for key in keys) for job in jobs if not job.is_local]

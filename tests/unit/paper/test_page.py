@@ -86,8 +86,6 @@ def test_it_opens_with_findings_and_the_figure_of_fidelity(html: str) -> None:
     assert "<tr><th>ruler_sweep</th><td>1</td><td>2</td><td>0</td><td>0</td></tr>" in html
 
 
-def test_the_same_bytes_twice_and_a_study_without_anything(html: str, tmp_path: Path) -> None:
+def test_the_same_bytes_twice_and_no_comparison(html: str, tmp_path: Path) -> None:
     assert make(tmp_path) == html
     assert "Beside the paper" not in make(tmp_path, comparison=None)
-    with pytest.raises(ValueError, match="no table and no figure"):
-        page.run(SPEC, [], [], None, TEMPLATES / "report.html.j2", tmp_path / "out.html")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pandas as pd
 
 from residual_mass.benchmarks.columns import DRAFT, DRAFTED, FOLLOWING, OWN
@@ -95,16 +94,12 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     lines["grid"] = lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
     cells = _printed(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
     cells.loc[cells["quantity"] == "", "text"] = cells["budget_percent"] + "%"
-    cells["printed"] = cells["text"]
-    by_name = dict(iter(cells.groupby("quantity")))  # two quantities of a method share a field
-    steps, seconds = by_name["training_steps"], by_name["training_seconds"]
-    both = steps["text"].to_numpy() + np.where(seconds["value"] != "", " (" + seconds["text"] + ")", "")
-    cells.loc[cells["column"] == TRAINING, "printed"] = both.repeat(2)
-    reads, drafts = by_name[VERIFIED.name], by_name["draft_tokens"]
-    low, high = (numbers(reads[end]).map("{:.0%}".format) for end in ("ci_low", "ci_high"))
-    interval = np.where(reads["ci_low"] != "", low + " to " + high + "; ", "")
-    both = reads["text"] + np.where(reads["value"] != "", " (" + interval + drafts["text"].to_numpy() + ")", "")
-    cells.loc[cells["column"] == VERIFYING, "printed"] = both.repeat(2).to_numpy()
+    # Two quantities of a method share a field: the second in brackets, the number of drafts after the interval.
+    low, high = (numbers(cells[end]).map("{:.0%}".format) for end in ("ci_low", "ci_high"))
+    interval = (low + " to " + high + "; ").where(cells["ci_low"] != "", "").shift(fill_value="")
+    second = cells["column"] == cells["column"].shift()
+    brackets = (" (" + interval + cells["text"] + ")").where(cells["value"] != "", "")
+    cells["printed"] = cells["text"].mask(second, brackets).groupby((~second).cumsum()).transform("".join)
     return cells.assign(own=cells["front"] == "0")
 
 
