@@ -31,17 +31,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import tokens_of
+from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
+from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import packing_of
-from residual_mass.model.hook import Prefill, device_of, prefill
+from residual_mass.model.hook import Prefill, attention_hook, device_of, prefill
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.packed import kernels_for
+from residual_mass.model.packed import PackedCache, PackedSession, kernels_for
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.provenance import MANIFEST, Record, device_name
-from residual_mass.runtime.packed_decoder import PackedDecoder
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
 from residual_mass.study.labels import METHODS
@@ -63,7 +63,6 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""The last one, separate operations, takes every shape and dtype, and more time and memory than others."""
 COPIES = 2
 """Copies of a cache that are in memory while buffers are filled."""
 Result = TypeVar("Result")
@@ -157,10 +156,12 @@ def measure(
                 bar.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
                 setting = Setting(model, phi, spec, implementation, method, context, batch, k)
                 timing, kernels = (read, "") if isinstance(read, str) else _best(setting, read)
-                if implementation == "prototype" and isinstance(timing, Timing):
-                    baseline = timing.tokens
-                times = _times(timing, batch * seconds, baseline)
-                yield _known(setting, bandwidth) | times | {"attention_kernels": kernels}
+                row = _known(setting, bandwidth) | {"attention_kernels": kernels}
+                if isinstance(timing, str):
+                    yield row | {"not_measured": timing}
+                else:
+                    baseline = timing.tokens if implementation == "prototype" else baseline
+                    yield row | _times(timing, batch * seconds, baseline)
                 bar.update()
     bar.close()
 
@@ -191,10 +192,8 @@ def _known(setting: Setting, bandwidth: float) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _times(timing: Timing | str, pass_seconds: float, baseline: Tensor | None) -> dict[str, str]:
-    """Returns the measured columns, or why a setting does not fit."""
-    if isinstance(timing, str):
-        return {"not_measured": timing}
+def _times(timing: Timing, pass_seconds: float, baseline: Tensor | None) -> dict[str, str]:
+    """Returns the measured columns."""
     before = pass_seconds + timing.build
     seconds = {
         "per_step_ms": timing.step, "per_step_low_ms": min(timing.steps), "per_step_high_ms": max(timing.steps),
@@ -231,19 +230,12 @@ def _best(setting: Setting, read: Prefill) -> tuple[Timing | str, str]:
     """Returns a setting's timing or why there is none, of our Full that of the fastest attention kernel, and the
     milliseconds of a step with each kernel, the fastest first, or what it lacks; empty where there is no choice.
     """
-
-    def attempt() -> Timing | str:
-        return _timed(setting, read)
-
-    full = setting.implementation == "fused" and method_named(setting.method).whole_prefix
-    if not full or not (names := kernels_on(device_of(setting.model))):
-        return attempt(), ""
-    found = with_each(names[:-1], attempt)
-    if all(timing is None for timing in found.values()):
-        with sdpa_kernel(KERNELS[names[-1]]):  # takes everything: another fault is raised
-            found[names[-1]] = attempt()
+    names = kernels_on(device_of(setting.model))
+    if setting.implementation != "fused" or not method_named(setting.method).whole_prefix or not names:
+        return _timed(setting, read), ""
+    found = with_each(names, lambda: _timed(setting, read))
     timings = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
-    lacking = {name: why or "not available" for name, why in found.items() if not isinstance(why, Timing)}
+    lacking = {name: found[name] or "not available" for name in found if name not in timings}
     if not timings:
         return next(iter(lacking.values())), ""
     ordered = sorted(timings, key=lambda name: timings[name].step)
@@ -273,9 +265,7 @@ def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Res
 
 def _timed(setting: Setting, read: Prefill) -> Timing | str:
     """Returns a setting's timing, or why there is none."""
-    if (
-        device_of(setting.model).type == "cpu"
-    ):  # where nothing else stops it: the system ends a process that takes too much
+    if device_of(setting.model).type == "cpu":  # where the system ends a process that takes too much
         kept = sum(x.nbytes for layer in read.layers.values() for x in layer)
         if method_named(setting.method).needs_maps:
             kept *= 1 + setting.phi.map.d_phi / (2 * setting.phi.shape.head_dim)
@@ -299,21 +289,13 @@ def _free_memory() -> float:
 def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     device = device_of(setting.model)
     on_gpu = device.type == "cuda"
-    rest = setting.method, setting.k, setting.spec.anchors, setting.phi, STEPS
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    decoder: PrototypeDecoder | StaticDecoder | PackedDecoder | None
     for _ in range(2):  # the first is slower and not counted
-        decoder: PrototypeDecoder | StaticDecoder | PackedDecoder | None = None  # frees its buffers first
-        copies = [Prefill(dict(read.layers), read.next_token) for _ in range(setting.batch)]
+        decoder = None  # frees its buffers first
         started = _now(device)
-        if setting.implementation == "prototype":
-            decoder = PrototypeDecoder(setting.model, _together(copies), *rest)
-        elif setting.implementation == "kernels":
-            budget, anchors = setting.spec.budget, setting.spec.anchors
-            decoder = PackedDecoder(setting.model, _together(copies), setting.method, budget, anchors, STEPS)
-        else:
-            decoder = StaticDecoder(setting.model, fill_buffers(copies, STEPS), *rest)
+        decoder = _decoder(setting, read)
         build = _now(device) - started
-    assert decoder is not None
     if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run
         torch.cuda.reset_peak_memory_stats(device)
     first = read.next_token.repeat(setting.batch)
@@ -332,16 +314,56 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     return Timing(build, recording if recorded else None, steps, peak, tokens)
 
 
-def _together(reads: Sequence[Prefill]) -> Prefill:
-    """Joins prefills of single prompts to one of a batch, emptying `reads`."""
-    together = Prefill()
-    for index in list(reads[0].layers):
-        keys, values = zip(*(one.layers.pop(index) for one in reads), strict=True)
-        together.layers[index] = torch.cat(keys), torch.cat(values)
-    return together
+def _decoder(setting: Setting, read: Prefill) -> PrototypeDecoder | StaticDecoder | PackedDecoder:
+    """Builds what decodes a batch of the prompt that was read, in buffers of its own."""
+    model, method, anchors, batch = setting.model, setting.method, setting.spec.anchors, setting.batch
+    if setting.implementation == "fused":
+        caches = fill_buffers([Prefill(dict(read.layers)) for _ in range(batch)], STEPS)
+        return StaticDecoder(model, caches, method, setting.k, anchors, setting.phi, STEPS)
+    rows = Prefill({n: (k.repeat(batch, 1, 1, 1), v.repeat(batch, 1, 1, 1)) for n, (k, v) in read.layers.items()})
+    if setting.implementation == "prototype":
+        return PrototypeDecoder(model, rows, method, setting.k, anchors, setting.phi, STEPS)
+    return PackedDecoder(model, rows, method, setting.spec.budget, anchors, STEPS)
 
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class PackedDecoder:
+    """Greedy decoding of a batch over packed caches, token by token, with the steps of `partial_generate` on a CPU."""
+
+    def __init__(
+        self, model: PreTrainedModel, read: Prefill, method: str, budget: float, anchors: AnchorSpec, steps: int
+    ) -> None:
+        """Packs the prompts, which are of equal length and without padding.
+
+        Args:
+            budget: percent of a prompt that is read exactly, unused by methods that read all of it.
+            steps: tokens of a run, at most 64, which stay out of the blocks.
+
+        Raises:
+            ValueError: the kernels do not serve the method, the model or this machine.
+        """
+        self.model, self.steps = model, steps
+        self.cache = PackedCache(model, method)
+        self.session = PackedSession(ArmSpec(method, None if method == "full" else budget), anchors, self.cache)
+        self.session.take(read)
+        self.length = self.cache.get_seq_length()
+
+    def prepare(self) -> None:
+        """Returns to the end of the prompt."""
+        if generated := self.cache.get_seq_length() - self.length:
+            self.cache.crop(-generated)
+
+    @torch.no_grad()
+    def run(self, first: Tensor) -> Tensor:
+        """Decodes the tokens [B, steps] that follow `first` [B]."""
+        tokens = []
+        with attention_hook(self.model, self.session):
+            for _ in range(self.steps):
+                logits = self.model((tokens or [first])[-1].unsqueeze(1), past_key_values=self.cache).logits
+                tokens.append(logits[:, -1].argmax(-1))
+        return torch.stack(tokens, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from residual_mass.core.feature_maps import ReZeroMap
+from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, Step, method_named
 from residual_mass.methods.step_bytes import StepBytes, packed_bytes, packing_of, step_bytes
@@ -91,14 +91,13 @@ def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
     """
     if not fused:
         return _bytes_of(phi.query) + (_bytes_of(phi.key) if subtracts else 0)
-    size = 0
-    for feature_map in phi.query:
-        if isinstance(feature_map, ReZeroMap):
-            (heads, d, inner), m = feature_map.stem.shape, feature_map.out.shape[-1]
-            size += heads * (d * m + inner * m + d * inner + inner + m) * FLOAT32
-        else:
-            size += _bytes_of(feature_map)
-    return size
+    folded = [feature_map.fold() for feature_map in phi.query]
+    return sum(
+        sum(x.nbytes for x in (one.a, one.b, one.c, one.c_bias, one.e_bias))
+        if isinstance(one, FoldedMap)
+        else _bytes_of(one)
+        for one in folded
+    )
 
 
 def _bytes_of(module: nn.Module) -> int:
