@@ -31,18 +31,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import packing_of
-from residual_mass.model.hook import Prefill, attention_hook, device_of, prefill
+from residual_mass.model.hook import Prefill, device_of, prefill
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.packed import PackedCache, PackedSession, kernels_for
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.provenance import MANIFEST, Record, device_name
-from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.prototype import CacheDecoder, PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
@@ -290,7 +290,7 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     device = device_of(setting.model)
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    decoder: PrototypeDecoder | StaticDecoder | PackedDecoder | None
+    decoder: CacheDecoder | StaticDecoder | None
     for _ in range(2):  # the first is slower and not counted
         decoder = None  # frees its buffers first
         started = _now(device)
@@ -314,7 +314,7 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     return Timing(build, recording if recorded else None, steps, peak, tokens)
 
 
-def _decoder(setting: Setting, read: Prefill) -> PrototypeDecoder | StaticDecoder | PackedDecoder:
+def _decoder(setting: Setting, read: Prefill) -> CacheDecoder | StaticDecoder:
     """Builds what decodes a batch of the prompt that was read, in buffers of its own."""
     model, method, anchors, batch = setting.model, setting.method, setting.spec.anchors, setting.batch
     if setting.implementation == "fused":
@@ -323,47 +323,13 @@ def _decoder(setting: Setting, read: Prefill) -> PrototypeDecoder | StaticDecode
     rows = Prefill({n: (k.repeat(batch, 1, 1, 1), v.repeat(batch, 1, 1, 1)) for n, (k, v) in read.layers.items()})
     if setting.implementation == "prototype":
         return PrototypeDecoder(model, rows, method, setting.k, anchors, setting.phi, STEPS)
-    return PackedDecoder(model, rows, method, setting.spec.budget, anchors, STEPS)
+    cache = PackedCache(model, method)
+    session = PackedSession(ArmSpec(method, None if method == "full" else setting.spec.budget), anchors, cache)
+    session.take(rows)
+    return CacheDecoder(model, cache, session, STEPS)
 
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-class PackedDecoder:
-    """Greedy decoding of a batch over packed caches, token by token, with the steps of `partial_generate` on a CPU."""
-
-    def __init__(
-        self, model: PreTrainedModel, read: Prefill, method: str, budget: float, anchors: AnchorSpec, steps: int
-    ) -> None:
-        """Packs the prompts, which are of equal length and without padding.
-
-        Args:
-            budget: percent of a prompt that is read exactly, unused by methods that read all of it.
-            steps: tokens of a run, at most 64, which stay out of the blocks.
-
-        Raises:
-            ValueError: the kernels do not serve the method, the model or this machine.
-        """
-        self.model, self.steps = model, steps
-        self.cache = PackedCache(model, method)
-        self.session = PackedSession(ArmSpec(method, None if method == "full" else budget), anchors, self.cache)
-        self.session.take(read)
-        self.length = self.cache.get_seq_length()
-
-    def prepare(self) -> None:
-        """Returns to the end of the prompt."""
-        if generated := self.cache.get_seq_length() - self.length:
-            self.cache.crop(-generated)
-
-    @torch.no_grad()
-    def run(self, first: Tensor) -> Tensor:
-        """Decodes the tokens [B, steps] that follow `first` [B]."""
-        tokens = []
-        with attention_hook(self.model, self.session):
-            for _ in range(self.steps):
-                logits = self.model((tokens or [first])[-1].unsqueeze(1), past_key_values=self.cache).logits
-                tokens.append(logits[:, -1].argmax(-1))
-        return torch.stack(tokens, 1)

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.core.accounting import (
     Retrieved,
@@ -32,13 +32,42 @@ from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected, full_prefix, partition
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import method_named
-from residual_mass.model.hook import Prefill, attention_hook, device_of
+from residual_mass.model.hook import Handler, Prefill, attention_hook, device_of
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.prefix import KEY_CHUNK
 
 
-class PrototypeDecoder:
-    """Decodes a batch of prompts of equal length under one method; arguments as for the fused decoder.
+class CacheDecoder:
+    """Greedy decoding of a batch of prompts of equal length, token by token, over a cache that holds them.
+
+    Args:
+        handler: of attention; None for the model's own.
+        steps: tokens of a run.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, handler: Handler | None, steps: int) -> None:
+        self.model, self.cache, self.handler, self.steps = model, cache, handler, steps
+        self.length = cache.get_seq_length()
+
+    def prepare(self) -> None:
+        """Crops the cache to the prompt; call before every run."""
+        if grown := self.cache.get_seq_length() - self.length:
+            self.cache.crop(-grown)
+
+    @torch.no_grad()
+    def run(self, first: Tensor) -> Tensor:
+        """Decodes tokens [B, T] after the tokens `first` [B]."""
+        token, tokens = first.unsqueeze(1), []
+        with nullcontext() if self.handler is None else attention_hook(self.model, self.handler):
+            for _ in range(self.steps):
+                self.logits = self.model(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
+                token = self.logits.argmax(-1, keepdim=True)
+                tokens.append(token)
+        return torch.cat(tokens, dim=1)
+
+
+class PrototypeDecoder(CacheDecoder):
+    """Decodes under one method; arguments as for the fused decoder.
 
     Moves `read` into its cache, so that a long prompt is not in memory twice.
     """
@@ -53,46 +82,28 @@ class PrototypeDecoder:
         phi: PhiMaps | None,
         steps: int,
     ) -> None:
-        self.model, self.rule, self.steps = model, method_named(method), steps
-        self.device = device_of(model)
+        self.rule, self.device = method_named(method), device_of(model)
         self.phi = None if phi is None else phi.on(self.device)
-        self.length = next(iter(read.layers.values()))[0].shape[2]
-        self.k = min(k, self.length)
-        sinks = min(anchors.sink, self.length)
-        tails = max(self.length - anchors.tail, sinks)
+        length = next(iter(read.layers.values()))[0].shape[2]
+        self.k = min(k, length)
+        sinks = min(anchors.sink, length)
+        tails = max(length - anchors.tail, sinks)
         self.always_exact = (slice(0, sinks), slice(tails, None))
-        self.mid = partition(full_prefix(self.length, self.device), anchors.sink, anchors.tail).mid
-        self.cache = DynamicCache()
+        self.mid = partition(full_prefix(length, self.device), anchors.sink, anchors.tail).mid
         self.summaries: dict[int, SummaryState] = {}
+        cache = DynamicCache()
         for index in sorted(read.layers):
             keys, values = read.layers.pop(index)
             if self.rule.needs_maps:
                 self.summaries[index] = self._summary(index, keys, values)
-            self.cache.update(keys, values, index)
+            cache.update(keys, values, index)
+        super().__init__(model, cache, None if self.rule.whole_prefix else self, steps)
 
     @torch.no_grad()
     def _summary(self, index: int, keys: Tensor, values: Tensor) -> SummaryState:
         chunks = [_as_written(self.phi.key[index], chunk) for chunk in keys.split(KEY_CHUNK, dim=2)]
         features, log_shift = key_features(torch.cat(chunks, dim=2), self.mid)
         return summarise(features, log_shift, values.float())
-
-    def prepare(self) -> None:
-        """Crops the cache to the prompt; call before every run."""
-        if grown := self.cache.get_seq_length() - self.length:
-            self.cache.crop(-grown)
-
-    @torch.no_grad()
-    def run(self, first: Tensor) -> Tensor:
-        """Decodes tokens [B, T] after the tokens `first` [B]."""
-        token, tokens = first.unsqueeze(1), []
-        with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
-            for step in range(self.steps):
-                position = torch.full_like(token, self.length + step)
-                output = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
-                self.logits = output.logits[:, -1]
-                token = self.logits.argmax(-1, keepdim=True)
-                tokens.append(token)
-        return torch.cat(tokens, dim=1)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
