@@ -25,6 +25,7 @@ from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import packing_of
 from residual_mass.model.hook import Prefill, device_of, exact_attention, require_plain, text_config
+from residual_mass.model.phi_maps import HeadShape
 from residual_mass.model.prefix import retrieved_by
 
 
@@ -34,9 +35,10 @@ def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
         require_plain(model)
     except ValueError:
         return None
-    width = getattr(text_config(model), "head_dim", None)
-    width = width or text_config(model).hidden_size // text_config(model).num_attention_heads
-    if device_of(model).type != "cpu" or width not in WIDTHS or packing_of(method) is None:
+    config = text_config(model)
+    if getattr(config, "kv_lora_rank", None) is not None:  # latent attention, whose caches hold no keys
+        return None
+    if device_of(model).type != "cpu" or HeadShape.of(config).head_dim not in WIDTHS or packing_of(method) is None:
         return None
     return load()
 

@@ -203,23 +203,6 @@ def test_blocks_take_in_verified_tokens_alone(wide_model: LlamaForCausalLM) -> N
     assert sum(each.drafted - each.accepted for each in passes) > 64
 
 
-@built
-def test_a_packed_cache_loses_its_last_tokens(wide_model: LlamaForCausalLM) -> None:  # noqa: F811
-    cache = PackedCache(wide_model, "scan4")
-    with torch.no_grad(), partial_kv(wide_model, "scan4", 0.1, cache=cache):
-        wide_model(prompt(100), past_key_values=cache)
-        expected = wide_model(prompt(1), past_key_values=cache).logits
-        cache.crop(-1)
-        for seed in range(5):
-            wide_model(prompt(1, seed), past_key_values=cache)
-        cache.crop(-5)
-        assert torch.equal(wide_model(prompt(1), past_key_values=cache).logits, expected)
-        with pytest.raises(ValueError, match="of a packed cache the last 17 tokens can be taken out, not 18"):
-            cache.crop(-18)
-        with pytest.raises(ValueError, match="crop takes a number below 0"):
-            cache.crop(3)
-
-
 def chi_square(counts: Tensor, p: Tensor) -> float:
     """The probability of counts at least as far from those expected."""
     expected = counts.sum() * p.double()
@@ -240,11 +223,6 @@ def test_the_token_kept_or_drawn_has_full_attentions_distribution(sharpness: flo
     kept = torch.tensor([accepted for _, accepted in pairs]).double().mean()
     assert abs(float(kept) - float(torch.minimum(p, q).sum())) < 0.02
     assert chi_square(torch.multinomial(q, 8000, replacement=True).bincount(minlength=7), p.clamp_min(1e-9)) < 1e-6
-
-
-def test_equal_distributions_accept_everything() -> None:
-    p = torch.randn(9).softmax(-1)
-    assert all(accepted_or_drawn(p, p.clone(), torch.multinomial(p, 1))[1] for _ in range(200))
 
 
 @pytest.mark.slow
