@@ -227,17 +227,6 @@ part per 16 of 8k tokens.
 """
 
 
-def blocks(mid: Tensor, parts: int) -> Tensor:
-    """Cuts the mid-region into runs of equally many neighbours, give or take one: [..., L] int64.
-
-    Args:
-        mid: [..., L] bool.
-    """
-    place = mid.cumsum(-1) - 1
-    count = mid.sum(-1, keepdim=True).clamp_min(1)
-    return torch.where(mid, place * parts // count, -1)
-
-
 def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
     """Clusters the mid-region's keys by k-means, from keys at equal distances in the text: [..., L] int64.
 
@@ -247,7 +236,9 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
         keys: [..., L, D].
         mid: [..., L] bool, broadcast to the keys.
     """
-    starts = blocks(mid.expand(keys.shape[:-1]), parts)
+    inside = mid.expand(keys.shape[:-1])
+    place, count = inside.cumsum(-1) - 1, inside.sum(-1, keepdim=True).clamp_min(1)
+    starts = torch.where(inside, place * parts // count, -1)
     return starts if parts == 1 else _moved(keys, mid, starts, parts, None)
 
 

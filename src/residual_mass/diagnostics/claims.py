@@ -25,24 +25,15 @@ EXACT = 1e-6
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement.
-
-    Attributes:
-        shown_in: label of the figure or table that shows it.
-        statistic: what the number is, in a few words.
-        extreme: which one counts of several numbers.
-        one_budget: whether it is about a single budget.
-        about: the kind of packs that it is about; "all" for all settings together.
-        decimals: format of the number.
-    """
+    """A statement, by the function that has it for a docstring."""
 
     number: Callable[[Any], np.ndarray]
-    shown_in: str
-    statistic: str
-    extreme: Literal["least", "largest"] = "least"
-    one_budget: bool = True
-    about: Literal["text", "cwe", "any", "all"] = "any"
-    decimals: str = "z.6f"
+    shown_in: str  # label of the figure or table that shows it
+    statistic: str  # what the number is, in a few words
+    extreme: Literal["least", "largest"] = "least"  # which one counts of several numbers
+    one_budget: bool = True  # whether it is about a single budget
+    about: Literal["text", "cwe", "any", "all"] = "any"  # the kind of packs; "all" for all settings together
+    decimals: str = "z.6f"  # format of the number
 
     @property
     def name(self) -> str:

@@ -83,22 +83,17 @@ def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> R
     if not numbers.size:
         return {}
     value, low, high = (text(x, claim.decimals) for x in estimate(numbers, claim.number(drawn), claim.extreme))
+    # of the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided
+    verdict = "holds" if low and float(low) > 0 else "does not hold" if high and float(high) < 0 else "undecided"
     clamped = [s.mean("clamped", b)[0] for s in samples for b in ([s.budget] if claim.one_budget else s.ks)]
     return {
         **{name: fact for name, fact in samples[0].facts.items() if name in CLAIMED},
         **_sizes(min(samples, key=lambda sample: sample.packs.size)),
         "claim": claim.name, "statement": claim.statement, "shown_in": claim.shown_in, "statistic": claim.statistic,
-        "estimate": value, "ci_low": low, "ci_high": high, "verdict": _verdict(low, high),
+        "estimate": value, "ci_low": low, "ci_high": high, "verdict": verdict,
         "clamped_share": text(float(np.mean(clamped))),
     }  # fmt: skip
 
 
 def _sizes(sample: Sample) -> Row:
     return {"packs": sample.packs.shape[1], "heads": sample.heads.shape[1]}
-
-
-def _verdict(low: str, high: str) -> str:
-    """Judges the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided."""
-    if low and float(low) > 0:
-        return "holds"
-    return "does not hold" if high and float(high) < 0 else "undecided"

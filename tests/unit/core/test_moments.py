@@ -12,10 +12,8 @@ from residual_mass.core import moments as module
 from residual_mass.core.accounting import Terms
 from residual_mass.core.moments import (
     MomentState,
-    blocks,
     clusters,
     clusters_of,
-    counts,
     moments_of,
     truncated_terms,
 )
@@ -91,14 +89,12 @@ def test_equal_scores_count_half() -> None:
         assert float(z) == pytest.approx(n / 2 * float(scores[0].exp()), rel=1e-3)
 
 
-def test_blocks_and_clusters_deal_out_the_mid_region() -> None:
+def test_clusters_deal_out_the_mid_region() -> None:
     generator = torch.Generator().manual_seed(0)
     mid = torch.rand(2, 50, generator=generator) < 0.7
     keys = torch.randn(2, 50, D, generator=generator)
-    for part in (blocks(mid, 4), clusters(keys, mid, 4)):
-        assert torch.equal(part >= 0, mid) and part.max() < 4
-    sizes = counts(blocks(mid, 4), 4)
-    assert (sizes.amax(-1) - sizes.amin(-1)).max() <= 1
+    part = clusters(keys, mid, 4)
+    assert torch.equal(part >= 0, mid) and part.max() < 4
     # Well separated groups are found, whatever their order in the text.
     centres = torch.tensor([[10.0, 0], [0, 10], [-10, 0], [0, -10]])
     group = torch.arange(40) % 4
