@@ -28,10 +28,7 @@ LARGE = (".safetensors", ".parquet")
 class Repository:
     commit: str
     files: dict[str, bytes]
-    licence: str = "mit"
     gated: bool = False
-    earlier: tuple[str, ...] = ()
-    """Commits that are still there, with the same files."""
 
 
 @dataclass
@@ -40,18 +37,13 @@ class SmallHub:
 
     Attributes:
         status: answered to everything in place of what was asked for, where it is not 200.
-        cut_at: byte of a large file at which answers end, as long as `cuts` are left.
-        damaged: names of files whose content comes with another byte.
-        fetched: (path, first byte) of every file that was asked for.
+        fetched: path of every file that was asked for.
         tokens: every token that came with a request.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     status: int = 200
-    cut_at: int = 0
-    cuts: int = 0
-    damaged: set[str] = field(default_factory=set)
-    fetched: list[tuple[str, int]] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
     address: str = ""
 
@@ -107,49 +99,36 @@ class _Handler(BaseHTTPRequestHandler):
         if repository.gated and what in ("auth-check", "resolve"):
             return self._fail(403 if token else 401, "GatedRepo")
         revision, _, inner = (rest or "main").partition("/")
-        if revision not in ("main", repository.commit, *repository.earlier):
+        if revision not in ("main", repository.commit):
             return self._fail(404, "RevisionNotFound")
         if what == "auth-check":
             return self._answer({})
         if what in (None, "revision"):
             siblings = [{"rfilename": file} for file in repository.files]
-            card = {"license": repository.licence}
-            commit = repository.commit if revision == "main" else revision
-            return self._answer({"id": name, "sha": commit, "siblings": siblings, "cardData": card})
+            return self._answer({"id": name, "sha": repository.commit, "siblings": siblings})
         if what == "tree":
             return self._answer(list(_tree(repository, inner, "recursive=true" in self.path.lower())))
         if what == "paths-info":
             form = parse_qs(body.decode())
             wanted = form["paths"] if "paths" in form else json.loads(body)["paths"]
             return self._answer([entry for entry in _tree(repository, "", True) if entry["path"] in wanted])
-        return self._file(repository, name, revision, inner)
+        return self._file(repository, name, inner)
 
     do_HEAD = do_POST = do_GET
 
-    def _file(self, repository: Repository, name: str, revision: str, inner: str) -> None:
+    def _file(self, repository: Repository, name: str, inner: str) -> None:
         if inner not in repository.files:
             return self._fail(404, "EntryNotFound")
         content = repository.files[inner]
-        first = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or ["", "0"])[1])
-        if first > len(content):
-            return self._fail(416, "")
-        self.send_response(206 if first else 200)
-        self.send_header("X-Repo-Commit", repository.commit if revision == "main" else revision)
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", repository.commit)
         self.send_header("ETag", f'"{_hash(inner, content)}"')
-        self.send_header("Accept-Ranges", "bytes")
-        if first:
-            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - first))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.hub.fetched.append((f"{name}/{inner}", first))
-        if inner in self.hub.damaged:
-            content = content[:-1] + bytes([content[-1] ^ 1])
-        if self.hub.cuts and inner.endswith(LARGE):
-            self.hub.cuts -= 1
-            content = content[: self.hub.cut_at]
-        self.wfile.write(content[first:])
+        self.hub.fetched.append(f"{name}/{inner}")
+        self.wfile.write(content)
 
     def _answer(self, content: Any) -> None:
         text = json.dumps(content).encode()

@@ -340,11 +340,11 @@ def test_a_model_is_fetched_once(
 ) -> None:
     measure_from_the_hub("someone/open", tmp_path)
     assert capsys.readouterr().out.startswith("open, prompts of 128 tokens")
-    fetched = [path for path, _ in hub.fetched]
+    fetched = [*hub.fetched]
     assert "someone/open/model.safetensors" in fetched and len(set(fetched)) == len(fetched)
     with caplog.at_level(logging.INFO):
         measure_from_the_hub("someone/open", tmp_path)
-    assert [path for path, _ in hub.fetched] == fetched
+    assert hub.fetched == fetched
     assert "0 of" in caplog.text
 
 

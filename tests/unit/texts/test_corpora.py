@@ -106,11 +106,6 @@ def test_books_are_held_out_whole_and_read_on_in_order(assets: Path) -> None:
     assert len(numbers) > 100 and sum(b != a + 1 for a, b in zip(numbers, numbers[1:], strict=False)) <= 1
 
 
-def test_code_is_held_out_whole_file_by_file(assets: Path) -> None:
-    corpus = held_out_corpus("code", TOKENIZER, 60, 0, assets)
-    assert list(corpus.documents) == [f"def f_{number}(x):\n    return x\n" for number in range(12)]
-
-
 def test_what_cannot_be_read_is_one_line(assets: Path, tmp_path: Path, fineweb: datasets.Dataset) -> None:
     nothing = tmp_path / "nothing"
     for name, missing in (("sotu", "corpora/sotu"), ("wiki", "qa/hotpotqa.json"), ("books", "corpora/books")):
