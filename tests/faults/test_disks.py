@@ -14,11 +14,9 @@ import torch
 from tests.faults import stages
 from tests.faults.conftest import Undisturbed, names_in
 from tests.needs import MOUNTS
-from tests.unit.benchmarks.test_generation_store import stored_row
 from tests.unit.texts.test_assets import SOURCES, make_wheel, write_pins
 
 from residual_mass import cli
-from residual_mass.benchmarks.store import GENERATED, RowStore
 from residual_mass.files import require_writable, write_parquet, write_text
 from residual_mass.model.phi_maps import write_safetensors
 from residual_mass.texts import assets
@@ -82,21 +80,6 @@ def test_a_file_that_does_not_fit_is_named_and_the_former_one_is_kept(kind: str,
     assert said.startswith(f"{path}: cannot be written (") and said.endswith(f"); {KEPT}") and "\n" not in said
     assert "No space left on device" in said and said.count("cannot be written") == 1
     assert path.read_bytes() == before and names_in(small_disk) == {"result"}
-
-
-def test_a_store_on_a_full_disk_keeps_its_rows_and_goes_on(small_disk: Path) -> None:
-    path = small_disk / "store.jsonl"
-    rows = [stored_row(f"k{i}", "x" * 100_000) for i in range(4)]
-    with pytest.raises(OSError) as error, RowStore(path, GENERATED) as store:
-        for row in rows:
-            store.append([row])
-    assert str(error.value) == f"{path}: cannot be written (No space left on device); {KEPT}"
-    resized(small_disk, "2m")
-    with RowStore(path, GENERATED) as store:
-        assert list(store.rows.values()) == rows[:2]
-        store.append(rows[2:])
-    with RowStore(path, GENERATED) as store:
-        assert list(store.rows.values()) == rows
 
 
 @pytest.mark.parametrize("size", [100_000, 400_000])  # fits as a wheel but not beside what is in it, and not even so

@@ -6,7 +6,6 @@ Every change is of a seed, so that a failure repeats.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,11 +34,7 @@ from residual_mass.model.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.provenance import recorded
 from residual_mass.training.trainer import read_checkpoint, write_checkpoint
 
-QUICK, THOROUGH = 8, 200
-VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "é\u2028\n", [], {}, [[]], {"a": 1},
-    "full", "ruler_vt", [None], "\ud800",
-)  # fmt: skip
+ROUNDS = 40
 ROWS = [
     {"key": f"{method}{i}", "task": "ruler_vt", "index": i, "method": method, "budget_percent": budget, "maps": maps,
      "k": 3, "cut_tokens": 0, "text": "a", "tokens": [1, 2], "phi_sha": maps and "f00", "prompt_sha": f"{i}f"}
@@ -98,26 +93,6 @@ def flipped(content: bytes, rng: Random) -> bytes:
     return bytes(changed)
 
 
-def changed_value(value: Any, rng: Random) -> Any:
-    """JSON with one thing in it replaced, taken out or doubled."""
-    if isinstance(value, (dict, list)) and value and rng.random() < 0.8:
-        copy = dict(value) if isinstance(value, dict) else list(value)
-        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        if rng.random() < 0.2:
-            del copy[key]
-        else:
-            copy[key] = changed_value(value[key], rng)
-        return copy
-    return rng.choice(VALUES)
-
-
-def another_row(content: bytes, rng: Random) -> bytes:
-    rows = [json.loads(line) for line in content.splitlines()]
-    at = rng.randrange(len(rows))
-    rows[at] = rows[rng.randrange(len(rows))] if rng.random() < 0.2 else changed_value(rows[at], rng)
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
 @pytest.fixture(params=FORMATS)
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Format]:
     path, kind = tmp_path / request.param, FORMATS[request.param]
@@ -134,8 +109,8 @@ def one_line(path: Path, error: pytest.ExceptionInfo[ValueError]) -> None:
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
-def test_not_one_changed_bit_of_an_input_goes_unnoticed(file: tuple[Path, Format]) -> None:
-    path, _ = file
+def test_not_one_changed_bit_of_an_input_goes_unnoticed(tmp_path: Path) -> None:
+    write_maps(path := tmp_path / "maps.safetensors")
     assert recorded(with_record(path))
     whole, rng = path.read_bytes(), Random(path.name)
     lowest_bit = bytes([whole[0] ^ 1]) + whole[1:]
@@ -163,14 +138,12 @@ def test_what_is_no_such_file_is_refused_without_a_record(harm: str, file: tuple
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("rounds", [range(QUICK), pytest.param(range(QUICK, THOROUGH), marks=pytest.mark.slow)])
-def test_a_changed_file_without_a_record_is_read_or_refused(rounds: range, file: tuple[Path, Format]) -> None:
+def test_a_changed_file_without_a_record_is_read_or_refused(file: tuple[Path, Format]) -> None:
     path, kind = file
     whole = path.read_bytes()
-    for seed in rounds:
+    for seed in range(ROUNDS):
         rng = Random(f"{path.name}/{seed}")
-        harm = rng.choice((cut, flipped, another_row, another_row) if path.suffix == ".jsonl" else (cut, flipped))
-        path.write_bytes(harm(whole, rng))
+        path.write_bytes(rng.choice((cut, flipped))(whole, rng))
         try:
             kind.read(path)
         except ValueError as error:
@@ -193,7 +166,6 @@ def test_no_changed_checkpoint_is_read(tmp_path: Path) -> None:
     [
         "[1]", '{"shape": 1, "map": {}, "training": {}}', "{" * 9000,
         '{"shape": {"layers": 1000000000, "query_heads": 1, "kv_heads": 1, "head_dim": 1}, "map": {}, "training": {}}',
-        '{"shape": {"layers": 1, "query_heads": -1, "kv_heads": 1, "head_dim": 0}, "map": {}, "training": {}}',
         '{"shape": {"layers": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 9}, "map": [], "training": 1}',
     ],
 )  # fmt: skip

@@ -92,20 +92,13 @@ def test_a_changed_spec_is_refused_in_one_line_or_read_as_it_stands(examples: in
 
 ARM = '{"method": "topk", "budget_percent": %s}'
 REFUSED: list[tuple[type[Any], str, list[str], str]] = [
-    (specs.NumbersSpec, "%s", ["[" * 100_000], "spec: Invalid JSON: recursion limit exceeded"),
-    (specs.NumbersSpec, "%s", ['{"study": "a\\ud800"}', "{"], "spec: Invalid JSON: "),
-    (specs.NumbersSpec, "%s", ["1" * 5000, "[]"], "spec: "),
+    (specs.NumbersSpec, "%s", ["[" * 100_000, '{"study": "a\\ud800"}'], "spec: Invalid JSON: "),
     (specs.NumbersSpec, "%s", ['{"a\\nb": 1}'], "spec.a b: unknown key"),
     (specs.NumbersSpec, "%s", ['{"study": "a", "study": "b"}'], "spec.not a value of JSON (key study comes twice)"),
     (specs.NumbersSpec, "%s", ['{"study": [1, 1]}'], "spec.study: Input should be a valid string, not [1, 1]"),
-    (
-        ReplaySpec,
-        '{"pool": %s}',
-        ["true", "false", "2.0", '"2"', "null", "[2]"],
-        "spec.pool: Input should be a valid",
-    ),
-    (ObjectiveSpec, '{"tau": %s}', ["true", "false", '"2"', "[2]"], "spec.tau: Input should be a valid number"),
-    (ArmSpec, ARM, ["1e999", "-1e999", "1" + "0" * 400, "NaN"], "spec.budget_percent: Input should be a "),
+    (ReplaySpec, '{"pool": %s}', ["true", "2.0", '"2"', "null"], "spec.pool: Input should be a valid"),
+    (ObjectiveSpec, '{"tau": %s}', ["true", '"2"'], "spec.tau: Input should be a valid number"),
+    (ArmSpec, ARM, ["1e999", "NaN"], "spec.budget_percent: Input should be a "),
 ]
 """A class, a text with a place for each of some values, and how the message begins."""
 

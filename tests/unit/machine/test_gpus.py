@@ -69,19 +69,15 @@ def test_while_it_waits_for_two_it_holds_none(tmp_path: Path) -> None:
     third.let_go(), double.let_go()
 
 
-@pytest.mark.parametrize(("visible", "count"), [("3", 1), ("3,5", 2), ("", 1), ("-1", 1)])
-def test_what_a_scheduler_gave_is_left_as_it_is(visible: str, count: int, tmp_path: Path) -> None:
-    both = [Holder(tmp_path, count, visible) for _ in range(2)]
+@pytest.mark.parametrize(("visible", "count", "rank"), [("3", 1, {}), ("-1", 1, {}), ("0,1", 1, {"LOCAL_RANK": "1"})])
+def test_what_a_scheduler_or_torchrun_gave_is_left_as_it_is(
+    visible: str, count: int, rank: dict[str, str], tmp_path: Path
+) -> None:
+    both = [Holder(tmp_path, count, visible, **rank) for _ in range(2)]
     assert [holder.has() for holder in both] == [visible] * 2
     assert list(tmp_path.iterdir()) == []
     for holder in both:
         holder.let_go()
-
-
-def test_torchrun_chose_for_its_processes(tmp_path: Path) -> None:
-    holder = Holder(tmp_path, 1, "0,1", LOCAL_RANK="1")
-    assert holder.has() == "0,1"
-    holder.let_go()
 
 
 @pytest.mark.parametrize(
