@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,8 +37,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     with errors_naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
-        held, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    temporary = Path(name)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
+        held = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     with suppress(OSError):  # on file systems without locks nothing is taken for a leftover
         fcntl.flock(held, fcntl.LOCK_EX)
     try:
@@ -46,9 +47,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with errors_naming(path):
             with open(temporary, "rb") as stream:
                 os.fsync(stream.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; results are for sharing
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

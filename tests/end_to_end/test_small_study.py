@@ -148,7 +148,7 @@ def test_every_job_has_recorded_all_that_it_read(study: Path) -> None:
 
 def test_the_estimate_uses_the_rates_that_were_measured(study: Path) -> None:
     code, output = snakemake(study, "estimate", "--config", "examples=100")
-    assert code == 0 and "no rate" not in output and "Left to do in study mini: nothing" in output, output
+    assert code == 0 and "no rate" not in output and "Left to do: nothing" in output, output
     (hours,) = re.findall(r"^results/generations/ruler_tiny_1k_main +1 +1 +(\S+)$", output, re.MULTILINE)
     assert float(hours) > 0
 

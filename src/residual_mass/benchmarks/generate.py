@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,14 +151,8 @@ def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
 
 def _fitting(batch: Sequence[Wanted], tokens: int) -> int:
     """Returns how many of the examples, at least one, fit into so many prompt tokens, padding included."""
-    size = 1
-    while size < len(batch) and _padded(batch[: size + 1]) <= tokens:
-        size += 1
-    return size
-
-
-def _padded(batch: Sequence[Wanted]) -> int:
-    return len(batch) * _longest(batch)
+    longest = accumulate((len(each.example.ids) for each in batch), max)
+    return max(1, sum(size * length <= tokens for size, length in enumerate(longest, start=1)))
 
 
 def _longest(batch: Sequence[Wanted]) -> int:
@@ -221,8 +216,9 @@ def _decoded(
             generations += engine.generate([each.ids for each in examples], [each.limit for each in examples], stops)
             continue
         except torch.OutOfMemoryError as error:
+            padded = len(part) * _longest(part)
             if len(part) == 1:
-                needed, reason = f"{_padded(part)} tokens, {len(spec.arms)} arms", str(error).partition(". ")[0]
+                needed, reason = f"{padded} tokens, {len(spec.arms)} arms", str(error).partition(". ")[0]
                 raise ValueError(
                     f"{part[0].name}: out of memory with this prompt alone ({needed}): {reason}; use a device with "
                     "more memory, or shorter prompts (truncate_to)"
@@ -230,10 +226,10 @@ def _decoded(
         except NotFiniteError as error:
             raise ValueError(f"{part[error.prompt].name}: {error}") from None
         torch.cuda.empty_cache()  # only here, after the tensors of the failed attempt are released
-        room = _padded(part) // 2
+        room = padded // 2
         logger.warning(
             "out of memory with %d prompts of %d tokens together: continuing with at most %d tokens (batch_tokens)",
-            len(part), _padded(part), room,
+            len(part), padded, room,
         )  # fmt: skip
     return generations, room
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import html
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -35,6 +35,8 @@ from residual_mass.files import read_json
 ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3
 """Maximum number of sentences of a query's reference, which is at most half of its paragraph."""
+SEPARATORS = {"longbench_gov_report": "\n\n", "longbench_qmsum": "\n"}
+"""Of the parts of contexts, where these are not numbered passages."""
 FILLER_TOKENS = 32
 """Few paragraphs are this short, so that length / FILLER_TOKENS of them are more than fit."""
 
@@ -107,7 +109,9 @@ def _longest_that_fits(draft: Draft, config: dict[str, Any], tokens: Callable[[s
 
 def _doc(draft: Draft, config: dict[str, Any], parts: int) -> Doc:
     texts = [part.text for part in sorted(draft.parts[:parts])]
-    context = CONTEXTS.get(config["task"], _numbered)(texts)
+    if config["task"] not in SEPARATORS:
+        texts = [f"Passage {number}:\n{text}" for number, text in enumerate(texts, start=1)]
+    context = SEPARATORS.get(config["task"], "\n\n").join(texts)
     return {
         "question": draft.question,
         "context": context,
@@ -146,10 +150,11 @@ def _qmsum(assets: Path, length: int, rng: Random) -> Iterator[Draft]:
     pool = _all_passages(_items(assets))
     subjects = [passage for passage in pool if len(passage.sentences) > 1]
     for subject in rng.sample(subjects, len(subjects)):
+        leading = subject.sentences[: min(SUMMARY_SENTENCES, len(subject.sentences) // 2)]
         passages = [subject, *_fillers(pool, [subject], length, rng)]
         parts = [ContextPart(rng.random(), f"{passage.title}: {passage.text}") for passage in passages]
         query = f"Summarize what is said about {subject.title}."
-        yield Draft(subject.title, query, _leading_sentences(subject), parts, needed=1)
+        yield Draft(subject.title, query, "".join(leading).strip(), parts, needed=1)
 
 
 def _gov_report(assets: Path, _: int, rng: Random) -> Iterator[Draft]:
@@ -165,17 +170,6 @@ DRAFTS: dict[str, Callable[[Path, int, Random], Iterator[Draft]]] = {
     "longbench_musique": _musique,
     "longbench_hotpotqa": _hotpotqa,
 }
-
-
-def _numbered(texts: Sequence[str]) -> str:
-    return "\n\n".join(f"Passage {number}:\n{text}" for number, text in enumerate(texts, start=1))
-
-
-CONTEXTS: dict[str, Callable[[Sequence[str]], str]] = {
-    "longbench_gov_report": "\n\n".join,
-    "longbench_qmsum": "\n".join,
-}
-"""How a task's context is joined from its parts, where these are not numbered passages."""
 
 
 def _items(assets: Path) -> list[Doc]:
@@ -213,7 +207,3 @@ def _fillers(pool: list[Passage], own: list[Passage], length: int, rng: Random) 
     titles = {passage.title for passage in own}
     drawn = rng.sample(pool, min(len(pool), length // FILLER_TOKENS))
     return [passage for passage in drawn if passage.title not in titles]
-
-
-def _leading_sentences(passage: Passage) -> str:
-    return "".join(passage.sentences[: min(SUMMARY_SENTENCES, len(passage.sentences) // 2)]).strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from residual_mass.benchmarks import babilong, longbench, ruler
 from residual_mass.benchmarks.catalogue import (
     Doc,
     DoesNotFitError,
-    Request,
     harness_requests,
     parts_of,
     task_named,
@@ -66,8 +65,14 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
         except DoesNotFitError as error:
             left_out[name] = str(error)
             continue
-        file = out.parent / f"{name}.jsonl"
-        write_text(file, jsonl(_rows(spec.benchmark, name, docs, harness_requests(spec.benchmark, name, docs))))
+        file, requests = out.parent / f"{name}.jsonl", harness_requests(spec.benchmark, name, docs)
+        rows = [
+            {"task": name, "index": index, "prompt": prompt, "max_generation_tokens": settings["max_gen_toks"],
+             "stop": settings["until"],
+             "doc": {key: value for key, value in doc.items() if key not in LONG_FIELDS.get(spec.benchmark, ())}}
+            for index, (doc, (prompt, settings)) in enumerate(zip(docs, requests, strict=True))
+        ]  # fmt: skip
+        write_text(file, jsonl(rows))
         data = task_named(spec.benchmark, name).data(spec.data_source)
         tasks[name] = {"file": file.name, "sha256": sha256_of(file), "examples": len(docs), "data": data}
     for name, reason in left_out.items():
@@ -101,16 +106,3 @@ def examples_of(spec: PromptsSpec, task: str, tokenizer: Any, assets: Path) -> l
         rows = hub_rows(parts_of(spec.benchmark, length)[task])
         return rows.select(range(min(spec.examples, len(rows)))).to_list()
     return BUILDERS[spec.benchmark](task, tokenizer, length, spec.examples, spec.seed, assets)
-
-
-def _rows(benchmark: str, task: str, docs: list[Doc], requests: list[Request]) -> Iterator[dict[str, Any]]:
-    long_fields = LONG_FIELDS.get(benchmark, ())
-    for index, (doc, (prompt, settings)) in enumerate(zip(docs, requests, strict=True)):
-        yield {
-            "task": task,
-            "index": index,
-            "prompt": prompt,
-            "max_generation_tokens": settings["max_gen_toks"],
-            "stop": settings["until"],
-            "doc": {key: value for key, value in doc.items() if key not in long_fields},
-        }

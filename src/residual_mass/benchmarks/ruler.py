@@ -105,7 +105,9 @@ def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Repl
         for reader, name in (("read_squad", "squad.json"), ("read_hotpotqa", "hotpotqa.json")):
             if reader in scope and name in questions:
                 uncached = scope[reader].__wrapped__
-                ours["download_json"] = _reading_paths(scope["download_json"])
+                ours["download_json"] = lambda place, fetch=scope["download_json"]: (
+                    fetch(place) if place.startswith(("http://", "https://")) else read_json(Path(place))
+                )
                 ours[reader] = lambda read=uncached, path=questions[name]: read(str(path))
         if "get_haystack" in scope:
             harness_haystack = scope["get_haystack"]
@@ -115,11 +117,6 @@ def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Repl
         return ours
 
     return replacements
-
-
-def _reading_paths(download: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns the harness's `download_json`, which then accepts the path of a JSON file as well."""
-    return lambda place: download(place) if place.startswith(("http://", "https://")) else read_json(Path(place))
 
 
 def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: Replacements) -> list[Doc]:

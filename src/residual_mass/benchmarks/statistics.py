@@ -11,11 +11,10 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 LEVEL, POWER = 0.95, 0.80
 """Of intervals, and of the test behind the minimal detectable effect."""
@@ -94,17 +93,14 @@ def sign_flip_p(differences: Tasks, permutations: int, seed: int) -> np.ndarray:
         few = shares[row, shares[row] != 0]
         p[row] = np.mean(np.abs(_all_signs(len(few)) @ few) >= bound[row])
     if many.any():
-        flipped = [_flipped(values[many], permutations, seed, task) for task, values in tasks.items()]
+        flipped = []
+        for task, values in tasks.items():
+            n, rng = values.shape[1], _generator(f"{seed} {task} signs")
+            signs = (2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1 for size in _chunks(permutations))
+            flipped.append(np.concatenate([each @ values[many].T for each in signs]).T / n)
         as_extreme = np.count_nonzero(np.abs(np.mean(flipped, axis=0)) >= bound[many, None], axis=1)
         p[many] = (1 + as_extreme) / (1 + permutations)
     return p
-
-
-def _flipped(values: np.ndarray, permutations: int, seed: int, task: str) -> np.ndarray:
-    """[rows, permutations], mean differences of a task under random signs."""
-    n, rng = values.shape[1], _generator(f"{seed} {task} signs")
-    signs = (2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1 for size in _chunks(permutations))
-    return np.concatenate([each @ values.T for each in signs]).T / n
 
 
 @cache
@@ -118,8 +114,7 @@ def minimal_detectable_effect(stderr: np.ndarray) -> np.ndarray:
 
     NaN where differences have no spread, as with a single example or ties only.
     """
-    normal = NormalDist()
-    return (normal.inv_cdf((1 + LEVEL) / 2) + normal.inv_cdf(POWER)) * np.where(stderr > 0, stderr, np.nan)
+    return ndtri([(1 + LEVEL) / 2, POWER]).sum() * np.where(stderr > 0, stderr, np.nan)
 
 
 def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:

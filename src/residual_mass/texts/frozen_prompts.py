@@ -103,14 +103,9 @@ def gold_continuation(task: str, doc: dict[str, Any]) -> str:
     return BLANKS.get(task, " ") + gold_answer(task, doc)
 
 
-def numbered(words: Sequence[str]) -> str:
-    """As the harness numbers RULER's most common words: `1. one 2. two`."""
-    return " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1))
-
-
 LISTS: dict[str, Callable[[Sequence[str]], str]] = {
-    "ruler_cwe": numbered, "ruler_vt": " ".join, "ruler_qa_squad": itemgetter(0),
-    "ruler_qa_hotpot": itemgetter(0),
+    "ruler_cwe": lambda words: " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1)),
+    "ruler_vt": " ".join, "ruler_qa_squad": itemgetter(0), "ruler_qa_hotpot": itemgetter(0),
 }  # fmt: skip
 """How RULER's tasks join their outputs, where not with commas; those of question answering are alternatives."""
 BLANKS = {"ruler_vt": "  "}
