@@ -123,6 +123,7 @@ def assert_bytes(line: Any) -> None:
     step = Step(LENGTH, HEAD_DIM, HEADS // KV_HEADS, 20, line.tokens_read - 20, features=8)
     read, kept, full = step_bytes(rule, step), kept_bytes(rule, step), full_bytes(step)
     assert (line.scan_bytes, line.row_bytes, line.summary_bytes) == pytest.approx(read, rel=1e-4)
+    assert line.state_bytes == step_bytes(rule, step._replace(retrieved=0)).summary
     features = 4 * step.features * LENGTH if line.method == "topk_phi" else 0
     held, state = 1 + (line.state_bytes + features) / full, line.state_bytes / full
     shares = (line.step_share, line.kept_share, line.held_share, line.state_share)

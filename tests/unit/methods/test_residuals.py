@@ -39,7 +39,7 @@ from residual_mass.methods import (
     WholeClusters,
     method_named,
 )
-from residual_mass.methods.arms import Arm
+from residual_mass.methods.arms import Arm, ArmSpec
 from residual_mass.model.prefix import arm_rows, build_prefix, prefix_terms
 
 L, JOIN = 60, 40
@@ -386,6 +386,10 @@ def test_a_residual_that_does_not_fit_its_selector_is_refused(
         (ScanRegression, (2**15 - 1,), "clusters is 32767, not between 1 and 32766"),
         (QuantisedValues, (4, 0), "group is 0, not 1 or more"),
         (Reranked, (TopK(), 0), "margin is 0, not 1 or more"),
+        (ArmSpec, ("topk",), "arm 'topk': full takes no budget_percent, every other method needs one"),
+        (ArmSpec, ("full", 2.0), "arm 'full': full takes no budget_percent"),
+        (ArmSpec, ("topk", 100.5), "budget_percent 100.5 is outside"),
+        (ArmSpec, ("topk", 2.0, "2k"), "arm 'topk': uses no feature maps, but names '2k'"),
         (CacheOnly, (TopK(),), "CacheOnly needs a scan of what is kept in place of keys, not TopK"),
     ],
 )
