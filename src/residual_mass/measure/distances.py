@@ -60,8 +60,6 @@ RESAMPLES = 1000
 """Behind the intervals of other metrics than KL, as in the studies."""
 TAIL = 1000
 """Fewest tokens whose 99.9 % point is not just their largest value."""
-DIFFERENCES = ["differences", "differences_low", "differences_high"]
-"""The rate of first differences with its interval."""
 QUERIES = 8
 """Tokens after a prompt whose queries are counted."""
 ARM_OF_TEXT = ["text", "method", "budget_percent"]
@@ -144,12 +142,16 @@ def measure(args: Arguments) -> Measured:
         maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
     )  # fmt: skip
     few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
-    distances = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9")
-    read = pd.concat([_read(args, text, load(), phi) for text in texts])
+    table, rates = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9")
+    table = table.join(pd.concat([_read(args, text, load(), phi) for text in texts]))
+    for end in ("value", "ci_low", "ci_high"):
+        pairs = zip(table["read"], rates[end].loc[table.index], strict=True)
+        verified = [math.nan if math.isnan(h) else bytes_per_verified_token(b, h, args.tokens)[0] for b, h in pairs]
+        table["verified" + end.removeprefix("value").removeprefix("ci")] = verified
     return Measured(
         args=args, title=f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder=folder,
-        settings=settings, texts=texts, table=_verified(distances.merge(read, on=ARM_OF_TEXT), args.tokens),
-        tail="largest" if few else "99.9 % point", seconds=_seconds(args, load(), texts[0].sequences[0], phi),
+        settings=settings, texts=texts, table=table.reset_index(), tail="largest" if few else "99.9 % point",
+        seconds=_seconds(args, load(), texts[0].sequences[0], phi),
         packed=tuple(name for name in args.methods if kernels_for(load().model, method_named(name))),
     )  # fmt: skip
 
@@ -185,9 +187,11 @@ def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
 
 def _distances(
     args: Arguments, spec: ForceSpec, texts: Sequence[Text], load: Callable[[], Backbone], folder: Path, tail: str
-) -> pd.DataFrame:
-    """Forces the texts and reads distances out of that, both by the studies' stages; the first columns of
-    `Measured.table`.
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Forces the texts and reads distances out of that, both by the studies' stages.
+
+    Returns:
+        The first columns of `Measured.table`, and the rates of first differences with their intervals, by ARM_OF_TEXT.
     """
     forced, out = folder / "forced.parquet", folder / "fidelity.csv"
     record = Record("force", spec, [])
@@ -201,25 +205,18 @@ def _distances(
         bootstrap_resamples=RESAMPLES, seed=args.seed,
     )  # fmt: skip
     fidelity.run(about, forced, out)
-    rows = pd.read_csv(out, dtype={"text": str}).query("method != 'full'")
-    by_metric = {metric: part.set_index(ARM_OF_TEXT) for metric, part in rows.groupby("metric")}
+    rows = pd.read_csv(out, dtype={"text": str}).query("method != 'full'").set_index(ARM_OF_TEXT)
+    by_metric = dict(iter(rows.groupby("metric")))
     found = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
-    drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
-    for name, of_text in drafts.assign(first=drafts["same_top"]).groupby("text"):
-        rates = fidelity.first_differences(of_text, RESAMPLES, args.seed).assign(text=name).set_index(ARM_OF_TEXT)
-        found.loc[rates.index, DIFFERENCES] = rates[["value", "ci_low", "ci_high"]].to_numpy()
     found = found.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
     baseline = found["kl"].xs(BASELINE, level="method")
-    return found.assign(kl_over_topk=found["kl"] / found.index.droplevel("method").map(baseline)).reset_index()
-
-
-def _verified(table: pd.DataFrame, most: int) -> pd.DataFrame:
-    """Bytes per verified token, in place of the rates of first differences."""
-    for name in DIFFERENCES:
-        pairs = zip(table["read"], table.pop(name), strict=True)
-        verified = [math.nan if math.isnan(h) else bytes_per_verified_token(share, h, most)[0] for share, h in pairs]
-        table[name.replace("differences", "verified")] = verified
-    return table
+    found["kl_over_topk"] = found["kl"] / found.index.droplevel("method").map(baseline)
+    drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
+    rates = [
+        fidelity.first_differences(of_text, RESAMPLES, args.seed).assign(text=name)
+        for name, of_text in drafts.assign(first=drafts["same_top"]).groupby("text")
+    ]
+    return found, pd.concat(rates).set_index(ARM_OF_TEXT)
 
 
 def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) -> pd.DataFrame:
@@ -246,7 +243,7 @@ def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) 
         for budget, tokens in zip(args.budgets, torch.stack(by_layer).mean(0).tolist(), strict=True):
             size = step_bytes(rule, step._replace(retrieved=tokens - fixed)).total
             rows.append((text.name, method, budget, size / full, kept_bytes(rule, step).total / full))
-    return pd.DataFrame(rows, columns=[*ARM_OF_TEXT, "read", "kept"])
+    return pd.DataFrame(rows, columns=[*ARM_OF_TEXT, "read", "kept"]).set_index(ARM_OF_TEXT)
 
 
 @torch.no_grad()
