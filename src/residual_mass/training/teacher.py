@@ -144,14 +144,12 @@ class TeacherPool:
 
     Attributes:
         pool: the newest recorded passes by index, each with every layer's trace; empty without replay.
-        tokens: number of tokens that the teacher has read.
     """
 
     def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
         self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
         self.pool: dict[int, list[LayerTrace]] = {}
         self.replays = spec.replay != ReplaySpec(pool=1, reuse=1)
-        self.tokens = 0
 
     def run(self, step: int, consume: Consume) -> float:
         """Calls `consume` with every layer's trace of the step; replayed traces in parallel, so in any order.
@@ -199,7 +197,6 @@ class TeacherPool:
         if spec.curriculum is not None and step < round(spec.curriculum.share * spec.steps):
             length = spec.curriculum.length
         ids = self.corpus.sequence(index)[: tokens_of(length)]
-        self.tokens += len(ids)
         window = min(len(ids), max(1, round(len(ids) * spec.query_window)))
         drawn = torch.randperm(window, generator=self._random("positions", index))
         positions = drawn[: spec.queries_per_step * spec.replay.reuse] + len(ids) - window

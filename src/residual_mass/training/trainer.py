@@ -209,16 +209,13 @@ class Trainer:
             self._evaluate(log_csv)
         elif self.group.leads:
             write_text(log_csv, csv_text(COLUMNS, self.log_rows))  # Snakemake deleted it when the job was interrupted
-        started = self.seconds
         with self.stop, tqdm(
             total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
             disable=not self.group.leads,
         ) as bar:  # fmt: skip
             while self.step < spec.steps:
                 loss, stopping = self._update(checkpoint)
-                read = sum(passes.tokens for passes in self.passes.values()) * self.group.world
-                rate = read / (self.seconds - started)
-                bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s of text", refresh=False)
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                 bar.update()
                 if self.step % spec.eval_every == 0 or self.step == spec.steps:
                     self._evaluate(log_csv)

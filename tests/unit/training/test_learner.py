@@ -40,16 +40,16 @@ def maps(tiny_backbone: Backbone) -> PhiMaps:
     return PhiMaps(tiny_backbone.shape, MapSpec(d_emb=20, d_phi=8)).double()
 
 
-@pytest.mark.parametrize("lambda_kl", [0.99, 0.0])
+@pytest.mark.parametrize(("name", "kl"), [("ours", 0.99), ("ours", 0.0), ("kl", 1.0), ("aux", 0.0)])
 def test_the_papers_loss_and_gradients_are_those_of_whole_score_matrices(
-    trace: LayerTrace, maps: PhiMaps, lambda_kl: float
+    trace: LayerTrace, maps: PhiMaps, name: str, kl: float
 ) -> None:
     """Head by head and row by row, by autograd through maps that are not folded."""
     for parameter in maps.parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))  # the gate too, or its block would have no gradient
-    objective = ObjectiveSpec(lambda_kl=lambda_kl, band=2.0)
-    top, fp, z = ((1 - lambda_kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
-    weights = Weights(lambda_kl, top, fp, z, objective.tau, objective.band, objective.huber_delta)
+    objective = ObjectiveSpec(name, lambda_kl=kl if name == "ours" else 0.5, band=2.0)
+    top, fp, z = ((1 - kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
+    weights = Weights(kl, top, fp, z, objective.tau, objective.band, objective.huber_delta)
     log_query, log_key = maps.query[1].unfolded(trace.queries), maps.key[1].unfolded(trace.keys)
     losses = []
     for head, queries in enumerate(trace.queries):

@@ -325,8 +325,9 @@ def test_the_sequences_of_a_step_have_query_positions_of_their_own(make: Make, r
     assert replay.pool > 1 or len(set(seen.values())) == 12, "nor those of a sequence of another step"
 
 
-def test_a_curriculum_begins_with_the_front_of_each_sequence(make: Make) -> None:
-    passes = make(curriculum=CurriculumSpec("64", 0.5), replay=ReplaySpec(1, 1)).passes[0]
+@pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(1, 3)], ids=["streamed", "replayed"])
+def test_a_curriculum_begins_with_the_front_of_each_sequence(make: Make, replay: ReplaySpec) -> None:
+    passes = make(curriculum=CurriculumSpec("64", 0.5), replay=replay).passes[0]
     seen: dict[int, LayerTrace] = {}
     for step in range(12):
         passes.run(step, lambda layer, trace, step=step: seen.setdefault(step, trace))
