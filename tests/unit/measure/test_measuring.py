@@ -107,6 +107,7 @@ def test_the_numbers_are_those_of_a_study(
             drafted += right.index(False) + 1 if False in right else len(right)
         expected = bytes_per_verified_token(row.read, differences / drafted, 5)[0]
         assert row.verified == pytest.approx(expected) and row.verified_low <= row.verified <= row.verified_high
+    assert (table["verified_low"] < table["verified_high"]).any()
     assert set(found.seconds) == {"full", *METHODS} and min(found.seconds.values()) > 0
 
 
