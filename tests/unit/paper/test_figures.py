@@ -9,23 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from drawn import (
     COMPARED,
+    VARIANTS,
+    Points,
     assert_drawn,
+    assert_same,
     corners,
     distances,
     draw,
     drawn,
     errors,
     files_of,
+    heads,
+    kernels,
     lines,
+    marks,
+    mass,
     next_tokens,
     spec,
     tokens,
-)
+    written,
+)  # fmt: skip
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sample_results import error_row, write_rows
+from scipy.stats import spearmanr
 
 from residual_mass import methods
 from residual_mass.benchmarks.columns import DRAFTED
@@ -34,10 +45,12 @@ from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
-from residual_mass.paper.titles import method_title, trained_at_title
+from residual_mass.paper.titles import method_title, title_parts, trained_at_title
 from residual_mass.study import figures as configured
 
 pytestmark = pytest.mark.filterwarnings("error")
+
+Head = tuple[int, int]
 
 # ---- all figures -----------------------------------------------------------------------------------------------------
 
@@ -82,26 +95,55 @@ def test_logarithmic_axes_have_some_ticks_and_not_many(ends: tuple[float, float]
 # ---- fidelity --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_and_bands_are_the_rows_of_all_tasks_in_the_own_state() -> None:
-    figure = drawn("fidelity")
-    for axis, (length, text) in zip(figure.axes, product(("512", "2k"), ("ruler", "wiki")), strict=True):
-        place = {"length": length, "text": text, "state": "own", "task": "all", "metric": "kl"}
-        rows = distances(length).sort_values("budget_percent").to_dict("records")
-        rows = [row for row in rows if place.items() <= row.items() and row["continuation"] != "greedy"]
-        arms: dict[str, list[Any]] = {}
-        for row in rows:
-            title = trained_at_title(row["maps"]) if row["maps"] in ("512", "1k") else method_title(row["method"])
-            arms.setdefault(title, []).append(row)
-        for line, band in zip(axis.lines, axis.collections, strict=False):
-            shown = arms[line.get_label()]
-            np.testing.assert_allclose(line.get_xydata(), [(row["budget_percent"], row["value"]) for row in shown])
-            ends = product(shown, ("ci_low", "ci_high"))
+def slow_lines(kind: str, length: str, text: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows that each line shows, by its title; of a recall what is missed, where there is a recall."""
+    if kind == "fidelity":
+        kept = {"text": text, "state": "own", "task": "all", "metric": "kl"}
+        rows = [row for row in distances(length).to_dict("records") if kept.items() <= row.items()]
+        rows = [row for row in rows if row["continuation"] != "greedy"]
+        others = {maps: trained_at_title(maps) for maps in ("512", "1k")}
+        titles = [others.get(row["maps"], method_title(row["method"])) for row in rows]
+    elif kind == "error_by_k":
+        rows = [row | {"value": row["error"]} for row in errors(length) if row["method"].startswith("topk")]
+        titles = [method_title(row["method"]).removeprefix("Top-$K$") or "Top-$K$" for row in rows]
+    else:
+        first = ("scan4", "scan3_regression_32", "pages")  # methods of selectors other than exact top-K
+        rows = [row for row in errors(length) if row["method"] in first and row["recall"]]
+        rows = [row | {"value": 1 - row["recall"]} for row in rows]
+        titles = [title_parts(row["method"])[0] for row in rows]
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row, title in sorted(zip(rows, titles, strict=True), key=lambda pair: float(pair[0]["budget_percent"])):
+        if row.get("corpus", text) == text:
+            lines.setdefault(title, []).append(row)
+    return lines
+
+
+OF_METHODS = {"wiki": "Wikipedia, {}: 4 packs", "books": "Books, {}: 4 packs"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [("fidelity", {"ruler": "RULER, {}: 12 prompts", "wiki": "wiki, {}: 12 documents"}),
+     ("error_by_k", OF_METHODS), ("selection_recall", OF_METHODS)],
+)  # fmt: skip
+def test_lines_against_the_budget_are_the_rows_of_the_files(kind: str, texts: dict[str, str]) -> None:
+    figure, names = drawn(kind), set()
+    for axis, (length, text) in zip(figure.axes, product(("512", "2k"), texts), strict=True):
+        expected = slow_lines(kind, length, text)
+        found = {line.get_label(): line for line in axis.lines if len(line.get_xydata())}
+        assert found.keys() == expected.keys() and len(found) > 2
+        for title, rows in expected.items():
+            points = [(float(row["budget_percent"]), row["value"]) for row in rows]
+            np.testing.assert_allclose(found[title].get_xydata(), points)
+            own_maps = rows[0].get("maps", "") in ("", "2k")  # others are grey, with broken lines
+            assert kind != "fidelity" or (found[title].get_linestyle() == "-") == own_maps
+        for band, rows in zip(axis.collections, (expected[line.get_label()] for line in axis.lines), strict=False):
+            ends = product(rows, ("ci_low", "ci_high"))
             assert corners(band) == {(row["budget_percent"], round(row[end], 9)) for row, end in ends}
-            assert (line.get_linestyle() == "-") == (shown[0]["maps"] in ("", "2k"))
-        assert len(axis.lines) == len(arms) == (5 if text == "wiki" else 3)
-        title, counted = ("wiki", "documents") if text == "wiki" else ("RULER", "prompts")
-        assert axis.get_title() == f"{title}, {length}: 12 {counted}"
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == {*arms, "95% interval"}
+        assert axis.get_title() == texts[text].format(length)
+        names |= expected.keys()
+    names |= {"95% interval"} if kind == "fidelity" else set()
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == names
 
 
 def quarters(rows: list[dict[str, Any]]) -> list[int]:
@@ -146,21 +188,6 @@ def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents() 
 
 
 # ---- methods ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["error_by_k", "selection_recall"])
-def test_lines_of_methods_are_the_rows_of_the_files(kind: str) -> None:
-    figure = drawn(kind)
-    first = ("scan4", "scan3_regression_32", "pages")  # methods of selectors other than exact top-K
-    shown = first if kind == "selection_recall" else [name for name in COMPARED if name.startswith("topk")]
-    for axis, (length, corpus) in zip(figure.axes, product(("512", "2k"), ("wiki", "books")), strict=True):
-        for line, method in zip(axis.lines, shown, strict=True):
-            rows = [row for row in errors(length) if (row["method"], row["corpus"]) == (method, corpus)]
-            values = [row["error"] if kind == "error_by_k" else row["recall"] and 1 - row["recall"] for row in rows]
-            expected = [(float(row["budget_percent"]), y) for row, y in zip(rows, values, strict=True) if y]
-            np.testing.assert_allclose(line.get_xydata(), sorted(expected))
-        assert axis.get_title() == f"{ {'wiki': 'Wikipedia', 'books': 'Books'}[corpus] }, {length}: 4 packs"
-    assert len(figure.legends[0].texts) == len(shown)
 
 
 def test_recall_of_exact_selection_alone_is_refused(tmp_path: Path) -> None:
@@ -218,3 +245,261 @@ def test_training_curves_show_the_errors_of_every_length() -> None:
         np.testing.assert_allclose(curve, [(step, 1 + (60 - step) / 60) for step in (0, 20, 30)])
     assert {line.get_color() for line in figure.axes[3].lines} == {BLUE, VERMILLION} and len(figure.axes) == 4
     assert figure.get_suptitle().endswith("held-out text: wiki")
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def slow_means(frame: pd.DataFrame, column: str, k: int | None = None) -> dict[Head, float]:
+    """Mean of a column over the packs and queries of every (layer, head) at `k`, one row at a time."""
+    seen: dict[Head, list[float]] = {}
+    for row in frame.to_dict("records"):
+        if k is None or row["k"] == k:
+            seen.setdefault((row["layer"], row["head"]), []).append(float(row[column]))
+    return {head: sum(values) / len(values) for head, values in sorted(seen.items())}
+
+
+def slow_gains(frame: pd.DataFrame, k: int) -> dict[Head, float]:
+    without, completed = slow_means(frame, "e_topk", k), slow_means(frame, "e_sub", k)
+    return {head: without[head] - completed[head] for head in without}
+
+
+def pairs(x: dict[Head, float], y: dict[Head, float]) -> Points:
+    return [(x[head], y[head]) for head in x]
+
+
+def test_gains_of_every_backbone_and_budget(tmp_path: Path) -> None:
+    frames = {"smol": heads(), "lar$ge": heads({"layer": range(3)}, backbone="lar$ge")}
+    data = [written(tmp_path / f"{name}.parquet", frame) for name, frame in frames.items()]
+    figure = draw(spec("entropy_gain", backbone_titles={"smol": "Smol-1"}), data)
+    for axis, (name, (k, budget)) in zip(figure.axes, product(frames, ((1, 2), (21, 4))), strict=True):
+        gains = slow_gains(frames[name], k)
+        assert_same(marks(axis), pairs(slow_means(frames[name], "h_mid", k), gains))
+        helped, hurt = (np.asarray(each.get_offsets()) for each in axis.collections)
+        assert (helped[:, 1] > 0).all() and (hurt[:, 1] <= 0).all()
+        share = f"{len(helped) / len(gains):.1%} of {len(gains)} heads gain"
+        assert axis.get_title() == f"$K = {k}$ ({budget}%)\n{share}"
+    assert [figure.axes[row].get_ylabel() for row in (0, 2)] == ["Smol-1", r"lar\$ge"]
+    assert len({axis.get_ylim() for axis in figure.axes}) == 1
+
+
+def slow_bins(pairs: Points) -> Points:
+    """(median x, median y) of the bins of width 0.1 in x."""
+    bins: dict[float, Points] = {}
+    for pair in pairs:
+        bins.setdefault(pair[0] // 0.1, []).append(pair)
+    return sorted(tuple(np.median(each, axis=0)) for each in bins.values())
+
+
+def test_the_breakdown_shows_errors_gains_and_their_medians() -> None:
+    figure, entropy = drawn("fixedk_breakdown"), slow_means(heads(), "h_mid", 21)
+    gains = slow_gains(heads(), 21)
+    expected = [slow_means(heads(), name, 21) for name in ("e_topk", "e_sub")]
+    for axis, values in zip(figure.axes, [*expected, gains], strict=True):
+        assert_same(marks(axis), pairs(entropy, values))
+        assert_same(axis.collections[0].get_offsets()[:, 0], [entropy[head] for head in gains if gains[head] > 0])
+        assert_drawn(axis, slow_bins(pairs(entropy, values)))
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert figure.get_suptitle().endswith("$K = 21$ (4%)")
+
+
+def test_the_map_of_entropies_has_layers_upwards_and_heads_to_the_right() -> None:
+    entropies, right, _ = drawn("entropy_heatmap").axes
+    expected, shares = (slow_means(heads(), name, 21) for name in ("h_mid", "residual_share_hat"))
+    (image,) = entropies.images
+    assert image.origin == "lower" and [*image.get_extent()] == [-0.5, 4.5, -0.5, 3.5]
+    assert {place: image.get_array()[place] for place in expected} == pytest.approx(expected)
+    assert_same(marks(right), pairs(expected, shares))
+    assert_drawn(right, slow_bins(pairs(expected, shares)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_quartile_errors_are_means_over_the_heads_of_a_quartile(tmp_path: Path, tied: bool) -> None:
+    frame = heads({"head": range(7)}, **{"h_mid": np.float32(0.3)} if tied else {})
+    figure = draw(spec("quartile_error"), [written(tmp_path / "heads.parquet", frame)])
+    entropies = slow_means(frame, "h_mid")
+    order = sorted(entropies, key=lambda head: (round(entropies[head], 12), head))
+    for quartile, axis in enumerate(figure.axes):
+        group = [head for place, head in enumerate(order) if place * 4 // len(order) == quartile]
+        for error, band in zip(("e_topk", "e_sub"), axis.collections, strict=True):
+            of_heads = [[slow_means(frame, error, k)[head] for head in group] for k in (1, 21)]
+            assert_drawn(axis, [(place, sum(values) / len(values)) for place, values in enumerate(of_heads)])
+            ends = [(place, np.quantile(v, end)) for place, v in enumerate(of_heads) for end in (0.25, 0.75)]
+            assert_same(corners(band), ends)
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["1\n2%", "21\n4%"]
+        assert axis.get_title().endswith(f"{entropies[group[0]]:.2f} to {entropies[group[-1]]:.2f}")
+
+
+OF_HEADS = ("entropy_gain", "entropy_heatmap", "fixedk_breakdown", "quartile_error", "mass_curves")
+
+
+@pytest.mark.parametrize("kind", OF_HEADS)
+def test_heads_without_budget_or_errors_are_drawn(tmp_path: Path, kind: str) -> None:
+    show, files = files_of(kind, tmp_path)
+    written(files[-1], heads(k=0, e_topk=0.0, e_sub=0.0, h_mid=1.0, residual_share_hat=1.0))
+    draw(show, files).draw_without_rendering()
+
+
+def test_curves_are_of_heads_at_fixed_ranks_of_the_entropy() -> None:
+    (axis,), entropies = drawn("mass_curves").axes, slow_means(heads(), "h_mid")
+    order = sorted(entropies, key=lambda head: (entropies[head], head))
+    at = {k: slow_means(mass(), "c_mid", k) for k in (1, 3, 10, 30, 70)}
+    for place in (0.02, 0.10, 0.25, 0.75, 0.90, 0.98):
+        assert_drawn(axis, [(k, curves[order[round(place * 19)]]) for k, curves in at.items()])
+    assert_drawn(axis, [(k, np.median([*curves.values()])) for k, curves in at.items()])
+    band, budgets = axis.collections
+    ends = [(k, np.quantile([*curves.values()], end)) for k, curves in at.items() for end in (0.25, 0.75)]
+    assert_same(corners(band), ends)
+    assert [path.vertices[0, 0] for path in budgets.get_paths()] == [1, 21]
+    assert "$K$ of the study: 1, 21" in axis.get_legend_handles_labels()[1]
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def check_bins(axis: Axes, values: Sequence[float]) -> None:
+    """Every value is counted once, in its bin or, outside of all, in the outermost one; 0 is an edge; the mean is
+    drawn.
+    """
+    below, above, *beyond = (patch.get_data() for patch in axis.patches)
+    edges = [*below.edges, *above.edges[1:]]
+    assert below.edges[-1] == above.edges[0] == 0 and edges == sorted(set(edges)) and len(edges) < 200
+    inside = [value for value in values if edges[0] <= value <= edges[-1]]
+    bins = [max(i for i in range(len(edges) - 1) if edges[i] <= value) for value in inside]
+    np.testing.assert_allclose(
+        [*below.values, *above.values], np.bincount(bins, minlength=len(edges) - 1) / len(values)
+    )
+    outside = {end: (patch.values[0] - patch.baseline).item() for patch in beyond for end in patch.edges}
+    for edge, count in ((edges[0], np.less(values, edges[0]).sum()), (edges[-1], np.greater(values, edges[-1]).sum())):
+        assert outside.get(edge, 0) == pytest.approx(count / len(values))
+    assert any(line.get_xdata()[0] == pytest.approx(np.mean(values)) for line in axis.lines)
+
+
+def slow_values(kind: str, frame: pd.DataFrame) -> list[float]:
+    """Errors of the rows of K = 21 that have one, or differences of the heads."""
+    if kind == "fullsub_nosub_delta":
+        sub, nosub = slow_means(frame, "e_sub", 21), slow_means(frame, "e_nosub", 21)
+        return [sub[head] - nosub[head] for head in sub]
+    rows = [row for row in frame.to_dict("records") if row["k"] == 21]
+    errors = [float(row["log_z_hat"]) - float(row["log_z_true"]) for row in rows]
+    return [value for value in errors if math.isfinite(value)]
+
+
+@pytest.mark.parametrize("kind", ["logz_calibration", "fullsub_nosub_delta"])
+def test_histograms_count_every_row_or_head(kind: str, tmp_path: Path) -> None:
+    show, files = files_of(kind, tmp_path)
+    frames = [pd.read_parquet(path) for path in files]
+    clamped, empty = np.flatnonzero(frames[0]["k"] == 21)[:2]
+    frames[0].loc[clamped, "log_z_hat"] = frames[0].loc[empty, "log_z_true"] = -np.inf
+    written(files[0], frames[0])
+    figure = draw(show, files)
+    for axis, frame in zip(figure.axes, frames, strict=True):
+        values = slow_values(kind, frame)
+        check_bins(axis, values)
+        assert axis.get_title().startswith(f"{frame['corpus'].iloc[0]}, {frame['length'].iloc[0]}, $K = 21$")
+        assert f"{np.mean(np.less(values, 0)):.1%} " in axis.get_title()
+        assert f"mean ${np.mean(values):+.2f}"[:-1] in axis.get_title()
+    beyond = "beyond the range, in the outermost bin" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert beyond == (kind == "logz_calibration") == figure.axes[0].get_title().endswith("\n2 of 120 rows left out")
+
+
+@pytest.mark.parametrize("values", [[1.0, 3.0], [-3.0, -1.0], [-40.0, 1e30], [1.0] * 9 + [-300.0]])
+@pytest.mark.parametrize("kind", ["logz_calibration", "fullsub_nosub_delta"])
+def test_one_sided_and_extreme_values_are_drawn(tmp_path: Path, kind: str, values: list[float]) -> None:
+    one = {"pack": [0], "layer": [0], "head": range(len(values)), "query": [0], "k": [21]}
+    frame = heads(one, log_z_hat=values, log_z_true=0.0, e_sub=values, e_nosub=0.0)
+    figure = draw(spec(kind), [written(tmp_path / "heads.parquet", frame)])
+    check_bins(figure.axes[0], values)
+    assert kind == "logz_calibration" or len(figure.axes[0].patches) == 2  # none beyond the bins
+    figure.draw_without_rendering()
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_of_one_head_against_a_slow_reading() -> None:
+    figure = drawn("kernel_sanity")
+    scores, ranks, errors = figure.axes
+    frame = kernels()
+    keys: dict[int, list[tuple[float, float, bool]]] = {}
+    for row in frame[frame["maps"] == "1k"].to_dict("records"):
+        entry = (float(row["log_kernel"]), float(row["log_phi"]), bool(row["retrieved"]))
+        keys.setdefault(row["query"], []).append(entry)
+    for each in keys.values():  # less the log of the mid-region's mass
+        mass = math.log(sum(math.exp(kernel) for kernel, _, _ in each))
+        each[:] = sorted(((x - mass, y - mass, retrieved) for x, y, retrieved in each), reverse=True)
+    for cloud, kind in zip(scores.collections, (False, True), strict=True):
+        expected = [(x, y) for each in keys.values() for x, y, retrieved in each if retrieved is kind]
+        assert_same(map(tuple, cloud.get_offsets()), expected)
+    assert figure.get_suptitle().endswith(
+        "layer 1, head 2, $K = 21$\n(a) 120 of 120 scores in view, at most 20,000 of a kind drawn"
+    )
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named[:3] == ["unretrieved", "retrieved", "score = kernel"] and len(named) == 8
+    middles = ranks.lines[0].get_xdata()
+    for number, band in enumerate(ranks.collections):
+        first, medians, ends = 1, [], []
+        for middle in middles:
+            last = round(middle**2 / first)
+            inside = [each[rank - 1][number] for each in keys.values() for rank in range(first, last + 1)]
+            medians.append((middle, np.median(inside)))
+            ends += [(middle, np.quantile(inside, end)) for end in (0.25, 0.75)]
+            first = last + 1
+        assert first == 41 and ranks.get_xscale() == "log"
+        assert_drawn(ranks, medians)
+        assert_same(corners(band), ends)
+    rows = [row for row in heads().to_dict("records") if (row["layer"], row["head"], row["k"]) == (1, 2, 21)]
+    for row in rows:
+        assert_drawn(errors, [(0, row["e_topk"]), (1, row["e_sub"])])
+    mean = [np.mean([row[name] for row in rows]) for name in ("e_topk", "e_sub")]
+    assert_drawn(errors, list(enumerate(mean)))
+    assert [label.get_text().split("\n")[1] for label in errors.get_xticklabels()] == [f"{each:.3f}" for each in mean]
+
+
+def test_far_off_keys_do_not_widen_the_panel_and_are_counted(tmp_path: Path) -> None:
+    show, files = files_of("kernel_sanity", tmp_path)
+    frame = kernels(queries=1, keys=400)
+    order = frame[frame["maps"] == "1k"].sort_values("log_kernel").index
+    frame.loc[order[0], "log_kernel"], frame.loc[order[9], "log_phi"], frame.loc[order[-9], "log_phi"] = -1e3, -1e4, 1e4
+    for moved, count in ((0, 397), (1000, 0)):
+        frame["log_phi"] += moved
+        figure = draw(show, [written(files[0], frame), files[1]])
+        assert figure.get_suptitle().split("(a) ")[1].startswith(f"{count} of 400 ")
+        assert all(np.ptp(limits) < 60 for limits in (figure.axes[0].get_xlim(), figure.axes[0].get_ylim()))
+
+
+def slow_spearman(rest: pd.DataFrame) -> float:
+    """Mean over queries, without those of fewer than two keys or of one value alone."""
+    found = [each[["log_kernel", "log_phi"]] for _, each in rest.groupby("query") if each["log_phi"].nunique() > 1]
+    return np.mean([spearmanr(each).statistic for each in found])
+
+
+def test_fidelity_of_variants_is_over_the_unretrieved_keys_within_queries(tmp_path: Path) -> None:
+    frame = kernels(queries=5)
+    frame["log_kernel"] = frame["log_kernel"].round(1) + 9 * frame["query"]  # equal ranks, and levels that do not count
+    frame["log_phi"] += 9 * frame["query"]
+    frame.loc[frame["query"] == 3, "retrieved"] = frame["position"] > 4  # one key is left
+    frame.loc[(frame["query"] == 4) & ~frame["retrieved"], "log_phi"] = 38.0
+    show, (file,) = files_of("ablation_kernel_fidelity", tmp_path)
+    figure = draw(show, [written(file, frame)])
+    titles = ("Hedgehog-style map", "LoLCATs-style loss", "KL only", "Auxiliary only")
+    for axis, letter, title, maps in zip(figure.axes, "abcd", titles, VARIANTS[1:], strict=True):
+        expected, said = [], [f"({letter}) {title}"]
+        for label, name in (("1k", "own"), (maps, "variant")):
+            rest = frame[(frame["maps"] == label) & ~frame["retrieved"]]
+            x, y = rest["log_kernel"].to_numpy(float), rest["log_phi"].to_numpy(float)
+            rms, spearman = math.sqrt(np.mean((y - x) ** 2)), slow_spearman(rest)
+            said.append(f"{name}: RMS {rms:.2f} nats, Spearman ${spearman:.2f}$")
+            expected += zip(x, y, strict=True)
+        assert_same(marks(axis), expected)
+        assert axis.get_title() == "\n".join(said)
+
+
+def test_budgets_with_nothing_to_show_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "captured.parquet"
+    with pytest.raises(ValueError, match="^figure fullsub_nosub_delta: K is 0 at 4%, where nothing is subtracted;"):
+        draw(spec("fullsub_nosub_delta"), [written(file, heads(k=0))])
+    with pytest.raises(ValueError, match="^figure logz_calibration: no row has a finite estimate of the mass;"):
+        draw(spec("logz_calibration"), [written(file, heads(log_z_hat=-np.inf))])
+    with pytest.raises(ValueError, match=f"^{file}: every key is retrieved; set a smaller diagnostics.budget"):
+        draw(spec("ablation_kernel_fidelity", maps=VARIANTS), [written(file, kernels(k=40))])
