@@ -66,6 +66,8 @@ def test_a_file_takes_its_name_whole_and_after_it_is_on_the_disk(
         assert reader.read() == "old"
     assert path.read_text() == "new and longer"
     assert synced == [(path.stat().st_ino, len("new and longer"), "old")]
+    (plain := tmp_path / "plain").touch()
+    assert path.stat().st_mode == plain.stat().st_mode  # results are for sharing
 
 
 def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:

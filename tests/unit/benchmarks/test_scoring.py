@@ -19,10 +19,12 @@ from tests.unit.test_metrics import LOSS
 
 from residual_mass.benchmarks import scoring
 from residual_mass.benchmarks.catalogue import BENCHMARKS, both_scores, tasks_of
+from residual_mass.benchmarks.columns import decoding_settings, decoding_words
 from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.files import jsonl
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.study.labels import METHODS
+from residual_mass.study.sections import Decoding
 from residual_mass.study.specs import BackboneSpec, ScoreSpec
 from residual_mass.texts.frozen_prompts import load_manifest, load_prompts
 
@@ -315,6 +317,16 @@ def test_metric_and_data_of_the_other_benchmarks(
     assert {line["value"] for line in table} == {"1.000000"}
     originals = {line["task"]: line["original_value"] for line in table}
     assert originals["all"] == ("0.800000" if benchmark == "babilong" else "1.000000")  # office is no label of qa5
+
+
+@pytest.mark.parametrize(("margin", "template", "length"), [(None, True, "nominal"), (8, False, "real")])
+def test_settings_are_read_back_from_their_words(margin: int | None, template: bool, length: Any) -> None:
+    settings = Decoding(
+        answer_margin=margin, chat_template=template, budget_length=length, stop_when_saturated=True, batch_tokens=1
+    )
+    assert decoding_settings(decoding_words(settings, "2k")) == {
+        "answer_margin": margin, "chat_template": template, "budget_length": length, "truncate_to": "2k"
+    }  # fmt: skip
 
 
 def test_join_puts_tables_one_after_the_other(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
