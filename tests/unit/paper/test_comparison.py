@@ -98,6 +98,7 @@ def test_the_papers_own_values_agree_with_themselves(tmp_path: Path) -> None:
         expected = ("agrees", row["published"]) if row["table"] in labels else ("not run", "")
         assert (row["verdict"], row["ours"]) == expected
     assert len(rows) == len(comparison.the_papers())
+    assert {row["quantity"] for row in rows if row["table"] == "ruler_sweep"} == {"score"}
 
 
 def test_another_backbone_is_named_and_has_no_values(tmp_path: Path) -> None:
