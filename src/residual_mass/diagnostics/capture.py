@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 from torch import Tensor
+from tqdm import tqdm
 
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.measures import mass_curve
 from residual_mass.core.selection import full_prefix, partition
 from residual_mass.core.settings import tokens_of
-from residual_mass.diagnostics.packs import Pack, ks_of, make_packs, tidy, visit_packs, with_place
+from residual_mass.diagnostics.packs import Pack, ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.model.errors import ReadLayer, grouped
 from residual_mass.model.loading import Backbone, load_backbone
@@ -88,7 +90,8 @@ def captured(
         c_mid = recovered.reshape(*queries.shape[:2], -1).mean(1)  # [Hq, len(mass_ks)]
         curves.append(tidy({"c_mid": c_mid}, ("head",), {"k": mass_ks}, pack=pack, layer=layer))
 
-    visit_packs(backbone, packs, length, visit)
+    for number, pack in enumerate(tqdm(packs, unit="pack")):
+        visit_layers(backbone, pack, length, partial(visit, number))
     return pd.concat(heads), pd.concat(curves)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
@@ -116,17 +114,6 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
     with attention_hook(backbone.model, handler, hybrid=hybrid):
         inputs = torch.tensor([list(pack)], device=backbone.device)
         backbone.model.get_decoder()(inputs, use_cache=False)
-
-
-def visit_packs(
-    backbone: Backbone,
-    packs: Sequence[Pack],
-    length: int,
-    visit: Callable[[int, int, Tensor, Tensor, Tensor, float], None],
-) -> None:
-    """`visit_layers` of each pack, whose number comes first."""
-    for number, pack in enumerate(tqdm(packs, unit="pack")):
-        visit_layers(backbone, pack, length, partial(visit, number))
 
 
 def ks_of(budgets: Sequence[float], length: str, anchors: AnchorSpec) -> list[int]:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from residual_mass.core.settings import tokens_of
-from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_packs, with_place
+from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.diagnostics.samples import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio, text
 from residual_mass.files import csv_text, write_parquet, write_text
 from residual_mass.methods import Step, method_named
@@ -105,7 +107,8 @@ def _measured(
             constant = {"pack": pack, "layer": layer, "method": method, "state_bytes": read.state_bytes(method)}
             frames.append(tidy(measured, ("head",), budgets, **constant))
 
-    visit_packs(backbone, packs, tokens_of(spec.length), visit)
+    for number, pack in enumerate(tqdm(packs, unit="pack")):
+        visit_layers(backbone, pack, tokens_of(spec.length), partial(visit, number))
     return pd.concat(frames, ignore_index=True)
 
 
