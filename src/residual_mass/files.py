@@ -183,7 +183,7 @@ def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
-def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, str]]:
+def read_csv(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame:
     """All rows of a CSV file that `stage` wrote, as text.
 
     Raises:
@@ -191,8 +191,7 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> list[dict[str, s
     """
     import pandas  # only here, so that stages without tables start fast
 
-    frame = _table(path, columns, stage, lambda stream: pandas.read_csv(stream, dtype=str, na_filter=False))
-    return frame.to_dict("records")
+    return _table(path, columns, stage, lambda stream: pandas.read_csv(stream, dtype=str, na_filter=False))
 
 
 def write_parquet(path: Path, frame: pandas.DataFrame) -> None:

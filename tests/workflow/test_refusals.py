@@ -157,6 +157,11 @@ def test_a_figure_of_what_no_job_makes_ends_the_run(checkout: Path) -> None:
         ("published", None, "config/studies: 'published.yaml': a study's name has letters, digits, _ and - only"),
         ("$(touch pwned)", None, "config/studies: '$(touch pwned).yaml': a study's name has letters, digits, _ and"),
         ("broken", "lengths: [1k\n", "config/studies/broken.yaml: not valid YAML: "),
+        (
+            "twice",
+            "lengths: [1k]\nlengths: [2k]\n",
+            "config/studies/twice.yaml: not valid YAML: key lengths comes twice",
+        ),
     ],
 )
 def test_a_file_that_no_study_may_have(name: str, text: str | None, line: str, checkout: Path) -> None:

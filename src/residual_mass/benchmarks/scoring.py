@@ -63,7 +63,8 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
 def join(results: Sequence[Path], out: Path) -> None:
     """The `join` stage: the rows of several result tables as one."""
     record = Record("join", {}, results)
-    write_text(out, csv_text(RESULTS, (line for path in results for line in read_csv(path, RESULTS, "score"))))
+    rows = pd.concat([read_csv(path, RESULTS, "score") for path in results])
+    write_text(out, csv_text(RESULTS, rows.to_dict("records")))
     record.write(out)
 
 

@@ -164,6 +164,8 @@ class Residual(Part, ABC):
     """Whether it uses the scores that the selector saw."""
     holds_values: ClassVar[bool] = False
     """Whether its summary has a value for every token, so that none is read besides."""
+    oracle: ClassVar[bool] = False
+    """Whether it uses scores of tokens that it does not read: it does not compete with other methods."""
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt once per layer: keys, values [..., L, D] and the mid-region [..., L] bool to a tuple of
@@ -300,6 +302,10 @@ class Method:
     @property
     def of_the_paper(self) -> bool:
         return self.selector in (None, TopK()) and self.own is None
+
+    @property
+    def oracle(self) -> bool:
+        return self.own is not None and self.own.oracle
 
     @property
     def fused(self) -> bool:

@@ -371,6 +371,7 @@ class ExactMass(Residual):
     """The true mass in the direction of the mean value: SparQ's idea (arXiv 2312.04985) at its best, an oracle."""
 
     title = "exact mass"
+    oracle = True
 
     def fitted(self, selector: Selector) -> ExactMass:
         """Raises ValueError for a selector that does not read every key: the mass is that of exact scores."""

@@ -99,6 +99,11 @@ class Study(Settings):
             for budget in (self.budgets if name != "full" else (None,))
         )
 
+    @property
+    def recommended(self) -> str:
+        """The method that results open with: the last that is no oracle."""
+        return [name for name in self.methods if not methods.method_named(name).oracle][-1]
+
     def own_methods(self, budget: float | None = None) -> tuple[str, ...]:
         """Methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
         own = (methods.method_named(name) for name in self.methods if name not in METHODS)
@@ -174,6 +179,16 @@ class Configuration:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+class Keys(yaml.SafeLoader):
+    """Refuses a key that comes twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if doubled := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.YAMLError(f"key {doubled} comes twice; remove one")
+        return super().construct_mapping(node, deep)
+
+
 def load(root: Path, main: Mapping[str, Any]) -> Configuration:
     """The configuration of a checkout.
 
@@ -190,7 +205,7 @@ def load(root: Path, main: Mapping[str, Any]) -> Configuration:
             allowed = f"has letters, digits, _ and - only and is not {PUBLISHED}"
             raise ValueError(f"config/studies: '{path.name}': a study's name {allowed}; rename it")
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), Keys)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{file_of(path.stem)}: not valid YAML: {' '.join(str(error).split())}") from None
         studies[path.stem] = parsed(Study, content, f"{file_of(path.stem)}: ")

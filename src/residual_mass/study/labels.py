@@ -3,7 +3,5 @@
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
 """Those of the paper, in the order of its tables; `residual_mass.methods` has all."""
 TOPK = METHODS[1]
-ORACLES = ("topk_exact_mass",)
-"""Methods whose residual uses scores of tokens that they do not read; they do not compete with the others."""
 PUBLISHED = "published"
 """The folder of the tables with the paper's own values, in place of a study's name."""

@@ -302,7 +302,7 @@ class Plan(Configuration):
     def _group_maps(self, study: Study, group: str) -> list[str]:
         """Labels of the maps that a group of arms uses; what the main group decodes is not decoded again."""
         if group == "main":
-            return [study.maps.main]
+            return study.maps_for(study.methods)
         of_ablations = [maps_label(study.ablations.length, each) for each in ("", *self.variants)]
         labels = study.mismatch.maps if group == "mismatch" else of_ablations
         return [label for label in labels if label != study.maps.main]
@@ -456,7 +456,7 @@ class Plan(Configuration):
         name = self.main.study
         study = self.studies[name]
         about = vars(self._document_spec(name))
-        spec = specs.ReportSpec(**about, budgets=study.budgets, recommended=study.methods[-1])
+        spec = specs.ReportSpec(**about, budgets=study.budgets, recommended=study.recommended)
         return {
             "tables": expand(paths.CELLS, study=name, label=study.tables),
             "figures": expand(paths.FIGURE_PNG, study=name, label=study.figures),

@@ -78,7 +78,7 @@ def closing_lines(plan: Plan) -> list[str]:
     rows = pd.read_csv(paths.FIDELITY.format(backbone=backbone, length=length), dtype=str, na_filter=False)
     rows = [row for row in rows.to_dict("records") if place.items() <= row.items()]
     found = {row["method"]: row["value"] for row in rows if row["maps"] in ("", study.maps.main)}
-    methods = dict.fromkeys((*(each for each in ("topk", "topk_phi") if each in study.methods), study.methods[-1]))
+    methods = dict.fromkeys((*(each for each in ("topk", "topk_phi") if each in study.methods), study.recommended))
     numbers = ", ".join(f"{method} {found[method]}" for method in methods if method in found)
     where = f"{backbone}, {text} at {length}, {budget} % read exactly"
     return [f"KL from full attention in nats ({where}): {numbers}", *lines]

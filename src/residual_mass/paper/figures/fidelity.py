@@ -54,7 +54,7 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     prompts of benchmarks are continued by the right answer. Feature maps are those of the study, unless the legend
     names the length that they were trained at.
     """
-    frames = [pd.DataFrame(read_csv(path, FIDELITY, "fidelity")) for path in data]
+    frames = [read_csv(path, FIDELITY, "fidelity") for path in data]
     rows = pd.concat([frame[frame["text"] == text] for frame in frames for text in spec.texts], ignore_index=True)
     kept = (rows["metric"] == KL.name) & (rows["task"] == ALL_TASKS) & (rows["state"] == OWN)
     rows = rows[kept & ~rows["continuation"].isin((GREEDY, DRAFT))]

@@ -27,9 +27,8 @@ from residual_mass.paper.figures.style import (
     make_logarithmic,
     panels,
 )
-from residual_mass.paper.tables.residuals import compared, on_front
+from residual_mass.paper.tables.residuals import ORACLES, compared, on_front
 from residual_mass.paper.titles import corpus_title, method_title, title_parts
-from residual_mass.study.labels import ORACLES
 from residual_mass.study.specs import FigureSpec
 
 NEEDED = ("method", "corpus", "length", "budget_percent", "error", "recall", "packs")
@@ -39,7 +38,7 @@ def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers, and what
     `against_budget` wants besides a `value`.
     """
-    files = [pd.DataFrame(read_csv(path, NEEDED, "residual-errors")) for path in data]
+    files = [read_csv(path, NEEDED, "residual-errors") for path in data]
     rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
     packs = rows.groupby(["length", "corpus"])["packs"].transform("first")
     place = rows["corpus"].map(corpus_title) + ", " + rows["length"] + ": " + packs + " packs"

@@ -25,7 +25,7 @@ class Table:
     """A registered table.
 
     Attributes:
-        of: what of a study it shows, which gives its files, backbones, lengths and budgets (`study.plan`).
+        of: what of a study it shows, which gives its files, backbones, lengths and budgets (`study.tables`).
         heads: titles of the columns before the values, that of the blocks first where they have a column.
         keys: columns that tell cells apart, which begin the CSV.
         extra: further columns of the CSV.

@@ -7,14 +7,16 @@ import re
 import pandas as pd
 
 from residual_mass.benchmarks.columns import DRAFT, DRAFTED, FOLLOWING, OWN
+from residual_mass.methods import METHODS
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
 from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
 from residual_mass.paper.titles import corpus_title, method_title
-from residual_mass.study.labels import METHODS, ORACLES
+from residual_mass.study.labels import TOPK
 from residual_mass.study.specs import TableSpec
 
+ORACLES = [method.name for method in METHODS if method.oracle]
 RESIDUAL_KEYS = "backbone corpus length method budget_percent maps quantity"
 ERROR_GRIDS = {
     "relative_error": "Relative error of attention outputs",
@@ -148,7 +150,7 @@ def _front(lines: pd.DataFrame) -> pd.DataFrame:
     competing = lines[~lines["method"].isin(ORACLES)]
     points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
     front = competing[on_front(points)].sort_values("step_share", key=numbers, kind="stable")
-    exact = lines[(lines["method"] == METHODS[1]) & lines["budget_percent"].isin(front["budget_percent"])]
+    exact = lines[(lines["method"] == TOPK) & lines["budget_percent"].isin(front["budget_percent"])]
     return pd.concat([front.assign(front="1"), exact.drop(front.index, errors="ignore").assign(front="0")])
 
 
