@@ -22,7 +22,7 @@ def test_a_table_has_the_columns_and_rows_that_are_asked_for(tmp_path: Path) -> 
     pd.testing.assert_frame_equal(read, frame[["e_sub", "corpus"]])  # in this order; values are for others to judge
     write_text(tmp_path / "rows.csv", "task,value\nall,0.6250\nNA,\n")
     rows = read_csv(tmp_path / "rows.csv", ["value"], "score")
-    assert rows == [{"task": "all", "value": "0.6250"}, {"task": "NA", "value": ""}]
+    assert rows.to_dict("records") == [{"task": "all", "value": "0.6250"}, {"task": "NA", "value": ""}]
     again = "delete it and run the score stage again"
     for read, file in ((read_parquet, path), (read_csv, tmp_path / "rows.csv")):
         with pytest.raises(ValueError) as error:

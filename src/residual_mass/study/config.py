@@ -205,7 +205,7 @@ def load(root: Path, main: Mapping[str, Any]) -> Configuration:
             allowed = f"has letters, digits, _ and - only and is not {PUBLISHED}"
             raise ValueError(f"config/studies: '{path.name}': a study's name {allowed}; rename it")
         try:
-            content = yaml.load(path.read_text(encoding="utf-8"), Keys)
+            content = Keys(path.read_text(encoding="utf-8")).get_single_data()
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{file_of(path.stem)}: not valid YAML: {' '.join(str(error).split())}") from None
         studies[path.stem] = parsed(Study, content, f"{file_of(path.stem)}: ")

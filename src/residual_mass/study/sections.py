@@ -458,9 +458,9 @@ def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
     from pydantic import ValidationError
 
     try:
+        found = adapter(settings).validate_json(data if isinstance(data, str) else json.dumps(data))
         if isinstance(data, str):
             json.loads(data, object_pairs_hook=_without_doubles)
-        found = adapter(settings).validate_json(data if isinstance(data, str) else json.dumps(data))
     except ValidationError as error:
         raise ValueError(_message(error, where)) from None
     except (TypeError, ValueError) as error:  # a date in YAML, for one

@@ -85,7 +85,11 @@ def test_the_numbers_are_those_of_a_study(
         study="test", backbone=backbone_spec, length="256", recipe=1, bootstrap_resamples=1000, seed=0
     )
     fidelity.run(of_study, forced, out)
-    rows = [row for row in read_csv(out, ["text"], "test") if row["state"] == "own" and row["method"] != "full"]
+    rows = [
+        row
+        for row in read_csv(out, ["text"], "test").to_dict("records")
+        if row["state"] == "own" and row["method"] != "full"
+    ]
     numbers = {(row["metric"], row["method"], float(row["budget_percent"])): row for row in rows}
     table = found.table[found.table["text"] == "books"]
     tokens = pd.read_parquet(forced).query("state == 'own'")
