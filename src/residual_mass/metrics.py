@@ -68,7 +68,7 @@ def _fidelity(name: str, title: str, unit: str = "", better: bool = False, **bou
     return Metric(name, title, unit, better, **bounds)
 
 
-KL = _fidelity("kl", "KL(Full || arm)", "nats", low=0)
+KL = _fidelity("kl", "KL(Full || method)", "nats", low=0)
 SAME_TOP = _fidelity("same_top", "equal top tokens", better=True, low=0, high=1)
 LOG_PPL_RATIO = _fidelity("log_ppl_ratio", "log perplexity ratio", "nats")
 NLL = _fidelity("nll", "negative log-likelihood", "nats", low=0)

@@ -10,7 +10,7 @@ from residual_mass.methods.residuals import PHI
 
 BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
 CORPUS_TITLES = {
-    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "tables": "Tables", "cwe": "CWE",
+    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "cwe": "CWE",
     "needles": "Needles",
 }  # fmt: skip
 METHOD_TITLES = {method.name: method.title for method in METHODS}

@@ -123,7 +123,7 @@ OF_METHODS = {"wiki": "Wikipedia, {}: 4 packs", "books": "Books, {}: 4 packs"}
 
 @pytest.mark.parametrize(
     ("kind", "texts"),
-    [("fidelity", {"ruler": "RULER, {}: 12 prompts", "wiki": "wiki, {}: 12 documents"}),
+    [("fidelity", {"ruler": "RULER, {}: 12 prompts", "wiki": "Wikipedia, {}: 12 documents"}),
      ("error_by_k", OF_METHODS), ("selection_recall", OF_METHODS)],
 )  # fmt: skip
 def test_lines_against_the_budget_are_the_rows_of_the_files(kind: str, texts: dict[str, str]) -> None:

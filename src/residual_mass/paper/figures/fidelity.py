@@ -28,7 +28,7 @@ from residual_mass.paper.figures.style import (
     make_logarithmic,
     panels,
 )
-from residual_mass.paper.titles import benchmark_title, method_title, trained_at_title
+from residual_mass.paper.titles import benchmark_title, corpus_title, method_title, trained_at_title
 from residual_mass.study.specs import FigureSpec
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
@@ -68,7 +68,7 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     rows = rows.assign(
         arm=rows["method"].mask(other, rows["maps"]),
         title=rows["method"].map(method_title).mask(other, rows.loc[other, "maps"].map(trained_at_title)),
-        place=rows["text"].map(benchmark_title) + ", " + rows["length"] + ": " + counted,
+        place=rows["text"].map(benchmark_title).map(corpus_title) + ", " + rows["length"] + ": " + counted,
     )
     figure = against_budget(rows, DISTANCE, looks)
     figure.axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
