@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +38,9 @@ def strike(expected: Undisturbed, out: Path, log: Path, rng: random.Random, seco
     number = rng.choice(list(KILLS))
     process = stages.start(expected.stage, out, log)
     process.join(rng.uniform(0, seconds))
-    if process.is_alive():
-        os.kill(process.pid, number)
+    with suppress(ProcessLookupError):  # it has just come to its end
+        if process.is_alive():
+            os.kill(process.pid, number)
     process.join()
     if process.exitcode == 0:
         assert expected.is_made_in(out)
