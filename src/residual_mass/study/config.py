@@ -101,8 +101,9 @@ class Study(Settings):
 
     @property
     def recommended(self) -> str:
-        """The method that results open with: the last that is no oracle."""
-        return [name for name in self.methods if not methods.method_named(name).oracle][-1]
+        """The method that results open with: the last that is no oracle, if there is one."""
+        others = (name for name in reversed(self.methods) if not methods.method_named(name).oracle)
+        return next(others, self.methods[-1])
 
     def own_methods(self, budget: float | None = None) -> tuple[str, ...]:
         """Methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
@@ -179,7 +180,7 @@ class Configuration:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Keys(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a key that comes twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -205,7 +206,7 @@ def load(root: Path, main: Mapping[str, Any]) -> Configuration:
             allowed = f"has letters, digits, _ and - only and is not {PUBLISHED}"
             raise ValueError(f"config/studies: '{path.name}': a study's name {allowed}; rename it")
         try:
-            content = Keys(path.read_text(encoding="utf-8")).get_single_data()
+            content = UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{file_of(path.stem)}: not valid YAML: {' '.join(str(error).split())}") from None
         studies[path.stem] = parsed(Study, content, f"{file_of(path.stem)}: ")
