@@ -16,7 +16,7 @@ _NAMES = {
         "merge", "one_gather_terms", "residual_terms", "summarise",
     ),
     "feature_maps": ("FoldedMap", "HedgehogMap", "ReZeroMap"),
-    "measures": ("mass_curve", "mass_recovery", "mid_entropy", "rel_l1", "residual_share", "subset_bias"),
+    "measures": ("mass_curve", "mass_recovery", "mid_entropy", "rel_l1", "residual_share"),
     "selection": ("Partition", "Selected", "exhaustive_topk", "members", "partition", "retrieved_count"),
 }  # fmt: skip
 __all__ = sorted(name for names in _NAMES.values() for name in names)

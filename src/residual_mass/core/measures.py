@@ -20,17 +20,6 @@ def rel_l1(estimate: Tensor, full: Tensor) -> Tensor:
     return (estimate - full).abs().sum(-1) / (full.abs().sum(-1) + REL_L1_EPS)
 
 
-def subset_bias(exact: Terms, residual: Terms) -> Tensor:
-    """Returns y_full - y_TopK = Z_R / (Z_E + Z_R) * (y_R - y_TopK) (the paper's eq. 5): [..., R, D].
-
-    Both sets must be non-empty in every row.
-    """
-    share = residual_share(exact, residual).unsqueeze(-1)
-    inside = exact.numerator / exact.denominator.unsqueeze(-1)
-    outside = residual.numerator / residual.denominator.unsqueeze(-1)
-    return share * (outside - inside)
-
-
 def residual_share(exact: Terms, residual: Terms) -> Tensor:
     """Returns Z_R / (Z_E + Z_R): [..., R] in [0, 1]."""
     return torch.sigmoid(residual.log_mass() - exact.log_mass())

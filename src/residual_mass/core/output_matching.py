@@ -12,6 +12,7 @@ sums hold numerator and denominator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.feature_maps import LEAST
 from residual_mass.core.measures import rel_l1
 from residual_mass.core.score_matching import huber
-from residual_mass.core.selection import exhaustive_topk
+from residual_mass.core.selection import exhaustive_topk, weighted_sum
 
 
 class Window(NamedTuple):
@@ -49,17 +50,23 @@ class Targets(NamedTuple):
     best: Tensor
     """[H, Q, G, K] int32, mid-region keys in descending order of score."""
     ks: Tensor
-    """[Q, S] tokens that each support retrieves, at most |M|."""
+    """[1, Q, S] tokens that each support retrieves, at most |M|; the same for all heads."""
 
     def at(self, chosen: Tensor) -> Targets:
         """Selects query positions, given as indices."""
-        by_row = (self.shift, self.output, self.exact, self.log_rest, self.best)
-        return Targets(*(x[:, chosen] for x in by_row), self.ks[chosen])
+        return Targets(*(x[:, chosen] for x in self))
 
     def select_supports(self, chosen: list[int]) -> Targets:
         """Selects supports, given as indices."""
         exact, log_rest = self.exact[..., chosen, :], self.log_rest[..., chosen]
-        return self._replace(exact=exact, log_rest=log_rest, ks=self.ks[:, chosen])
+        return self._replace(exact=exact, log_rest=log_rest, ks=self.ks[..., chosen])
+
+    @staticmethod
+    def joined(parts: Sequence[Targets]) -> Targets:
+        """Joins the targets of query positions that come one after the other, of the same supports."""
+        most = max(part.best.shape[-1] for part in parts)
+        parts = [part._replace(best=F.pad(part.best, (0, most - part.best.shape[-1]))) for part in parts]
+        return Targets(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
 
 class Completion(NamedTuple):
@@ -90,20 +97,19 @@ def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) ->
     weights = torch.where(visible, (scores - shift.unsqueeze(-1)).clamp_(LEAST, 0).exp_(), 0)
     of_mid = weights * mid
     values = _with_one(values)
-    ks = ks.minimum(mid.sum(-1))
-    most = ks.amax(-1, keepdim=True) if ks.shape[-1] else ks.new_zeros(len(ks), 1)
+    ks = ks.minimum(mid.sum(-1)).unsqueeze(0)
+    most = ks.amax(-1, keepdim=True) if ks.shape[-1] else ks.new_zeros(*ks.shape[:-1], 1)
     best = exhaustive_topk(scores, mid, most.expand(scores.shape[:-1]))
     of_best = of_mid.gather(-1, best.indices).mul_(best.valid)
     retrieved = _sum_of_first(of_best, ks, values, best.indices)
-    anchors = ((weights - of_mid).flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
-    total = (weights.flatten(1, 2) @ values).unflatten(1, scores.shape[1:3])
+    anchors, total = ((x.flatten(1, 2) @ values).unflatten(1, x.shape[1:3]) for x in (weights - of_mid, weights))
     return Targets(
-        shift,
-        total[..., :-1] / total[..., -1:],
-        anchors.unsqueeze(-2) + retrieved,
-        _log_rest(of_mid, best.indices, ks),
-        best.indices.int(),
-        ks,
+        shift=shift,
+        output=total[..., :-1] / total[..., -1:],
+        exact=anchors.unsqueeze(-2) + retrieved,
+        log_rest=_log_rest(of_mid, best.indices, ks),
+        best=best.indices.int(),
+        ks=ks,
     )
 
 
@@ -213,27 +219,16 @@ def _with_one(values: Tensor) -> Tensor:
 def _sum_of_first(weights: Tensor, ks: Tensor, values: Tensor, best: Tensor) -> Tensor:
     """Sums the weighted values [H, L, D + 1] of each support's first K entries of `best`: [H, Q, G, S, D + 1].
 
-    weights, best: [H, Q, G, K].
+    weights, best: [H, Q, G, K]; ks: [1, Q, S].
     """
-    heads, length, width = values.shape
-    counted = weights.unsqueeze(-2) * (torch.arange(weights.shape[-1], device=ks.device) < ks.unsqueeze(-1)).unsqueeze(
-        1
-    )
-    rows = best + torch.arange(heads, device=best.device).mul(length).view(-1, 1, 1, 1)
-    rows = rows.unsqueeze(-2).expand(counted.shape)
-    if not counted.numel():
-        return values.new_zeros(*counted.shape[:-1], width)
-    sums = F.embedding_bag(
-        rows.flatten(0, -2), values.flatten(0, 1), mode="sum", per_sample_weights=counted.flatten(0, -2)
-    )
-    return sums.unflatten(0, counted.shape[:-1])
+    first = torch.arange(weights.shape[-1], device=ks.device) < ks[:, :, None, :, None]  # [1, Q, 1, S, K]
+    counted = weights.unsqueeze(-2) * first
+    indices = best.unsqueeze(-2).expand(counted.shape)
+    return weighted_sum(counted.flatten(1, 3), indices.flatten(1, 3), values).unflatten(1, counted.shape[1:-1])
 
 
 def _log_rest(of_mid: Tensor, best: Tensor, ks: Tensor) -> Tensor:
     """Log of the mid-region mass outside each support, [H, Q, G, S], summed directly rather than by subtraction."""
-    rank = torch.arange(best.shape[-1], device=best.device)
-    rest = [
-        of_mid.scatter(-1, best, of_mid.gather(-1, best).mul_(rank >= k[:, None, None])).sum(-1).log()
-        for k in ks.unbind(-1)
-    ]
+    rank, of_best = torch.arange(best.shape[-1], device=best.device), of_mid.gather(-1, best)
+    rest = [of_mid.scatter(-1, best, of_best * (rank >= k[..., None, None])).sum(-1).log() for k in ks.unbind(-1)]
     return torch.stack(rest, -1) if rest else of_mid.new_zeros(*of_mid.shape[:3], 0)

@@ -45,11 +45,17 @@ def names() -> tuple[str, ...]:
 
 
 def method_named(name: str | Method) -> Method:
-    """Looks up a method by its name, and returns a `Method` as it is; raises ValueError with the most similar names."""
+    """Looks up a method by its name, and returns a `Method` as it is.
+
+    Raises:
+        ValueError: no method has the name (says the most similar ones), or two have it.
+    """
     if isinstance(name, Method):
         return name
-    found = next((method for method in METHODS if method.name == name), None)
-    if found is None:
+    found = [method for method in METHODS if method.name == name]
+    if not found:
         similar = get_close_matches(str(name), names(), n=3, cutoff=0)
         raise ValueError(f"method {name!r} is unknown; the most similar are {', '.join(similar)}")
-    return found
+    if len(found) > 1:
+        raise ValueError(f"METHODS has two methods named {name!r}; rename one")
+    return found[0]

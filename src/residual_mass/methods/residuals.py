@@ -268,7 +268,8 @@ class ScanRegression(Residual):
         away = moments.from_own(values, made.mean_value, part).square()
         variance = torch.where((part >= 0).unsqueeze(-1), away, 0).sum(-2)
         variance = variance / made.count.sum(-1, keepdim=True).clamp_min(1)
-        return ClusteredMoments(*made[:3], made.value_key_covariance.squeeze(-3), variance, part.to(torch.int16))
+        covariance = made.value_key_covariance.squeeze(-3)
+        return ClusteredMoments(made.count, made.mean_key, made.mean_value, covariance, variance, part.to(torch.int16))
 
     def terms(self, seen: Seen, state: ClusteredMoments) -> Terms:
         dtype = seen.queries.dtype
@@ -286,7 +287,8 @@ class ScanRegression(Residual):
         shift = weights.amax(-1)
         shift = torch.where(shift > -torch.inf, shift, 0)
         weights = weights.sub_(shift.unsqueeze(-1)).exp_()
-        mean_value, covariance, value_variance = (x.bfloat16().to(dtype) for x in state[2:5])
+        read = (state.mean_value, state.value_key_covariance, state.value_variance)
+        mean_value, covariance, value_variance = (x.bfloat16().to(dtype) for x in read)
         along = (weights * offset).sum(-1, keepdim=True) / deviation
         steepest = value_variance.sqrt().unsqueeze(-2)
         slope = (seen.queries @ covariance.transpose(-1, -2) / deviation).clamp(-steepest, steepest)

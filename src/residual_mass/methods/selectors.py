@@ -56,7 +56,7 @@ def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Codes:
 
 def restored(state: Codes, size: int, dtype: torch.dtype) -> Tensor:
     """Inverse of `quantised`, up to rounding."""
-    low, step = (x.to(dtype).unsqueeze(-2) for x in state[1:])
+    low, step = (x.to(dtype).unsqueeze(-2) for x in (state.low, state.step))
     return (low + step * blocks_of(state.codes, size).to(dtype)).flatten(-3, -2)[..., : state.codes.shape[-2], :]
 
 

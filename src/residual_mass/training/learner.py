@@ -187,8 +187,15 @@ def row_losses(
         queries, log_query = (grouped(x, kv_heads) for x in (trace.queries, log_query))
         last = trace.positions.repeat(group)
         kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
-        auxiliary = ((1 - kl) * x for x in (objective.lambda_top, objective.lambda_fp, objective.lambda_z))
-        weights = Weights(kl, *auxiliary, objective.tau, objective.band, objective.huber_delta)
+        weights = Weights(
+            kl=kl,
+            top=(1 - kl) * objective.lambda_top,
+            fp=(1 - kl) * objective.lambda_fp,
+            z=(1 - kl) * objective.lambda_z,
+            tau=objective.tau,
+            band=objective.band,
+            huber_delta=objective.huber_delta,
+        )
         losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, features)
         return losses.view(trace.queries.shape[:2])
     assert trace.targets is not None
@@ -296,9 +303,9 @@ def held_out_rows(maps: PhiMaps, packs: Sequence[Sequence[LayerTrace]], spec: Tr
     dropped.
     """
     layers = range(maps.shape.layers)
-    made = [[_measures(maps, layer, pack[layer], spec.anchors) for pack in packs] for layer in layers]
+    made = [_measures(maps, layer, pack[layer], spec.anchors) for layer in layers for pack in packs]
     rows = {  # [layers, packs, Hkv, Q, G, S]
-        name: torch.stack([torch.stack([pack[name] for pack in of_layer]) for of_layer in made]) for name in made[0][0]
+        name: torch.stack([one[name] for one in made]).unflatten(0, (-1, len(packs))) for name in made[0]
     }
     for s, budget in enumerate(spec.eval_budgets):
         k = retrieved_count(budget, tokens_of(spec.length), spec.anchors.sink + spec.anchors.tail)

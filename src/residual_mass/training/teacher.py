@@ -1,9 +1,9 @@
 """The frozen teacher: its queries, keys and values on a text, the targets that follow from them, and which text and
 query positions a step trains on.
 
-A pass runs one sequence through the teacher. Without replay, every step has its own pass and stores nothing: the maps
-of a layer train as soon as the teacher reaches it. With replay, each step draws a pass from a pool of the newest ones.
-Everything is a function of (seed, step), so a resumed run sees the same data as an uninterrupted one.
+A pass runs one sequence through the teacher. Without replay every step has a pass of its own (`FreshPasses`), with
+replay it draws one of the newest (`ReplayedPasses`). Everything is a function of (seed, step), so a resumed run sees
+the same data as an uninterrupted one.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = sampled query positions, L = keys, D = head dimension, S =
 supports.
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import promoted
@@ -28,7 +28,6 @@ from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.files import sha256_text
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.loading import Backbone
-from residual_mass.study.sections import ReplaySpec
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle
 
@@ -80,8 +79,8 @@ class _LastLayerDone(Exception):
 def stream_traces(backbone: Backbone, ids: Sequence[int], positions: Tensor, consume: Consume) -> None:
     """Runs the teacher over `ids` and calls `consume` with each layer's trace as soon as its attention is reached.
 
-    Attention itself is not replaced. The pass ends at the last layer's queries and keys, without logits. Gradients are
-    enabled in `consume`, so that it may train.
+    Attention itself is not replaced. The pass ends at the last layer's queries and keys, without logits. Only the
+    teacher is without gradients: `consume` may train.
     """
     last = backbone.shape.layers - 1
 
@@ -121,10 +120,7 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
         scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
         window = Window(positions, anchors.sink, anchors.tail)
         parts.append(exact_targets(scores, values, window, retrieved(positions, anchors, budgets)))
-    most = max(targets.best.shape[-1] for targets in parts)
-    parts = [t._replace(best=F.pad(t.best, (0, most - t.best.shape[-1]))) for t in parts]
-    by_head = (torch.cat(part, 1) for part in zip(*(targets[:5] for targets in parts), strict=True))
-    return replace(trace, targets=Targets(*by_head, torch.cat([targets.ks for targets in parts])))
+    return replace(trace, targets=Targets.joined(parts))
 
 
 def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
@@ -139,82 +135,98 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(0, (kv_heads, -1)).transpose(1, 2)
 
 
-class TeacherPool:
+class Passes(ABC):
     """The passes of one of a step's parallel sequences.
 
-    Attributes:
-        pool: the newest recorded passes by index, each with every layer's trace; empty without replay.
+    The text of a pass and its query positions follow from its index, `slot` and the seed.
     """
 
     def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
         self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
-        self.pool: dict[int, list[LayerTrace]] = {}
-        self.replays = spec.replay != ReplaySpec(pool=1, reuse=1)
 
+    @abstractmethod
     def run(self, step: int, consume: Consume) -> float:
-        """Calls `consume` with every layer's trace of the step; replayed traces in parallel, so in any order.
-
-        Returns:
-            Wall-clock seconds spent in `consume`.
-        """
-        seconds = 0.0
-
-        def timed(layer: int, trace: LayerTrace) -> None:
-            nonlocal seconds
-            prepared, started = self._prepared(trace), time.perf_counter()
-            consume(layer, prepared)
-            seconds += time.perf_counter() - started
-
-        if not self.replays:
-            stream_traces(self.backbone, *self._text(step, step), timed)
-            return seconds
-        traces = self._replayed(step)
-        chosen = torch.randperm(len(traces[0].positions), generator=self._random("queries", step))
-        chosen = chosen[: self.spec.queries_per_step].to(self.backbone.device)
-        started = time.perf_counter()
-        parallel_layers(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), self.backbone.device)
-        return time.perf_counter() - started
+        """Calls `consume` with the trace of every layer of the step, in any order; returns the seconds that took."""
 
     def first(self) -> list[LayerTrace]:
         """Returns the first pass, for initial values."""
-        return self._replayed(0) if self.replays else self._recorded(0)
+        return self.recorded(0)
 
-    def _replayed(self, step: int) -> list[LayerTrace]:
-        """Draws one of the newest passes, which are kept."""
-        newest = step // self.spec.replay.reuse
-        wanted = range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
-        self.pool = {index: self.pool.get(index) or self._recorded(index) for index in wanted}
-        return self.pool[random.Random(self._seed("pass", step)).choice(wanted)]
+    def recorded(self, index: int) -> list[LayerTrace]:
+        """Records a pass."""
+        return record_traces(self.backbone, *self.text(index), self.prepared)
 
-    def _recorded(self, index: int) -> list[LayerTrace]:
-        return record_traces(self.backbone, *self._text(index, index * self.spec.replay.reuse), self._prepared)
-
-    def _text(self, index: int, step: int) -> tuple[list[int], Tensor]:
-        """The sequence of an index, as long as at a step, and distinct query positions of all steps that use it, drawn
-        uniformly from its final share.
+    def text(self, index: int) -> tuple[list[int], Tensor]:
+        """Returns the tokens of a pass, and distinct query positions for all steps that use it, drawn uniformly from
+        its final share.
         """
         spec, length = self.spec, self.spec.length
-        if spec.curriculum is not None and step < round(spec.curriculum.share * spec.steps):
+        if spec.curriculum is not None and index * spec.replay.reuse < round(spec.curriculum.share * spec.steps):
             length = spec.curriculum.length
         ids = self.corpus.sequence(index)[: tokens_of(length)]
         window = min(len(ids), max(1, round(len(ids) * spec.query_window)))
-        drawn = torch.randperm(window, generator=self._random("positions", index))
+        drawn = torch.randperm(window, generator=self.random("positions", index))
         positions = drawn[: spec.queries_per_step * spec.replay.reuse] + len(ids) - window
         return ids, positions.to(self.backbone.device)
 
-    def _prepared(self, trace: LayerTrace) -> LayerTrace:
+    def prepared(self, trace: LayerTrace) -> LayerTrace:
         """Adds targets if an objective needs them, otherwise drops the values, which are then unused."""
         if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
             return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
         return replace(trace, values=trace.values[:, :0].clone())  # a view would keep all values alive
 
-    def _random(self, what: str, index: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed(what, index))
+    def random(self, what: str, index: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed(what, index))
 
-    def _seed(self, what: str, index: int) -> int:
+    def seed(self, what: str, index: int) -> int:
         """Returns a 60-bit seed that is the same on every machine and in every process."""
         global_index = index * self.spec.sequences_per_step + self.slot
         return int(sha256_text(f"{self.spec.seed}/{what}/{global_index}")[:15], 16)
+
+
+class FreshPasses(Passes):
+    """A pass for every step. Each layer is consumed within the forward pass, when the teacher reaches its attention, so
+    that one trace is held at a time.
+    """
+
+    def run(self, step: int, consume: Consume) -> float:
+        seconds = 0.0
+
+        def timed(layer: int, trace: LayerTrace) -> None:
+            nonlocal seconds
+            prepared, started = self.prepared(trace), time.perf_counter()
+            consume(layer, prepared)
+            seconds += time.perf_counter() - started
+
+        stream_traces(self.backbone, *self.text(step), timed)
+        return seconds
+
+
+class ReplayedPasses(Passes):
+    """Every step draws one of the newest passes and some of its query positions, and consumes its layers in parallel.
+
+    Attributes:
+        pool: the newest passes by index, each with every layer's trace.
+    """
+
+    pool: Mapping[int, list[LayerTrace]] = {}
+
+    def run(self, step: int, consume: Consume) -> float:
+        traces, device = self._drawn(step), self.backbone.device
+        chosen = torch.randperm(len(traces[0].positions), generator=self.random("queries", step))
+        chosen = chosen[: self.spec.queries_per_step].to(device)
+        started = time.perf_counter()
+        parallel_layers(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), device)
+        return time.perf_counter() - started
+
+    def first(self) -> list[LayerTrace]:
+        return self._drawn(0)
+
+    def _drawn(self, step: int) -> list[LayerTrace]:
+        newest = step // self.spec.replay.reuse
+        wanted = range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
+        self.pool = {index: self.pool.get(index) or self.recorded(index) for index in wanted}
+        return self.pool[random.Random(self.seed("pass", step)).choice(wanted)]
 
 
 def training_budgets(spec: TrainSpec) -> tuple[float, ...]:

@@ -30,6 +30,7 @@ from residual_mass.files import csv_text, locked, remove_leftovers, sha256_text,
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import read_safetensors, write_safetensors
 from residual_mass.provenance import MANIFEST, Record
+from residual_mass.study.sections import ReplaySpec
 from residual_mass.study.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle, training_corpus
 from residual_mass.texts.hub import commits_of
@@ -42,7 +43,7 @@ from residual_mass.training.learner import (
     held_out_rows,
     positive_random_features,
 )
-from residual_mass.training.teacher import LayerTrace, TeacherPool
+from residual_mass.training.teacher import FreshPasses, LayerTrace, ReplayedPasses
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,8 @@ class Trainer:
     ):
         """Takes the corpora of this process's sequences by their index in the step."""
         self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group
-        self.passes = {slot: TeacherPool(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
+        passes = FreshPasses if spec.replay == ReplaySpec(pool=1, reuse=1) else ReplayedPasses
+        self.passes = {slot: passes(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
         self.step, self.log_rows, self.seconds = 0, [], 0.0
         self.spec_hash = sha256_text(to_json(spec) + backbone.identity)
         self.stop = StopSignals()

@@ -101,17 +101,6 @@ def test_both_forms_equal_the_token_by_token_reference(length: int, sink: int, t
         close(core.merge(p.one_gather(k, adds, torch.tensor([False, False, True])), generated), expected, 1e-12)
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_subset_bias_equation(k: int) -> None:
-    p = Problem(seed=13 + k)
-    retrieved = p.retrieved(k)
-    exact = core.exact_terms(p.scores, p.v, p.anchors | retrieved)
-    residual = core.exact_terms(p.scores, p.v, p.mid & ~retrieved)
-    full = core.exact_terms(p.scores, p.v, torch.ones_like(p.mid))
-    bias = core.subset_bias(exact, residual)
-    torch.testing.assert_close(core.merge(full) - core.merge(exact), bias, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize(("share", "kept"), [(1e-2, True), (1e-4, True), (3e-6, True), (3e-7, False), (1e-9, False)])
 def test_a_residual_is_kept_down_to_a_millionth_of_the_mid_regions_mass(share: float, kept: bool) -> None:
     """One row. What it leaves has `share` of phi's mass in the mid-region, but weighs as much as all that is exact."""

@@ -10,6 +10,7 @@ import torch
 from tests.unit.core.test_moments import D, random_tokens, sums
 from torch import Tensor
 
+from residual_mass import methods
 from residual_mass.core.accounting import merge
 from residual_mass.core.moments import clusters, clusters_of
 from residual_mass.core.selection import Selected
@@ -349,6 +350,12 @@ def test_identities_tell_methods_apart_and_leave_the_papers_alone() -> None:
 def test_a_method_without_a_title_is_called_by_its_name() -> None:
     assert Method("mine").title == "mine" and Method("mine", "My own").title == "My own"
     assert replace(method_named("topk"), title="Other").identity == method_named("topk").identity
+
+
+def test_a_name_that_two_methods_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "METHODS", (*METHODS, Method("topk", residual=Mean())))
+    with pytest.raises(ValueError, match="METHODS has two methods named 'topk'; rename one"):
+        method_named("topk")
 
 
 def test_groups_are_the_selectors() -> None:

@@ -33,7 +33,7 @@ from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySp
 from residual_mass.study.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.learner import HeldOut, learning_rate, positive_random_features, row_losses
-from residual_mass.training.teacher import LayerTrace, TeacherPool, record_traces
+from residual_mass.training.teacher import LayerTrace, Passes, record_traces
 from residual_mass.training.trainer import COLUMNS, Trainer
 
 Files = tuple[Path, Path]
@@ -253,8 +253,8 @@ def test_variants_share_teacher_passes_and_end_as_if_trained_alone(
     variants = variants[::4] if streamed else variants
     together = make(variants=variants, replay=pool)
     passes = []
-    text = TeacherPool._text
-    monkeypatch.setattr(TeacherPool, "_text", lambda self, i, step: passes.append(i) or text(self, i, step))
+    text = Passes.text
+    monkeypatch.setattr(Passes, "text", lambda self, index: passes.append(index) or text(self, index))
     together.train(*files)
     assert sorted(passes) == sorted([0, *range(12)] if streamed else range(6))
     for i, variant in enumerate(variants):
