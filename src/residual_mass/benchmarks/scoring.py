@@ -28,13 +28,18 @@ logger = logging.getLogger(__name__)
 SIGNIFICANT = 0.05
 DATA_ORDER = ("original", "simulated", "stand-in")
 FULL = ArmSpec("full")
-TURNED = ["right_to_wrong", "wrong_to_right"]
-"""Numbers of answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141)."""
-GAIN = {"value": "gain", "ci_low": "gain_ci_low", "ci_high": "gain_ci_high", "p": "gain_p", "mde": "mde"}
-FULL_GAP = {"value": "full_gap", "p": "full_gap_p"}
-SHARES = {"k": "k_mean", "k_zero": "k_zero_share", "cut": "cut_share"}
-"""Columns of the result by those that they are made of."""
 SCORERS = ["harness", "original"]
+NUMBERS = {
+    "value": ("value", "harness"), "stderr": ("stderr", "harness"),
+    "ci_low": ("ci_low", "harness"), "ci_high": ("ci_high", "harness"),
+    "original_value": ("value", "original"), "original_stderr": ("stderr", "original"),
+    "original_ci_low": ("ci_low", "original"), "original_ci_high": ("ci_high", "original"),
+    "gain": ("value", "gain"), "gain_ci_low": ("ci_low", "gain"), "gain_ci_high": ("ci_high", "gain"),
+    "gain_p": ("p", "gain"), "mde": ("mde", "gain"), "full_gap": ("value", "full_gap"), "full_gap_p": ("p", "full_gap"),
+}  # fmt: skip
+"""Columns of the result by the statistic and what it is of, see `_compared`."""
+SHARES = {"k": "k_mean", "k_zero": "k_zero_share", "cut": "cut_share"}
+"""Columns of the result by the rows' columns that they are the means of."""
 GENERATED = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha"]
 RERUN = "run the generate stage again"
 
@@ -113,74 +118,80 @@ def _name(task: str, arm: ArmSpec) -> str:
 
 
 def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the lines of all arms over the tasks of `rows`, as text; what is not known is empty.
-
-    Methods with a residual estimate are compared with topk at the same budget, and all arms with full.
-    """
-    arms = {arm: number for number, arm in enumerate(dict.fromkeys(rows["arm"]))}
-    rows = rows.assign(arm=rows["arm"].map(arms), k_zero=rows["k"] == 0, cut=rows["cut_tokens"] > 0)
-    tasks = {str(name): part for name, part in rows.groupby("task", sort=False)}
-    scores = {name: part[SCORERS].to_numpy().T.reshape(2, len(arms), -1) for name, part in tasks.items()}
-    entries = [task_named(spec.benchmark, name) for name in scores]
+    """Returns the lines of all arms over the tasks of `rows`, as text; what is not known is empty."""
+    codes, arms = rows["arm"].factorize()
+    rows = rows.assign(arm=codes, k_zero=rows["k"] == 0, cut=rows["cut_tokens"] > 0)
+    tasks = {str(name): _compared(part, list(arms)) for name, part in rows.groupby("task", sort=False)}
+    entries = [task_named(spec.benchmark, name) for name in tasks]
     metric, kinds = metric_of_mean(entry.metric for entry in entries), {e.data(spec.data_source) for e in entries}
 
-    estimates = [(arm, ArmSpec("topk", arm.budget_percent)) for arm in arms if arm.method not in ("full", "topk")]
-    gains = [(arms[arm], arms[topk]) for arm, topk in estimates if topk in arms]
-    gaps = [(number, arms[FULL]) for arm, number in arms.items() if FULL in arms and arm != FULL]
-    first, second = np.array([*gains, *gaps], dtype=int).reshape(-1, 2).T
-    differences = {name: of_task[0, first] - of_task[0, second] for name, of_task in scores.items()}
-    stacked = {name: np.concatenate([*scores[name], differences[name]]) for name in scores}
-    found = means(stacked, spec.bootstrap_resamples, spec.seed).frame
-    compared = found[2 * len(arms) :].set_index(first)
-    compared["p"] = sign_flip_p(differences, spec.bootstrap_resamples, spec.seed)
-    compared["mde"] = minimal_detectable_effect(compared["stderr"])
-    gap = compared[len(gains) :].rename(columns=FULL_GAP)[[*FULL_GAP.values()]]
+    found = means(tasks, spec.bootstrap_resamples, spec.seed).frame
+    found["mde"] = minimal_detectable_effect(found["stderr"])
+    differences = {name: of_task.drop(index=SCORERS, level="what") for name, of_task in tasks.items()}
+    p_values = sign_flip_p(differences, spec.bootstrap_resamples, spec.seed)
+    found["p"] = pd.Series(p_values, found.drop(index=SCORERS, level="what").index)
+    by_arm = found.unstack("what")
+    numbers = pd.DataFrame({name: by_arm.get(place, np.nan) for name, place in NUMBERS.items()}, by_arm.index)
+    numbers = numbers.join(rows.groupby("arm")[[*SHARES]].mean().rename(columns=SHARES))
 
-    table = found[: len(arms)].join([
-        found[len(arms) : 2 * len(arms)].reset_index(drop=True).add_prefix("original_"),
-        compared[: len(gains)].rename(columns=GAIN)[[*GAIN.values()]],
-        gap,
-        rows.groupby("arm")[["k", "k_zero", "cut"]].mean().rename(columns=SHARES),
-    ])  # fmt: skip
-    beating = _better_than_full(task, gap.set_index(pd.Index(arms)[gap.index]), metric)
-    flags = [metric.flags(value) for value in table["value"]]
-    table = table.map(_number).assign(
+    beating = _better_than_full(task, arms, numbers, metric)
+    flags = [metric.flags(x) | ({"beats_full"} if arm in beating else set()) for arm, x in numbers["value"].items()]
+    table = numbers.map(_number).assign(
         method=[arm.method for arm in arms],
         budget_percent=["" if arm.budget_percent is None else f"{arm.budget_percent:g}" for arm in arms],
         maps=[arm.maps or "" for arm in arms],
         phi_sha=rows.groupby("arm")["phi_sha"].first(),
-        flags=[
-            " ".join(sorted(each | {"beats_full"} if arm in beating else each))
-            for arm, each in zip(arms, flags, strict=True)
-        ],
+        flags=[" ".join(sorted(each)) for each in flags],
         n=rows.groupby("arm").size(),
         benchmark=spec.benchmark, backbone=spec.backbone.name, length=spec.length, task=task, metric=metric.name,
         data="+".join(kind for kind in DATA_ORDER if kind in kinds), decoding=spec.decoding, study=spec.study,
         model_id=spec.backbone.model_id, revision=spec.backbone.revision, prompts_sha=manifest["sha256"],
         weights=spec.backbone.weights,
     )  # fmt: skip
-    if gaps and all(entry.metric.right is not None for entry in entries):
-        right = [entry.metric.is_right(of_task[0]) for entry, of_task in zip(entries, scores.values(), strict=True)]
-        full = arms[FULL]
-        table["right_to_wrong"] = sum((each[full] & ~each).sum(axis=1) for each in right)
-        table["wrong_to_right"] = sum((each & ~each[full]).sum(axis=1) for each in right)
-        table = table.astype({name: object for name in TURNED})
-        table.loc[full, TURNED] = ""
+    if FULL in arms and all(entry.metric.right is not None for entry in entries):
+        right = [e.metric.is_right(of_task.loc["harness"]) for e, of_task in zip(entries, tasks.values(), strict=True)]
+        full = list(arms).index(FULL)
+        turned = {  # answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141)
+            "right_to_wrong": sum((~each & each.loc[full]).sum(axis=1) for each in right),
+            "wrong_to_right": sum((each & ~each.loc[full]).sum(axis=1) for each in right),
+        }
+        table = table.join(pd.DataFrame(turned).drop(full).astype(str))
     return table.fillna("")
 
 
-def _better_than_full(task: str, gaps: pd.DataFrame, metric: Metric) -> set[ArmSpec]:
-    """Returns the arms significantly better than full, Holm-adjusted over the partial arms of the task; each is
-    reported.
+def _compared(rows: pd.DataFrame, arms: list[ArmSpec]) -> pd.DataFrame:
+    """Returns scores and paired differences of one task, by what they are and the arm's number, with a column for each
+    example: `harness` and `original`, of all arms; `gain`, of methods with a residual estimate to topk at the same
+    budget; `full_gap`, of all other arms to full.
     """
-    adjusted = pd.Series(holm(gaps["full_gap_p"]), gaps.index)
-    beating = {arm for arm in gaps.index if metric.better(gaps["full_gap"][arm], 0) and adjusted[arm] < SIGNIFICANT}
-    for arm in sorted(beating, key=_canonical):
+    harness, original = (rows.pivot(index="arm", columns="index", values=scorer) for scorer in SCORERS)
+    topk = {
+        number: arms.index(same)
+        for number, arm in enumerate(arms)
+        if arm.method not in ("full", "topk") and (same := ArmSpec("topk", arm.budget_percent)) in arms
+    }
+    gain = harness.loc[[*topk]] - harness.loc[[*topk.values()]].to_numpy()
+    full_gap = harness[:0]
+    if FULL in arms:
+        full = arms.index(FULL)
+        full_gap = (harness - harness.loc[full]).drop(full)
+    tables = {"harness": harness, "original": original, "gain": gain, "full_gap": full_gap}
+    return pd.concat(tables, names=["what", "arm"])
+
+
+def _better_than_full(task: str, arms: Sequence[ArmSpec], numbers: pd.DataFrame, metric: Metric) -> set[int]:
+    """Returns the numbers of the arms that are significantly better than full, Holm-adjusted over the partial arms of
+    the task; each is reported.
+    """
+    gaps = numbers["full_gap"].dropna()
+    adjusted = pd.Series(holm(numbers["full_gap_p"][gaps.index]), gaps.index)
+    beating = [arm for arm, gap in gaps.items() if metric.better(gap, 0) and adjusted[arm] < SIGNIFICANT]
+    for arm in beating:
         logger.warning(
             "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
-            _name(task, arm), "above" if metric.higher_is_better else "below", adjusted[arm],
+            _name(task, arms[arm]), "above" if metric.higher_is_better else "below", adjusted[arm],
         )  # fmt: skip
-    return beating
+    return set(beating)
 
 
 def _number(number: float) -> str:
