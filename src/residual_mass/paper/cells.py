@@ -19,7 +19,7 @@ import pandas as pd
 
 from residual_mass.benchmarks.statistics import holm
 from residual_mass.core.settings import MAPS_HEADER, maps_label
-from residual_mass.files import csv_text, read_json
+from residual_mass.files import read_json
 from residual_mass.metrics import METRICS, Metric
 from residual_mass.provenance import sidecar_of
 
@@ -158,26 +158,19 @@ def format_hours(hours: float) -> str:
     return f"{seconds} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-FORMS: dict[str, Callable[[float], str]] = {
-    **{name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()},
-    **dict.fromkeys("step_share state_share bytes_per_verified_token".split(), "{:.1%}".format),
-    **dict.fromkeys(
-        "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps draft_tokens".split(),
-        "{:,.0f}".format,
-    ),
-    **dict.fromkeys("phi_q_total phi_k_total total".split(), lambda count: f"{count / 1e6:.1f}M"),
+_FORMS: dict[str, Callable[[float], str]] = {
+    "step_share state_share bytes_per_verified_token": "{:.1%}".format,
+    "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps draft_tokens": "{:,.0f}".format,
+    "phi_q_total phi_k_total total": lambda count: f"{count / 1e6:.1f}M",
     "training_seconds": lambda seconds: f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h",
-    **dict.fromkeys(
-        "steps sequences teacher_passes".split(),
-        lambda count: f"{count / 1000:.0f}k" if count and count % 1000 == 0 else f"{count:,.0f}",
-    ),
+    "steps sequences teacher_passes": lambda n: f"{n / 1000:.0f}k" if n and n % 1000 == 0 else f"{n:,.0f}",
     "wall_clock_h": format_hours,
-    **dict.fromkeys(
-        "per_step_ms end_to_end_ms floor_ms over_floor".split(),
-        lambda number: f"{number:.2f}" if number < 1e4 else f"{number:.0f}",  # long times have no room for decimals
-    ),
+    # Long times have no room for decimals.
+    "per_step_ms end_to_end_ms floor_ms over_floor": lambda time: f"{time:.2f}" if time < 1e4 else f"{time:.0f}",
     "step_bytes": lambda count: f"{count / 1e9:.3f}",
 }
+FORMS = {name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()}
+FORMS |= {name: form for names, form in _FORMS.items() for name in names.split()}
 """How a quantity is printed, if not as a score."""
 
 
@@ -226,17 +219,3 @@ def with_gains(cells: pd.DataFrame) -> pd.DataFrame:
     sign = np.sign(numbers(cells["gain"])).where(exact.reindex(cells.index) < ALPHA)
     corrected = exact.map("{:.6f}".format).astype(object).reindex(cells.index, fill_value="")
     return cells.assign(gain_p_holm=corrected, mark=sign.map({1: "above", -1: "below"}).fillna(""))
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def finished(label: str, cells: pd.DataFrame, keys: str, extra: str = "") -> pd.DataFrame:
-    """Returns the cells with the columns of the CSV in their order, `keys` first; what is not known is empty."""
-    columns = ["table", *keys.split(), *COMMON, *extra.split(), *SHAPE]
-    flags = {name: cells[name].map({True: "1"}) for name in ("bold", "own") if name in cells}
-    return cells.assign(table=label, **flags).reindex(columns=columns).astype(object).fillna("").astype(str)
-
-
-def to_csv(cells: pd.DataFrame) -> str:
-    return csv_text(list(cells), cells.to_dict("records"))

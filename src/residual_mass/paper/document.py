@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from residual_mass.files import write_text
+from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import LEFT_OUT, decimals, interval, load, read_frame, to_csv
+from residual_mass.paper.cells import LEFT_OUT, decimals, interval, load, read_frame
 from residual_mass.paper.figures import caption_of
 from residual_mass.paper.latex import Latex, escape, grids, render
 from residual_mass.paper.published import MODELS
@@ -41,7 +41,7 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
     record = Record("table", spec, results, sources=[template, template.with_name(FRAME)])
     made = find(spec.label).cells(load(results), spec)
     write_text(out, latex(made, template))
-    write_text(cells, to_csv(made))
+    write_text(cells, csv_text(list(made), made.to_dict("records")))
     for path in (out, cells):
         record.write(path)
 
@@ -54,7 +54,8 @@ def run_published(label: str, template: Path, out: Path) -> None:
 
 def latex(cells: pd.DataFrame, template: Path) -> str:
     """Returns a table as its template sets it. Raises ValueError as `render`."""
-    return render(template, **context(cells))
+    shown = context(cells)
+    return render(template, **shown, warnings=warnings(shown["models"]))
 
 
 def context(cells: pd.DataFrame) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def context(cells: pd.DataFrame) -> dict[str, Any]:
     return {
         "table": label, "label": Latex(f"tab:{label}"), "heads": find(label).heads, "grids": grids(cells),
         "grouped": cells["group"].any(), "study": of["study"][0], "published": PUBLISHED in of["study"],
-        "sources": of["source"], "models": models, "warnings": warnings(models),
+        "sources": of["source"], "models": models,
         "budget": ", ".join(f"{budget}%" for budget in of.get("budget_percent", ())),
         "lengths": ", ".join(of.get("length", ())),
         "backbone": ", ".join(MODELS.get(name, name).split("/")[-1] for name in of["model_id"] or of["backbone"]),

@@ -101,7 +101,7 @@ def render(template: Path, **context: Any) -> str:
     Raises:
         ValueError: the template is missing, malformed, or asks for a name that it was not given.
     """
-    return fill(_environment(template, escape), template, lambda found: found.render(context))
+    return fill(_latex(template, escape), template, lambda found: found.render(context))
 
 
 def block(template: Path, name: str, context: dict[str, Any]) -> str:
@@ -112,21 +112,24 @@ def block(template: Path, name: str, context: dict[str, Any]) -> str:
     def write(found: jinja2.Template) -> str:
         return "".join(found.blocks[name](found.new_context(context))) if name in found.blocks else ""
 
-    return one_line(fill(_environment(template, str), template, write))
+    return one_line(fill(_latex(template, str), template, write))
 
 
-def _environment(template: Path, finalize: Callable[[object], str]) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        block_start_string="<%", block_end_string="%>",
-        variable_start_string="<<", variable_end_string=">>",
-        comment_start_string="<#", comment_end_string="#>",
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined, finalize=finalize, autoescape=False,
-        loader=jinja2.FileSystemLoader(template.parent),
+def _latex(template: Path, finalize: Callable[[object], str]) -> jinja2.Environment:
+    found = environment(
+        template, finalize=finalize, block_start_string="<%", block_end_string="%>", variable_start_string="<<",
+        variable_end_string=">>", comment_start_string="<#", comment_end_string="#>",
     )  # fmt: skip
-    filters = {"stacked": stacked, "printed": field_latex, "comment": lambda value: Latex(one_line(value))}
-    environment.filters |= filters
-    return environment
+    found.filters |= {"stacked": stacked, "printed": field_latex, "comment": lambda value: Latex(one_line(value))}
+    return found
+
+
+def environment(template: Path, **options: Any) -> jinja2.Environment:
+    """Returns what finds templates in the folder of `template` and refuses names that they are not given."""
+    return jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(template.parent), **options,
+    )  # fmt: skip
 
 
 def fill(environment: jinja2.Environment, template: Path, write: Callable[[jinja2.Template], str]) -> str:
@@ -139,13 +142,13 @@ def fill(environment: jinja2.Environment, template: Path, write: Callable[[jinja
 
 # ---- PDF -------------------------------------------------------------------------------------------------------------
 
-COMMANDS = {
-    "pdflatex": "-no-shell-escape -interaction=nonstopmode -halt-on-error -output-directory",
-    "tectonic": "--untrusted --outdir",
+PROGRAMS = {
+    "pdflatex": (2, "-no-shell-escape -interaction=nonstopmode -halt-on-error -output-directory"),
+    "tectonic": (1, "--untrusted --outdir"),
 }
-"""Programs in the order of preference, and their arguments before the folder of what they write."""
-PASSES = {"pdflatex": 2, "tectonic": 1}
-"""How often each must run until all numbers of pages are known."""
+"""In the order of preference: how often a program must run until all numbers of pages are known, and its arguments
+before the folder of what it writes.
+"""
 ENVIRONMENT = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1", "max_print_line": "1000"}
 """Makes the same bytes every time, and messages that are not cut into lines of 79."""
 
@@ -159,10 +162,11 @@ def run_pdf(document: Path, out: Path) -> None:
     if lacking := problems():
         raise ValueError(*lacking)
     program = _program()
+    passes, arguments = PROGRAMS[program]
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(PASSES[program]):
+        for _ in range(passes):
             done = subprocess.run(
-                [program, *COMMANDS[program].split(), folder, document.name],
+                [program, *arguments.split(), folder, document.name],
                 cwd=document.parent, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
             )  # fmt: skip
@@ -177,9 +181,9 @@ def run_pdf(document: Path, out: Path) -> None:
 
 def problems() -> list[str]:
     """Returns what this machine lacks to make a PDF, in one line with its remedy; empty where it has a LaTeX."""
-    lacking = f"no LaTeX on PATH ({' or '.join(PASSES)}); install one, on Debian `apt install texlive-latex-extra`"
+    lacking = f"no LaTeX on PATH ({' or '.join(PROGRAMS)}); install one, on Debian `apt install texlive-latex-extra`"
     return [] if _program() else [lacking]
 
 
 def _program() -> str:
-    return next((program for program in PASSES if shutil.which(program)), "")
+    return next((program for program in PROGRAMS if shutil.which(program)), "")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import re
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup, escape
 
@@ -17,7 +16,7 @@ from residual_mass.metrics import KL
 from residual_mass.paper.cells import interval, read_frame
 from residual_mass.paper.document import FRAME, context, warnings
 from residual_mass.paper.figures import caption_of
-from residual_mass.paper.latex import Field, block, fill, printed
+from residual_mass.paper.latex import Field, block, environment, fill, printed
 from residual_mass.paper.tables import find, middle_budget
 from residual_mass.paper.titles import corpus_title, method_title
 from residual_mass.provenance import Record
@@ -49,24 +48,24 @@ def run(
     """
     record = Record("report", spec, [*tables, *figures, comparison], sources=[template])
     cells = {path.stem: read_frame(path) for path in tables}
-    rows = read_frame(comparison) if comparison else pd.DataFrame(columns=["table", "verdict"])
-    verdicts = rows["verdict"].str.replace(r" by .*", "", regex=True).groupby(rows["table"], sort=False)
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
-        autoescape=True, loader=jinja2.FileSystemLoader(template.parent),
-    )  # fmt: skip
-    environment.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
-    environment.filters |= {"method": method_title, "corpus": corpus_title}
+    rows = read_frame(comparison) if comparison else pd.DataFrame(columns=["table", "verdict"], dtype=str)
+    verdicts = rows["verdict"].str.split(" by ").str[0].groupby(rows["table"], sort=False)
+    pages = environment(template, autoescape=True)
+    pages.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
+    pages.filters |= {"method": method_title, "corpus": corpus_title}
     shown = {
         "spec": spec, "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
-        "pictures": [(path.stem, _picture(path), html(caption_of(path.stem, spec.figure_titles))) for path in figures],
+        "pictures": [
+            (path.stem, b64encode(path.read_bytes()).decode(), html(caption_of(path.stem, spec.figure_titles)))
+            for path in figures
+        ],
         "sections": {
             title: [_table(of, template) for label, of in cells.items() if find(label).of in kinds]
             for title, kinds in SECTIONS.items()
         },
         "verdicts": {label: counts.value_counts().to_dict() for label, counts in verdicts},
     }  # fmt: skip
-    write_text(out, fill(environment, template, lambda found: found.render(shown | opening(spec, cells))))
+    write_text(out, fill(pages, template, lambda found: found.render(shown | opening(spec, cells))))
     record.write(out)
 
 
@@ -133,7 +132,3 @@ def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
     name = "runtime" if of["table"].startswith("runtime_") else of["table"]
     caption = block(template.with_name(f"{name}.tex.j2"), "caption", of), block(template.with_name(FRAME), "notes", of)
     return of | {"caption": html(" ".join(caption)), "label": of["table"]}
-
-
-def _picture(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"

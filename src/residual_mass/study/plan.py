@@ -375,11 +375,9 @@ class Plan(Configuration):
         study, names = self.study_named(w), self.backbones_of(w.study)
         labels = [*(label for label in TABLES if label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
         known("table", w.label, labels, file_of(w.study))
-        results, shown = shown_by(self, study, names, w.label)
+        results, spec = shown_by(self, study, w)
         if not results:
             raise ValueError(f"{file_of(w.study)}: tables: {w.label} has nothing to show; take it out")
-        shown = {"backbones": names, "budgets": study.budgets, "lengths": (), "benchmarks": ()} | shown
-        spec = specs.TableSpec(study=w.study, label=w.label, backbone_titles=self.titles(shown["backbones"]), **shown)
         return {"results": results, "template": self.template(w.label)}, spec
 
     def published_table(self, w: Wildcards) -> Work:

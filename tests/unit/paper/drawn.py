@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -152,28 +153,33 @@ def written(path: Path, frame: pd.DataFrame) -> Path:
 
 def files_of(kind: str, folder: Path) -> tuple[FigureSpec, list[Path]]:
     """A spec and files of a kind of figure."""
-    if kind in ("error_by_k", "selection_recall", "fidelity_by_bytes"):
-        files = [write_rows(folder, "residual_errors", errors(length), length) for length in ("512", "2k")]
-        if kind == "fidelity_by_bytes":
-            files += [write_rows(folder, "fidelity", next_tokens(length), length) for length in ("512", "2k")]
-        return spec(kind, texts=("wiki", "books")), files
-    facts = {"fidelity": {"maps": ("2k",), "texts": ("ruler", "wiki")}, "training_curves": {"maps": ("512", "1k")}}
-    resampling = Resampling(bootstrap_resamples=200, seed=3)
-    facts["fidelity_tokens"] = {"maps": ("2k",), "texts": ("wiki",), "score": resampling}
-    frames = {
-        "fidelity": [distances(length).reindex(columns=FIDELITY) for length in ("512", "2k")],
-        "training_curves": [log_rows((0, 0, 1)), log_rows((1, 21, 62), 2)],
-        "fidelity_tokens": [tokens()],
-        "mass_curves": [mass(), heads()],
-        "kernel_sanity": [kernels(), heads()],
-        "ablation_kernel_fidelity": [kernels()],
-    }
-    if kind in ("logz_calibration", "fullsub_nosub_delta"):
-        places = enumerate(product(("wiki", "cwe"), ("1k", "2k")), 2)
-        frames[kind] = [heads({"pack": range(n)}, corpus=corpus, length=length) for n, (corpus, length) in places]
+    frames: list[pd.DataFrame] = [heads()]
+    facts: dict[str, Any] = {"maps": VARIANTS}
+    match kind:
+        case "error_by_k" | "selection_recall" | "fidelity_by_bytes":
+            files = [write_rows(folder, "residual_errors", errors(length), length) for length in ("512", "2k")]
+            if kind == "fidelity_by_bytes":
+                files += [write_rows(folder, "fidelity", next_tokens(length), length) for length in ("512", "2k")]
+            return spec(kind, texts=("wiki", "books")), files
+        case "fidelity":
+            frames = [distances(length).reindex(columns=FIDELITY) for length in ("512", "2k")]
+            facts = {"maps": ("2k",), "texts": ("ruler", "wiki")}
+        case "fidelity_tokens":
+            resampling = Resampling(bootstrap_resamples=200, seed=3)
+            frames, facts = [tokens()], {"maps": ("2k",), "texts": ("wiki",), "score": resampling}
+        case "training_curves":
+            frames, facts = [log_rows((0, 0, 1)), log_rows((1, 21, 62), 2)], {"maps": ("512", "1k")}
+        case "logz_calibration" | "fullsub_nosub_delta":
+            places = enumerate(product(("wiki", "cwe"), ("1k", "2k")), 2)
+            frames = [heads({"pack": range(n)}, corpus=corpus, length=length) for n, (corpus, length) in places]
+        case "mass_curves":
+            frames = [mass(), heads()]
+        case "kernel_sanity":
+            frames = [kernels(), heads()]
+        case "ablation_kernel_fidelity":
+            frames = [kernels()]
     suffix = "csv" if kind in ("fidelity", "training_curves") else "parquet"
-    files = [written(folder / f"{n}.{suffix}", frame) for n, frame in enumerate(frames.get(kind, [heads()]))]
-    return spec(kind, **facts.get(kind, {"maps": VARIANTS})), files
+    return spec(kind, **facts), [written(folder / f"{n}.{suffix}", frame) for n, frame in enumerate(frames)]
 
 
 def draw(show: FigureSpec, files: list[Path]) -> Figure:
@@ -181,8 +187,14 @@ def draw(show: FigureSpec, files: list[Path]) -> Figure:
         return FIGURES[kind_of(show.label)](show, files)
 
 
+def of_frame(kind: str, frame: pd.DataFrame, folder: Path, **facts: Any) -> Figure:
+    """A figure of one file with these rows."""
+    suffix = "csv" if kind == "selection_recall" else "parquet"
+    return draw(spec(kind, **facts), [written(folder / f"data.{suffix}", frame)])
+
+
 @cache
-def drawn(kind: str) -> Figure:
+def figure(kind: str) -> Figure:
     """A figure of the kind; it is only looked at."""
     with TemporaryDirectory() as folder:
         return draw(*files_of(kind, Path(folder)))
@@ -208,6 +220,12 @@ def marks(axis: Axes) -> Points:
 def corners(band: Any) -> set[tuple[float, float]]:
     """Points on the outline of what `fill_between` drew."""
     return {tuple(corner) for corner in np.round(band.get_paths()[0].vertices, 9)}
+
+
+def assert_middle_half(band: Any, values: Iterable[tuple[float, Sequence[float]]]) -> None:
+    """A band is between the quartiles of the values at each x."""
+    ends = [(x, np.quantile(of, end)) for x, of in values for end in (0.25, 0.75)]
+    assert_same(corners(band), ends)
 
 
 def assert_same(found: Any, expected: Any) -> None:

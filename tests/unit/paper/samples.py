@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 from tests.records import recorded
 
+from residual_mass.files import csv_text
 from residual_mass.paper import document, published
-from residual_mass.paper.cells import to_csv
 from residual_mass.paper.tables import find
 from residual_mass.study.specs import TableSpec
 
@@ -40,13 +40,16 @@ def made(label: str, rows: pd.DataFrame, spec: TableSpec) -> pd.DataFrame:
     return find(label).cells({"runtime" if label.startswith("runtime") else stage: rows}, spec)
 
 
+def template(label: str) -> Path:
+    return TEMPLATES / f"{'runtime' if label.startswith('runtime') else label}.tex.j2"
+
+
 def latex(cells: pd.DataFrame) -> str:
-    label = cells["table"].iloc[0]
-    return document.latex(cells, TEMPLATES / f"{'runtime' if label.startswith('runtime') else label}.tex.j2")
+    return document.latex(cells, template(cells["table"].iloc[0]))
 
 
 def written(folder: Path, cells: pd.DataFrame) -> Path:
     """The cells as the table stage writes them."""
     path = folder / f"{cells['table'].iloc[0]}.csv"
-    path.write_text(to_csv(cells), encoding="utf-8")
+    path.write_text(csv_text(list(cells), cells.to_dict("records")), encoding="utf-8")
     return recorded(path)

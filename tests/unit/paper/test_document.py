@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from samples import TEMPLATES, made, study_rows, written
+from samples import TEMPLATES, made, study_rows, template, written
 from tests.needs import LATEX, needs
 from tests.records import recorded
 
-from residual_mass.paper import document
+from residual_mass.paper import document, published
 from residual_mass.paper.cells import read_frame
 from residual_mass.paper.latex import escape, render, run_pdf
 from residual_mass.study.specs import BackboneSpec, DocumentSpec, NumbersSpec
@@ -37,11 +37,11 @@ def test_a_wrong_template_is_named_with_the_remedy(tmp_path: Path) -> None:
         ("<% if %>\n", "Expected"),
         ("<< missing >>\n", "'missing' is undefined"),
     ):
-        template = tmp_path / "table.tex.j2"
-        template.write_text(text)
+        damaged = tmp_path / "table.tex.j2"
+        damaged.write_text(text)
         with pytest.raises(ValueError, match=reason) as caught:
-            render(template)
-        assert str(template) in str(caught.value) and "restore it from the repository" in str(caught.value)
+            render(damaged)
+        assert str(damaged) in str(caught.value) and "restore it from the repository" in str(caught.value)
 
 
 def macros(folder: Path, *tables: Path) -> dict[tuple[str, str], str]:
@@ -87,11 +87,8 @@ def test_the_document_shows_everything_in_order(tmp_path: Path) -> None:
 
 @needs(LATEX)
 def test_latex_accepts_every_table(tmp_path: Path) -> None:
-    from residual_mass.paper import published
-
     for label in published.labels():
-        template = TEMPLATES / f"{'runtime' if label.startswith('runtime') else label}.tex.j2"
-        document.run_published(label, template, tmp_path / f"{label}.tex")
+        document.run_published(label, template(label), tmp_path / f"{label}.tex")
     inputs = "".join(rf"\input{{{label}.tex}}" for label in published.labels())
     head = r"\documentclass{article}\usepackage[textwidth=5.5in]{geometry}\usepackage{booktabs,multirow}"
     (tmp_path / "page.tex").write_text(rf"{head}\begin{{document}}{inputs}\end{{document}}")

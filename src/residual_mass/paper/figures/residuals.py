@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import cycle, product
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ from residual_mass.paper.tables.residuals import ORACLES, compared, on_front
 from residual_mass.paper.titles import corpus_title, method_title, title_parts
 from residual_mass.study.specs import FigureSpec
 
+COLOURS = (*PALETTE[:-1], "#8C564B", "#7F7F00")
+"""Of selectors; the last of the palette, black, is that of the front."""
+MARKS = "os^vDPX<>*hpd8"
+"""Of residuals."""
 NEEDED = ("method", "corpus", "length", "budget_percent", "error", "recall", "packs")
 
 
@@ -78,14 +82,14 @@ def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     return finish(figure, spec, ": attention mass of the top K that selectors miss")
 
 
-DECODED = [method for method in METHODS if not method.whole_prefix]
-
-
-def _looks(parts: Iterable[Any], looks: Iterable[str]) -> dict[type, str]:
-    """Returns a colour or mark for the class of each selector or residual: in the order of METHODS, so that all figures
-    have the same.
+def _looks(part: str, looks: Sequence[str]) -> dict[type, str]:
+    """Returns a look for the class of each "selector" or "residual": in the order of METHODS, so that all figures have
+    the same. Raises ValueError when there are fewer looks.
     """
-    return dict(zip(dict.fromkeys(map(type, parts)), cycle(looks), strict=False))
+    kinds = dict.fromkeys(type(getattr(method, part)) for method in METHODS if not method.whole_prefix)
+    if len(kinds) > len(looks):
+        raise ValueError(f"{len(kinds)} kinds of {part} have {len(looks)} looks; add one in figures/residuals.py")
+    return dict(zip(kinds, looks, strict=False))
 
 
 @figure
@@ -101,8 +105,7 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     errors = errors.assign(share=100 * numbers(errors["step_share"]), budget=numbers(errors["budget_percent"]))
     for part in ("selector", "residual"):
         errors[part] = [type(getattr(method_named(name), part)) for name in errors["method"]]
-    colours = _looks((method.selector for method in DECODED), (*PALETTE[:-1], "#8C564B", "#7F7F00"))  # black: the front
-    marks = _looks((method.residual for method in DECODED), "os^vDPX<>*")
+    colours, marks = _looks("selector", COLOURS), _looks("residual", MARKS)
     columns = [(KL, "documents"), (RELATIVE_ERROR, "packs"), (VERIFIED, "documents")]
     columns = columns[: 3 if errors[VERIFIED.name].any() else 2]
     places = list(product(errors["length"].unique(), spec.texts, columns))

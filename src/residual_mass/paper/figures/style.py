@@ -73,8 +73,10 @@ FIGURES: dict[str, Draw] = {}
 
 def figure(draw: Draw) -> Draw:
     """Registers a function that draws a figure from its files, under its name. Its docstring is the caption, with
-    mathematics between dollars.
+    mathematics between dollars. Raises ValueError for a name that has one.
     """
+    if draw.__name__ in FIGURES:
+        raise ValueError(f"figure {draw.__name__} is registered twice; give one of them another name")
     FIGURES[draw.__name__] = draw
     return draw
 

@@ -81,14 +81,12 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
 )
 def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """What training takes, a row per backbone, with the paper's below it where it trained maps of that model."""
-    theirs = published.rows("training_cost_64k").assign(
-        row="in the paper", sequences="", teacher_passes="", published="1"
-    )
+    theirs = published.rows("training_cost_64k").assign(row="in the paper", sequences="", teacher_passes="")
     theirs[["processes", "hardware"]] = theirs["hardware"].str.split("x", n=1, expand=True).to_numpy()
     if show.study == PUBLISHED:
         shown = {name: TRAINING[name] for name in ("steps", "wall_clock_h")}
         titles = theirs["backbone"].map(show.backbone_titles)
-        lines = [theirs.assign(length=published.MAIN_MAPS, row=titles, published="")]
+        lines = [theirs.assign(length=published.MAIN_MAPS, row=titles)]
     else:
         shown, lines, logs = TRAINING, [], _efforts_of(rows["train"], show)
         for backbone, model in zip(logs["backbone"], logs["model_id"], strict=True):
@@ -96,11 +94,11 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
             lines += [logs[logs["backbone"] == backbone], paper]
     cells = cross(pd.concat(lines, ignore_index=True).fillna(""), part("column", shown.values(), quantity=shown))
     cells = with_values(cells).assign(maps=cells["length"])
-    as_printed = (cells["study"] == PUBLISHED) & (cells["quantity"] == "wall_clock_h")
-    cells["text"] = cells["text"].mask(as_printed, cells["value"] + " h")
+    of_paper = cells["study"] == PUBLISHED
+    cells["text"] = cells["text"].mask(of_paper & (cells["quantity"] == "wall_clock_h"), cells["value"] + " h")
     efforts = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
     cells["printed"] = cells["text"].mask(cells["quantity"] == "steps", efforts)
-    return cells.assign(value=cells["value"].mask(cells["published"] == "1", ""))
+    return cells.assign(value=cells["value"].mask(of_paper & (show.study != PUBLISHED), ""))
 
 
 def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
@@ -109,7 +107,7 @@ def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
     steps, each, reuse = (logs[name].astype(int) for name in ("steps", "sequences_per_step", "reuse"))
     hours = (numbers(logs["seconds"]) / 3600).map("{:.6f}".format)
     logs = logs.assign(sequences=steps * each, teacher_passes=-(-steps // reuse) * each, wall_clock_h=hours)
-    return logs.assign(row=logs["backbone"].map(show.backbone_titles), n="1", counted="trainings", published="")
+    return logs.assign(row=logs["backbone"].map(show.backbone_titles), n="1", counted="trainings")
 
 
 def _effort(cell: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from residual_mass.core.settings import length_and_variant
 from residual_mass.paper import published
-from residual_mass.paper.cells import cross, finished, part
+from residual_mass.paper.cells import COMMON, SHAPE, cross, part
 from residual_mass.paper.titles import OWN_ROW, corpus_title, method_title
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import TableSpec
@@ -41,8 +41,15 @@ class Table:
     benchmarks: tuple[str, ...] = ()
 
     def cells(self, rows: Rows, show: TableSpec) -> pd.DataFrame:
-        """Returns the table of a study. Raises ValueError when a cell that the study evaluates has no result."""
-        return finished(show.label, self.make(rows, show), self.keys, self.extra)
+        """Returns the table of a study as text with the columns of its CSV; what is not known is empty.
+
+        Raises:
+            ValueError: a cell that the study evaluates has no result.
+        """
+        cells = self.make(rows, show).assign(table=show.label)
+        flags = {name: cells[name].map({True: "1"}) for name in ("bold", "own") if name in cells}
+        columns = ["table", *self.keys.split(), *COMMON, *self.extra.split(), *SHAPE]
+        return cells.assign(**flags).reindex(columns=columns).astype(object).fillna("").astype(str)
 
 
 TABLES: dict[str, Table] = {}
@@ -51,9 +58,11 @@ RUNTIME = "runtime_"
 
 
 def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
-    """Registers a table under a label; the facts are those of `Table`."""
+    """Registers a table under a label; the facts are those of `Table`. Raises ValueError for a label that has one."""
 
     def register(make: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
+        if label in TABLES:
+            raise ValueError(f"table {label!r} is registered twice; give one of them another label")
         TABLES[label] = Table(label, make, **facts)
         return make
 
@@ -96,9 +105,9 @@ def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
 
 def method_rows(show: TableSpec) -> pd.DataFrame:
     """Returns the paper's methods, then the study's own."""
-    names = (*METHODS, *show.own_methods)
-    lines = part("row", map(method_title, names), method=names).assign(own=[name in show.own_methods for name in names])
-    return lines.assign(row=lines["row"].mask(lines["own"], lines["row"] + OWN_ROW))
+    own = dict.fromkeys(METHODS, False) | dict.fromkeys(show.own_methods, True)
+    titles = [method_title(name) + OWN_ROW * own[name] for name in own]
+    return part("row", titles, method=own).assign(own=list(own.values()))
 
 
 def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:

@@ -125,10 +125,12 @@ def compared(rows: Rows) -> pd.DataFrame:
     last = last[["backbone", "length", "seconds", "source"]]
     last = last.set_axis(["backbone", "maps", "training_seconds", "seconds_source"], axis=1)
     errors = errors.merge(last, how="left", on=["backbone", "maps"]).fillna("")
-    for end in ("_ci_low", "_ci_high", ""):  # the length of drafts is that of the value
+    for end in ("", "_ci_low", "_ci_high"):
         pairs = zip(errors["step_share"], errors[FIRST_DIFFERENCES.name + end], strict=True)
-        found = [bytes_per_verified_token(float(b), float(h), DRAFTED) if h else ("", "") for b, h in pairs]
-        errors[[VERIFIED.name + end, "draft_tokens"]] = [[str(part) for part in pair] for pair in found]
+        drafts = [bytes_per_verified_token(float(b), float(h), DRAFTED) if h else ("", "") for b, h in pairs]
+        errors[VERIFIED.name + end] = [str(cost) for cost, _ in drafts]
+        if not end:
+            errors["draft_tokens"] = [str(tokens) for _, tokens in drafts]
     return errors
 
 
