@@ -112,11 +112,12 @@ def the_papers() -> pd.DataFrame:
 
 
 def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Returns the cells of tables that have a value."""
+    """Returns the cells of tables that have a value; the range of a latency's repeats is its interval."""
     cells = pd.concat(tables, ignore_index=True)
     cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).astype(object).fillna("")
     cells = cells[cells["value"] != ""]
-    return cells.assign(quantity=cells["quantity"].replace("", "score"))
+    ends = {f"ci_{end}": cells[f"ci_{end}"].where(cells["ci_low"] != "", cells[end]) for end in ("low", "high")}
+    return cells.assign(quantity=cells["quantity"].replace("", "score"), **ends)
 
 
 def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> pd.DataFrame:
@@ -132,7 +133,7 @@ def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> 
     rows[["verdict", "reason"]] = [verdict(row, spec) for row in records]
     hours = numbers(rows["value"]).map(format_score)  # a training time has another unit in print
     rows["ours"] = rows["text"].mask((rows["quantity"] == "wall_clock_h") & (rows["text"] != ""), hours)
-    rows[["ci_low", "ci_high"]] = [_bounds(row) or ("", "") for row in records]
+    rows[["ci_low", "ci_high"]] = [interval(row) if row["ci_low"] else ("", "") for row in records]
     points = {label: DEVIATIONS.get(label, LATENCIES) for label in COMPARED}
     deviations = rows["table"].map({label: " ".join(map(str, sorted(of))) for label, of in points.items()})
     examples = rows["benchmark"].map(EXAMPLES).map("{:g}".format, na_action="ignore").fillna("")
@@ -158,7 +159,7 @@ def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
         return NOT_RUN, "the study has no such cell" if known else f"the study's backbones are {row['backbones']}"
     if reasons := [*obstacles(row), *other_settings(row, spec).values()]:
         return NOT_COMPARABLE, "; ".join(reasons)
-    if _bounds(row) is None:
+    if not row["ci_low"]:
         return NOT_COMPARABLE, "no interval"
     low, high = bounds_of_agreement(row)
     if low <= Decimal(row["published"]) <= high:
@@ -176,14 +177,9 @@ def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:
     """
     benchmark = ours["benchmark"]
     factor = Decimal(math.sqrt(1 + int(ours["n"]) / EXAMPLES[benchmark]) if benchmark in DRAWN_ANEW else 1)
-    value, ends = Decimal(ours["text"]), tuple(map(Decimal, _bounds(ours) or ()))
+    value, ends = Decimal(ours["text"]), map(Decimal, interval(ours))
     lower, upper = ((value + factor * (end - value)).quantize(end) for end in ends)
     return lower, upper
-
-
-def _bounds(cell: Cell) -> tuple[str, str] | None:
-    """Returns the interval, formatted like the value; None without one."""
-    return interval(cell) if cell["ci_low"] else interval(cell, "low", "high") if cell["low"] else None
 
 
 def obstacles(cell: Cell) -> Iterator[str]:

@@ -191,7 +191,7 @@ def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel()
         np.testing.assert_allclose(front, sorted(best))
 
 
-def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark() -> None:
+def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = [one for one in methods.METHODS if not one.whole_prefix]
     assert all(part.title for one in decoded for part in (one.selector, one.residual) if part is not None)
     axis, found = drawn.figure("fidelity_by_bytes").axes[1], [method_named(name) for name in drawn.COMPARED]
@@ -199,6 +199,9 @@ def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark() -
     for (one, first), (two, second) in product(zip(looks, found, strict=True), repeat=2):
         assert (one[0] == two[0]) == (type(first.selector) is type(second.selector))
         assert (one[1] == two[1]) == (type(first.residual) is type(second.residual))
+    monkeypatch.setattr("residual_mass.paper.figures.residuals.MARKS", "os")
+    with pytest.raises(ValueError, match="kinds of residual have 2 looks; add one in figures/residuals.py"):
+        drawn.figure.__wrapped__("fidelity_by_bytes")
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
