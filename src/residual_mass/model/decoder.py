@@ -191,7 +191,8 @@ class PartialRows:
         lengths, num_arms = torch.tensor(self.lengths, device=query.device).unsqueeze(1), len(self.arms)
         generated = torch.arange(start + query.shape[2], device=query.device) + lengths  # [E, N]
         new = generated[:, start:]
-        first = max(0, min(window.first(length + start) for length in self.lengths))
+        oldest = min(window.first(length + start) for length in self.lengths)
+        first = min(max(0, oldest), layer.keys.shape[2] - 1)  # a column is left where all windows begin after it
         columns = torch.arange(first, layer.keys.shape[2], device=query.device)
         support = _visible(columns, new, window) & (columns < lengths.unsqueeze(-1))  # [E, T, L - first]
         rows = promoted(rows_of_heads(query, kv_heads, num_arms))

@@ -164,10 +164,13 @@ def partial_decoding(
             for is not served.
     """
     rule = method_named(method)
-    if verify is not None:
-        require_verify(verify)
-        if rule.whole_prefix:
-            raise ValueError(f"method {rule.name} has no partial step to draft by: leave verify out")
+    if verify not in (None, "auto") and (type(verify) is not int or not 1 <= verify <= MOST):
+        raise ValueError(
+            f'verify is {verify!r}, not "auto" or a number of drafts from 1 to {MOST}: a longer draft does not fit '
+            f"the window of {BLOCK} tokens that is verified at once"
+        )
+    if verify is not None and rule.whole_prefix:
+        raise ValueError(f"method {rule.name} has no partial step to draft by: leave verify out")
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
         if options["generation_config"].num_beams > 1:
@@ -229,15 +232,6 @@ def cache_to_crop(model: PreTrainedModel, rule: Method, given: Cache | None) -> 
 
 
 # ---- drafts and their verification -----------------------------------------------------------------------------------
-
-
-def require_verify(verify: int | Literal["auto"]) -> None:
-    """Raises ValueError for a number of drafts that is not served."""
-    if verify != "auto" and (isinstance(verify, bool) or not isinstance(verify, int) or not 1 <= verify <= MOST):
-        raise ValueError(
-            f'verify is {verify!r}, not "auto" or a number of drafts from 1 to {MOST}: a longer draft does not fit '
-            f"the window of {BLOCK} tokens that is verified at once"
-        )
 
 
 def accepted_or_drawn(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, bool]:
@@ -303,11 +297,8 @@ class Pace:
     def saw(self, done: Pass) -> None:
         """Counts a pass; of the first the time of drafts does not count, as the method prepares itself in it."""
         self.passes += 1
-        if self.passes != 2:  # the second replaces the first
-            self.draft = self.KEPT * self.draft[0], self.KEPT * self.draft[1]
-        else:
-            self.draft = 0, 0
-        self.draft = self.draft[0] + done.drafted, self.draft[1] + done.drafting
+        kept = 0 if self.passes == 2 else self.KEPT  # the second replaces the first
+        self.draft = kept * self.draft[0] + done.drafted, kept * self.draft[1] + done.drafting
         self.right = self.KEPT * self.right + done.accepted
         self.looked_at = self.KEPT * self.looked_at + min(done.accepted + 1, done.drafted)
         n, seconds = done.drafted, done.verifying

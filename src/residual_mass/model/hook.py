@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from inspect import isfunction, unwrap
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -96,9 +96,7 @@ def attention_hook(model: PreTrainedModel, handler: Handler, hybrid: bool = Fals
         raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
     AttentionInterface.register(NAME, _dispatch)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # an unregistered name would silently get no mask at all
-    configs = list(
-        {id(config): config for config in (text_config(model), *(layer.config for layer in layers))}.values()
-    )
+    configs = {id(config): config for config in (text_config(model), *(layer.config for layer in layers))}.values()
     before = [config._attn_implementation for config in configs]
     for layer in layers:
         layer.residual_mass_handler = handler
@@ -274,36 +272,30 @@ def visible_columns(module: nn.Module, mask: Tensor | None) -> Tensor | None:
     return visible
 
 
-@dataclass
-class Prefill:
-    """State of a model after a prompt; an attention handler that fills itself.
+class Prefill(NamedTuple):
+    """State of a model after prompts of equal length."""
 
-    Attributes:
-        layers: keys and values [B, Hkv, L, D] by layer.
-        next_token: [B], the greedy continuation.
-        finite: [B] bool, False where its logits are not finite.
-    """
-
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    next_token: Tensor = field(default_factory=lambda: torch.tensor(0))
-    finite: Tensor = field(default_factory=lambda: torch.tensor(True))
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        self.layers[module.layer_idx] = (key, value)
-        return exact_attention(module, query, key, value, mask, scale)
+    layers: dict[int, tuple[Tensor, Tensor]]
+    """Keys and values [B, Hkv, L, D] by layer."""
+    next_token: Tensor = torch.tensor(0)
+    """[B], the greedy continuation."""
+    finite: Tensor = torch.tensor(True)
+    """[B] bool, False where its logits are not finite."""
 
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
     """Reads prompts of equal length in one pass; computes logits only at the last position."""
-    read = Prefill()
-    with attention_hook(model, read, hybrid=True):
+    layers = {}
+
+    def kept(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        layers[module.layer_idx] = key, value
+        return exact_attention(module, query, key, value, *rest)
+
+    with attention_hook(model, kept, hybrid=True):
         inputs = torch.tensor(prompts, device=device_of(model))
         logits = model(inputs, use_cache=False, logits_to_keep=1).logits
-    read.next_token, read.finite = greedy(logits)
-    return read
+    return Prefill(layers, *greedy(logits))
 
 
 def model_at_fault(spec: BackboneSpec) -> str:

@@ -25,8 +25,11 @@ from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import packing_of
 from residual_mass.model.hook import Prefill, device_of, exact_attention, require_plain, text_config
-from residual_mass.model.phi_maps import HeadShape
+from residual_mass.model.phi_maps import HeadShape, read_safetensors, write_safetensors
 from residual_mass.model.prefix import retrieved_by
+
+STATE = "residual_mass"
+"""In the header of a file that holds the state of a `PackedCache`."""
 
 
 def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
@@ -131,8 +134,6 @@ class PackedCache(Cache):
 
     def save(self, path: str | Path) -> None:
         """Writes the state to a safetensors file, for `load`."""
-        from safetensors.torch import save_file
-
         tensors, sizes = {}, []
         for index, layer in enumerate(self.layers):
             if layer.packed is None:
@@ -140,24 +141,19 @@ class PackedCache(Cache):
             kept, numbers = layer.packed.state()
             tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
             sizes.append(numbers | {"tokens": layer.tokens})
-        save_file(
-            tensors, path, metadata={"residual_mass": json.dumps({"packing": vars(self.packing), "sizes": sizes})}
-        )
+        header = json.dumps({"packing": vars(self.packing), "sizes": sizes})
+        write_safetensors(Path(path), tensors, {STATE: header})
 
     def load(self, path: str | Path) -> PackedCache:
         """Reads the state that `save` wrote, of the same model and method, and returns the cache.
 
         Raises:
-            ValueError: the file is of something else.
+            ValueError: the file is missing, damaged or of something else.
         """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, "pt") as file:
-                stored = json.loads((file.metadata() or {})["residual_mass"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"{path}: no state of a PackedCache ({error})") from None
+        header, tensors = read_safetensors(Path(path))
+        if STATE not in header:
+            raise ValueError(f"{path}: no state of a PackedCache")
+        stored = json.loads(header[STATE])
         if stored["packing"] != vars(self.packing) or len(stored["sizes"]) != len(self.layers):
             raise ValueError(f"{path}: the state of another model or method")
         for index, (layer, sizes) in enumerate(zip(self.layers, stored["sizes"], strict=True)):

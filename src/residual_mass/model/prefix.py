@@ -117,22 +117,21 @@ class PrefixLayer:
 
     def at(self, examples: Tensor) -> PrefixLayer:
         """Selects examples, given as indices."""
-        masks, slots = self.partition, self.anchors
-        return PrefixLayer(
-            self.keys[examples],
-            self.values[examples],
-            Partition(masks.anchors[examples], masks.mid[examples]),
-            Selected(slots.indices[examples], slots.valid[examples]),
-            {residual: _at(state, examples) for residual, state in self.states.items()},
-            {selector: _at(state, examples) for selector, state in self.scanned.items()},
-            self.span and Span(self.span.first[examples], self.span.last[examples], self.span.anchors),
-            self.summarised,
+
+        def at(parts: Any) -> Any:
+            chosen = [part[examples] for part in parts]
+            return type(parts)(*chosen) if hasattr(parts, "_fields") else tuple(chosen)
+
+        return replace(
+            self,
+            keys=self.keys[examples],
+            values=self.values[examples],
+            partition=at(self.partition),
+            anchors=at(self.anchors),
+            states={residual: at(state) for residual, state in self.states.items()},
+            scanned={selector: at(state) for selector, state in self.scanned.items()},
+            span=self.span and Span(*at(self.span[:2]), self.span.anchors),
         )
-
-
-def _at(state: tuple[Tensor, ...], examples: Tensor) -> tuple[Tensor, ...]:
-    parts = [part[examples] for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -332,13 +331,12 @@ def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterat
         return
     scaled, scores, retrieved, threshold, scanned = reading
     unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
+    of_all = scaled, threshold, *retrieved, unread, scores, scanned
     for residual, rows in arms.own:
-        queries, of_rows, left, of_scores, *read = (
-            part if len(rows) == scores.shape[2] else part[:, :, rows]
-            for part in (scaled, threshold, unread, scores, *retrieved)
-        )
-        saw = scanned if scanned is None or len(rows) == scores.shape[2] else scanned[:, :, rows]
-        seen = Seen(queries, of_rows, Selected(*read), left, of_scores, promoted(layer.values), saw)
+        whole = len(rows) == scores.shape[2]
+        own = [part if whole or part is None else part[:, :, rows] for part in of_all]
+        queries, least, indices, valid, left, of_rows, saw = own
+        seen = Seen(queries, least, Selected(indices, valid), left, of_rows, promoted(layer.values), saw)
         estimate = Terms(*residual.terms(seen, layer.state(residual)))
         some = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
         numerator = torch.where(some.unsqueeze(-1), estimate.numerator, 0)

@@ -98,23 +98,18 @@ class StaticDecoder:
     ) -> None:
         self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
-        self.query_maps: list[Map] | None = None
-        key_maps: list[Map | None]
+        maps: list[tuple[Map | None, Map | None]] = [(None, None)] * len(caches)
         if self.rule.needs_maps:
             if phi is None:
                 raise ValueError(f"method {self.rule.name} needs phi maps")
             phi.require(HeadShape.of(model.config))
             maps = phi.on(self.device).folded()
-            self.query_maps = [query_map for query_map, _ in maps]
-            key_maps = [key_map for _, key_map in maps]
-        else:
-            key_maps = [None] * len(caches)
         self.caches = [
-            prepared(cache, self.rule, key_map, anchors) for cache, key_map in zip(caches, key_maps, strict=True)
+            prepared(cache, self.rule, key_map, anchors) for cache, (_, key_map) in zip(caches, maps, strict=True)
         ]
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
-        dtype = caches[0].keys.dtype
-        self.query_kernels = [query_map_for(self.attention, each, dtype) for each in self.query_maps or ()]
+        self.query_maps = [query_map for query_map, _ in maps]
+        self.query_kernels = [query_map_for(self.attention, each, caches[0].keys.dtype) for each in self.query_maps]
         batch, self.length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
         self.shared: dict[str, object] = {}
@@ -156,10 +151,10 @@ class StaticDecoder:
 
     def _log_query(self, layer: int, query: Tensor) -> Tensor | None:
         """Computes log phi_q of queries [B, Hq, 1, D] as `self.attention` takes it; None without maps."""
-        if self.query_maps is None:
-            return None
-        kernel = None if self.attention is torch_path.decode_attention else self.query_kernels[layer]
-        return map_heads(self.query_maps[layer], query).squeeze(2) if kernel is None else kernel(query.squeeze(2))
+        query_map, kernel = self.query_maps[layer], self.query_kernels[layer]
+        if kernel is not None:
+            return kernel(query.squeeze(2))
+        return None if query_map is None else map_heads(query_map, query).squeeze(2)
 
     @torch.no_grad()
     def prepare(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -59,34 +60,31 @@ def check(cache: LayerCache, query: Tensor, scale: float | None = None) -> Tenso
     return output
 
 
-@pytest.mark.parametrize("bits", KINDS)
-@pytest.mark.parametrize("width", [64, 96, 128])
-def test_widths(library: Library, bits: int, width: int) -> None:
-    keys, values, query = made(701, width)
-    check(LayerCache(library, keys, values, [0], bits=bits, k=[14], clusters=9), query)
+LENGTHS = [(length, {"k": [5], "clusters": 4}, {}) for length in (1, 3, 20, 21, 64, 83, 84, 85, 149, 1000)]
+WIDTHS = [(701, {"k": [14], "clusters": 9}, {"width": width}) for width in (96, 128)]
+GROUPS = [(260, {"k": [9], "clusters": 5}, {"group": group, "heads": 1}) for group in (1, 2, 4, 5, 8, 11)]
+LONG = [(9001, {"k": [180]}, {"heads": 1})]
+"""Long enough for a sample to bound the threshold, and for tasks of several ranges."""
 
 
 @pytest.mark.parametrize("bits", KINDS)
-@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 11])
-def test_groups_of_query_heads(library: Library, bits: int, group: int) -> None:
-    keys, values, query = made(260, group=group, heads=1)
-    check(LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5), query)
-
-
-@pytest.mark.parametrize("bits", KINDS)
-@pytest.mark.parametrize("length", [1, 3, 20, 21, 64, 83, 84, 85, 149, 1000])
-def test_lengths(library: Library, bits: int, length: int) -> None:
-    keys, values, query = made(length)
-    check(LayerCache(library, keys, values, [0], bits=bits, k=[5], clusters=4), query)
+@pytest.mark.parametrize(("length", "options", "shape"), [*LENGTHS, *WIDTHS, *GROUPS, *LONG])
+def test_a_step(library: Library, bits: int, length: int, options: dict[str, Any], shape: dict[str, int]) -> None:
+    keys, values, query = made(length, **shape)
+    check(LayerCache(library, keys, values, [0], bits=bits, **options), query)
 
 
 @pytest.mark.parametrize("bits", KINDS)
 def test_left_padding_is_not_read(library: Library, bits: int) -> None:
-    keys, values, query = made(500, batch=4)
+    keys, values, queries = several(505, 64, 3, 5, batch=4)
     first = [0, 130, 477, 499]
     for row, start in enumerate(first):
         keys[row, :, :start] = values[row, :, :start] = math.nan
-    check(LayerCache(library, keys, values, first, bits=bits, k=[8, 6, 2, 1], clusters=6), query)
+    prompt = keys[:, :, :500], values[:, :, :500]
+    cache = LayerCache(library, *prompt, first, bits=bits, k=[8, 6, 2, 1], clusters=6)
+    check(cache, queries[:, :, 0])
+    cache.extend(keys[:, :, 500:], values[:, :, 500:])
+    check_all(cache, queries)
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -94,13 +92,6 @@ def test_left_padding_is_not_read(library: Library, bits: int) -> None:
 def test_tokens_to_read(library: Library, k: int, residual: bool) -> None:
     keys, values, query = made(600)
     check(LayerCache(library, keys, values, [0], k=[k], clusters=8, residual=residual), query)
-
-
-def test_a_long_prompt(library: Library) -> None:
-    """Long enough for a sample to bound the threshold, and for tasks of several ranges."""
-    keys, values, query = made(9001, heads=1)
-    for bits in KINDS:
-        check(LayerCache(library, keys, values, [0], bits=bits, k=[180]), query)
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 64, 300])
@@ -185,17 +176,6 @@ def test_full_attention_of_several_tokens(
 
 
 @pytest.mark.parametrize("bits", KINDS)
-def test_full_attention_of_several_tokens_does_not_read_padding(library: Library, bits: int) -> None:
-    keys, values, queries = several(505, 64, 3, 5, batch=3)
-    first = [0, 130, 499]
-    for row, start in enumerate(first):
-        keys[row, :, :start] = values[row, :, :start] = math.nan
-    cache = LayerCache(library, *(x[:, :, :500] for x in (keys, values)), first, bits=bits, k=[8, 6, 2], clusters=6)
-    cache.extend(keys[:, :, 500:], values[:, :, 500:])
-    check_all(cache, queries)
-
-
-@pytest.mark.parametrize("bits", KINDS)
 @pytest.mark.parametrize("tail", [0, 16])
 def test_tokens_that_are_taken_out_again_leave_nothing(library: Library, bits: int, tail: int) -> None:
     """Through several blocks that become full, of which none gets a token that was taken out."""
@@ -257,13 +237,11 @@ def test_a_merged_state_is_that_of_all_tokens(library: Library, bits: int) -> No
     keys, values, query = made(400)
     keys, values = keys.bfloat16().float(), values.bfloat16().float()
     whole = LayerCache(library, keys, values, [0], bits=16).step(query, 0.125)
-    outputs, masses = zip(
-        *(
-            LayerCache(library, keys[:, :, part], values[:, :, part], [0], bits=bits, k=[400]).step(query, 0.125)
-            for part in (slice(0, 170), slice(170, 400))
-        ),
-        strict=True,
-    )
+    parts = [
+        LayerCache(library, keys[:, :, part], values[:, :, part], [0], bits=bits, k=[400]).step(query, 0.125)
+        for part in (slice(0, 170), slice(170, 400))
+    ]
+    outputs, masses = zip(*parts, strict=True)
     share = torch.stack(masses).softmax(0).unsqueeze(-1)
     assert torch.allclose(torch.stack(masses).logsumexp(0), whole[1], atol={16: 1e-5}.get(bits, 0.02))
     assert torch.allclose((torch.stack(outputs) * share).sum(0), whole[0], atol={16: 1e-5}.get(bits, 0.05))
@@ -271,12 +249,15 @@ def test_a_merged_state_is_that_of_all_tokens(library: Library, bits: int) -> No
 
 @pytest.mark.parametrize("width", [64, 96, 128])
 def test_what_is_packed(library: Library, width: int) -> None:
-    """Keys within half a step of theirs and values within half a scale, in the order of their clusters."""
+    """Keys within half a step of theirs and values within half a scale, in the order of their clusters; the ends as
+    they are: where a model makes one of them decide, rounding it moves the next token farther than all that is unread.
+    """
     keys, values, _ = made(333, width)
     keys[:, :, :, 3] = 7.0  # a channel without range
-    inner = slice(4, 317)
+    inner, ends = slice(4, 317), [*range(4), *range(317, 333)]
     for bits in KINDS:
         cache = LayerCache(library, keys, values, [0], bits=bits, clusters=7)
+        assert cache.recent[0, :, :20].equal(torch.stack((keys[0, :, ends], values[0, :, ends]), 2))
         for head in range(2):
             k, v = keys[0, head, inner].double(), values[0, head, inner].double()
             if bits == 16:
@@ -323,26 +304,11 @@ def test_memory_is_58_percent_of_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("bits", KINDS)
-def test_the_ends_and_added_tokens_are_kept_as_they_are(library: Library, bits: int) -> None:
-    """Where a model makes one of them decide, rounding it moves the next token farther than all that is unread."""
-    keys, values, query = made(60)
-    cache = LayerCache(library, keys[:, :, :20], values[:, :, :20], [0], bits=bits)
-    for column in range(20, 60):
-        cache.append(keys[:, :, column], values[:, :, column])
-    weights = (query.double().view(1, 2, 3, 64) @ keys.double().transpose(-1, -2) / 8).softmax(-1)
-    torch.testing.assert_close(
-        cache.step(query, 0.125)[0].double(), (weights @ values.double()).flatten(1, 2), rtol=1e-5, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("bits", KINDS)
 def test_a_step_reads_the_blocks_in_use_or_their_scan_and_the_chosen_rows(bits: int) -> None:
     keys, values, query = made(400)
     cache = LayerCache(Library("portable"), keys, values, [0], bits=bits, k=[10], clusters=4)
-    ends, block = (
-        20 * 2 * 64 * 4,
-        {16: 64 * 2 * 64 * 2, 8: 64 * (2 * 64 + 4) + 2 * 64 * 2, 4: 64 * 32 + 2 * 64 * 2}[bits],
-    )
+    ends = 20 * 2 * 64 * 4
+    block = {16: 64 * 2 * 64 * 2, 8: 64 * (2 * 64 + 4) + 2 * 64 * 2, 4: 64 * 32 + 2 * 64 * 2}[bits]
     expected = ends + 6 * block  # of 380 tokens
     if bits == 4:
         expected += 3 * 10 * (32 + 64 + 2) + 4 * (2 * 4 + 64 * 2) + 64 * 64 * 2 + 64 * 4
@@ -350,20 +316,15 @@ def test_a_step_reads_the_blocks_in_use_or_their_scan_and_the_chosen_rows(bits: 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("width", "options", "message"),
     [
-        ({"bits": 5}, "bits is 5, not 4, 8 or 16"),
-        ({"clusters": 0}, "clusters is 0, not 1 or more"),
-        ({"room": 5}, "room is 5, not a block of 64 tokens or more"),
+        (64, {"bits": 5}, "bits is 5, not 4, 8 or 16"),
+        (64, {"clusters": 0}, "clusters is 0, not 1 or more"),
+        (64, {"room": 5}, "room is 5, not a block of 64 tokens or more"),
+        (80, {}, "the kernels serve head dimensions of 64, 96, 128, not 80"),
     ],
 )
-def test_bad_arguments(options: dict[str, int], message: str) -> None:
-    keys, values, _ = made(100)
+def test_bad_arguments(width: int, options: dict[str, int], message: str) -> None:
+    keys, values, _ = made(100, width)
     with pytest.raises(ValueError, match=message):
         LayerCache(Library("portable"), keys, values, [0], **options)
-
-
-def test_a_width_that_is_not_served() -> None:
-    keys, values, _ = made(100, 80)
-    with pytest.raises(ValueError, match="the kernels serve head dimensions of 64, 96, 128, not 80"):
-        LayerCache(Library("portable"), keys, values, [0])

@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Stoppi
 from residual_mass import PackedCache, PhiMaps, partial_decoding, partial_generate, partial_kv
 from residual_mass.core.accounting import Terms, exact_terms
 from residual_mass.core.settings import MapSpec
-from residual_mass.methods import METHODS, Method, Residual, Seen, Step
+from residual_mass.methods import METHODS, Method, Residual, Seen, Step, method_named
 from residual_mass.model.generate import Pace, Pass, accepted_or_drawn
 from residual_mass.model.phi_maps import HeadShape
 
@@ -43,6 +43,7 @@ class Share(Residual):
 
 
 RIGHT, WRONG = Method("right", "right", residual=Share(1)), Method("wrong", "wrong", residual=Share(-30))
+MOMENTS = method_named("topk_moments")
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +70,17 @@ def plain(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, **settings | options)
 
 
-@pytest.mark.parametrize("method", DRAFTING, ids=lambda method: method.name)
-@pytest.mark.parametrize("verify", [1, 3])
-def test_the_text_is_full_attentions(model: PreTrainedModel, method: Method, verify: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "verify"),
+    [(method, verify) for method in DRAFTING for verify in (1, 3)]
+    + [(method, verify) for method in (MOMENTS, RIGHT, WRONG) for verify in (2, 5, 22, 23, 63, "auto")],
+    ids=lambda one: getattr(one, "name", None),
+)
+def test_the_text_is_full_attentions(model: PreTrainedModel, method: Method, verify: Any) -> None:
     passes: list[Pass] = []
     ours = verified(model, ids_of(60), method, verify, passes, maps_of(model, method))
     assert torch.equal(ours, plain(model, ids_of(60)))
     assert 1 + sum(each.accepted + 1 for each in passes) == NEW
-
-
-@pytest.mark.parametrize("verify", [1, 2, 5, 22, 23, 63, "auto"])
-@pytest.mark.parametrize("method", ["topk_moments", RIGHT, WRONG], ids=lambda method: getattr(method, "name", method))
-def test_any_number_of_drafts(model: PreTrainedModel, method: str | Method, verify: Any) -> None:
-    passes: list[Pass] = []
-    assert torch.equal(verified(model, ids_of(60), method, verify, passes), plain(model, ids_of(60)))
     if verify != "auto":
         assert all(each.drafted <= verify for each in passes) and passes[0].drafted == min(verify, NEW - 2)
     if method is RIGHT:
@@ -118,15 +116,13 @@ class AfterSum(StoppingCriteria):
         return ids[:, self.start :].sum(-1) > self.limit
 
 
-@pytest.mark.parametrize("method", ["topk_moments", RIGHT], ids=lambda method: getattr(method, "name", method))
-def test_it_stops_where_generate_stops(model: PreTrainedModel, method: str | Method) -> None:
+@pytest.mark.parametrize("method", [MOMENTS, RIGHT], ids=lambda method: method.name)
+def test_it_stops_where_generate_stops(model: PreTrainedModel, method: Method) -> None:
     ids, expected = ids_of(60), plain(model, ids_of(60))
     for at in range(60, 60 + NEW):
-        options: dict[str, Any] = {"eos_token_id": [int(expected[0, at]), 98]}
-        assert torch.equal(verified(model, ids, method, 5, **options), plain(model, ids, **options))
-        limit = int(expected[0, 60:at].sum())
-        options = {"stopping_criteria": StoppingCriteriaList([AfterSum(60, limit)])}
-        assert torch.equal(verified(model, ids, method, 5, **options), plain(model, ids, **options))
+        after = StoppingCriteriaList([AfterSum(60, int(expected[0, 60:at].sum()))])
+        for options in ({"eos_token_id": [int(expected[0, at]), 98]}, {"stopping_criteria": after}):
+            assert torch.equal(verified(model, ids, method, 5, **options), plain(model, ids, **options))
     for count in (1, 2, 3, 7):
         assert torch.equal(verified(model, ids, method, 5, max_new_tokens=count), expected[:, : 60 + count])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -37,9 +36,7 @@ def prompts() -> list[list[int]]:
 
 def fresh(read: Prefill) -> Prefill:
     """The same prefill, to be used up."""
-    one = copy.copy(read)
-    one.layers = dict(read.layers)
-    return one
+    return read._replace(layers=dict(read.layers))
 
 
 def engine_tokens(backbone: Backbone, arm: ArmSpec, phi: PhiMaps | None, prompts: list[list[int]]) -> list[list[int]]:
