@@ -12,11 +12,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 from residual_mass.core.settings import Settings
 from residual_mass.files import require_writable
@@ -145,9 +145,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     for stage, (_, _, text) in STAGES.items():
         sub = parsers.add_parser(stage, help=text, description=text)
         if stage == name:
-            run = _function(stage)
-            for parameter in inspect.signature(run).parameters.values():
-                _add_argument(sub, parameter, get_type_hints(run)[parameter.name])
+            for parameter in _parameters(_function(stage)).values():
+                _add_argument(sub, parameter)
     about = "say how much of the cache a model may leave unread"
     command.add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
     return parser
@@ -162,14 +161,18 @@ def _function(stage: str) -> Callable[..., Any]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED)
 
 
-def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any) -> None:
-    """A flag for a file, for any number where the parameter is a sequence, or for a text; a spec's is `--spec`. A
-    parameter by position alone has no flag, and one that is neither of these is for callers from Python.
+def _parameters(run: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(run, eval_str=True).parameters
+
+
+def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter) -> None:
+    """A flag for a file, for any number where the parameter is a sequence, or for a text; a spec's is `--spec`. Files
+    with a default have no flag, and a parameter that is none of these is for callers from Python.
     """
-    flag = f"--{parameter.name.replace('_', '-')}"
+    flag, hint = f"--{parameter.name.replace('_', '-')}", parameter.annotation
     if isinstance(hint, type) and issubclass(hint, Settings):
         parser.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
-    elif parameter.kind is parameter.POSITIONAL_ONLY:
+    elif hint == Sequence[Path] and parameter.default is not parameter.empty:
         parser.add_argument(parameter.name, type=Path, nargs="*", default=parameter.default)
     elif hint in (list[Path], Sequence[Path]):
         parser.add_argument(flag, type=Path, nargs="*", required=True)
@@ -179,18 +182,16 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter,
         parser.add_argument(flag, type=hint, required=True)
 
 
-def _run(name: str, options: dict[str, Any]) -> Any:
+def _run(name: str, given: dict[str, Any]) -> Any:
     """Parses the spec, looks whether the outputs can be written, and runs the stage."""
     run = _function(name)
-    hints = get_type_hints(run)
-    given = {key: parse_spec(hints[key], value) if key == "spec" else value for key, value in options.items()}
+    if "spec" in given:
+        given["spec"] = parse_spec(_parameters(run)["spec"].annotation, given["spec"])
     outputs = [given[output] for output in STAGES[name][1].split()]
     require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
     if name in LESS_MEMORY:
         _use_machine(given["spec"])
-    kinds = {key: parameter.kind for key, parameter in inspect.signature(run).parameters.items()}
-    by_place = [given.pop(key) for key in list(given) if kinds[key] is inspect.Parameter.POSITIONAL_ONLY]
-    return run(*by_place, **given)
+    return run(**given)
 
 
 def _use_machine(spec: Any) -> None:

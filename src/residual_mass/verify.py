@@ -15,7 +15,7 @@ from residual_mass.recipes import RECIPES
 from residual_mass.texts.assets import listed_in
 
 
-def run(results: Sequence[Path] = (Path("results"),), /) -> bool:
+def run(results: Sequence[Path] = (Path("results"),)) -> bool:
     """Prints one line per result that is not as recorded, expanding folders, and the number of results; returns whether
     all are.
 

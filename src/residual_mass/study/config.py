@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -247,7 +248,8 @@ def _problems_of_main(configuration: Configuration) -> Iterator[str]:
 def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]:
     study, backbones = configuration.studies[name], configuration.backbones_of(name)
     longest, length = max(study.evaluated_lengths, key=tokens_of), study.ablations.length
-    for key, values, options in _choices(study, backbones):
+    chosen = chain(_choices(study, backbones), _choices_of_tables(study), _choices_of_figures(study, backbones))
+    for key, values, options in chosen:
         yield from _unknown(key, values, options)
     if tokens_of(longest) > tokens_of(study.maps.main):
         yield f"maps.main: trained on {study.maps.main}, but the study evaluates {longest}"
@@ -264,31 +266,42 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
             yield f"ablations.benchmarks: {benchmark} has prompts of up to {study.truncate_to}, its maps only {length}"
 
 
-def _choices(study: Study, backbones: list[str]) -> Iterator[tuple[str, Iterable[Any], Iterable[Any]]]:
-    """Keys with their values, and the options that these are among."""
-    forced, mismatch, ablations, compared = study.fidelity, study.mismatch, study.ablations, study.residuals
-    for section in ("mismatch", "ablations", "diagnostics", "residuals"):
-        yield f"{section}.backbones", getattr(study, section).backbones, backbones
+Choices = Iterator[tuple[str, Iterable[Any], Iterable[Any]]]
+"""Keys with their values, and the options that these are among."""
+
+
+def _choices(study: Study, backbones: list[str]) -> Choices:
+    for name in ("mismatch", "ablations", "diagnostics", "residuals"):
+        yield f"{name}.backbones", getattr(study, name).backbones, backbones
     others = [one.name for one in methods.METHODS if not one.of_the_paper and one.name not in study.methods]
-    yield "fidelity.methods", forced.methods, others
-    yield "fidelity.benchmarks", forced.benchmarks, study.benchmarks
-    yield "fidelity.prompts_at", forced.prompts_at, forced.lengths
+    yield "fidelity.methods", study.fidelity.methods, others
+    yield "fidelity.benchmarks", study.fidelity.benchmarks, study.benchmarks
+    yield "fidelity.prompts_at", study.fidelity.prompts_at, study.fidelity.lengths
     yield "diagnostics.budget", [study.diagnostics.budget], study.budgets
-    yield "mismatch.budget", [mismatch.budget] if mismatch.backbones else [], study.budgets
-    yield "ablations.budget", [ablations.budget] if ablations.backbones else [], study.budgets
-    yield "residuals.methods", [TOPK], compared.methods
+    for name in ("mismatch", "ablations"):
+        section = study.comparison(name)
+        yield f"{name}.budget", [section.budget] if section.backbones else [], study.budgets
+    yield "residuals.methods", [TOPK], study.residuals.methods
+
+
+def _choices_of_tables(study: Study) -> Choices:
+    """What tables and comparisons of maps need the study to have."""
     if "residual_estimators" in study.tables:
-        yield "budgets, of the table residual_estimators", study.budgets, compared.budgets
-    of_the_paper = {find(label).of for label in study.tables} - {"fidelity", "answers", "residuals"}
-    if of_the_paper or mismatch.backbones or ablations.backbones:
-        needed = METHODS if of_the_paper else METHODS[:3]
-        yield "methods, of the paper's tables and comparisons", needed, study.methods
-    whose = {"ablations": ablations.backbones, "residuals": compared.backbones}
+        yield "budgets, of the table residual_estimators", study.budgets, study.residuals.budgets
+    needed: tuple[str, ...] = METHODS[:3] if study.mismatch.backbones or study.ablations.backbones else ()
+    if {find(label).of for label in study.tables} - {"fidelity", "answers", "residuals"}:
+        needed = METHODS
+    yield "methods, of the paper's tables and comparisons", needed, study.methods
+
+
+def _choices_of_figures(study: Study, backbones: list[str]) -> Choices:
+    """What figures show, of what their sections have; any backbone of the study, where a section is made for all."""
+    of_section = {"ablations": study.ablations.backbones, "residuals": study.residuals.backbones}
+    texts = {"fidelity": (*study.fidelity.corpora, *study.fidelity.benchmarks), "residuals": study.residuals.corpora}
     for label, figure in study.figures.items():
         section = FIGURES[kind_of(label)].section
-        texts = compared.corpora if section == "residuals" else (*forced.corpora, *forced.benchmarks)
-        yield f"figures.{label}", figure.of("text", "texts"), texts
-        yield f"figures.{label}", figure.of("backbone", "backbones"), whose.get(section, backbones)
+        yield f"figures.{label}", figure.of("text", "texts"), texts.get(section, ())
+        yield f"figures.{label}", figure.of("backbone", "backbones"), of_section.get(section, backbones)
 
 
 def _unknown(key: str, values: Iterable[Any], options: Iterable[Any]) -> Iterator[str]:

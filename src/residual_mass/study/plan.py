@@ -176,10 +176,10 @@ class Plan(Configuration):
         return self.main.examples or study.benchmarks[benchmark].examples
 
     def spec_of(self, spec: type[specs.Spec], stage: str, w: Wildcards, *sources: Any, **given: Any) -> specs.Spec:
-        """A spec with the backbone of the wildcards, its study and the stage's recipe."""
+        """A spec with the wildcards, of the backbone all there is, its study, and the stage's recipe."""
         backbone = self.backbone_spec(w.backbone)
-        about = SimpleNamespace(study=backbone.study, backbone=backbone, recipe=RECIPES[stage])
-        return specs.filled(spec, about, w, *sources, **given)
+        about = {"study": backbone.study, "backbone": backbone, "recipe": RECIPES[stage]}
+        return specs.filled(spec, SimpleNamespace(**dict(w.items()) | about), *sources, **given)
 
     # ---- prompts and maps --------------------------------------------------------------------------------------------
 
@@ -191,7 +191,8 @@ class Plan(Configuration):
         study = self.study_of(w, backbone=owner.name)
         forced = study.fidelity
         spec = specs.filled(
-            specs.PromptsSpec, w, study.benchmarks[w.benchmark], owner,
+            specs.PromptsSpec, w, study.benchmarks[w.benchmark],
+            model_id=owner.model_id, revision=owner.revision,
             tokenizer_source="hub" if owner.source == "hub" else "assets",
             examples=max(
                 self.examples_of(study, w.benchmark),
@@ -266,24 +267,28 @@ class Plan(Configuration):
         return {"assets": self.assets_manifest, **files}, spec
 
     def score(self, w: Wildcards) -> Work:
-        """Scores of the main arms; for a comparison those of its maps as well."""
-        study, compared = self.study_of(w), w.get("comparison")
-        benchmark, groups, arms = study.benchmarks[w.benchmark], ["main"], None
-        if compared:
-            group, budget = "mismatch" if compared == "mismatch" else "ablation", study.comparison(compared).budget
+        """Scores of the main arms, or of those that a comparison of maps shows."""
+        study, groups, arms = self.study_of(w), ["main"], None
+        if "comparison" in w.keys():
+            arms = self._compared_arms(study, w.comparison)
+            group = "mismatch" if w.comparison == "mismatch" else "ablation"
             groups += [group] * bool(self._group_maps(study, group))
-            ours = [("topk_phi", maps) for maps in self.compared_maps(study, compared)]
-            shown = [("topk", None), *ours, *((name, None) for name in study.own_methods(budget))]
-            arms = (ArmSpec("full"), *(ArmSpec(name, budget, maps) for name, maps in shown))
+        benchmark, examples = study.benchmarks[w.benchmark], self.examples_of(study, w.benchmark)
         spec = self.spec_of(
-            specs.ScoreSpec, "score", w, benchmark, study.score,
-            seed=study.score.seed, examples=self.examples_of(study, w.benchmark), arms=arms,
-            decoding=decoding_words(benchmark, study.truncate_to),
+            specs.ScoreSpec, "score", w, benchmark, bootstrap_resamples=study.score.bootstrap_resamples,
+            seed=study.score.seed, examples=examples, arms=arms, decoding=decoding_words(benchmark, study.truncate_to),
         )  # fmt: skip
         place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
         tasks = study.task_files(w.benchmark, w.length)
         generations = expand(paths.GENERATIONS, **place, group=groups, tasks=tasks)
         return {"prompts": self._prompts_of(w, w.benchmark), "generations": generations}, spec
+
+    def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
+        """Full attention, and at the one budget of a comparison topk, each of its maps and the study's own methods."""
+        budget = study.comparison(comparison).budget
+        under_maps = [("topk_phi", maps) for maps in self.compared_maps(study, comparison)]
+        shown = [("topk", None), *under_maps, *((name, None) for name in study.own_methods(budget))]
+        return (ArmSpec("full"), *(ArmSpec(name, budget, maps) for name, maps in shown))
 
     def join(self, w: Wildcards) -> Work:
         """The scores of one comparison of maps."""
@@ -323,8 +328,8 @@ class Plan(Configuration):
         ablated = w.backbone in study.ablations.backbones and w.length == study.ablations.length
         maps = [study.maps.main, *(self._group_maps(study, "ablation") if ablated else [])]
         spec = self.spec_of(
-            specs.KernelsSpec, "kernels", w, captured.head, captured, study,
-            budget_percent=captured.budget, maps=maps_specs(maps),
+            specs.KernelsSpec, "kernels", w, captured, study,
+            layer=captured.head.layer, head=captured.head.head, budget_percent=captured.budget, maps=maps_specs(maps),
         )  # fmt: skip
         return {"assets": self.assets_manifest, "phi": self._phi(w, maps), "prompts": self._prompts_of_packs(w)}, spec
 
@@ -345,7 +350,8 @@ class Plan(Configuration):
         compared, maps = study.residuals, study.maps_for(study.residuals.methods)
         identities = own_identities(ArmSpec(name, compared.budgets[0]) for name in compared.methods)
         spec = self.spec_of(
-            specs.ResidualErrorsSpec, "residual_errors", w, compared, study.score, study,
+            specs.ResidualErrorsSpec, "residual_errors", w, compared,
+            anchors=study.anchors, bootstrap_resamples=study.score.bootstrap_resamples,
             maps=next(iter(maps_specs(maps)), None), residuals=identities,
         )  # fmt: skip
         return {"assets": self.assets_manifest, "phi": self._phi(w, maps)}, spec

@@ -38,11 +38,13 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
 
 
 def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
-    """A spec whose fields are as given, or else those of the first source that has them."""
-    for key in fields(spec):  # type: ignore[arg-type]
-        source = next((each for each in sources if hasattr(each, key.name)), None)
-        if source is not None:
-            given.setdefault(key.name, getattr(source, key.name))
+    """A spec whose fields are as given, or else those of the one source that has them, in whatever order they come."""
+    for name in (each.name for each in fields(spec) if each.name not in given):  # type: ignore[arg-type]
+        match [source for source in sources if hasattr(source, name)]:
+            case [source]:
+                given[name] = getattr(source, name)
+            case [_, *_]:
+                raise TypeError(f"{spec.__name__}.{name} is in several sources; give it")
     return spec(**given)
 
 
