@@ -36,8 +36,8 @@ def study_rows(label: str = "ruler_sweep", **facts: Any) -> tuple[pd.DataFrame, 
 
 
 def made(label: str, rows: pd.DataFrame, spec: TableSpec) -> pd.DataFrame:
-    stage = {"exact_accounting": "findings", "training_cost_64k": "train"}.get(label, "score")
-    return find(label).cells({"runtime" if label.startswith("runtime") else stage: rows}, spec)
+    stage = published.STAGES.get(label, "runtime" if label.startswith("runtime") else "score")
+    return find(label).cells({stage: rows}, spec)
 
 
 def template(label: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -125,16 +125,10 @@ def test_lines_against_the_budget_are_the_rows_of_the_files(kind: str, texts: di
     assert {text.get_text() for text in figure.legends[0].get_texts()} == names
 
 
-def quarters(rows: list[dict[str, Any]]) -> list[int]:
+def groups_by_panel(rows: list[dict[str, Any]]) -> list[list[int]]:
     order = sorted(row["full_nll"] for row in rows)
-    return [order.index(row["full_nll"]) * 4 // len(rows) for row in rows]
-
-
-GROUPS: tuple[Callable[[list[dict[str, Any]]], list[int]], ...] = (
-    quarters,
-    lambda rows: [row["seen"] for row in rows],
-    lambda rows: [[0, 1, 2, 2, 3][row["position"]] for row in rows],
-)
+    quarters = [order.index(row["full_nll"]) * 4 // len(rows) for row in rows]
+    return [quarters, [row["seen"] for row in rows], [[0, 1, 2, 2, 3][row["position"]] for row in rows]]
 
 
 def slow_mean(rows: list[dict[str, Any]], weights: Sequence[float]) -> float:
@@ -151,8 +145,7 @@ def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents() 
         values = sorted(row["kl"] for row in rows)
         shares = [(value, sum(other >= value for other in values) / len(values)) for value in values]
         drawn.assert_drawn(figure.axes[0], shares)
-        for axis, grouped in zip(figure.axes[1:], GROUPS, strict=True):
-            groups = grouped(rows)
+        for axis, groups in zip(figure.axes[1:], groups_by_panel(rows), strict=True):
             means, intervals = drawn.lines(axis)[number][:, 1], axis.collections[number].get_segments()
             for x, group in enumerate(sorted(set(groups))):
                 of_group = [row for row, each in zip(rows, groups, strict=True) if each == group]
@@ -434,12 +427,6 @@ def test_far_off_keys_do_not_widen_the_panel_and_are_counted(tmp_path: Path) -> 
         assert all(np.ptp(limits) < 60 for limits in (figure.axes[0].get_xlim(), figure.axes[0].get_ylim()))
 
 
-def slow_spearman(rest: pd.DataFrame) -> float:
-    """Mean over queries, without those of fewer than two keys or of one value alone."""
-    found = [each[["log_kernel", "log_phi"]] for _, each in rest.groupby("query") if each["log_phi"].nunique() > 1]
-    return np.mean([spearmanr(each).statistic for each in found])
-
-
 def test_fidelity_of_variants_is_over_the_unretrieved_keys_within_queries(tmp_path: Path) -> None:
     frame = drawn.kernels(queries=5)
     frame["log_kernel"] = frame["log_kernel"].round(1) + 9 * frame["query"]  # equal ranks, and levels that do not count
@@ -454,8 +441,9 @@ def test_fidelity_of_variants_is_over_the_unretrieved_keys_within_queries(tmp_pa
         for label, name in (("1k", "own"), (maps, "variant")):
             rest = frame[(frame["maps"] == label) & ~frame["retrieved"]]
             x, y = rest["log_kernel"].to_numpy(float), rest["log_phi"].to_numpy(float)
-            rms, spearman = math.sqrt(np.mean((y - x) ** 2)), slow_spearman(rest)
-            said.append(f"{name}: RMS {rms:.2f} nats, Spearman ${spearman:.2f}$")
+            queries = [each for _, each in rest.groupby("query") if each["log_phi"].nunique() > 1]  # others have none
+            spearman = np.mean([spearmanr(each["log_kernel"], each["log_phi"]).statistic for each in queries])
+            said.append(f"{name}: RMS {math.sqrt(np.mean((y - x) ** 2)):.2f} nats, Spearman ${spearman:.2f}$")
             expected += zip(x, y, strict=True)
         drawn.assert_same(drawn.marks(axis), expected)
         assert axis.get_title() == "\n".join(said)
