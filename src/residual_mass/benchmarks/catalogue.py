@@ -140,6 +140,9 @@ def metric_of(benchmark: str, task: str | None = None) -> Metric:
 def _known(benchmark: str) -> tuple[Task, ...]:
     if benchmark not in BENCHMARKS:
         raise ValueError(f"benchmark {benchmark!r} is unknown; known are {', '.join(sorted(BENCHMARKS))}")
+    names = [task.name for task in BENCHMARKS[benchmark]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"BENCHMARKS[{benchmark!r}] has two tasks of one name among {', '.join(names)}; rename one")
     return BENCHMARKS[benchmark]
 
 

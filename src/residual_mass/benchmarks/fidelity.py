@@ -65,10 +65,7 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
             found = first_differences(rows, spec.bootstrap_resamples, spec.seed)
             tables.append(found.assign(metric=FIRST_DIFFERENCES.name, **about))
             continue
-        tasks = {
-            f"{text} {continuation} {task}": part.sort_values(["arm", "index", "position"])
-            for task, part in rows.groupby("task", sort=False)
-        }
+        tasks = {f"{text} {continuation} {task}": part for task, part in rows.groupby("task", sort=False)}
         if min(part["index"].nunique() for part in tasks.values()) == 1:
             log.warning("%s, %s: one document only, so no interval and no test", text, continuation)
         found = [(part["task"].iloc[0], {name: part}) for name, part in tasks.items() if len(tasks) > 1]
@@ -104,7 +101,7 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     values = {task: _by_document(part, [*metrics, "k"]) for task, part in tasks.items()}
     lines = means(values, spec.bootstrap_resamples, spec.seed).frame
     arms["k_mean"] = lines.loc["k", "value"]
-    lines = lines[: -len(arms)].join(_gains(spec, values, metrics, arms))
+    lines = lines.drop(index="k").join(_gains(spec, values, metrics, arms))
     documents = [of_task.shape[-1] for of_task in values.values()]
     for arm in arms.index if min(documents) > 1 else ():
         kl = [of_task.loc[KL.name, arm].clip(0).to_numpy() for of_task in values.values()]  # rounding can leave less
@@ -151,11 +148,8 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
 
 def _by_document(tokens: pd.DataFrame, names: list[str]) -> pd.DataFrame:
     """A row for each metric and arm, a column for each document: means over the document's tokens."""
-    arms = tokens["arm"].unique()  # which see the same tokens, sorted by document and position
-    values = tokens[names].to_numpy(dtype=np.float64).T.reshape(len(names) * len(arms), -1)
-    starts = np.flatnonzero(tokens["position"].to_numpy()[: values.shape[-1]] == 0)
-    found = np.add.reduceat(values, starts, axis=-1) / np.diff([*starts, values.shape[-1]])
-    return pd.DataFrame(found, pd.MultiIndex.from_product([names, arms], names=["metric", "arm"]))
+    found = tokens.groupby(["index", "arm"])[names].mean()
+    return found.rename_axis(columns="metric").unstack("arm").T
 
 
 def _gains(
@@ -179,13 +173,14 @@ def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd
     squares = means({task: _by_document(part, ["delta_p_squared"]) for task, part in tasks.items()}, *resampling)
     roots = replace(squares, value=squares.value**0.5, stderr=np.full(len(arms), np.nan), draws=squares.draws**0.5)
     yield roots.frame.rename(index={"delta_p_squared": DELTA_P_RMS.name})
-    sizes = {task: part.groupby("index").size() // len(arms) for task, part in tasks.items()}
-    counts = [np.concatenate(list(resampled(len(of_task), *resampling, task))) for task, of_task in sizes.items()]
-    document = np.repeat(np.arange(sum(map(len, sizes.values()))), np.concatenate(list(sizes.values())))
+    sizes = {task: part["index"].nunique() for task, part in tasks.items()}
+    counts = [np.concatenate(list(resampled(size, *resampling, task))) for task, size in sizes.items()]
+    tokens = pd.concat(tasks.values())
+    tokens["document"] = tokens.groupby(["task", "index"], sort=False).ngroup()
     for measure, shares in QUANTILES.items():
         for arm in arms:
-            of_arm = np.concatenate([part[measure][part["arm"] == arm] for part in tasks.values()])
-            found = token_quantiles(of_arm, document, np.concatenate(counts, axis=1), list(shares.values()))
+            values, document = tokens.loc[tokens["arm"] == arm, [measure, "document"]].to_numpy().T
+            found = token_quantiles(values, document.astype(int), np.concatenate(counts, axis=1), list(shares.values()))
             places = [[f"{measure}_{end}" for end in shares], [arm]]
             yield found.frame.set_axis(pd.MultiIndex.from_product(places, names=["metric", "arm"]))
 

@@ -18,7 +18,7 @@ import torch
 
 from residual_mass.benchmarks.catalogue import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
-from residual_mass.core.settings import MapsSpec, tokens_of
+from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import backbone_identity, encode, encode_chat, load_backbone, load_tokenizer
@@ -71,8 +71,7 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     """
     record = Record("generate", spec, [assets / MANIFEST, prompts, *phi])
     maps = files_by_label(phi, spec.maps, spec.arms)
-    used = [each for each in spec.maps if each.label in {arm.maps for arm in spec.arms}]
-    _require_trained_at(spec, used)
+    _require_trained_at(spec)
     require_prompts_of(prompts, spec.benchmark, spec.length, spec.backbone.tokenizer)
     left_out = load_manifest(prompts)["left_out"]
     for task in (task for task in spec.tasks if task in left_out):
@@ -80,29 +79,29 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     frozen = [load_prompts(prompts, task, spec.examples) for task in spec.tasks if task not in left_out]
     identity, source = backbone_identity(spec.backbone, assets), spec.backbone
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    shas = {each.label: sha256_of(maps[each.label]) for each in used}
+    shas = {label: sha256_of(path) for label, path in maps.items()}
     examples = [encoded(spec, spec.truncate_to, prompt, tokenizer) for of_task in frozen for prompt in of_task]
     wanted = [Wanted(each, [_known(spec, each, arm, identity, shas) for arm in spec.arms]) for each in examples]
     batches = list(_batches(wanted, spec.batch_tokens))
-    _warn_of_extrapolation(spec, used, [len(each.ids) for each in examples])
+    _warn_of_extrapolation(spec, [len(each.ids) for each in examples])
     with RowStore(store, GENERATED) as rows:
         todo = [batch for batch in batches if any(row["key"] not in rows.rows for each in batch for row in each.rows)]
         # Longest first, so that out of memory shows at once and the estimated time left errs upwards.
         todo.sort(key=_longest, reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
-        ran_on = _compute(spec, assets, {label: maps[label] for label in shas}, todo, rows) if todo else {}
+        ran_on = _compute(spec, assets, maps, todo, rows) if todo else {}
         # What a key determines is taken from the spec, so that no damage of the store reaches later stages.
         write_text(out, jsonl(rows.rows[row["key"]] | row for each in wanted for row in each.rows))
     record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **ran_on)
 
 
-def _require_trained_at(spec: GenerateSpec, used: Sequence[MapsSpec]) -> None:
+def _require_trained_at(spec: GenerateSpec) -> None:
     """Compares the length that maps were trained on with that of the prompts: nominal, or without that what they are
     truncated to.
     """
     key = "length" if spec.budget_length == "nominal" else "truncate_to"
     label = spec.length if key == "length" else spec.truncate_to
-    for maps in used:
+    for maps in spec.maps:
         if tokens_of(label) > maps.length and not spec.allow_extrapolation:
             raise ValueError(
                 f"{key} {label}: longer than what the maps {maps.label} were trained on ({maps.length}); "
@@ -110,9 +109,9 @@ def _require_trained_at(spec: GenerateSpec, used: Sequence[MapsSpec]) -> None:
             )
 
 
-def _warn_of_extrapolation(spec: GenerateSpec, used: Sequence[MapsSpec], lengths: Sequence[int]) -> None:
+def _warn_of_extrapolation(spec: GenerateSpec, lengths: Sequence[int]) -> None:
     """Template and few-shot examples may make a prompt longer than its nominal length."""
-    for maps in used:
+    for maps in spec.maps:
         beyond = [length for length in lengths if length > maps.length]
         if beyond and not spec.allow_extrapolation:
             logger.warning(

@@ -12,8 +12,9 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from residual_mass.benchmarks.catalogue import Doc, DoesNotFitError, harness_config, seeded, sentence_tables
 from residual_mass.files import read_json, sha256_of
@@ -21,8 +22,6 @@ from residual_mass.texts.hub import hub_rows
 from residual_mass.texts.names import ESSAYS
 
 Scope = dict[str, Any]
-Replacements = Callable[[Scope], Scope]
-"""Given the names of a generator's module, those to replace so that it reads other data."""
 
 SAMPLERS = {
     "niah_utils": "generate_samples",
@@ -33,16 +32,25 @@ SAMPLERS = {
 }
 """The function that draws the samples, by module."""
 QUESTIONS = {
-    "squad.json": "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
-    "hotpotqa.json": "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
+    "read_squad": ("squad.json", "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8"),
+    "read_hotpotqa": ("hotpotqa.json", "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea"),
 }
-"""The QA sets and the sha256 of the harness's downloads: development sets of SQuAD 2.0 and HotpotQA."""
+"""The QA sets by the function that reads them, development sets of SQuAD 2.0 and HotpotQA: their file in the assets,
+and the sha256 of the harness's download.
+"""
 HARNESS_SAMPLES = 500
 MARGIN = 32
 """Tokens by which two draws of the same size may differ."""
 
 
-def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, data: Replacements) -> list[Doc]:
+class Sources(NamedTuple):
+    """The folder of the QA sets, and what returns the essays of the haystack."""
+
+    questions: Path
+    essays: Callable[[], str]
+
+
+def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int, data: Sources) -> list[Doc]:
     """Returns the first `count` examples of a task, from `assets_data` or `harness_data`.
 
     The generators leave out samples that do not fit, so more are drawn until there are enough. Samples are drawn in
@@ -61,27 +69,24 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     raise DoesNotFitError(f"fewer than {count} of its examples fit {length} tokens with this tokenizer")
 
 
-def harness_data(assets: Path) -> Replacements:
-    """Returns the harness's downloads: its essays on the hub and both QA sets, of which the assets hold exact copies.
+def harness_data(assets: Path) -> Sources:
+    """The harness's downloads: its essays on the hub, and both QA sets, of which the assets hold exact copies.
 
     Raises:
-        ValueError: offline, and the QA sets of the assets are others.
+        ValueError: the QA sets of the assets are others.
     """
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
     _use_sentence_tables(assets)
-    copies = {name: assets / "qa" / name for name in QUESTIONS}
-    same = {name: path for name, path in copies.items() if path.is_file() and sha256_of(path) == QUESTIONS[name]}
-    if HF_HUB_OFFLINE and (other := sorted(set(copies) - set(same))):
-        raise ValueError(f"{copies[other[0]]}: not the file that the harness downloads (sha256); run the assets stage")
-    return _replacements(same, lambda: " ".join(hub_rows(ESSAYS)["text"]))
+    for name, sha256 in QUESTIONS.values():
+        copy_of = assets / "qa" / name
+        if not copy_of.is_file() or sha256_of(copy_of) != sha256:
+            raise ValueError(f"{copy_of}: not the file that the harness downloads (sha256); run the assets stage")
+    return Sources(assets / "qa", lambda: " ".join(hub_rows(ESSAYS)["text"]))
 
 
-def assets_data(assets: Path) -> Replacements:
+def assets_data(assets: Path) -> Sources:
     """Haystack, QA sets and sentence tables of the assets folder."""
     _use_sentence_tables(assets)
-    essays = assets / "haystack" / "PaulGrahamEssays.json"
-    return _replacements({name: assets / "qa" / name for name in QUESTIONS}, lambda: read_json(essays)["text"])
+    return Sources(assets / "qa", lambda: read_json(assets / "haystack" / "PaulGrahamEssays.json")["text"])
 
 
 def _use_sentence_tables(assets: Path) -> None:
@@ -94,32 +99,24 @@ def _use_sentence_tables(assets: Path) -> None:
         nltk.data.path.insert(0, tables)
 
 
-def _replacements(questions: dict[str, Path], essays: Callable[[], str]) -> Replacements:
-    """Returns the names to replace so that a generator reads these QA sets (by the names in QUESTIONS) and essays."""
+def _reading(data: Sources, scope: Scope) -> Scope:
+    """Returns functions by the names of a generator's module, where it has them, that read this data."""
+    harness_haystack = scope.get("get_haystack")
 
-    def words() -> list[str]:
-        return re.sub(r"\s+", " ", essays()).split(" ")
+    def haystack(type_haystack: str) -> Any:
+        if type_haystack == "essay":
+            return re.sub(r"\s+", " ", data.essays()).split(" ")
+        return harness_haystack(type_haystack)
 
-    def replacements(scope: Scope) -> Scope:
-        ours: Scope = {}
-        for reader, name in (("read_squad", "squad.json"), ("read_hotpotqa", "hotpotqa.json")):
-            if reader in scope and name in questions:
-                uncached = scope[reader].__wrapped__
-                ours["download_json"] = lambda place, fetch=scope["download_json"]: (
-                    fetch(place) if place.startswith(("http://", "https://")) else read_json(Path(place))
-                )
-                ours[reader] = lambda read=uncached, path=questions[name]: read(str(path))
-        if "get_haystack" in scope:
-            harness_haystack = scope["get_haystack"]
-            ours["get_haystack"] = lambda type_haystack: (
-                words() if type_haystack == "essay" else harness_haystack(type_haystack)
-            )
-        return ours
-
-    return replacements
+    readers = {
+        reader: partial(scope[reader].__wrapped__, str(data.questions / name))  # not what it has cached
+        for reader, (name, _) in QUESTIONS.items()
+        if reader in scope
+    }
+    return {**readers, "download_json": lambda path: read_json(Path(path)), "get_haystack": haystack}
 
 
-def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: Replacements) -> list[Doc]:
+def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, data: Sources) -> list[Doc]:
     scope: Scope = generator.__globals__
     sampler = SAMPLERS[generator.__module__.rpartition(".")[2]]
     harness_sampler = scope[sampler]
@@ -134,7 +131,7 @@ def _draw(generator: Any, tokenizer: Any, length: int, samples: int, seed: int, 
 
     with _drawing(scope, {}, seed):
         _refuse_endless(scope, tokenizer, length)
-    replaced = {**data(scope), sampler: count_replaced, "get_tokenizer": lambda *_, **__: tokenizer}
+    replaced = {**_reading(data, scope), sampler: count_replaced, "get_tokenizer": lambda *_, **__: tokenizer}
     with _drawing(scope, replaced, seed), contextlib.redirect_stdout(None):
         return generator(max_seq_lengths=[length])["test"].to_list()
 

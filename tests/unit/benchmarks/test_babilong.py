@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import re
 import types
 from collections import Counter
@@ -12,20 +11,10 @@ import pytest
 
 from residual_mass.benchmarks import babilong
 from residual_mass.benchmarks.babilong import Story, tell
-from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, tasks_of
+from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_requests, tasks_of
 
 TASKS = tasks_of("babilong", 1024)
 ANSWER = 16
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Rows of the data set that the harness's loader gets: fill them in."""
-    import datasets
-
-    rows: list[Any] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
-    return rows
 
 
 def built(task: str, tokenizer: Any, assets: Path, length: int = 1024, count: int = 4, seed: int = 5) -> list[Any]:
@@ -93,20 +82,6 @@ def test_books_lose_what_is_not_prose(benchmark_assets: Path) -> None:
         assert gone not in text
     sentences = [sentence for paragraph in paragraphs for sentence in split(paragraph)]
     assert (len(paragraphs), len(sentences), len(set(sentences))) == (100, 600, 300)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_requests_are_those_of_the_harness_s_own_task(
-    task: str, tokenizer: Any, benchmark_assets: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lm_eval.api.task import ConfigurableTask
-
-    monkeypatch.setattr(logging.getLogger("lm_eval.api.task"), "level", logging.ERROR)
-    docs = built(task, tokenizer, benchmark_assets, count=3)
-    hub += [{key: doc[key] for key in ("input", "question", "target")} for doc in docs]
-    theirs = ConfigurableTask(config={**harness_config("babilong", task), "metadata": {"max_seq_lengths": "1k"}})
-    theirs.build_all_requests()
-    assert harness_requests("babilong", task, docs) == [instance.args for instance in theirs.instances]
 
 
 @pytest.mark.parametrize("task", TASKS)

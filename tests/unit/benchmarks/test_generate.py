@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.records import recorded
 from tests.refusals import refused
+from tests.small_assets import freeze_prompts
 
 from residual_mass.benchmarks import generate
 from residual_mass.benchmarks.catalogue import both_scores
@@ -20,7 +22,7 @@ from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import BackboneSpec, GenerateSpec
-from residual_mass.texts.frozen_prompts import load_prompts, table_sha256
+from residual_mass.texts.frozen_prompts import load_prompts
 
 TASKS = ("ruler_cwe", "ruler_vt")
 
@@ -88,8 +90,10 @@ def begun(stage: Stage, finished: Path) -> Stage:
 
 
 def test_rows_are_complete_and_in_canonical_order(
-    spec: GenerateSpec, finished: Path, manifest: Path, phi: Path, tokenizer: Any
+    spec: GenerateSpec, finished: Path, manifest: Path, phi: Path, benchmark_assets: Path
 ) -> None:
+    """That of the full arm is the model's own greedy decoding."""
+    backbone = load_backbone(spec.backbone, benchmark_assets, torch.device("cpu"))
     rows = read_jsonl(finished / "all.jsonl")
     assert [(r["task"], r["index"], r["method"]) for r in rows] == [
         (task, index, arm.method) for task in TASKS for index in range(2) for arm in spec.arms
@@ -100,27 +104,16 @@ def test_rows_are_complete_and_in_canonical_order(
         assert row["phi_sha"] == (sha256_of(phi) if row["method"] == "topk_phi" else None)
         assert row["budget_percent"] == (None if row["method"] == "full" else 3.0)
         assert row["method"] == "full" or row["k"] == 11  # ceil(3 % of 1024) - 20
-        limit = len(tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
+        ids = backbone.tokenizer(prompt.prompt, return_tensors="pt").input_ids
+        limit = len(backbone.tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
+        assert row["prompt_tokens"] == ids.shape[1]
+        assert row["text"] == backbone.tokenizer.decode(row["tokens"], skip_special_tokens=True)
+        if row["method"] == "full":
+            expected = backbone.model.generate(ids, max_new_tokens=limit, do_sample=False)
+            assert row["tokens"] == expected[0, ids.shape[1] :].tolist()
         assert len(row["tokens"]) == limit if row["finish"] == "length" else len(row["tokens"]) <= limit
     meta = json.loads((finished / "all.jsonl.meta.json").read_text())
     assert meta["device"] and meta["spec"]["tasks"] == list(TASKS)
-
-
-def test_full_arm_is_greedy_decoding_of_the_prompt(
-    spec: GenerateSpec, finished: Path, manifest: Path, benchmark_assets: Path
-) -> None:
-    import torch
-
-    backbone = load_backbone(spec.backbone, benchmark_assets, torch.device("cpu"))
-    for row in read_jsonl(finished / "all.jsonl"):
-        if row["method"] == "full":
-            prompt = load_prompts(manifest, row["task"], 2)[row["index"]]
-            ids = backbone.tokenizer(prompt.prompt, return_tensors="pt").input_ids
-            limit = len(backbone.tokenizer(" ".join(prompt.doc["outputs"])).input_ids)
-            expected = backbone.model.generate(ids, max_new_tokens=limit, do_sample=False)[0, ids.shape[1] :].tolist()
-            assert row["tokens"] == expected
-            assert row["text"] == backbone.tokenizer.decode(expected, skip_special_tokens=True)
-            assert row["prompt_tokens"] == ids.shape[1]
 
 
 def test_only_missing_rows_are_computed_and_end_as_the_same_bytes(
@@ -203,34 +196,25 @@ def test_wrong_request_is_refused_before_any_model_is_loaded(
     assert not stage.out.exists()
 
 
-def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, manifest: Path, tokenizer: Any) -> None:
+def test_the_saturation_stop_changes_no_score(spec: GenerateSpec, stage: Stage, tmp_path: Path) -> None:
     """References are taken from what the model itself generates, so that some of its rows are right."""
     spec = replace(spec, tasks=("ruler_vt",), answer_margin=None, batch_tokens=5000)  # all in one batch
-    free = stage(spec)
+
+    def asked_for(outputs: list[list[str]]) -> list[dict[str, Any]]:
+        docs = [{"outputs": each, "max_length": 1024} for each in outputs]
+        stage.manifest = freeze_prompts(tmp_path / "prompts" / "manifest.json", "ruler", "1k", {"ruler_vt": docs})
+        rows = stage(spec)
+        scores.append([both_scores("ruler", "ruler_vt", docs[row["index"]], row["text"])[0] for row in rows])
+        return rows
+
+    scores: list[list[float]] = []
+    said = [row["text"] for row in asked_for([["none"], ["none"]]) if row["method"] == "full"]
+    right = [[text[2:6].strip(), text[8:11].strip()] for text in said]
+    free = asked_for(right)
     spec = replace(spec, stop_when_saturated=True)
-    folder = stage.out.parent / "right"
-    folder.mkdir()
-    content = json.loads(manifest.read_text())
-    for task, entry in content["tasks"].items():
-        rows = read_jsonl(manifest.parent / entry["file"])
-        for row in rows:
-            said = next((r["text"] for r in free if (r["task"], r["index"]) == (task, row["index"])), "")
-            row["doc"]["outputs"] = [said[2:6].strip(), said[8:11].strip()] if said else ["none"]
-        (folder / entry["file"]).write_text(jsonl(rows))
-        entry["sha256"] = sha256_of(folder / entry["file"])
-    content["sha256"] = table_sha256(content["tasks"])
-    (folder / "manifest.json").write_text(json.dumps(content))
-    stage.manifest = recorded(folder / "manifest.json")
-    stopped = stage(spec)
-    docs = [prompt.doc for prompt in load_prompts(stage.manifest, "ruler_vt", 2)]
-    scores = [
-        [both_scores("ruler", "ruler_vt", docs[row["index"]], row["text"])[0] for row in rows]
-        for rows in (free, stopped)
-    ]
-    assert scores[0] == scores[1] and max(scores[0]) == 1.0
-    assert {row["finish"] for row in stopped} >= {"saturated"}
-    for row, whole in zip(stopped, free, strict=True):
-        assert row["tokens"] == whole["tokens"][: len(row["tokens"])]
+    stopped = asked_for(right)
+    assert scores[1] == scores[2] and max(scores[2]) == 1.0 and "saturated" in {row["finish"] for row in stopped}
+    assert all(row["tokens"] == whole["tokens"][: len(row["tokens"])] for row, whole in zip(stopped, free, strict=True))
     assert sum(len(row["tokens"]) for row in stopped) < sum(len(row["tokens"]) for row in free)
 
 

@@ -25,6 +25,7 @@ from residual_mass.benchmarks.catalogue import (
     task_named,
     tasks_of,
 )
+from residual_mass.files import sha256_of
 from residual_mass.study.specs import PromptsSpec
 from residual_mass.texts import frozen_prompts
 
@@ -53,9 +54,12 @@ def test_scorer_and_metric_are_the_harness_s(benchmark: str, name: str) -> None:
     assert entry["higher_is_better"] == task.metric.higher_is_better
 
 
-def test_unknown_benchmark_is_refused() -> None:
-    with pytest.raises(ValueError, match="'rulr' is unknown; known are babilong, longbench, ruler"):
+def test_unknown_benchmarks_and_tasks_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused("'rulr' is unknown; known are babilong, longbench, ruler"):
         tasks_of("rulr", 4096)
+    monkeypatch.setitem(BENCHMARKS, "babilong", BENCHMARKS["babilong"] + BENCHMARKS["babilong"][:1])
+    with refused("BENCHMARKS['babilong'] has two tasks of one name among babilong_qa1, ", "; rename one"):
+        tasks_of("babilong", 4096)
 
 
 @pytest.fixture
@@ -125,8 +129,10 @@ def test_more_examples_append(task: str, benchmark_assets: Path, tokenizer: Any)
 
 @pytest.mark.usefixtures("harness_downloads")
 def test_harness_downloads_of_the_same_data_give_the_same_prompts(
-    manifest: Path, prompts_spec: PromptsSpec, benchmark_assets: Path, tmp_path: Path
+    manifest: Path, prompts_spec: PromptsSpec, benchmark_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for reader, (name, _) in ruler.QUESTIONS.items():
+        monkeypatch.setitem(ruler.QUESTIONS, reader, (name, sha256_of(benchmark_assets / "qa" / name)))
     prompts.run(replace(prompts_spec, data_source="hub"), benchmark_assets, tmp_path / "manifest.json")
     assert (tmp_path / "manifest.json").read_bytes() == manifest.read_bytes()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +21,7 @@ from tests.unit.diagnostics.slow_claims import (
     write_files,
 )
 
-from residual_mass.core.settings import to_json
 from residual_mass.diagnostics import findings
-from residual_mass.files import read_json
 from residual_mass.study.specs import FindingsSpec
 
 SPEC = FindingsSpec(
@@ -141,25 +137,12 @@ def test_draws_that_define_no_mean_are_left_out(tmp_path: Path) -> None:
         assert accounting[name].tolist() == [0.5, 0.5, 0.5]
 
 
-CODE = """
-import sys
-from pathlib import Path
-from residual_mass import cli
-cli.main(sys.argv[1:])
-assert "torch" not in sys.modules
-"""
-
-
-def test_rows_in_another_order_give_the_same_bytes_without_torch(files: list[Files], tmp_path: Path) -> None:
+def test_rows_in_another_order_give_the_same_bytes(files: list[Files], tmp_path: Path) -> None:
     run(tmp_path, files)
     (other := tmp_path / "other").mkdir()
-    heads, mass = write_files(other, [[frame.sample(frac=1) for frame in pair] for pair in files])
-    inputs = ["--heads", *map(str, heads), "--mass", *map(str, mass)]
-    out = ["--accounting", str(other / OUT[0]), "--claims", str(other / OUT[1])]
-    subprocess.run([sys.executable, "-c", CODE, "findings", "--spec", to_json(SPEC), *inputs, *out], check=True)
+    run(other, [tuple(frame.sample(frac=1) for frame in pair) for pair in files])
     for name in OUT:
         assert (other / name).read_bytes() == (tmp_path / name).read_bytes()
-    assert read_json(tmp_path / "claims.csv.meta.json")["spec"]["bootstrap_resamples"] == SPEC.bootstrap_resamples
 
 
 def test_a_backbone_needs_four_heads(files: list[Files], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.small_hub import Repository, SmallHub, become, serving
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, parts_of
 from residual_mass.benchmarks.prompts import examples_of
-from residual_mass.files import sha256_of, write_json
+from residual_mass.files import write_json
 from residual_mass.model.loading import load_backbone
 from residual_mass.study.prefetch import hub_needs, missing
 from residual_mass.study.specs import BackboneSpec, PromptsSpec
@@ -223,11 +223,6 @@ def test_ruler_of_the_hub_reads_the_prefetched_essays(
     prefetch([], [ESSAYS])
     shut(hub)
     line = error_of(lambda: ruler.harness_data(tmp_path))
-    assert line.endswith("hotpotqa.json: not the file that the harness downloads (sha256); run the assets stage")
-    (tmp_path / "qa").mkdir()
-    for name in ruler.QUESTIONS:
-        (tmp_path / "qa" / name).write_text(name)
-    monkeypatch.setattr(ruler, "QUESTIONS", {name: sha256_of(tmp_path / "qa" / name) for name in ruler.QUESTIONS})
-    replaced = ruler.harness_data(tmp_path)({"get_haystack": str.upper})
-    assert replaced["get_haystack"]("essay") == ["One", "essay.", "Another."]
-    assert replaced["get_haystack"]("repeat") == "REPEAT"
+    assert line.endswith("squad.json: not the file that the harness downloads (sha256); run the assets stage")
+    monkeypatch.setattr(ruler, "QUESTIONS", {})
+    assert ruler.harness_data(tmp_path).essays() == "One  essay. Another."
