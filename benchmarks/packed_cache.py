@@ -1,13 +1,14 @@
 """What a decode step on a CPU costs by cache and method, and how far its next token is from full attention's.
 
 Each prompt is read once, and every side continues it by the same tokens: held-out text by its own, a RULER prompt by
-its answer. Prints a table by context length: milliseconds of a step on the first prompt (the median, and the fastest,
-which other work disturbs least; all of the model included, sides in turn), memory of the cache, what a step reads of
-it, and by text the mean KL divergence in nats from full attention in float32, with the 9th decile over the tokens of
-all texts. Methods under `transformers` run in torch, on exact keys and values of float32; their memory and reads are
+its answer. Prints a table by context length: milliseconds of a step of `model.generate` on the first prompt (the
+median, and the fastest, which other work disturbs least; sides in turn), memory of the cache, what a step reads of it,
+and by text the mean KL divergence in nats from full attention in float32, with the 9th decile over the tokens of all
+texts. Methods under `transformers` run in torch, on exact keys and values of float32; their memory and reads are
 counted for packed ones in bfloat16.
 
 With `--synthetic` keys and values are random ones of a long context, which is not read, and only costs are printed.
+With `--layer` those of one layer's attention alone are timed, and no model is loaded.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import SMOL
+from common import SMOL, alternate
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from residual_mass import PackedCache, partial_kv
 from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.kernels import LayerCache, load
 from residual_mass.methods import Method, Step, method_named
-from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
+from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, packing_of, step_bytes
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.model.packed import PackedSession
@@ -67,17 +74,62 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-torch", action="store_true", help="only packed caches, and transformers' full attention")
     parser.add_argument("--synthetic", action="store_true", help="random keys and values, and costs alone")
+    parser.add_argument("--layer", action="store_true", help="one layer's attention alone, on random keys and values")
+    parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="for --layer: query heads, KV heads, D")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
     full, cache8 = method_named("full"), method_named("cache8")
     sides = [Side(full, None, False), Side(full, None, True), Side(cache8, 0.01, True)]
     arms = [(method_named(name), budget / 100) for name in options.methods for budget in options.budgets]
     sides += [Side(*arm, True) for arm in arms]
     if not options.no_torch:
         sides += [Side(method_named("cache4_rotated"), 0.01, False), *(Side(*arm, False) for arm in arms)]
+    if options.layer:
+        return layers(sides, options)
+    backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
     for length in options.lengths:
         table(backbone, length, sides, options)
+
+
+def layers(sides: list[Side], options: Any) -> None:
+    """Prints microseconds of one layer's attention by context length, the median and the fastest. Before every call
+    128 MiB of other numbers are read, which leaves none of the layer in the processor's caches, and a short layer,
+    which brings back the code.
+    """
+    head = ["cache", "method", *(f"{length:,}" for length in options.lengths)]
+    print(f"{options.heads} query heads, KV heads and width, {options.threads} threads\n")
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    sides = [side for side in sides if side.packed or side.method.whole_prefix]
+    seconds: dict[Side, list[list[float]]] = {side: [] for side in sides}
+    others = torch.ones(2**25)
+    for length in options.lengths:
+        timed: dict[str, Callable[[], object]] = {}
+        for side in sides:
+            short = layer(side, 256, options.heads)
+            timed[f"before {side} {side.packed}"] = lambda short=short: (others.sum(), short())
+            timed[f"{side} {side.packed}"] = layer(side, length, options.heads)
+        found = alternate(timed, options.rounds)
+        for side in sides:
+            seconds[side].append(found[f"{side} {side.packed}"])
+    for side in sides:
+        cells = [f"{1e6 * statistics.median(took):.0f} ({1e6 * min(took):.0f})" for took in seconds[side]]
+        print(f"| {' | '.join(['packed' if side.packed else 'SDPA, float32', str(side), *cells])} |")
+
+
+def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
+    """A step of one layer over random keys and values."""
+    query_heads, heads, width = sizes
+    draw = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, heads, length, width, generator=draw) for _ in range(2))
+    query = torch.randn(1, query_heads, width, generator=draw)
+    packing, library = packing_of(side.method), load()
+    if not side.packed:
+        return partial(scaled_dot_product_attention, query.unsqueeze(2), keys, values, enable_gqa=True)
+    if packing is None or library is None:
+        raise ValueError(f"no kernels for {side}")
+    cache = LayerCache(library, keys, values, [0], bits=packing.bits, clusters=packing.clusters)
+    cache.choose([retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)], side.method.own is not None)
+    return partial(cache.step, query, width**-0.5)
 
 
 def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> None:
@@ -87,12 +139,12 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
     texts = [("", read_of(backbone, length))] if options.synthetic else prompts(backbone, length, options)
     for name, (read, continued) in texts:
         if not costs:
-            costs = measured(backbone, read, continued, sides, options.rounds)
+            costs = measured(backbone, read, sides, options.rounds)
         if options.synthetic:
             break
-        reference = run(backbone, continued, sides[0], filled(backbone, read, sides[0]))[1]
+        reference = forced(backbone, continued, sides[0], filled(backbone, read, sides[0]))
         for side in sides[1:]:
-            found = run(backbone, continued, side, filled(backbone, read, side))[1]
+            found = forced(backbone, continued, side, filled(backbone, read, side))
             kl = (reference.exp() * (reference - found)).sum(-1)
             distances[side].setdefault(name, []).append(kl)
     columns = list(distances[sides[-1]])
@@ -129,27 +181,25 @@ def prompts(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str
 
 
 def read_of(backbone: Backbone, length: int) -> tuple[Prefill, Tensor]:
-    """Random keys and values in place of a prompt's, and tokens to go on with."""
+    """Random keys and values in place of a prompt's, and no tokens to go on with."""
     shape, draw = backbone.shape, torch.Generator().manual_seed(0)
     size = (1, shape.kv_heads, length, shape.head_dim)
     layers = {n: (torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for n in range(shape.layers)}
-    return Prefill(layers), torch.arange(100, 117)[None]
+    return Prefill(layers), torch.empty(1, 0)
 
 
-def measured(
-    backbone: Backbone, read: Prefill, continued: Tensor, sides: list[Side], rounds: int
-) -> dict[Side, tuple[str, float, float]]:
+def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) -> dict[Side, tuple[str, float, float]]:
     """Milliseconds of a step as printed, and bytes that are kept and that a step reads, by side; sides take turns."""
     steps: dict[Side, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side in sides:
-            steps[side] += run(backbone, continued[:, :17], side, filled(backbone, read, side))[0]
+            steps[side] += generated(backbone, side, filled(backbone, read, side))
     length, shape = read.layers[0][0].shape[2], backbone.shape
     found = {}
     for side in sides:
         if side.packed:
             cache = filled(backbone, read, side)
-            run(backbone, continued[:, :1], side, cache)  # which sets how many tokens are chosen
+            generated(backbone, side, cache, 1)  # which sets how many tokens are chosen
             group = shape.query_heads // shape.kv_heads
             kept, reads = cache.nbytes, sum(layer.packed.read_bytes(group) for layer in cache.layers)
         else:
@@ -176,21 +226,49 @@ def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
     return cache
 
 
+class Clock(BaseStreamer):
+    """When tokens came, the prompt's first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def generated(backbone: Backbone, side: Side, cache: Any, steps: int = 16) -> list[float]:
+    """Seconds of each decode step of `generate`, which reads one more token of the prompt first."""
+    clock, ids = Clock(), torch.full((1, cache.get_seq_length() + 1), 100)
+    plain = side.method.whole_prefix and not side.packed
+    context: AbstractContextManager[Any] = (
+        nullcontext()
+        if plain
+        else partial_kv(backbone.model, side.method, side.budget, cache=cache if side.packed else None)
+    )
+    with context:
+        backbone.model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, streamer=clock,
+            min_new_tokens=steps + 1, max_new_tokens=steps + 1,
+        )  # fmt: skip
+    return [later - sooner for sooner, later in pairwise(clock.times[1:])]
+
+
 @torch.no_grad()
-def run(backbone: Backbone, tokens: Tensor, side: Side, cache: Any) -> tuple[list[float], Tensor]:
-    """Seconds of each step after the first, and the log probabilities after each."""
-    seconds, logits = [], []
+def forced(backbone: Backbone, tokens: Tensor, side: Side, cache: Any) -> Tensor:
+    """Log probabilities after each of the tokens that the model is given one by one, [T, V]."""
+    logits = []
     with partial_kv(backbone.model, side.method, side.budget, cache=cache if side.packed else None) as session:
         if not side.packed:  # as if the prompt had been read here
             for index, layer in enumerate(cache.layers):
                 session._real[index] = torch.ones(1, layer.get_seq_length(), dtype=torch.bool)
                 session._filled[index] = session._columns[index] = layer.get_seq_length()
         for step in range(tokens.shape[1]):
-            started = time.perf_counter()
             output = backbone.model(tokens[:, step : step + 1], past_key_values=cache, use_cache=True)
-            seconds.append(time.perf_counter() - started)
             logits.append(output.logits[0, -1].log_softmax(-1))
-    return seconds[1:], torch.stack(logits)
+    return torch.stack(logits)
 
 
 if __name__ == "__main__":
