@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from residual_mass.core.feature_maps import LEAST
 from residual_mass.core.fused import kernels_run_on, tiles_fit
+
+if TYPE_CHECKING:
+    from residual_mass.core.fused.triton_score_matching import TritonPasses
 
 MASKED = -1e9
 """Score of an invisible key; finite, so that the difference of two masked scores is not NaN."""
@@ -113,20 +116,8 @@ class Factors(NamedTuple):
     z: Tensor
 
 
-class KeyPasses(Protocol):
-    """The passes over one layer's keys."""
-
-    def sums(self) -> Sums:
-        """Computes the rows' maxima, then their sums."""
-        ...
-
-    def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
-        """Computes the derivatives with respect to features: [H, R, M] and [H, L, M] float32 or float64."""
-        ...
-
-
 class _TorchPasses:
-    """The passes one block of keys at a time."""
+    """The passes over one layer's keys, one block at a time; `TritonPasses` has the same two methods."""
 
     def __init__(self, inputs: Inputs, weights: Weights):
         dtype = inputs.query_shift.dtype
@@ -142,6 +133,7 @@ class _TorchPasses:
         """Scores of the last block, which are still in memory when the gradients begin with it."""
 
     def sums(self) -> Sums:
+        """Computes the rows' sums, relative to their maxima."""
         weights, shape = self.weights, self.queries.shape[:2]
         warm, cold, crossed, in_band, top, false_positive = self.queries.new_zeros(6, *shape)
         warm_hat, cold_hat = _RunningLogSum(shape, self.queries), _RunningLogSum(shape, self.queries)
@@ -174,6 +166,7 @@ class _TorchPasses:
         )  # fmt: skip
 
     def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
+        """Computes the derivatives with respect to features: [H, R, M] and [H, L, M] float32 or float64."""
         for_query, for_key = torch.zeros_like(self.query), torch.zeros_like(self.key)
         newest, self.newest = self.newest, None
         for block in reversed(list(self)):
@@ -307,7 +300,7 @@ def score_matching_losses(
     return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products)
 
 
-def _key_passes(inputs: Inputs, weights: Weights) -> KeyPasses:
+def _key_passes(inputs: Inputs, weights: Weights) -> _TorchPasses | TritonPasses:
     on_kernels = kernels_run_on(inputs.key.device) and tiles_fit(inputs.keys.shape[-1], inputs.key.shape[-1])
     if not on_kernels or inputs.query_shift.dtype != torch.float32:
         return _TorchPasses(inputs, weights)

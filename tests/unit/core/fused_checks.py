@@ -17,12 +17,6 @@ from residual_mass.core import rel_l1
 Decode = Callable[[dict[str, object]], Tensor]
 CUT = [*MOMENTS, *SCANS]
 """Methods whose estimate, if any, is cut at the score of the last token read."""
-SPANS = {
-    "no padding": [(0, 50), (0, 50)],
-    "padding on both sides": [(7, 50), (0, 41)],
-    "no mid-region": [(45, 50), (3, 7)],
-    "one token": [(49, 50), (0, 1)],
-}
 
 
 def width(method: str) -> int:
@@ -38,25 +32,18 @@ def close(decode: Decode, p: DecodeProblem, k: int, method: str, allowed: float 
 
 @pytest.mark.parametrize(
     ("spans", "k"),
-    [("no padding", 0), ("no padding", 1), ("no padding", 60), ("padding on both sides", 9), ("no mid-region", 9),
-     ("one token", 9)],
-)  # fmt: skip
+    [
+        *(([(0, 50), (0, 50)], k) for k in (0, 1, 60)),
+        ([(7, 50), (0, 41)], 9),
+        ([(45, 50), (3, 7)], 9),  # no mid-region
+        ([(49, 50), (0, 1)], 9),  # one token
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_is_that_of_every_column_in_float64(decode: Decode, method: str, spans: str, k: int) -> None:
-    close(decode, DecodeProblem(seed=k, spans=SPANS[spans], length=50, d=width(method)), k, method)
-
-
-@pytest.mark.parametrize(("groups", "d", "features"), [(4, 64, 64), (3, 128, 64)], ids=["1B", "3B"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", METHODS)
-def test_head_shapes_of_llama(
-    decode: Decode, method: str, dtype: torch.dtype, groups: int, d: int, features: int
+def test_a_step_is_that_of_every_column_in_float64(
+    decode: Decode, method: str, spans: list[tuple[int, int]], k: int
 ) -> None:
-    """A cache of bfloat16 is rounded, and nothing else."""
-    p = DecodeProblem(
-        seed=11, spans=[(2, 43)], length=45, groups=groups, kv_heads=1, d=d, features=features, dtype=dtype
-    )
-    close(decode, p, 7, method)
+    close(decode, DecodeProblem(seed=k, spans=spans, length=50, d=width(method)), k, method)
 
 
 @pytest.mark.parametrize("method", METHODS)

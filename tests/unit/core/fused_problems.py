@@ -50,14 +50,17 @@ class DecodeProblem:
         room: int = 4,
         spread: float = 1.0,
         dtype: torch.dtype = torch.float32,
+        scan: QuantisedScan = SCAN,
+        device: str = "cpu",
     ) -> None:
-        g = torch.Generator().manual_seed(seed)
+        g = torch.Generator(device).manual_seed(seed)
+        drawn = torch.float64 if device == "cpu" else torch.float32  # problems that fill a GPU have no room for more
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=g, dtype=torch.float64)
+            return torch.randn(*shape, generator=g, dtype=drawn, device=device)
 
         batch = len(spans)
-        self.spans, self.sink, self.tail, self.generated, self.groups = spans, sink, tail, generated, groups
+        self.sink, self.tail, self.generated, self.scan = sink, tail, generated, scan
         self.scale = d**-0.5
         self.query = (draw(batch, kv_heads * groups, d) * spread).to(dtype)
         self.log_query = draw(batch, kv_heads * groups, features).to(dtype)
@@ -66,7 +69,7 @@ class DecodeProblem:
         for row, (first, last) in enumerate(spans):
             for x in (keys, values, self.log_features):
                 x[row, :, :first], x[row, :, last:] = torch.nan, torch.nan
-        first, last = torch.tensor(spans, dtype=torch.int32).T
+        first, last = torch.tensor(spans, dtype=torch.int32, device=device).T
         bare = build_cache(keys.to(dtype), values.to(dtype), first, last, room)
         self.cache = with_summary(bare, self.log_features.to(dtype), sink, tail)
         for buffer in (self.cache.keys, self.cache.values):
@@ -97,7 +100,7 @@ class DecodeProblem:
     def _without_maps(self, method: str) -> DecodeCache:
         bare = self.cache._replace(features=None, summary=None, log_shift=None)
         if method in SCANS:
-            bare = with_scan(bare, SCAN.prepare, SCAN.block, self.sink, self.tail)
+            bare = with_scan(bare, self.scan.prepare, self.scan.block, self.sink, self.tail)
         residual = (MOMENTS | SCANS).get(method)
         return bare if residual is None else with_moments(bare, residual.prepare, self.sink, self.tail)
 

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fused_checks import *  # noqa: F403  # its tests run here with the fixture below
-from fused_problems import METHODS, SCAN, DecodeProblem, hostile_scores, mid_columns, selecting_scores, tolerance
+from fused_checks import Decode, close
+from fused_problems import METHODS, SCAN, DecodeProblem, hostile_scores, mid_columns, selecting_scores
 from torch import Tensor
 
-from residual_mass.core import rel_l1
 from residual_mass.core.fused.torch_path import decode_attention, scanned_scores
 from residual_mass.core.selection import LONG_ROW, Selected, exhaustive_topk, largest, least_read, unordered_topk
 from residual_mass.methods.selectors import restored
 
 
 @pytest.fixture
-def decode() -> object:
+def decode() -> Decode:
     return lambda arguments: decode_attention(**arguments)
 
 
 @pytest.mark.parametrize("k", [0, 5, 16])
 @pytest.mark.parametrize(
-    ("groups", "kv_heads", "sink", "tail", "generated"),
-    [(1, 3, 3, 5, 1), (4, 1, 0, 4, 3), (4, 2, 6, 0, 4), (8, 1, 1, 1, 1)],
+    "shape",
+    [
+        {"groups": 1, "kv_heads": 3, "sink": 3, "tail": 5, "generated": 1},
+        {"groups": 4, "kv_heads": 1, "sink": 0, "tail": 4, "generated": 3},
+        {"groups": 4, "kv_heads": 2, "sink": 6, "tail": 0, "generated": 4},
+        {"groups": 8, "kv_heads": 1, "sink": 1, "tail": 1, "generated": 1},
+        {"groups": 4, "d": 64, "features": 64},
+        {"groups": 3, "d": 128, "features": 64, "dtype": torch.bfloat16},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_any_number_of_heads_anchors_and_generated_tokens(
-    method: str, groups: int, kv_heads: int, sink: int, tail: int, generated: int, k: int
+    decode: Decode, method: str, shape: dict[str, Any], k: int
 ) -> None:
-    p = DecodeProblem(
-        seed=k + 30, spans=[(2, 24), (0, 21)], length=24, groups=groups, kv_heads=kv_heads, sink=sink, tail=tail,
-        generated=generated,
-    )  # fmt: skip
-    ours = decode_attention(**p.arguments(k, method))
-    assert rel_l1(ours.double(), p.expected(k, method)).max() < tolerance(method)
+    """A cache of bfloat16 is rounded, and nothing else."""
+    close(decode, DecodeProblem(seed=k + 30, spans=[(2, 24), (0, 21)], length=24, **shape), k, method)
 
 
-def test_codes_that_tie_in_the_scan_and_not_in_truth() -> None:
+def test_codes_that_tie_in_the_scan_and_not_in_truth(decode: Decode) -> None:
     """Keys of two values and a little noise, which 4 bits do not see: whichever is chosen, the rest is cut at the
     scanned score, above some exact scores.
     """
@@ -47,8 +53,7 @@ def test_codes_that_tie_in_the_scan_and_not_in_truth() -> None:
     p.cache.keys[:, :, mid] += 1e-2 * torch.rand(32, 16, generator=g)
     p.cache.values[:, :, mid] = p.cache.values[:, :, p.sink, None]  # so that ties differ in weight alone
     for k in (1, 5, 16):
-        ours = decode_attention(**p.arguments(k, "scan, moments"))
-        assert rel_l1(ours.double(), p.expected(k, "scan, moments")).max() < 2e-2
+        close(decode, p, k, "scan, moments", 2e-2)
 
 
 def test_scanned_scores_are_those_of_the_keys_that_the_selector_restores() -> None:
@@ -62,18 +67,6 @@ def test_scanned_scores_are_those_of_the_keys_that_the_selector_restores() -> No
     scanned = scanned_scores(queries, arguments["cache"].scan).flatten(1, 2)[..., :103].masked_fill(~mid, -torch.inf)
     for ours in (scanned.double(), selecting_scores(arguments)):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_summaries_are_of_the_rounded_features() -> None:
-    """Subtracting what was cached leaves rounding of float32, however coarse the cache."""
-    p = DecodeProblem(seed=8, spans=[(0, 24)], length=24, dtype=torch.bfloat16)
-    assert p.cache.features is not None and p.cache.summary is not None
-    assert p.cache.features.dtype == torch.bfloat16
-    mass = p.cache.features.double().sum(2)
-    torch.testing.assert_close(p.cache.summary[..., -1].double(), mass, rtol=1e-6, atol=1e-6)
-    values = p.cache.values[:, :, :24].double()
-    numerator = p.cache.features.double().transpose(-1, -2) @ values
-    torch.testing.assert_close(p.cache.summary[..., :-1].double(), numerator, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [50, LONG_ROW, LONG_ROW + 29])

@@ -15,6 +15,7 @@ import torch
 from tests.needs import GPU, NO_GPU, TRITON, needs
 from torch import Tensor
 
+from residual_mass.core import score_matching
 from residual_mass.core.feature_maps import FoldedMap
 
 triton = pytest.importorskip("triton", reason=TRITON.reason)
@@ -141,20 +142,13 @@ def test_kernels_compile_to_machine_code(
     + [(torch.bfloat16, 300, 128, 128)],
 )
 def test_kernels_of_training_compile_to_machine_code(
-    compiled: Compiled, tmp_path: Path, dtype: torch.dtype, products: torch.dtype, rows: int, d: int, m: int
-) -> None:
-    from residual_mass.core.fused.triton_score_matching import TritonPasses
-    from residual_mass.core.score_matching import Factors, Inputs, Sums, Weights
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: torch.dtype,
+    rows: int, d: int, m: int,
+) -> None:  # fmt: skip
+    from objective_checks import Problem, some_rows
 
-    heads, length = 2, 5000
-    vectors = torch.empty(heads, rows, d, dtype=dtype), torch.empty(heads, length, d, dtype=dtype)
-    features = torch.empty(heads, rows, m, dtype=products), torch.empty(heads, length, m, dtype=products)
-    shifts = torch.empty(heads, rows), torch.empty(heads, length)
-    inputs = Inputs(*vectors, *features, *shifts, torch.zeros(rows, dtype=torch.int64), d**-0.5)
-    passes = TritonPasses(inputs, Weights(0.99, 0.01, 0.02, 0.04, 10.0, 12.0, 1.0))
-    passes.sums()
-    of_row = torch.empty(heads, rows)
-    passes.gradients(Sums(*[of_row] * 9), Factors(*[of_row] * 4))
+    monkeypatch.setattr(score_matching, "kernels_run_on", lambda device: True)
+    Problem(some_rows(rows, 5000), 5000, d, m, dtype=dtype).results(products=products)
     assert {kernel.name for kernel in compiled.kernels.values()} == {f"{name}_kernel" for name in OF_TRAINING}
     check(compiled, tmp_path)
 
