@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.methods import METHODS, Method
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.generate import partial_generate
@@ -24,14 +25,13 @@ from residual_mass.model.hook import attention_hook, attention_layers, exact_att
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.study.labels import METHODS as PAPER
 
 ANCHORS = AnchorSpec(4, 16)
 STEPS = 12
 ARMS = [ArmSpec("full")] + [
     ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 40.0)
 ]
-
-
 SMALL_MAPS = MapSpec(d_emb=24, d_phi=8)
 
 
@@ -103,35 +103,31 @@ def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) 
 def test_an_arm_or_a_prompt_alone_gives_the_tokens_that_it_gives_in_the_batch(
     tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
 ) -> None:
-    together = run(tiny_backbone, ARMS, phi, prompts)
-    for a, arm in enumerate(ARMS):
+    arms = ARMS + [ArmSpec(one.name, (18.0, 25.0)[i % 2]) for i, one in enumerate(METHODS) if one.name not in PAPER]
+    together = run(tiny_backbone, arms, phi, prompts)
+    for a, arm in enumerate(arms):
         assert run(tiny_backbone, [arm], phi, prompts) == [[row[a]] for row in together], arm
     for e, prompt in enumerate(prompts):
-        assert run(tiny_backbone, ARMS, phi, [prompt]) == [together[e]], e
-        assert run(tiny_backbone, [ARMS[e]], phi, [prompt]) == [[together[e][e]]]
-    longest = together[2]
+        assert run(tiny_backbone, arms, phi, [prompt]) == [together[e]], e
+        assert run(tiny_backbone, [arms[e]], phi, [prompt]) == [[together[e][e]]]
+    longest = together[2][: len(ARMS)]
     assert len({tuple(tokens) for tokens in longest}) > 4, "the arms must differ, or equality shows nothing"
 
 
-@pytest.mark.parametrize("method", ["full", "topk", "topk_phi", "topk_phi_nosub"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_partial_kv_generate_equals_the_engine_and_a_left_padded_batch(
-    method: str, tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+    method: Method, tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
 ) -> None:
-    arm = ArmSpec(method, None if method == "full" else 15.0)
+    arm = ArmSpec(method.name, None if method.whole_prefix else 15.0)
     expected = [row[0] for row in run(tiny_backbone, [arm], phi, prompts)]
     longest = max(map(len, prompts))
     ids = torch.tensor([[1] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    model = tiny_backbone.model
-    with partial_kv(model, method=method, budget=0.15, phi=phi) as session:
-        single = []
-        for prompt in prompts:
-            one = torch.tensor([prompt])
-            out = model.generate(one, attention_mask=torch.ones_like(one), do_sample=False, max_new_tokens=STEPS)
-            single.append(out[0, len(prompt) :].tolist())
-        padded = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=STEPS)[:, longest:].tolist()
-    assert single == expected
-    assert [row[: len(want)] for row, want in zip(padded, expected, strict=True)] == expected
+    with partial_kv(tiny_backbone.model, method, 0.15, phi if method.needs_maps else None) as session:
+        assert [plain(tiny_backbone, prompt) for prompt in prompts] == expected
+        padded = generated(tiny_backbone, ids, STEPS, mask)
+    if method.name in PAPER:  # blocks of others begin elsewhere in a padded row
+        assert [row[: len(want)] for row, want in zip(padded, expected, strict=True)] == expected
     assert min(session.partial_calls.values()) > 0 and len(session.partial_calls) == 3
 
 
@@ -236,15 +232,13 @@ def test_k_is_reported_per_prompt_and_convention(
     assert [row[0].k for row in real] == [130, 77, 213, 10, 0]
 
 
-def test_end_of_sequence_stops_a_row(tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]) -> None:
-    config = tiny_backbone.model.generation_config
+def test_end_of_sequence_stops_a_row(
+    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = run(tiny_backbone, ARMS, phi, prompts[:2])
     ends = free[0][0][3]
-    config.eos_token_id, before = [ends], config.eos_token_id
-    try:
-        stopped = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], STEPS)
-    finally:
-        config.eos_token_id = before
+    monkeypatch.setattr(tiny_backbone.model.generation_config, "eos_token_id", [ends])
+    stopped = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], STEPS)
     for row, expected in zip(stopped, free, strict=True):
         for generation, tokens in zip(row, expected, strict=True):
             cut = tokens[: tokens.index(ends) + 1] if ends in tokens else tokens

@@ -28,7 +28,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 STEPS = 6
 FEW = {"num_sink": 2, "num_tail": 3}
 WORKING = [family for family in FAMILIES if family.refusal is None]
-REFUSED = [family for family in FAMILIES if family.refusal is not None]
 ARMED = [family for family in WORKING if family.arms is None]
 AS_OTHERS = {
     "Mistral, newer", "Ministral", "Qwen 2", "Qwen 2 with windows", "Qwen 3", "Qwen 3 with windows", "Qwen 3 MoE",
@@ -82,13 +81,6 @@ def test_everything_retrieved_is_plain_generation_and_a_left_padded_batch_is_its
     away = (rows[0][1] - plain[0][1]).abs().amax(-1)[0]
     assert away[0] < 1e-4, "the prompt is exact"
     assert away[1] > 1e-5, "reading less must show, or equality shows nothing"
-
-
-@cases(REFUSED)
-def test_the_others_are_refused_in_one_line(family: Family) -> None:
-    model = family.build()
-    with pytest.raises(ValueError, match=f"^{family.model} {family.refusal}[^\n]*$"), partial_kv(model, "topk", 0.2):
-        pass
 
 
 def test_keys_that_older_transformers_shares_through_its_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,19 +153,18 @@ def test_forced_tokens_are_read_as_the_plain_model_reads_them(family: Family) ->
     assert continued == generated(model, torch.cat((LONG, tokens[:, :1]), 1), steps=12)[0][0].tolist()
 
 
-@cases([f for f in WORKING if f.arms is not None])
-def test_what_arms_cannot_share_is_refused_in_one_line(family: Family) -> None:
-    model = family.build()
-    with pytest.raises(ValueError, match=f"^{family.model} {family.arms}[^\n]*$"):
-        engine_of(model, *ARMS)
-    with pytest.raises(ValueError, match=f"^{family.model} {family.arms}"):
+@cases(family for family in FAMILIES if family.arms is not None or "sliding" in family.works)
+def test_what_is_not_supported_is_refused_in_one_line(family: Family) -> None:
+    model, alone = family.build(), family.arms or "has layers with a sliding window or sinks"
+    line = f"^{family.model} {alone}[^\n]*$"
+    if family.refusal is not None:
+        with pytest.raises(ValueError, match=line), partial_kv(model, "topk", 0.2):
+            pass
+    if family.arms is not None:
+        with pytest.raises(ValueError, match=line):
+            engine_of(model, *ARMS)
+    with pytest.raises(ValueError, match=line):
         partial_generate(model, LONG, max_new_tokens=3, method="topk", budget=0.2)
-
-
-@cases([f for f in ARMED if "sliding" in f.works])
-def test_one_prompt_from_static_buffers_knows_no_windows(family: Family) -> None:
-    with pytest.raises(ValueError, match=f"^{family.model} has layers with a sliding window or sinks"):
-        partial_generate(family.build(), LONG, max_new_tokens=3, method="topk", budget=0.2)
 
 
 def test_the_page_lists_these_families() -> None:

@@ -16,7 +16,6 @@ from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, St
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import Backbone
-from residual_mass.model.partial import partial_kv
 from residual_mass.study.labels import METHODS as OF_THE_PAPER
 
 STEPS = 10
@@ -69,24 +68,6 @@ def test_arms_side_by_side_each_get_their_own(tiny_backbone: Backbone, prompts: 
 
 
 OWN = [one.name for one in METHODS if one.name not in OF_THE_PAPER]
-
-
-def test_every_method_without_maps_is_the_same_in_any_company(
-    tiny_backbone: Backbone, prompts: list[list[int]]
-) -> None:
-    """Arms and padded prompts together give the tokens of one arm and of one prompt alone, and of `generate` within
-    `partial_kv`.
-    """
-    arms = [ArmSpec("topk", 18.0), *(ArmSpec(name, (18.0, 25.0)[i % 2]) for i, name in enumerate(OWN))]
-    together = tokens(tiny_backbone, arms, prompts)
-    assert [row for prompt in prompts for row in tokens(tiny_backbone, arms, [prompt])] == together
-    for number, arm in enumerate(arms[1:], start=1):
-        alone = [row[0] for row in tokens(tiny_backbone, [arm], prompts)]
-        assert [row[number] for row in together] == alone, arm
-        with partial_kv(tiny_backbone.model, method=arm.method, budget=arm.budget_percent / 100):
-            ids = torch.tensor([prompts[0]])
-            made = tiny_backbone.model.generate(ids, max_new_tokens=STEPS, do_sample=False)
-        assert made[0, len(prompts[0]) :].tolist() == alone[0], arm
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if not isinstance(method_named(name).selector, CacheOnly)])
