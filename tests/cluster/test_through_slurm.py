@@ -238,20 +238,3 @@ def test_a_killed_submission_loses_and_doubles_no_job(study: Path, finished: dic
     assert code == 0 and not submitted(output), output  # what the job made is taken as it is, and scored
     assert rows(study) == finished[STORE].count(b"\n")
     assert all((study / path).read_bytes() == finished[path] for path in (GENERATIONS, CSV))
-
-
-def test_a_killed_submission_and_its_job_go_on_together(study: Path, finished: dict[str, bytes]) -> None:
-    process, job = interrupted(study)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    slurm("scontrol", "resume", job)
-    slurm("scancel", job)
-    until(lambda: state(job) == "CANCELLED")
-    assert not (study / CSV).exists()
-    kept = (study / STORE).read_bytes()
-    kept = kept[: kept.rfind(b"\n") + 1]
-    assert snakemake(study, "--unlock")[0] == 0
-    code, output = snakemake(study, CSV)
-    assert code == 0 and len(submitted(output)) == 1, output
-    assert (study / STORE).read_bytes().startswith(kept) and rows(study) == finished[STORE].count(b"\n")
-    assert all((study / path).read_bytes() == finished[path] for path in (GENERATIONS, CSV))

@@ -16,8 +16,8 @@ from tests.faults.conftest import Undisturbed, names_in
 from tests.needs import MOUNTS
 from tests.unit.texts.test_assets import SOURCES, make_wheel, write_pins
 
-from residual_mass import cli
 from residual_mass.files import require_writable, write_parquet, write_text
+from residual_mass.machine import preflight
 from residual_mass.model.phi_maps import write_safetensors
 from residual_mass.texts import assets
 
@@ -103,6 +103,8 @@ def test_a_full_or_read_only_disk_is_told_before_the_work(small_disk: Path, read
     with pytest.raises(OSError) as error:
         require_writable(small_disk / "result", read_only / "result")
     assert str(error.value).startswith(f"{read_only / 'result'}: cannot be written (")
+    told = f"{read_only}: cannot be written to; make the folder or its disk writable"
+    assert preflight.unwritable([small_disk / "result", read_only / "new" / "result"]) == [told]
     with pytest.raises(OSError), open(small_disk / "filler", "wb", buffering=0) as stream:
         while True:
             stream.write(bytes(4096))
@@ -137,13 +139,3 @@ def test_stages_on_a_full_disk_say_so_and_go_on_once_there_is_room(
             assert expected.is_made_in(disk / "out")
     assert refused >= 3
     print(f"{name}: refused {refused} of 5")
-
-
-def test_a_read_only_folder_is_told_before_the_work(
-    read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(stages.train(tmp_path / "assets").arguments(read_only))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2
-    assert line.startswith(f"residual_mass train: error: {read_only}/") and line.endswith(f"); {KEPT}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -86,8 +84,3 @@ def test_where_there_are_no_locks_a_claim_warns_and_goes_on(
     monkeypatch.setattr(FileLock, "acquire", no_locks)
     with locked(path := tmp_path / "checkpoint"):
         assert f"{path}: this file system has no locks; run no second job" in caplog.text
-
-
-def test_the_module_does_not_load_pandas() -> None:
-    code = "import sys, residual_mass.files; print({'pandas', 'pyarrow'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -135,12 +135,6 @@ def test_as_many_prompts_are_frozen_as_are_decoded_or_continued(config: dict[str
     assert found == counts
 
 
-def test_the_page_opens_with_the_last_method_that_is_no_oracle(checkout: Path) -> None:
-    own = ["scan4_regression_64", "topk_exact_mass"]
-    change(checkout, "mini", {"methods": ["full", "topk", "topk_phi", "topk_phi_nosub", *own]})
-    assert plan_of(checkout).work("report", Wildcards())[1].recommended == own[0]
-
-
 def test_the_estimate_counts_every_job_that_trains_or_decodes(tmp_path: Path, studies: dict[str, Run]) -> None:
     for name in ("mini", "paper"):
         run = snakemake(tmp_path, "--cores", "1", "estimate", "--config", f"study={name}")

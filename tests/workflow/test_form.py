@@ -51,14 +51,6 @@ def test_the_readme_shows_commands_and_make_targets_that_exist() -> None:
     assert {"mini", "test"} <= shown <= targets
 
 
-def test_every_caption_is_used_and_there() -> None:
-    shown = r'shown\(\s*paths\.\w+,\s*"[^"]+",\s*"(\w+)"'
-    rules = "".join(file.read_text() for file in (ROOT / "workflow" / "rules").glob("*.smk"))
-    (workflow,) = re.findall(r'^report: "workflow/report/(\w+)\.rst"$', (ROOT / "Snakefile").read_text(), re.MULTILINE)
-    there = {path.stem for path in (ROOT / "workflow" / "report").iterdir()}
-    assert {*re.findall(shown, rules), workflow} == there
-
-
 @pytest.mark.slow
 def test_snakemakes_report_shows_tables_figures_verdicts_and_training(tmp_path: Path, studies: dict[str, Run]) -> None:
     """Of a study whose files are all there, and without a network."""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,16 @@ def test_a_pdf_without_latex_ends_before_the_first_job(tmp_path: Path) -> None:
     table = "paper_tables/published/ruler_sweep.tex"
     run = snakemake(tmp_path, "--cores", "1", table, PATH=path)
     assert run.code == 0 and (tmp_path / table).is_file(), run.output
+
+
+def test_an_input_from_the_future_is_told_where_a_job_reads_it(tmp_path: Path) -> None:
+    """As after a clock was set back: Snakemake would throw away what is made of it."""
+    write_json(manifest := tmp_path / "results" / "assets" / "manifest.json", {})
+    os.utime(manifest, (later := time.time() + 86_400, later))
+    run = snakemake(tmp_path, "--cores", "1", "results/phi/smol_2k.safetensors")
+    assert run.code == 1 and "; results/assets/manifest.json: modified in the future (" in run.said[-1], run.output
+    os.utime(manifest)
+    assert preflight.from_the_future([manifest, tmp_path / "none"]) == []
 
 
 def test_targets_that_only_look_run_beside_other_jobs(tmp_path: Path) -> None:

@@ -57,14 +57,12 @@ def unfinished(folder: Path) -> list[str]:
 def see_cancelled_jobs() -> None:
     """Patches Snakemake's SLURM plugin so that it recognises cancelled jobs in the output of sacct.
 
-    sacct prints "CANCELLED by 1000". The plugin, from 2.4 to at least 2.8, only knows "CANCELLED" and would consider
-    the job running forever.
+    sacct prints "CANCELLED by 1000". The plugin, up to at least 2.8, only knows "CANCELLED" and would consider the job
+    running forever.
     """
     import snakemake_executor_plugin_slurm as plugin
 
-    original = getattr(plugin, "query_job_status", None)
-    if original is None:  # before 2.4, the plugin read only the first word of a state
-        return
+    original = plugin.query_job_status
 
     async def query(command: str, logger: Any) -> tuple[dict[str, str] | None, float | None]:
         states, seconds = await original(command, logger)

@@ -67,6 +67,8 @@ class Study(Settings):
     """Figures that `all` makes, each with what it shows; one that is not named is not made."""
 
     def __post_init__(self) -> None:
+        for label in self.tables:
+            find(label)
         for label, figure in self.figures.items():
             keys = FIGURES[kind_of(label)].keys
             for key in vars(figure):
