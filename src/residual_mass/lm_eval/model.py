@@ -26,7 +26,7 @@ from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.partial import make_arm, partial_kv, partial_session, require_maps
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefix import PrefixLayer, build_prefix
+from residual_mass.model.prefix import build_prefix
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
 """Options of HFLM with which attention is spread, wrapped or computed in other ways than were tested."""
@@ -107,7 +107,7 @@ class PartialKV(HFLM):
         return self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail
 
     @cached_property
-    def engine(self) -> _TextEngine:
+    def engine(self) -> SharedPrefillEngine:
         """Returns the engine for likelihoods, which fewer models support than generation.
 
         Raises:
@@ -118,7 +118,7 @@ class PartialKV(HFLM):
         phi = self.phi if self.arm.needs_maps else None
         try:
             backbone = wrap_model(self.model, self.tokenizer, facts.get("model_id", ""), facts.get("revision", ""))
-            return _TextEngine(backbone, [self.arm], self.anchors, phi, None)
+            return SharedPrefillEngine(backbone, [self.arm], self.anchors, phi, None)
         except ValueError as error:
             raise BadArgument(str(error)) from None
 
@@ -138,6 +138,7 @@ class PartialKV(HFLM):
         with partial_kv(self.model, *self._settings):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
+    @torch.no_grad()
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
@@ -152,44 +153,49 @@ class PartialKV(HFLM):
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for (rolling, prefix), same in itertools.groupby(scored, key=lambda one: (one.rolling, one.prefix)):
-                for one, logits in self._chunks(same) if rolling else self._after(prefix, same):
+                for one, logits in self._windows(same) if rolling else self._continuations(prefix, same):
                     answers[one.place] = answer = self._answer(logits, one.targets)
                     if not rolling:  # of a rolling likelihood HFLM keeps the sum of all windows
                         self.cache_hook.add_partial("loglikelihood", requests[one.place][0], answer)
                     bar.update(1)
         return [answers[place] for place in range(len(requests))]
 
-    def _after(self, prefix: Sequence[int], scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
+    def _continuations(
+        self, prefix: Sequence[int], scored: Iterable[Scored]
+    ) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
         """Yields continuations of one prefix, which is read once, with logits [T, V] after each of their tokens. Those
         that differ in their last token alone need the same logits.
         """
-        by_tokens = {tokens: list(same) for tokens, same in itertools.groupby(scored, key=lambda one: one.forced)}
-        for same, logits in zip(by_tokens.values(), self._logits(prefix, list(by_tokens)), strict=True):
+        decoder = ForcedDecoder(self.engine, prefix) if prefix else None
+        for tokens, same in itertools.groupby(scored, key=lambda one: one.forced):
+            logits = self._logits(decoder, tokens)
             yield from ((one, [logits]) for one in same)
 
-    def _chunks(self, windows: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
-        """Yields windows with logits [T, V] after their tokens, `stride` at a time, each chunk after all the tokens
-        before.
-        """
-        for one in windows:
-            tokens = [*one.prefix, *one.forced]
-            starts = range(len(one.prefix), len(tokens), self.stride)
-            if starts[-1] > 0:
-                self.engine.hold(tokens[: starts[-1]])
-            chunks = (self._logits(tokens[:first], [tokens[first : first + self.stride]]) for first in starts)
-            yield one, itertools.chain.from_iterable(chunks)
+    def _windows(self, scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
+        """Yields windows with logits [T, V] after their tokens, `stride` at a time."""
+        yield from ((one, self._chunks([*one.prefix, *one.forced], len(one.prefix))) for one in scored)
 
-    @torch.no_grad()
-    def _logits(self, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yields logits [T, V] after each token of each continuation; without a prefix all is read exactly."""
-        backbone = self.engine.backbone
-        decoder = ForcedDecoder(self.engine, prefix) if prefix else None
-        for tokens in continuations:
-            if decoder is None:
-                ids = torch.tensor([list(tokens)], device=backbone.device)
-                yield backbone.model(ids, use_cache=False).logits[0]
-            else:
-                yield decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
+    def _chunks(self, tokens: list[int], start: int) -> Iterator[Tensor]:
+        """Yields logits of each chunk, which follows all the tokens before it. These are read once for all chunks: a
+        token's keys and values do not depend on later tokens.
+        """
+        starts = range(start, len(tokens), self.stride)
+        read = self.engine.read([tokens[: starts[-1]]])[0] if starts[-1] else []
+        for first in starts:
+            decoder = None
+            if first:
+                real = torch.ones(1, first, dtype=torch.bool, device=self.engine.backbone.device)
+                pairs = ((layer.keys[:, :, :first], layer.values[:, :, :first]) for layer in read)
+                layers = [build_prefix(keys, values, real, self.anchors) for keys, values in pairs]
+                decoder = ForcedDecoder(self.engine, tokens[:first], layers)
+            yield self._logits(decoder, tokens[first : first + self.stride])
+
+    def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int]) -> Tensor:
+        """Returns logits [T, V] after each token; without a prefix all is read exactly."""
+        if decoder is None:
+            backbone = self.engine.backbone
+            return backbone.model(torch.tensor([list(tokens)], device=backbone.device), use_cache=False).logits[0]
+        return decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
 
     def _answer(self, logits: Iterable[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
         """Returns the sum of the targets' log-probabilities, and whether each of them is the likeliest token.
@@ -230,29 +236,6 @@ class Scored(NamedTuple):
         tokens = tuple(context + continuation)[-(max_length + 1) :]
         start = len(tokens) - len(continuation) - 1
         return cls(place, texts is None, tokens[:start], tokens[start:-1], tuple(continuation))
-
-
-class _TextEngine(SharedPrefillEngine):
-    """Reads a text once for all its beginnings: a token's keys and values do not depend on later tokens."""
-
-    text: Sequence[int] = ()
-    layers: Sequence[PrefixLayer] = ()
-
-    @torch.no_grad()
-    def hold(self, text: Sequence[int]) -> None:
-        """Reads a text, which replaces the one before."""
-        self.text, self.layers = [], []
-        self.layers, _ = super().read([list(text)])
-        self.text = list(text)
-
-    def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
-        """Reads as the engine does; for a beginning of the held text, leaves out the next token, which is not known."""
-        size = len(prompts[0])
-        if len(prompts) > 1 or list(self.text[:size]) != list(prompts[0]):
-            return super().read(prompts)
-        real = torch.ones(1, size, dtype=torch.bool, device=self.backbone.device)
-        pairs = ((layer.keys[:, :, :size], layer.values[:, :, :size]) for layer in self.layers)
-        return [build_prefix(keys, values, real, self.anchors) for keys, values in pairs], []
 
 
 def _require_supported(options: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import mimetypes
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, PreTrainedTokenizerBase
+from transformers import AutoConfig, Cache, DynamicCache, PreTrainedTokenizerBase
 
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.columns import FORCED
@@ -143,11 +143,10 @@ def measure(args: Arguments) -> Measured:
     )  # fmt: skip
     few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
     table, rates = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9")
-    table = table.join(pd.concat([_read(args, text, load(), phi) for text in texts]))
-    for end in ("value", "ci_low", "ci_high"):
-        pairs = zip(table["read"], rates[end].loc[table.index], strict=True)
-        verified = [math.nan if math.isnan(h) else bytes_per_verified_token(b, h, args.tokens)[0] for b, h in pairs]
-        table["verified" + end.removeprefix("value").removeprefix("ci")] = verified
+    table = table.join(pd.concat([_read(args, text, load(), phi) for text in texts])).join(rates)
+    for name in rates:
+        pairs = zip(table["read"], table[name], strict=True)
+        table[name] = [h if math.isnan(h) else bytes_per_verified_token(b, h, args.tokens)[0] for b, h in pairs]
     return Measured(
         args=args, title=f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder=folder,
         settings=settings, texts=texts, table=table.reset_index(), tail="largest" if few else "99.9 % point",
@@ -177,12 +176,11 @@ def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
 
 def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
     """A folder named after model, texts and length; a number tells answers to other settings apart."""
-    names = (Path(args.model).name, *(Path(name).stem for name in args.texts), args.length)
-    folders = (args.out / ("-".join(names)[:80] + (f"-{n}" if n > 1 else "")) for n in itertools.count(1))
-    return next(
-        folder for folder in folders
-        if not (answer := folder / "settings.json").exists() or read_json(answer) == settings
-    )  # fmt: skip
+    name = "-".join((Path(args.model).name, *(Path(text).stem for text in args.texts), args.length))[:80]
+    for number in itertools.count(1):
+        answer = args.out / (name if number == 1 else f"{name}-{number}") / "settings.json"
+        if not answer.exists() or read_json(answer) == settings:
+            return answer.parent
 
 
 def _distances(
@@ -191,7 +189,8 @@ def _distances(
     """Forces the texts and reads distances out of that, both by the studies' stages.
 
     Returns:
-        The first columns of `Measured.table`, and the rates of first differences with their intervals, by ARM_OF_TEXT.
+        The first columns of `Measured.table`, and rates of first differences in place of what a verified token takes,
+        by ARM_OF_TEXT.
     """
     forced, out = folder / "forced.parquet", folder / "fidelity.csv"
     record = Record("force", spec, [])
@@ -212,11 +211,10 @@ def _distances(
     baseline = found["kl"].xs(BASELINE, level="method")
     found["kl_over_topk"] = found["kl"] / found.index.droplevel("method").map(baseline)
     drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
-    rates = [
-        fidelity.first_differences(of_text, RESAMPLES, args.seed).assign(text=name)
-        for name, of_text in drafts.assign(first=drafts["same_top"]).groupby("text")
-    ]
-    return found, pd.concat(rates).set_index(ARM_OF_TEXT)
+    drafts = drafts.assign(first=drafts["same_top"]).groupby("text")
+    rates = pd.concat(fidelity.first_differences(part, RESAMPLES, args.seed).assign(text=name) for name, part in drafts)
+    ends = {"value": "verified", "ci_low": "verified_low", "ci_high": "verified_high"}
+    return found, rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
 
 
 def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) -> pd.DataFrame:
@@ -256,21 +254,23 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
     ids = torch.tensor([list(document)], device=backbone.device)
     prompt = DynamicCache(config=model.config)
     model(ids[:, : length - 2], past_key_values=prompt, logits_to_keep=1)
-    found = {}
-    for method in ("full", *args.methods):
-        packed = PackedCache(model, method) if method != "full" and kernels_for(model, method_named(method)) else None
-        cache, steps = packed or copy.deepcopy(prompt), []
-        maps = phi if method_named(method).needs_maps else None
-        budget = max(args.budgets) / 100
-        under = nullcontext() if method == "full" else partial_kv(model, method, budget, maps, cache=packed)
-        with under:
-            model(ids[:, 0 if packed else length - 2 : length], past_key_values=cache, logits_to_keep=1)
-            for step in range(STEPS + 1):
-                newest = ids[:, [min(length + step, ids.shape[1] - 1)]]
-                start = time.perf_counter()
-                model(newest, past_key_values=cache).logits.sum().item()  # waits for a GPU
-                steps.append(time.perf_counter() - start)
-        found[method] = min(steps[1:])
+
+    def fastest(cache: Cache) -> float:
+        model(ids[:, cache.get_seq_length() : length], past_key_values=cache, logits_to_keep=1)
+        steps = []
+        for step in range(STEPS + 1):
+            newest = ids[:, [min(length + step, ids.shape[1] - 1)]]
+            start = time.perf_counter()
+            model(newest, past_key_values=cache).logits.sum().item()  # waits for a GPU
+            steps.append(time.perf_counter() - start)
+        return min(steps[1:])
+
+    found = {"full": fastest(copy.deepcopy(prompt))}
+    for rule in map(method_named, args.methods):
+        packed = PackedCache(model, rule) if kernels_for(model, rule) else None
+        maps = phi if rule.needs_maps else None
+        with partial_kv(model, rule, max(args.budgets) / 100, maps, cache=packed):
+            found[rule.name] = fastest(packed or copy.deepcopy(prompt))
     return found
 
 
@@ -417,10 +417,10 @@ def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, ar
 
 def windows(runs: Sequence[Sequence[int]], size: int, count: int) -> list[list[int]]:
     """Returns up to `count` windows of `size` tokens, spread evenly over all that fit without an overlap."""
-    parts = [
-        list(run[start : start + size])
-        for run in runs
-        for start in (number * (len(run) - size) // max(len(run) // size - 1, 1) for number in range(len(run) // size))
-    ]
-    count = min(count, len(parts))
-    return [parts[number * len(parts) // count] for number in range(count)]
+    places = []
+    for run in runs:
+        fitting = len(run) // size
+        places += [(run, number * (len(run) - size) // max(fitting - 1, 1)) for number in range(fitting)]
+    count = min(count, len(places))
+    chosen = (places[number * len(places) // count] for number in range(count))
+    return [list(run[start : start + size]) for run, start in chosen]

@@ -317,15 +317,18 @@ class ForcedDecoder:
     Args:
         engine: holds the backbone, the arms and their maps.
         prefix: tokens that are read exactly.
+        layers: of the prefix, where it was read already.
 
     Raises:
         NotFiniteError: the prefill, or a summary of it, is not finite.
     """
 
     @torch.no_grad()
-    def __init__(self, engine: SharedPrefillEngine, prefix: Sequence[int]) -> None:
+    def __init__(
+        self, engine: SharedPrefillEngine, prefix: Sequence[int], layers: Sequence[PrefixLayer] | None = None
+    ) -> None:
         self.engine, self.length = engine, len(prefix)
-        self.prefix, _ = engine.read([list(prefix)])
+        self.prefix = engine.read([list(prefix)])[0] if layers is None else layers
         self.summaries = engine.summaries(self.prefix)
 
     def k(self, arm: ArmSpec) -> int:

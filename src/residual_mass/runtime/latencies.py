@@ -215,15 +215,14 @@ def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int)
     device = device_of(model)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
-    seconds = []
     try:
+        passes = []
         for _ in range(repeats + 1):  # the first is slower and not counted
-            started = _now(device)
-            read = prefill(model, [prompt])
-            seconds.append(_now(device) - started)
+            read, seconds = _clocked(lambda: prefill(model, [prompt]), device)
+            passes.append(seconds)
     except torch.OutOfMemoryError:
         return "does not fit: out of memory while reading the prompt", 0.0
-    return read, statistics.median(seconds[1:])
+    return read, statistics.median(passes[1:])
 
 
 def _best(setting: Setting, read: Prefill) -> tuple[Timing | str, str]:
@@ -293,22 +292,17 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     decoder: CacheDecoder | StaticDecoder | None
     for _ in range(2):  # the first is slower and not counted
         decoder = None  # frees its buffers first
-        started = _now(device)
-        decoder = _decoder(setting, read)
-        build = _now(device) - started
+        decoder, build = _clocked(lambda: _decoder(setting, read), device)
     if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run
         torch.cuda.reset_peak_memory_stats(device)
     first = read.next_token.repeat(setting.batch)
-    started = _now(device)
-    decoder.prepare()
-    recording = _now(device) - started
+    _, recording = _clocked(decoder.prepare, device)
     tokens = decoder.run(first).clone()  # slower than the next ones and not counted
     steps = []
     for _ in range(setting.spec.repeats):
         decoder.prepare()
-        started = _now(device)
-        decoder.run(first)
-        steps.append((_now(device) - started) / STEPS)
+        _, seconds = _clocked(lambda: decoder.run(first), device)
+        steps.append(seconds / STEPS)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else None
     recorded = isinstance(decoder, StaticDecoder) and decoder.graphs
     return Timing(build, recording if recorded else None, steps, peak, tokens)
@@ -329,7 +323,14 @@ def _decoder(setting: Setting, read: Prefill) -> CacheDecoder | StaticDecoder:
     return CacheDecoder(model, cache, session, STEPS)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _clocked(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """Returns what some work gives and its seconds by the host's clock, from an idle device to an idle device."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    started = now()
+    result = work()
+    return result, now() - started

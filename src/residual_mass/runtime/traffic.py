@@ -43,31 +43,28 @@ def step_traffic(
     written once and read once for selection; a GPU's L2 may hold those of a small batch. cache: all that the CPU
     kernels read of a packed one.
     """
-    shape, item = HeadShape.of(model.config), next(model.parameters()).element_size()
-    fused, rule = implementation != "prototype", method_named(method)
-    columns = length + generated
+    shape, item, rule = HeadShape.of(model.config), next(model.parameters()).element_size(), method_named(method)
+    weights, group = _weight_bytes(model), shape.query_heads // shape.kv_heads
+    if implementation == "kernels":
+        packing = packing_of(rule)
+        assert packing is not None
+        step = Step(length, shape.head_dim, group, anchors=anchors.sink + anchors.tail, retrieved=k, features=0)
+        heads = batch * shape.layers * shape.kv_heads
+        return {"weights": weights, "cache": heads * packed_bytes(packing, step, generated)}
+    fused, columns = implementation == "fused", length + generated
     whole = batch * shape.layers * shape.kv_heads * columns * shape.head_dim * item
     per_token = batch * shape.layers * shape.query_heads * item
     support = k + anchors.sink + anchors.tail + generated
     values = whole if rule.whole_prefix else min(whole, per_token * support * shape.head_dim)
     read = prompt_bytes(rule, shape, batch * length, phi.map.d_phi)
-    if implementation == "kernels":
-        packing = packing_of(rule)
-        assert packing is not None
-        group = shape.query_heads // shape.kv_heads
-        step = Step(length, shape.head_dim, group, anchors=anchors.sink + anchors.tail, retrieved=k, features=0)
-        heads = batch * shape.layers * shape.kv_heads
-        return {"weights": _weight_bytes(model), "cache": heads * packed_bytes(packing, step, generated)}
-    state = read.summary * batch
-    if rule.subtracts and not fused:
-        state += 2 * state * shape.query_heads // shape.kv_heads
+    formed = 1 + 2 * group if rule.subtracts and not fused else 1
     return {
-        "weights": _weight_bytes(model),
+        "weights": weights,
         "keys": whole if rule.selector is None or rule.selector.reads_keys else read.scan + values,
         "values": values,
         "features": per_token * k * (phi.map.d_phi if fused else shape.head_dim) if rule.subtracts else 0,
         "maps": _map_bytes(phi, fused, rule.subtracts) if rule.needs_maps else 0,
-        "state": state,
+        "state": formed * batch * read.summary,
         "concatenation": 0 if fused else 4 * whole,
         "scores": 0 if rule.whole_prefix else 2 * batch * shape.layers * shape.query_heads * columns * FLOAT32,
     }

@@ -122,12 +122,11 @@ def on_a_bare_machine(has: str = "") -> dict[str, str]:
 
 
 def test_the_bare_machine_is_bare() -> None:
-    for absent in ("pydantic", "pandas", "pytest", "snakemake"):
-        assert find_spec(absent) is not None
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {absent}"], env=on_a_bare_machine(), capture_output=True, text=True
-        )
-        assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
+    assert find_spec("pydantic") is not None
+    done = subprocess.run(
+        [sys.executable, "-c", "import pydantic"], env=on_a_bare_machine(), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
 
 
 @pytest.mark.slow
