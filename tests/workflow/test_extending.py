@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import os
 import re
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
-from runs import ROOT, Run, change, copied, dry_run, plan_of, snakemake
-from snakemake.iocontainers import Wildcards
-from tests.small_assets import MODEL_ID, REVISION, write_assets
+from runs import ROOT, Run, change, copied, dry_run, snakemake
+from tests.small_study import write_small_study
 from tests.unit.paper.sample_results import distance_row, error_row, score_row, write_rows
 
 from residual_mass.benchmarks.catalogue import BENCHMARKS
-from residual_mass.core.settings import to_json
-from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import BackboneSpec
+
+sys.path.append(str(ROOT / "tools"))
+
+from preloaded import forks  # noqa: E402
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-TINY = BackboneSpec("mini", MODEL_ID, REVISION, "assets", "float32", "tiny", 4096, False, name="tiny")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,93 +101,45 @@ def test_a_backbone_and_a_study(copy: Path) -> None:
     assert yaml.safe_load((copy / "config/studies/dense.yaml").read_text())["budgets"] == [1, 4, 16]
 
 
-SCRIPT = """
+LIBRARY = """
 import sys
-from pathlib import Path
 import torch
-from residual_mass import PhiMaps, partial_kv
-from residual_mass.model.loading import load_backbone
-from residual_mass.model.phi_maps import HeadShape
-from residual_mass.cli import main
-from residual_mass.provenance import Record
-from residual_mass.study.specs import parse_spec
-from residual_mass.core.settings import MapSpec
-from residual_mass.study.specs import BackboneSpec
+from residual_mass import partial_kv
+from transformers import AutoModelForCausalLM
 
-assets, backbone, prompts, generate, score, *methods = sys.argv[1:]
-loaded = load_backbone(parse_spec(BackboneSpec, backbone), Path(assets))
-training = {"model_id": loaded.spec.model_id, "revision": loaded.spec.revision, "length": 1024}
-PhiMaps(HeadShape.of(loaded.model.config), MapSpec(d_emb=8, d_phi=8), training).save(Path("phi.safetensors"))
-Record("train", {}, []).write(Path("phi.safetensors"))
-main(["prompts", "--spec", prompts, "--assets", assets, "--out", "manifest.json"])
-files = ["--prompts", "manifest.json", "--phi", "phi.safetensors", "--store", "store.jsonl", "--out", "all.jsonl"]
-main(["generate", "--spec", generate, "--assets", assets, *files])
-main(["score", "--spec", score, "--prompts", "manifest.json", "--generations", "all.jsonl", "--out", "scores.csv"])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 
 def logits(method, budget):
-    with partial_kv(loaded.model, method=method, budget=budget):
-        made = loaded.model.generate(torch.arange(2, 202)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False,
-                                     return_dict_in_generate=True, output_logits=True)
+    with partial_kv(model, method=method, budget=budget):
+        made = model.generate(torch.arange(2, 202)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False,
+                              return_dict_in_generate=True, output_logits=True)
     return torch.stack(made.logits)
 
-for method in methods:
-    whole, part, topk = logits(method, 1.0), logits(method, 0.15), logits("topk", 0.15)
-    torch.testing.assert_close(whole, logits("full", None))
-    assert part.isfinite().all() and not torch.allclose(part, topk)
+part = logits("topk_copies", 0.15)
+torch.testing.assert_close(logits("topk_copies", 1.0), logits("full", None))
+assert part.isfinite().all() and not torch.allclose(part, logits("topk", 0.15))
 """
-"""The stages prompts, generate and score, then methods of the library: exact where nothing is left unread, and not what
-top-K makes of the same tokens elsewhere.
-"""
+"""The method of the page in the library: exact where nothing is left unread, and not what top-K makes elsewhere."""
 
 
-def scores(copy: Path, tasks: list[str], more: list[str]) -> list[dict[str, str]]:
-    """What the copy's package makes of one example of LongBench tasks at 1k, by the paper's methods and `more`."""
-    assets = copy / "results" / "assets"
-    write_assets(assets)
-    place = {"backbone": "smol", "benchmark": "longbench", "length": "2k", "group": "main", "tasks": "all"}
-    tiny = {"backbone": dataclasses.asdict(TINY), "length": "1k", "examples": 1}
-
-    def spec(stage: str, **changes: Any) -> str:
-        _, found = plan_of(ROOT).work(stage, Wildcards(fromdict=place | {"tokenizer": "smollm2"}))
-        kept = json.loads(to_json(found))
-        return json.dumps({key: value for key, value in (kept | tiny | changes).items() if key in kept})
-
-    maps, arms = [{"label": "1k", "length": 1024}], [("full", None), *((name, 5) for name in (*METHODS[1:], *more))]
-    told = [
-        to_json(TINY),
-        spec("prompts", tokenizer="tiny", model_id=MODEL_ID, revision=REVISION),
-        spec(
-            "generate", tasks=tasks, truncate_to="1k", maps=maps, chat_template=False, answer_margin=0, residuals=[],
-            arms=[{"method": name, "budget_percent": percent, "maps": "1k" if "phi" in name else None}
-                  for name, percent in arms],
-        ),
-        spec("score"),
-    ]  # fmt: skip
-    command = [sys.executable, "-c", SCRIPT, str(assets), *told, *more]
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with open(copy / "scores.csv", encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def test_an_estimator_and_a_task(copy: Path) -> None:
-    """Both together, for what takes time is to start."""
+def test_an_estimator_and_a_task(copy: Path, tmp_path: Path) -> None:
+    """Both together, on the small study, for what takes time is to start."""
     apply(copy, "A residual estimator")
     apply(copy, "A task of a benchmark")
-    tasks = ["longbench_gov_report", "longbench_qmsum", "longbench_2wikimqa"]
-    rows = scores(copy, tasks, ["topk_copies"])
-    assert {(row["task"], row["method"]) for row in rows} == {
-        (task, method) for task in (*tasks, "all") for method in (*METHODS, "topk_copies")
-    }
-    of_mean = [row for row in rows if row["method"] == "topk_copies"]
-    assert all(row["gain_p"] and not row["maps"] and not row["phi_sha"] for row in of_mean)
-    assert {row["metric"] for row in rows if row["task"] == "longbench_2wikimqa"} == {"qa_f1_score"}
-    run = plan(copy, "results/longbench_smol_2k.csv", "paper_tables/mini/natural_main.tex")
-    (given,) = [command for command in run.commands if command[0] == "generate"]
-    told = json.loads(given[given.index("--spec") + 1])
-    assert {"method": "topk_copies", "budget_percent": 8.0, "maps": None} in told["arms"]
-    assert "longbench_2wikimqa" in told["tasks"]
+    write_small_study(study := tmp_path / "study", copy)
+    csv, table = "results/longbench_tiny_1k.csv", "paper_tables/mini/natural_main.tex"
+    with forks(tmp_path, study / "src") as environment:
+        run = snakemake(study, "--cores", "1", csv, table, snakefile=study / "Snakefile", **environment)
+    assert run.code == 0 and "copies" in (study / table).read_text(), run.output
+    rows = pd.read_csv(study / csv, dtype=str, na_filter=False)
+    tasks = {"longbench_gov_report", "longbench_qmsum", "longbench_2wikimqa", "all"}
+    assert {*rows.groupby(["task", "method"]).groups} == {*product(tasks, {*rows["method"]})}
+    own = rows[rows["method"] == "topk_copies"]
+    assert len(own) and own["gain_p"].all() and not own["maps"].any() and not own["phi_sha"].any()
+    assert {*rows["metric"][rows["task"] == "longbench_2wikimqa"]} == {"qa_f1_score"}
+    model = study / "results" / "assets" / "models" / "tiny-llama"
+    in_library = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    subprocess.run([sys.executable, "-c", LIBRARY, str(model)], env=in_library, check=True)
 
 
 def test_a_table(copy: Path) -> None:
