@@ -89,6 +89,20 @@ def test_a_step_adds_up_terms_of_log_features(decode: Decode, method: str) -> No
     torch.testing.assert_close(decode(arguments | {"log_query": terms}), decode(arguments), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("groups", "d"), [(3, 64), (4, 64), (8, 128)])
+@pytest.mark.parametrize("method", ["topk", "scan"])
+def test_maxima_are_those_of_the_mid_regions_scores(method: str, groups: int, d: int) -> None:
+    real = [(5, 290), (0, 271), (150, 155)]
+    p = DecodeProblem(seed=9, spans=real, length=293, groups=groups, d=d)
+    arguments = moved(p.arguments(7, method))
+    query, cache = arguments["query"], arguments["cache"]
+    generated = torch.tensor([p.generated], dtype=torch.int32, device=DEVICE)
+    step = Step(query, cache, Region(7, p.sink, p.tail), p.scale, generated)
+    scores, maxima = step.scan() if method == "scan" else step.score()
+    spans = [(first + p.sink, last - p.tail) for first, last in real for _ in range(query.shape[1])]
+    assert torch.equal(maxima.cpu(), maxima_of(scores.cpu(), spans))
+
+
 def rising(scores: Tensor) -> Tensor:
     """Integers of the same order; NaN lies beyond the infinities, on the side of its sign."""
     bits = scores.contiguous().view(torch.int32)
