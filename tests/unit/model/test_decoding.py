@@ -284,14 +284,15 @@ def test_finished_examples_and_arms_leave_the_batch(
     tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]], sizes: list[int]
 ) -> None:
     """Rows stop at places of their own, one arm early on all examples; what is left decodes as if nothing had left."""
-    free = run(tiny_backbone, ARMS, phi, prompts)
+    arms = [*ARMS, ArmSpec("topk_moments", 15.0)]
+    free = run(tiny_backbone, arms, phi, prompts)
 
     def saturated(example: int, tokens: list[int]) -> bool:
         return tokens == free[example][4][:2] or (len(tokens) > 1 and (sum(tokens) + example) % 5 == 0)
 
     sizes.clear()
     limits = [STEPS, 3, STEPS, 5, STEPS]
-    engine = SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None)
+    engine = SharedPrefillEngine(tiny_backbone, arms, ANCHORS, phi, None)
     rows = engine.generate(prompts, limits, saturated)
     for e, row in enumerate(rows):
         for a, generation in enumerate(row):
@@ -299,7 +300,7 @@ def test_finished_examples_and_arms_leave_the_batch(
             assert generation.tokens == free[e][a][: min([*stops, limits[e]])]
             assert generation.finish == ("saturated" if stops else "length")
     decode = sizes[len(prompts) :]
-    assert decode[0] <= len(prompts) * len(ARMS) and decode[-1] < decode[0] and decode == sorted(decode, reverse=True)
+    assert decode[0] <= len(prompts) * len(arms) and decode[-1] < decode[0] and decode == sorted(decode, reverse=True)
     assert engine.work.prefill_tokens == sum(map(len, prompts))
     assert engine.work.decode_rows == sum(len(generation.tokens) for row in rows for generation in row)
 
