@@ -296,7 +296,8 @@ class LayerCache:
         full = (self.recents + count > self.recent.shape[2]) & (self.recents >= self.sink + BLOCK)
         for row in full.nonzero().flatten().tolist():
             block = -(-int(self.slots[row]) // BLOCK)
-            if block == self.blocks:
+            clusters = self.clusters + int(self.merged[row])
+            if block == self.blocks or (self.bits == 4 and clusters == self.bounds.shape[2]):
                 self._grow(max(4, block // 8))
             oldest = slice(self.sink, self.sink + BLOCK)
             keys, values = (self.recent[row, :, oldest, part].contiguous() for part in (0, 1))
