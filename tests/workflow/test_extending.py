@@ -46,7 +46,7 @@ def examples(title: str) -> list[Example]:
 
 def test_the_page_has_examples_for_everything_it_lists() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert [len(examples(title)) for title in titles[:5]] == [1, 2, 2, 2, 4]
+    assert [len(examples(title)) for title in titles[:6]] == [1, 2, 2, 2, 2, 4]
     assert len(examples("A figure")) == 2
     assert sum(len(examples(title)) for title in titles) == PAGE.count("\n```") / 2
     assert "(docs/extending.md)" in (ROOT / "README.md").read_text()
@@ -115,16 +115,18 @@ def logits(method, budget):
                               return_dict_in_generate=True, output_logits=True)
     return torch.stack(made.logits)
 
-part = logits("topk_copies", 0.15)
-torch.testing.assert_close(logits("topk_copies", 1.0), logits("full", None))
-assert part.isfinite().all() and not torch.allclose(part, logits("topk", 0.15))
+for name in ("topk_copies", "newest_mean"):
+    part = logits(name, 0.15)
+    torch.testing.assert_close(logits(name, 1.0), logits("full", None))
+    assert part.isfinite().all() and not torch.allclose(part, logits("topk", 0.15))
 """
-"""The method of the page in the library: exact where nothing is left unread, and not what top-K makes elsewhere."""
+"""The methods of the page in the library: exact where nothing is left unread, and not what top-K makes elsewhere."""
 
 
 def test_an_estimator_and_a_task(copy: Path, tmp_path: Path) -> None:
     """Both together, on the small study, for what takes time is to start."""
     apply(copy, "A residual estimator")
+    apply(copy, "A selector")
     apply(copy, "A task of a benchmark")
     write_small_study(study := tmp_path / "study", copy)
     csv, table = "results/longbench_tiny_1k.csv", "paper_tables/mini/natural_main.tex"

@@ -34,9 +34,7 @@ class Choice(NamedTuple):
     none.
     """
     scanned: Tensor
-    """[..., R, L], what the selector saw of every token's score; zeros where it looks at none, for residuals that do
-    not use it.
-    """
+    """[..., R, L], what the selector saw of every token's score; zeros where it looks at none."""
 
 
 class Layout(NamedTuple):
@@ -121,6 +119,10 @@ class Selector(Part, ABC):
 
     reads_keys: ClassVar[bool] = False
     """Whether it reads every key, so that those of chosen tokens are not read again."""
+    cuts: ClassVar[bool] = False
+    """Whether no token that it leaves unread scores above the threshold, in what it saw."""
+    scans: ClassVar[bool] = False
+    """Whether it sees a score of every token."""
     replaces_cache: ClassVar[bool] = False
     """Whether what it keeps takes the place of keys and values, so that no token of the mid-region is read exactly."""
 
@@ -160,8 +162,10 @@ class Residual(Part, ABC):
     `update`.
     """
 
+    uses_cut: ClassVar[bool] = False
+    """Whether it takes the threshold for a cut: it goes with selectors that have `cuts = True`."""
     uses_scan: ClassVar[bool] = False
-    """Whether it uses the scores that the selector saw."""
+    """Whether it uses the scores that the selector saw: it goes with selectors that have `scans = True`."""
     holds_values: ClassVar[bool] = False
     """Whether its summary has a value for every token, so that none is read besides."""
     oracle: ClassVar[bool] = False
@@ -209,7 +213,7 @@ class TopK(Selector):
 
     title = "Top-$K$ by exact scores"
     recipe = 0
-    reads_keys = True
+    reads_keys = cuts = scans = True
     fused = True
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
@@ -274,6 +278,12 @@ class Method:
             raise ValueError(f"method {self.name!r} keeps no values: CacheOnly goes with QuantisedValues")
         if self.own is not None:
             object.__setattr__(self, "residual", self.own.fitted(self.selector))
+            for name, needed, given in (
+                ("cuts", self.own.uses_cut, self.selector.cuts), ("scans", self.own.uses_scan, self.selector.scans)
+            ):  # fmt: skip
+                if needed and not given:
+                    residual, selector = type(self.own).__name__, type(self.selector).__name__
+                    raise ValueError(f"{residual} needs a selector with {name} = True, which {selector} has not")
         object.__setattr__(self, "title", self.title or self.name)
 
     @property

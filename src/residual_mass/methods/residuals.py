@@ -52,7 +52,7 @@ class Moments(Residual):
     shared: bool = False
     """Whether clusters share their covariances, each scaled by its own spread."""
     former = {"split": "clusters", "takes_out": False, "dtype": "float32"}
-    fused = True
+    uses_cut = fused = True
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
         moments_of = moments.shared_moments_of if self.shared else moments.moments_of

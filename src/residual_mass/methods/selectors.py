@@ -78,6 +78,7 @@ class QuantisedScan(Selector):
     """
 
     title = "scan of few bits"
+    cuts = scans = True
     bits: int = 4
     block: int = 64
     """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
@@ -110,6 +111,7 @@ class Channels(Selector):
     """
 
     title = "principal channels"
+    cuts = scans = True
     channels: int = 16
     """C."""
     limits = {"channels": None}
@@ -147,10 +149,11 @@ class Pages(Selector):
     """Pages of neighbouring tokens in the order of Quest's upper bound of their scores (arXiv 2406.10774).
 
     Pages are read whole until K tokens are; of the last one the first tokens. What is left unread may score above what
-    was read, so a residual cannot take the threshold for a cut.
+    was read.
     """
 
     title = "pages by bounds"
+    scans = True
     size: int = 16
     """S."""
     limits = {"size": None}
@@ -183,6 +186,7 @@ class WholeClusters(Selector):
     """
 
     title = "whole clusters"
+    scans = True
     size: int = 16
     """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
     recipe = 2
@@ -241,6 +245,14 @@ class Wrapped(Selector):
     @property
     def reads_keys(self) -> bool:
         return self.scan.reads_keys
+
+    @property
+    def cuts(self) -> bool:
+        return self.scan.cuts
+
+    @property
+    def scans(self) -> bool:
+        return self.scan.scans
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         return self.scan.prepare(keys, mid)
@@ -330,6 +342,7 @@ class PerGroup(Wrapped):
     """
 
     title = "scan per KV group"
+    cuts = False
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -364,6 +364,13 @@ def test_groups_are_the_selectors() -> None:
         assert Method("two", "", selector, GroupSums(8)).residual == GroupSums(8)
 
 
+@dataclass(frozen=True)
+class Newest(TopK):
+    """A selector that says of itself that it sees no scores."""
+
+    cuts = scans = False
+
+
 @pytest.mark.parametrize(
     ("selector", "residual", "line"),
     [
@@ -372,6 +379,9 @@ def test_groups_are_the_selectors() -> None:
         (WholeClusters(32), GroupSums(16), "has size=16, WholeClusters 32: leave it out of GroupSums"),
         (QuantisedScan(4), ExactMass(), "ExactMass needs a selector that reads every key .TopK., not QuantisedScan"),
         (None, ScanRegression(), "method 'mine' reads the whole prompt, which leaves nothing for a residual"),
+        (Pages(32), Moments(), "Moments needs a selector with cuts = True, which Pages has not"),
+        (PerGroup(QuantisedScan(4)), Moments(8), "Moments needs a selector with cuts = True, which PerGroup has not"),
+        (Newest(), ScanRegression(), "ScanRegression needs a selector with scans = True, which Newest has not"),
         (CacheOnly(QuantisedScan(4)), Moments(), "keeps no values: CacheOnly goes with QuantisedValues"),
         (CacheOnly(QuantisedScan(4)), Phi(), "keeps no values"),
         (CacheOnly(QuantisedScan(4)), None, "keeps no values"),
