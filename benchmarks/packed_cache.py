@@ -15,12 +15,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +25,13 @@ from common import SMOL, alternate
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from residual_mass import PackedCache, partial_kv
 from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.kernels import LayerCache, load
-from residual_mass.methods import Method, Step, method_named
+from residual_mass.measure.latency import Side, timed
+from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, packing_of, step_bytes
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
@@ -46,19 +42,6 @@ from residual_mass.texts.corpora import held_out_corpus
 
 ANCHORS = AnchorSpec()
 RULER_TASKS = ("niah_multivalue", "ruler_vt", "ruler_cwe")
-
-
-@dataclass(frozen=True)
-class Side:
-    """A method at a share of the prompt that it reads, over a packed cache or in torch over transformers'."""
-
-    method: Method
-    budget: float | None
-    packed: bool
-
-    def __str__(self) -> str:
-        share = f" {100 * self.budget:g} %" if self.method.name.startswith("scan") and self.budget else ""
-        return f"{self.method.name}{share}"
 
 
 def main() -> None:
@@ -103,17 +86,17 @@ def layers(sides: list[Side], options: Any) -> None:
     seconds: dict[Side, list[list[float]]] = {side: [] for side in sides}
     others = torch.ones(2**25)
     for length in options.lengths:
-        timed: dict[str, Callable[[], object]] = {}
+        calls: dict[str, Callable[[], object]] = {}
         for side in sides:
             short = layer(side, 256, options.heads)
-            timed[f"before {side} {side.packed}"] = lambda short=short: (others.sum(), short())
-            timed[f"{side} {side.packed}"] = layer(side, length, options.heads)
-        found = alternate(timed, options.rounds)
+            calls[f"before {side}"] = lambda short=short: (others.sum(), short())
+            calls[str(side)] = layer(side, length, options.heads)
+        found = alternate(calls, options.rounds)
         for side in sides:
-            seconds[side].append(found[f"{side} {side.packed}"])
+            seconds[side].append(found[str(side)])
     for side in sides:
         cells = [f"{1e6 * statistics.median(took):.0f} ({1e6 * min(took):.0f})" for took in seconds[side]]
-        print(f"| {' | '.join(['packed' if side.packed else 'SDPA, float32', str(side), *cells])} |")
+        print(f"| {' | '.join(['packed' if side.packed else 'SDPA, float32', side.name, *cells])} |")
 
 
 def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
@@ -155,7 +138,7 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
     for side in sides:
         steps, kept, reads = costs[side]
         found = [torch.cat(distances[side][name]) if side is not sides[0] else torch.zeros(1) for name in columns]
-        cells = ["packed" if side.packed else "transformers", str(side), steps]
+        cells = ["packed" if side.packed else "transformers", side.name, steps]
         cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}", *(f"{kl.mean():.1e}" for kl in found)]
         if columns:
             cells.append(f"{torch.cat(found).quantile(0.9):.1e}")
@@ -193,13 +176,13 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
     steps: dict[Side, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side in sides:
-            steps[side] += generated(backbone, side, filled(backbone, read, side))
+            steps[side] += timed(backbone.model, side, filled(backbone, read, side), 16)
     length, shape = read.layers[0][0].shape[2], backbone.shape
     found = {}
     for side in sides:
         if side.packed:
             cache = filled(backbone, read, side)
-            generated(backbone, side, cache, 1)  # which sets how many tokens are chosen
+            timed(backbone.model, side, cache, 1)  # which sets how many tokens are chosen
             group = shape.query_heads // shape.kv_heads
             kept, reads = cache.nbytes, sum(layer.packed.read_bytes(group) for layer in cache.layers)
         else:
@@ -224,36 +207,6 @@ def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
     for index, (key, value) in read.layers.items():
         cache.update(key, value, index)
     return cache
-
-
-class Clock(BaseStreamer):
-    """When tokens came, the prompt's first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def generated(backbone: Backbone, side: Side, cache: Any, steps: int = 16) -> list[float]:
-    """Seconds of each decode step of `generate`, which reads one more token of the prompt first."""
-    clock, ids = Clock(), torch.full((1, cache.get_seq_length() + 1), 100)
-    plain = side.method.whole_prefix and not side.packed
-    context: AbstractContextManager[Any] = (
-        nullcontext()
-        if plain
-        else partial_kv(backbone.model, side.method, side.budget, cache=cache if side.packed else None)
-    )
-    with context:
-        backbone.model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, streamer=clock,
-            min_new_tokens=steps + 1, max_new_tokens=steps + 1,
-        )  # fmt: skip
-    return [later - sooner for sooner, later in pairwise(clock.times[1:])]
 
 
 @torch.no_grad()

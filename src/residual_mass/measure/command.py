@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the workflow, which imports this module, does without torch
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64", "scan3_regression_32")
 """What is compared unless the user says otherwise: no training needed, from many bytes a step to few."""
+TIMED, LENGTHS = ("cache8", "scan4_regression_64"), ("1k", "4k", "16k", "32k")
+"""What `--latency` times unless the user says otherwise, besides full attention."""
 BASELINE = "topk"
 """What the others are given over."""
 EMBEDDED = "smol"
@@ -59,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the prompt that is read exactly, in percent (default: 2 4 8)")  # fmt: skip
     add("--target-kl", type=float, default=0.01, metavar="NATS",
         help="largest acceptable mean KL(full || method) of the next token (default: %(default)s)")  # fmt: skip
+    add("--latency", nargs="*", metavar="TOKENS",
+        help="time decode steps at these lengths instead, on random keys (default: 1k 4k 16k 32k)")  # fmt: skip
     add("--phi", type=Path, metavar="FILE", help="feature maps of this model, for methods with phi in their name")
     add("--seed", type=int, default=0, help="of documents and resampling (default: %(default)s)")
     add("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
@@ -80,6 +84,7 @@ class Arguments:
     methods: tuple[str, ...]
     budgets: tuple[float, ...]
     target_kl: float
+    latency: tuple[str, ...] | None
     phi: Path | None
     seed: int
     device: str | None
@@ -102,7 +107,14 @@ class Arguments:
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             given["assets"] = of_checkout if of_checkout.is_dir() else cache / "residual-mass" / "assets"
         given["texts"] = tuple(dict.fromkeys(given["texts"] or DEFAULT_TEXTS))
-        given["methods"] = tuple(dict.fromkeys((BASELINE, *options.methods)))
+        if options.latency is None:
+            given["methods"] = tuple(dict.fromkeys((BASELINE, *options.methods)))
+        else:
+            try:
+                given["latency"] = tuple(sorted({*(options.latency or LENGTHS)}, key=tokens_of))
+            except ValueError as error:
+                raise ValueError(f"--latency: {error}") from None
+            given["methods"] = TIMED if options.methods is METHODS else tuple(dict.fromkeys(options.methods))
         given["budgets"] = tuple(dict.fromkeys(map(percent_written, options.budgets)))
         return cls(**given)
 
@@ -120,12 +132,20 @@ def run(options: argparse.Namespace) -> None:
     """Measures, prints the answer and writes it to a folder in `--out`; interrupted, it resumes."""
     for package in LATE:
         import_module(package)
-    from residual_mass.measure.distances import measure
+    args = Arguments.of(options)
+    if args.latency:
+        from residual_mass.measure import latency
 
-    found = measure(Arguments.of(options))
-    text = printed(found)
+        found, files = latency.measure(args)
+        text = latency.printed(args, found)
+    else:
+        from residual_mass.measure.distances import measure
+
+        measured = measure(args)
+        text = printed(measured)
+        files = write(measured, text)
     print(text)
-    for file in write(found, text):
+    for file in files:
         print(file)
 
 
@@ -223,7 +243,7 @@ def limits(measured: Measured) -> Iterator[str]:
     if choice is not None and choice.method in {*measured.packed} - {"cache8"} and args.prompt_tokens < SCAN_PAYS:
         yield (
             f"Below some {SCAN_PAYS:,} tokens cache8, an 8-bit cache that is read whole, takes no longer on a CPU and "
-            "stays nearer to full attention."
+            "stays nearer to full attention; --latency times both here."
         )
     yield (
         f"The recommendation is the best of {len(choices(measured))} on the same documents, so a little optimistic: "

@@ -132,7 +132,7 @@ def measure(args: Arguments) -> Measured:
         require_attention_alone(loaded.model)
         return loaded
 
-    settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out", "latency")}
     settings |= {"model": backbone.model_id, "revision": backbone.revision, "dtype": backbone.dtype}
     settings = json.loads(json.dumps(settings, default=str))
     folder = _folder(args, settings)

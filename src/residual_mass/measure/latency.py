@@ -1,0 +1,170 @@
+"""Times decode steps by the length of the prompt on this machine, and says from which length on a method is faster."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.files import require_writable, write_text
+from residual_mass.measure.command import Arguments
+from residual_mass.measure.distances import find_device, find_model
+from residual_mass.methods import Method, method_named
+from residual_mass.model.hook import Prefill, require_plain
+from residual_mass.model.loading import load_backbone
+from residual_mass.model.packed import PackedCache, PackedSession, kernels_for
+from residual_mass.model.partial import make_arm, partial_kv
+from residual_mass.model.phi_maps import HeadShape
+
+STEPS, ROUNDS = 8, 2
+"""Steps of a round that are timed, and rounds, in which sides take turns."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A method at a share of the prompt, over a packed cache or over transformers' own."""
+
+    method: Method
+    budget: float | None
+    packed: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is transformers' own full attention."""
+        return self.method.whole_prefix and not self.packed
+
+    @property
+    def name(self) -> str:
+        of_all = self.method.whole_prefix or self.method.selector.replaces_cache
+        return self.method.name if of_all else f"{self.method.name}, {100 * self.budget:g} %"
+
+
+class Clock(BaseStreamer):
+    """When `generate` gave out tokens, the prompt's first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def measure(args: Arguments) -> tuple[pd.DataFrame, list[Path]]:
+    """Times all sides at all lengths of `--latency`.
+
+    Returns:
+        `side`, `tokens`, `seconds` (the median of a step), `fastest` and `kept_mib` (the cache); and the files with
+        this table and with what `printed` says.
+
+    Raises:
+        ValueError: the model or a method is at fault; names it.
+    """
+    device = find_device(args.device)
+    files = [args.out / f"{Path(args.model).name}-latency{suffix}" for suffix in (".csv", ".txt")]
+    require_writable(*files)
+    model = load_backbone(find_model(args.model, args.assets, device), args.assets, device).model
+    require_plain(model)
+    chosen, steps = list(sides(model, args)), []
+    with tqdm(total=len(args.latency) * ROUNDS * len(chosen), unit="run") as progress:
+        for label, _, side in product(args.latency, range(ROUNDS), chosen):
+            name = "transformers" if side.plain else side.name
+            progress.set_postfix_str(f"{name}, {label} tokens")
+            cache = filled(model, side, tokens_of(label))
+            size = (
+                cache.nbytes if side.packed else sum(x.nbytes for one in cache.layers for x in (one.keys, one.values))
+            )
+            steps += [(name, tokens_of(label), size / 2**20, each) for each in timed(model, side, cache, STEPS)]
+            progress.update()
+    rows = pd.DataFrame(steps, columns=["side", "tokens", "kept_mib", "seconds"])
+    groups = rows.groupby(["side", "tokens"], sort=False)
+    found = groups.agg(seconds=("seconds", statistics.median), fastest=("seconds", "min"), kept_mib=("kept_mib", "max"))
+    found = found.reset_index()
+    write_text(files[0], found.to_csv(index=False, float_format="%.6g"))
+    write_text(files[1], printed(args, found))
+    return found, files
+
+
+def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:
+    """Full attention as transformers has it, then what the compiled kernels serve, then methods that run in torch."""
+    full, own = method_named("full"), [method_named(name) for name in args.methods if name != "full"]
+    if needing := next((each.name for each in own if each.needs_maps), None):
+        raise ValueError(f"--latency times methods without feature maps; leave {needing} out of --methods")
+    yield Side(full, None, False)
+    if kernels_for(model, full):
+        yield Side(full, None, True)
+    for method in sorted(own, key=lambda each: kernels_for(model, each) is None):
+        budgets = args.budgets[:1] if method.selector.replaces_cache else args.budgets
+        yield from (Side(method, budget / 100, kernels_for(model, method) is not None) for budget in budgets)
+
+
+def filled(model: PreTrainedModel, side: Side, length: int) -> Cache:
+    """A cache with random keys and values in place of a prompt's, which takes no time of a step."""
+    shape, draw = HeadShape.of(model.config), torch.Generator().manual_seed(0)
+    size = (2, 1, shape.kv_heads, length, shape.head_dim)
+    layers = (torch.randn(size, generator=draw).to(model.device, model.dtype).unbind() for _ in range(shape.layers))
+    if side.packed:
+        cache = PackedCache(model, side.method)
+        PackedSession(make_arm(side.method, side.budget), AnchorSpec(), cache).take(Prefill(dict(enumerate(layers))))
+        return cache
+    cache = DynamicCache(config=model.config)
+    for index, layer in enumerate(layers):
+        cache.update(*layer, index)
+    return cache
+
+
+def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[float]:
+    """Seconds of decode steps of `generate`, which reads one more token of the prompt first. The first step, which
+    summarises the prompt, is left out.
+    """
+    clock, ids = Clock(), torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
+    own = cache if side.packed else None
+    with nullcontext() if side.plain else partial_kv(model, side.method, side.budget, cache=own):
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, streamer=clock,
+            min_new_tokens=steps + 2, max_new_tokens=steps + 2,
+        )  # fmt: skip
+    return [later - sooner for sooner, later in pairwise(clock.times[2:])]
+
+
+def printed(args: Arguments, found: pd.DataFrame) -> str:
+    """The table of milliseconds, and from which length on a method is faster than what reads everything."""
+    fastest = found.pivot(index="side", columns="tokens", values="fastest").loc[found["side"].unique()]
+    kept = found.pivot(index="side", columns="tokens", values="kept_mib").loc[fastest.index]
+    medians = found.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
+    width = max(map(len, fastest.index))
+    lines = [
+        f"{Path(args.model).name}, {torch.get_num_threads()} threads: milliseconds of a step, the median (fastest), "
+        "and MiB of the cache, by tokens in it\n",
+        " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
+    ]
+    for side in fastest.index:
+        cells = (
+            f"{1000 * medians.loc[side, n]:.0f} ({1000 * fastest.loc[side, n]:.0f}), {kept.loc[side, n]:,.0f} MiB"
+            for n in fastest.columns
+        )
+        lines.append(f"{side:{width}}" + "".join(f"{cell:>24}" for cell in cells))
+    whole = [side for side in ("transformers", "full", "cache8") if side in fastest.index]
+    lines.append("")
+    for side, other in product((each for each in fastest.index if each not in whole), whole):
+        slower = [tokens for tokens in fastest.columns if fastest.loc[side, tokens] >= fastest.loc[other, tokens]]
+        after = [tokens for tokens in fastest.columns if not slower or tokens > max(slower)]
+        when = f"from {after[0]:,} tokens on" if after else "at none of these lengths"
+        lines.append(f"{side} is faster than {other} {when}.")
+    return "\n".join(
+        [*lines, "", "By the fastest steps, which other work disturbs least; keys and values were random."]
+    )
