@@ -274,7 +274,7 @@ Choices = Iterator[tuple[str, Iterable[Any], Iterable[Any]]]
 
 def _choices(study: Study, backbones: list[str]) -> Choices:
     for name in ("mismatch", "ablations", "diagnostics", "residuals"):
-        yield f"{name}.backbones, of those in config.yaml with this study", getattr(study, name).backbones, backbones
+        yield f"{name}.backbones", getattr(study, name).backbones, backbones
     others = [one.name for one in methods.METHODS if not one.of_the_paper and one.name not in study.methods]
     yield "fidelity.methods", study.fidelity.methods, others
     yield "fidelity.benchmarks", study.fidelity.benchmarks, study.benchmarks
