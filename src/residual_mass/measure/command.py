@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", default="1k", help="tokens of prompt: 512, 1k, 64k, ... (default: %(default)s)")
     add("--documents", type=int, default=6, help="documents of each text (default: %(default)s)")
     add("--tokens", type=int, default=32, help="tokens that follow each prompt (default: %(default)s)")
-    add("--methods", nargs="+", default=METHODS, metavar="METHOD",
+    add("--methods", nargs="+", metavar="METHOD",
         help=f"topk is always among them (default: {' '.join(METHODS)})")  # fmt: skip
     add("--budgets", nargs="+", default=("2", "4", "8"), metavar="PERCENT",
         help="share of the prompt that is read exactly, in percent (default: 2 4 8)")  # fmt: skip
@@ -108,13 +108,13 @@ class Arguments:
             given["assets"] = of_checkout if of_checkout.is_dir() else cache / "residual-mass" / "assets"
         given["texts"] = tuple(dict.fromkeys(given["texts"] or DEFAULT_TEXTS))
         if options.latency is None:
-            given["methods"] = tuple(dict.fromkeys((BASELINE, *options.methods)))
+            given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or METHODS))))
         else:
             try:
                 given["latency"] = tuple(sorted({*(options.latency or LENGTHS)}, key=tokens_of))
             except ValueError as error:
                 raise ValueError(f"--latency: {error}") from None
-            given["methods"] = TIMED if options.methods is METHODS else tuple(dict.fromkeys(options.methods))
+            given["methods"] = tuple(dict.fromkeys(options.methods or TIMED))
         given["budgets"] = tuple(dict.fromkeys(map(percent_written, options.budgets)))
         return cls(**given)
 
@@ -136,8 +136,7 @@ def run(options: argparse.Namespace) -> None:
     if args.latency:
         from residual_mass.measure import latency
 
-        found, files = latency.measure(args)
-        text = latency.printed(args, found)
+        text, files = latency.measure(args)
     else:
         from residual_mass.measure.distances import measure
 

@@ -66,12 +66,12 @@ class Clock(BaseStreamer):
         pass
 
 
-def measure(args: Arguments) -> tuple[pd.DataFrame, list[Path]]:
+def measure(args: Arguments) -> tuple[str, list[Path]]:
     """Times all sides at all lengths of `--latency`.
 
     Returns:
-        `side`, `tokens`, `seconds` (the median of a step), `fastest` and `kept_mib` (the cache); and the files with
-        this table and with what `printed` says.
+        What `printed` says, and the files with it and with its table: `side`, `tokens`, `seconds` (the median of a
+        step), `fastest` and `kept_mib` (the cache).
 
     Raises:
         ValueError: the model or a method is at fault; names it.
@@ -97,8 +97,9 @@ def measure(args: Arguments) -> tuple[pd.DataFrame, list[Path]]:
     found = groups.agg(seconds=("seconds", statistics.median), fastest=("seconds", "min"), kept_mib=("kept_mib", "max"))
     found = found.reset_index()
     write_text(files[0], found.to_csv(index=False, float_format="%.6g"))
-    write_text(files[1], printed(args, found))
-    return found, files
+    text = printed(args, found)
+    write_text(files[1], text)
+    return text, files
 
 
 def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:

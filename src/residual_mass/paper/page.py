@@ -24,7 +24,7 @@ from residual_mass.study.specs import ReportSpec
 
 LETTERS = {
     r"\phi": "φ", r"\ell": "ℓ", r"\Delta": "Δ", r"\dagger": "†", r"\ddagger": "‡", r"\circ": "°", r"\log": "log ",
-    r"\hat": "", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": "−", "<": "&lt;",
+    r"\hat Z": "Ẑ", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": "−", "<": "&lt;",
 }  # fmt: skip
 """What of the mathematics in titles and captions HTML says otherwise."""
 MARKS = {"": "", "above": "†", "below": "‡"}

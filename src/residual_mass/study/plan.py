@@ -269,19 +269,18 @@ class Plan(Configuration):
     def score(self, w: Wildcards) -> Work:
         """Scores of the main arms, or of those that a comparison of maps shows."""
         study, groups, arms = self.study_of(w), ["main"], None
+        benchmark, examples = study.benchmarks[w.benchmark], self.examples_of(study, w.benchmark)
         if "comparison" in w.keys():
             arms = self._compared_arms(study, w.comparison)
             group = "mismatch" if w.comparison == "mismatch" else "ablation"
             groups += [group] * bool(self._group_maps(study, group))
-        benchmark, examples = study.benchmarks[w.benchmark], self.examples_of(study, w.benchmark)
         spec = self.spec_of(
             specs.ScoreSpec, "score", w, benchmark, bootstrap_resamples=study.score.bootstrap_resamples,
             seed=study.score.seed, examples=examples, arms=arms, decoding=decoding_words(benchmark, study.truncate_to),
         )  # fmt: skip
         place = {"benchmark": w.benchmark, "backbone": w.backbone, "length": w.length}
-        tasks = study.task_files(w.benchmark, w.length)
-        generations = expand(paths.GENERATIONS, **place, group=groups, tasks=tasks)
-        return {"prompts": self._prompts_of(w, w.benchmark), "generations": generations}, spec
+        files = expand(paths.GENERATIONS, **place, group=groups, tasks=study.task_files(w.benchmark, w.length))
+        return {"prompts": self._prompts_of(w, w.benchmark), "generations": files}, spec
 
     def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
         """Full attention, and at the one budget of a comparison topk, each of its maps and the study's own methods."""
