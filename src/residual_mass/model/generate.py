@@ -175,8 +175,11 @@ def partial_decoding(
     def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
         if options["generation_config"].num_beams > 1:
             raise ValueError("partial_decoding follows no beams: generate with num_beams=1, or within partial_kv")
-        if verify is not None:
-            return _verified(model, input_ids, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
+            return (_plain if verify is None else _verified)(model, input_ids, **options)
+
+    def _plain(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
         cache = options.get("past_key_values")
         if not isinstance(cache, PackedCache):
             if cache is not None and cache.get_seq_length() > 0:
@@ -194,13 +197,11 @@ def partial_decoding(
         cache = cache_to_crop(model, rule, options.get("past_key_values"))
         require_one_plain_prompt(input_ids, cache, options, generation_config)
         packed = cache if isinstance(cache, PackedCache) else None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "partial_kv: no decode step")  # drafts may end with the first token
-            with partial_kv(model, rule, budget, phi, num_sink, num_tail, cache=packed) as session:
-                return Verified(
-                    model, session, cache, Pace(verify), [] if passes is None else passes, generation_config,
-                    logits_processor, stopping_criteria,
-                ).generate(input_ids)  # fmt: skip
+        with partial_kv(model, rule, budget, phi, num_sink, num_tail, cache=packed) as session:
+            return Verified(
+                model, session, cache, Pace(verify), [] if passes is None else passes, generation_config,
+                logits_processor, stopping_criteria,
+            ).generate(input_ids)  # fmt: skip
 
     return decode
 

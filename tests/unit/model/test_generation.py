@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
 
 from residual_mass.core.settings import MapSpec
+from residual_mass.model.generate import partial_generate
 from residual_mass.model.partial import PartialSession, partial_kv
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 
@@ -164,6 +165,7 @@ def test_a_context_without_a_step_through_the_method_warns() -> None:
 def test_no_warning_where_the_method_or_full_attention_is_meant(recwarn: pytest.WarningsRecorder) -> None:
     model = model_of("Llama")
     under(model, "topk")
+    partial_generate(model, ids_of(40), max_new_tokens=1, method="topk_mean", budget=BUDGET)
     with partial_kv(model, "full"):
         model(ids_of(40))
     with pytest.raises(RuntimeError, match="inside"), partial_kv(model, "topk", BUDGET):
